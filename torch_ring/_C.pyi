@@ -98,6 +98,38 @@ class StoreCall:
     def result(self) -> Any:
         """Return what the call has returned, once; raises what it has raised."""
 
+def sparse_message(own: Tensor | None, like: Tensor, op: int) -> tuple[Tensor, Tensor]:
+    """Return a rank's part of a sparse sum, for two allgathers: of headers and of flat values.
+
+    A header is int64 [sparse_dim, nnz, op, dim, *shape, *indices]. Both are empty without `own`.
+    """
+
+def sparse_sum(
+    what: str,
+    op: int,
+    like: Tensor,
+    ranks: Sequence[int],
+    headers: Tensor,
+    lengths: Sequence[int],
+    values: Tensor,
+    is_coalesced: bool | None,
+) -> Tensor:
+    """Return the sum of what the ranks have sent, an uncoalesced sparse COO tensor.
+
+    Args:
+        what: begins an error's text.
+        op: Average, which divides by the number of ranks, or Sum.
+        like: a tensor with the shape of the sum.
+        ranks: as errors name them.
+        headers: of all ranks, one after the other.
+        lengths: of the headers, by rank; 0: the rank gives nothing.
+        values: of all ranks, one after the other.
+        is_coalesced: of the sum; None: as torch finds.
+
+    Raises:
+        MismatchError: the shapes or the operators of two ranks differ.
+    """
+
 class HostMemory:
     """The memory that the ranks of a host share (csrc/transport/host_memory.h).
 

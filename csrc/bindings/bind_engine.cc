@@ -5,12 +5,15 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/py_engine.h"
 #include "bindings/py_messages.h"
 #include "bindings/py_world.h"
 #include "bindings/spans.h"
+#include "bindings/sparse_sum.h"
 
 namespace py = pybind11;
 
@@ -116,6 +119,24 @@ void bind_engine(py::module_& module) {
       .def("overlaps", &PyEngine::overlaps)
       .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false)
       .def("abandon", &PyEngine::abandon);
+  module.def(
+      "sparse_message",
+      [](const std::optional<at::Tensor>& own, const at::Tensor& like, int op) {
+        const SparseMessage message = sparse_message(own, like, static_cast<ReduceOp>(op));
+        return std::pair(message.header, message.values);
+      },
+      py::arg("own"), py::arg("like"), py::arg("op"));
+  module.def(
+      "sparse_sum",
+      [](const std::string& what, int op, const at::Tensor& like, const std::vector<int>& ranks,
+         const at::Tensor& headers, const std::vector<std::int64_t>& lengths,
+         const at::Tensor& values, std::optional<bool> is_coalesced) {
+        return sparse_sum(what, static_cast<ReduceOp>(op), like, ranks, {headers, lengths, values},
+                          is_coalesced);
+      },
+      py::arg("what"), py::arg("op"), py::arg("like"), py::arg("ranks"), py::arg("headers"),
+      py::arg("lengths"), py::arg("values"), py::arg("is_coalesced"),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace torch_ring

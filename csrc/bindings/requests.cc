@@ -282,6 +282,14 @@ void check_parts(const at::Tensor& parts, const at::Tensor& part, int size,
   }
 }
 
+/// Sets the buffers of an allgather or an alltoall into memory that is there.
+void set_given_buffers(Request& request, const at::Tensor& input, const at::Tensor& output) {
+  request.input = input.const_data_ptr();
+  request.allocate = [output](std::span<const std::int64_t>) { return output.mutable_data_ptr(); };
+  if (!input.is_cpu()) request.begin = keeper({input, output});
+  request.finish = [input, output] {};  // keeps them alive
+}
+
 /// Sets the buffers of an allgather or an alltoall, whose output size depends on the other ranks.
 /// Turns the fingerprint's shape into that of a row.
 void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
@@ -377,6 +385,15 @@ Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> resu
   return request;
 }
 
+Request allgather_into_request(const at::Tensor& tensor, const at::Tensor& output,
+                               std::string name) {
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kAllgather, tensor, std::move(name));
+  request.rows = {1};
+  set_given_buffers(request, values_of(tensor.detach()), output);
+  return request;
+}
+
 Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
                          std::shared_ptr<Result> result, std::string name, int size) {
   const std::string what = quoted("alltoall", name);
@@ -399,6 +416,18 @@ Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> spl
   request.fingerprint = fingerprint_of(Collective::kAlltoall, tensor, std::move(name));
   request.rows = std::move(splits);
   set_ragged_buffers(request, values_of(tensor), std::move(result));
+  return request;
+}
+
+Request alltoall_into_request(const at::Tensor& tensor, const at::Tensor& output,
+                              std::vector<std::int64_t> row, Splits splits, std::string name) {
+  Request request;
+  request.fingerprint = fingerprint_of(Collective::kAlltoall, tensor, std::move(name));
+  request.fingerprint.shape = std::move(row);
+  request.fingerprint.tells_expected = true;  // so that the output has room
+  request.rows = std::move(splits.sent);
+  request.rows.insert(request.rows.end(), splits.received.begin(), splits.received.end());
+  set_given_buffers(request, tensor, output);
   return request;
 }
 

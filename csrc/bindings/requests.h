@@ -142,9 +142,22 @@ Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, in
                           std::string name);
 Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> result,
                           std::string name, bool joinable);
+/// Into `output`, contiguous memory with room for each rank's tensor. A whole tensor is a row, so
+/// that the ranks agree on its shape.
+Request allgather_into_request(const at::Tensor& tensor, const at::Tensor& output,
+                               std::string name);
 /// `splits`: the rows for each rank; together at most those of the tensor.
 Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
                          std::shared_ptr<Result> result, std::string name, int size);
+/// The rows that go to each rank, and those that come from it.
+struct Splits {
+  std::vector<std::int64_t> sent;
+  std::vector<std::int64_t> received;
+};
+/// The same of contiguous memory `tensor` into `output`; a row has the shape `row`. The ranks agree
+/// that `output` has room.
+Request alltoall_into_request(const at::Tensor& tensor, const at::Tensor& output,
+                              std::vector<std::int64_t> row, Splits splits, std::string name);
 /// `output` has this rank's rows (scattered_rows()).
 Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
                               int op, double prescale, double postscale, int rank, int size);

@@ -3,22 +3,20 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/sparse_coo_tensor.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/trunc.h>
 #include <torch/version.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <memory>
-#include <span>
+#include <numeric>
 #include <string>
 #include <utility>
 
 #include "bindings/accelerator.h"
 #include "bindings/dtypes.h"
+#include "bindings/sparse_sum.h"
 
 namespace torch_ring {
 
@@ -207,27 +205,15 @@ at::Tensor part_for(const c10d::ReduceOp& op, const at::Tensor& tensor, const ch
   return tensor.detach().to(at::kDouble).mul_(factor).trunc_().to(tensor.scalar_type());
 }
 
-void set_operator(Request& request, const c10d::ReduceOp& op, const at::Tensor& tensor,
-                  const char* what, int size) {
-  const ReduceOp kind = operator_of(op, tensor.scalar_type());
-  check_op(request.fingerprint.dtype, kind, what, size);
-  request.fingerprint.op = kind;
-}
-
 void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin(), from.end()); }
 
-/// Sets the functions of a request that reads `input` and writes `output`.
-void set_lifetime(Request& request, const at::Tensor& input, const JoinedTensors& output) {
-  if (!input.is_cpu()) request.begin = keeper({input, output.flat()});
-  request.finish = [input, output] { output.write_back(); };
-}
-
-/// Copies the output to the tensors when the request is done.
-void write_back_after(Request& request, const JoinedTensors& output) {
+/// The request, which copies its output to the tensors when it is done.
+Request written_back(Request request, const JoinedTensors& output) {
   request.finish = [finish = std::move(request.finish), output] {
     finish();
     output.write_back();
   };
+  return request;
 }
 
 /// A flat tensor as one part for each rank.
@@ -237,32 +223,17 @@ at::Tensor parts_of(const at::Tensor& flat, const at::Tensor& part, int size) {
   return flat.view(shape);
 }
 
-/// The request of an allgather of one tensor, whole: a "row" is the whole tensor, so that its shape
-/// is what the ranks agree on.
-Request gather_request(const at::Tensor& input, const JoinedTensors& output) {
-  const at::Tensor values = values_of(input.detach());
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kAllgather, input, "");
-  request.rows = {1};
-  request.input = values.const_data_ptr();
-  request.allocate = [memory = output.flat()](std::span<const std::int64_t>) {
-    return memory.mutable_data_ptr();
-  };
-  set_lifetime(request, values, output);
-  return request;
+Request gather_whole(const at::Tensor& input, const JoinedTensors& output) {
+  return written_back(allgather_into_request(input, output.flat(), ""), output);
 }
 
-Request reduce_scatter_request(const JoinedTensors& output, const at::Tensor& input,
-                               const c10d::ReduceOp& op, GroupPlace place) {
-  constexpr const char* kWhat = "reduce_scatter";
-  const at::Tensor parts = input.view({place.size, input.numel() / place.size});
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kReducescatter, parts, "");
-  set_operator(request, op, input, kWhat, place.size);
-  request.input = input.const_data_ptr();
-  request.output = output.flat().mutable_data_ptr();
-  set_lifetime(request, input, output);
-  return request;
+Request reduce_scatter(const JoinedTensors& output, const at::Tensor& input, int op,
+                       GroupPlace place) {
+  const std::int64_t count = input.numel() / place.size;
+  return written_back(
+      reducescatter_request(input.view({place.size, count}), output.flat().view({1, count}), "", op,
+                            1.0, 1.0, place.rank, place.size),
+      output);
 }
 
 }  // namespace
@@ -305,11 +276,8 @@ C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, 
   check_tensor(input, kWhat);
   require_parts(kWhat, outputs, input, place.size);
   const JoinedTensors output = JoinedTensors::outputs(outputs, kWhat, &input);
-  C10dOperation operation{
-      {gather_request(input, parts_of(output.flat(), input, place.size), root, "", place.size)},
-      outputs};
-  write_back_after(operation.requests.front(), output);
-  return operation;
+  const at::Tensor parts = parts_of(output.flat(), input, place.size);
+  return {{written_back(gather_request(input, parts, root, "", place.size), output)}, outputs};
 }
 
 C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs, int root,
@@ -323,12 +291,9 @@ C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs,
   require_parts(kWhat, inputs, output, place.size);
   const at::Tensor input = JoinedTensors::inputs(inputs, kWhat).flat();
   const JoinedTensors target = JoinedTensors::outputs({output}, kWhat, &input);
-  C10dOperation operation{
-      {scatter_request(parts_of(input, output, place.size), target.flat().view(output.sizes()),
-                       root, "", place.size)},
-      {output}};
-  write_back_after(operation.requests.front(), target);
-  return operation;
+  const at::Tensor parts = parts_of(input, output, place.size);
+  const at::Tensor own = target.flat().view(output.sizes());
+  return {{written_back(scatter_request(parts, own, root, "", place.size), target)}, {output}};
 }
 
 C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, int size) {
@@ -339,7 +304,7 @@ C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inp
     check_tensor(inputs[i], kWhat);
     require_parts(kWhat, outputs[i], inputs[i], size);
     operation.requests.push_back(
-        gather_request(inputs[i], JoinedTensors::outputs(outputs[i], kWhat, &inputs[i])));
+        gather_whole(inputs[i], JoinedTensors::outputs(outputs[i], kWhat, &inputs[i])));
     append(operation.outputs, outputs[i]);
   }
   group(operation.requests);
@@ -359,7 +324,7 @@ C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& in
              std::to_string(inputs[i].numel() * size));
     }
     operation.requests.push_back(
-        gather_request(inputs[i], JoinedTensors::outputs({outputs[i]}, kWhat, &inputs[i])));
+        gather_whole(inputs[i], JoinedTensors::outputs({outputs[i]}, kWhat, &inputs[i])));
   }
   group(operation.requests);
   return operation;
@@ -374,8 +339,9 @@ C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists
     check_tensor(outputs[i], kWhat);
     require_parts(kWhat, inputs[i], outputs[i], place.size);
     const at::Tensor input = part_for(op, JoinedTensors::inputs(inputs[i], kWhat).flat(), kWhat);
-    operation.requests.push_back(reduce_scatter_request(
-        JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, op, place));
+    const auto kind = static_cast<int>(operator_of(op, input.scalar_type()));
+    operation.requests.push_back(
+        reduce_scatter(JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, kind, place));
   }
   group(operation.requests);
   return operation;
@@ -394,8 +360,9 @@ C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensor
              " for each of the " + std::to_string(place.size) + " ranks");
     }
     const at::Tensor input = part_for(op, JoinedTensors::inputs({inputs[i]}, kWhat).flat(), kWhat);
-    operation.requests.push_back(reduce_scatter_request(
-        JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, op, place));
+    const auto kind = static_cast<int>(operator_of(op, input.scalar_type()));
+    operation.requests.push_back(
+        reduce_scatter(JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, kind, place));
   }
   group(operation.requests);
   return operation;
@@ -409,24 +376,10 @@ C10dOperation barrier_operation() {
 
 namespace {
 
-/// The request of an alltoall of `input`, whose rows have `row` elements each.
-Request scattered_rows_request(const JoinedTensors& output, const at::Tensor& input,
-                               std::vector<std::int64_t> row,
-                               const std::vector<std::int64_t>& output_rows,
-                               std::vector<std::int64_t> input_rows) {
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kAlltoall, input, "");
-  request.fingerprint.shape = std::move(row);
-  request.fingerprint.tells_expected = true;  // so that the output has room
-  request.rows = std::move(input_rows);
-  request.rows.insert(request.rows.end(), output_rows.begin(), output_rows.end());
-  request.input = input.const_data_ptr();
-  request.allocate = [memory = output.flat()](std::span<const std::int64_t>) {
-    return memory.mutable_data_ptr();
-  };
-  if (!input.is_cpu()) request.begin = keeper({input, output.flat()});
-  request.finish = [input, output] { output.write_back(); };
-  return request;
+Request scatter_rows(const JoinedTensors& output, const at::Tensor& input,
+                     std::vector<std::int64_t> row, Splits splits) {
+  return written_back(
+      alltoall_into_request(input, output.flat(), std::move(row), std::move(splits), ""), output);
 }
 
 std::vector<std::int64_t> rows_of(const at::Tensor& tensor, std::vector<std::int64_t> splits,
@@ -470,8 +423,8 @@ C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, 
   };
   const at::Tensor input = JoinedTensors::inputs(inputs, kWhat).flat();
   C10dOperation operation{{}, outputs};
-  operation.requests.push_back(scattered_rows_request(
-      JoinedTensors::outputs(outputs, kWhat, &input), input, {}, counts(outputs), counts(inputs)));
+  operation.requests.push_back(scatter_rows(JoinedTensors::outputs(outputs, kWhat, &input), input,
+                                            {}, {counts(inputs), counts(outputs)}));
   return operation;
 }
 
@@ -480,86 +433,68 @@ C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor
                                       std::vector<std::int64_t> input_splits, int size) {
   constexpr const char* kWhat = "all_to_all_single";
   require_like(kWhat, output, input);
-  const std::vector<std::int64_t> output_rows =
-      rows_of(output, std::move(output_splits), "output", size);
-  std::vector<std::int64_t> input_rows = rows_of(input, std::move(input_splits), "input", size);
+  std::vector<std::int64_t> received = rows_of(output, std::move(output_splits), "output", size);
+  std::vector<std::int64_t> sent = rows_of(input, std::move(input_splits), "input", size);
   const std::vector<std::int64_t> row = input.sizes().slice(1).vec();
   if (output.sizes().slice(1).vec() != row) {
     refuse(std::string(kWhat) + ": the rows of the output and of the input differ in shape");
   }
   const at::Tensor values = JoinedTensors::inputs({input}, kWhat).flat();
   C10dOperation operation{{}, {output}};
-  operation.requests.push_back(
-      scattered_rows_request(JoinedTensors::outputs({output}, kWhat, &values), values, row,
-                             output_rows, std::move(input_rows)));
+  operation.requests.push_back(scatter_rows(JoinedTensors::outputs({output}, kWhat, &values),
+                                            values, row, {std::move(sent), std::move(received)}));
   return operation;
 }
 
 namespace {
 
-std::string text_of(const at::Tensor& shape) {
-  std::string text;
-  for (std::int64_t i = 0; i < shape.numel(); ++i) {
-    text += (i > 0 ? ", " : "[") + std::to_string(shape[i].item<std::int64_t>());
-  }
-  return text + "]";
-}
-
-/// The sum of the ranks' sparse tensors: all indices and values in one tensor, coalesced.
-class SparseSum {
+/// A sum that replaces the tensor when both allgathers are done.
+class SparseAllreduce {
  public:
-  explicit SparseSum(const at::Tensor& tensor)
-      : tensor_(tensor), own_(tensor.detach().coalesce()) {}
+  SparseAllreduce(std::string what, const at::Tensor& tensor, int size)
+      : what_(std::move(what)), tensor_(tensor), own_(tensor.detach().coalesce()), ranks_(size) {
+    std::iota(ranks_.begin(), ranks_.end(), 0);
+  }
 
-  /// Two allgathers, a row for each entry. Before its indices a rank sends the shape.
-  std::vector<Request> requests() {
-    shape_ = at::tensor(own_.sizes().slice(0, static_cast<std::size_t>(own_.sparse_dim())),
-                        own_.indices().options());
-    const at::Tensor indices = at::cat({shape_.unsqueeze(0), own_.indices().t()});
-    return {allgather_request(indices, indices_, "", false),
-            allgather_request(own_.values().contiguous(), values_, "", false)};
+  std::vector<Request> requests() const {
+    const SparseMessage message = sparse_message(own_, own_, ReduceOp::kSum);
+    return {allgather_request(message.header, headers_, "", false),
+            allgather_request(message.values, values_, "", false)};
   }
 
   /// One of the two is done.
   void gathered(LateError& error) {
     if (++gathered_ < 2) return;
     const ForCaller for_caller(tensor_.is_inference());
-    Tensors indices;
-    std::int64_t first = 0;
-    for (std::size_t rank = 0; rank < indices_->rows.size(); ++rank) {
-      const std::int64_t rows = indices_->rows[rank];
-      const at::Tensor shape = indices_->tensor.select(0, first);
-      if (!shape.equal(shape_)) {
-        error.set(
-            Error(ErrorKind::kMismatch, "allreduce of a sparse tensor: its sparse dimensions are " +
-                                            text_of(shape_) + " here, and " + text_of(shape) +
-                                            " on rank " + std::to_string(rank)));
-        return;
-      }
-      indices.push_back(indices_->tensor.narrow(0, first + 1, rows - 1));
-      first += rows;
+    try {
+      const at::Tensor sum =
+          sparse_sum(what_, ReduceOp::kSum, own_, ranks_,
+                     {headers_->tensor, headers_->rows, values_->tensor}, std::nullopt);
+      tensor_.copy_(sum.coalesce());
+    } catch (const Error& mismatch) {
+      error.set(mismatch);
     }
-    tensor_.copy_(
-        at::sparse_coo_tensor(at::cat(indices).t(), values_->tensor, own_.sizes()).coalesce());
   }
 
  private:
+  std::string what_;
   at::Tensor tensor_;
   at::Tensor own_;
-  at::Tensor shape_;  // of the sparse dimensions
-  std::shared_ptr<Result> indices_ = std::make_shared<Result>();
+  std::vector<int> ranks_;
+  std::shared_ptr<Result> headers_ = std::make_shared<Result>();
   std::shared_ptr<Result> values_ = std::make_shared<Result>();
   int gathered_ = 0;  // by the progress thread
 };
 
 }  // namespace
 
-C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                         int size) {
   const std::string what = "allreduce of a sparse tensor";
   if (tensor.layout() != at::kSparse) refuse(what + ": the tensor is not sparse COO");
   if (op.op_ != c10d::ReduceOp::SUM) refuse(what + ": the operator must be SUM");
   const at::NoGradGuard no_grad;
-  const auto sum = std::make_shared<SparseSum>(tensor);
+  const auto sum = std::make_shared<SparseAllreduce>(what, tensor, size);
   C10dOperation operation{{}, {tensor}, std::make_shared<LateError>()};
   operation.requests = sum->requests();
   for (Request& request : operation.requests) {

@@ -113,7 +113,8 @@ C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& 
 
 /// The sparse (COO) tensor becomes the sum over the ranks, which may have different indices.
 /// Two allgathers: of the indices, and of the values. Only SUM.
-C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op);
+C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                                         int size);
 
 /// Each tensor becomes that of rank `root`.
 C10dOperation broadcast_operation(const Tensors& tensors, int root, int size);

@@ -427,7 +427,7 @@ RingBackend::Works RingBackend::allreduce(Tensors& tensors, const c10d::Allreduc
 RingBackend::Works RingBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& options) {
   return start(OpType::_ALLREDUCE_SPARSE, "ring:all_reduce_sparse", tensors, options,
-               sparse_allreduce_operation, only(tensors, "allreduce"), options.reduceOp);
+               sparse_allreduce_operation, only(tensors, "allreduce"), options.reduceOp, size_);
 }
 
 RingBackend::Works RingBackend::allreduce_coalesced(

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring._C import Engine, in_words
+from torch_ring._C import Engine, in_words, sparse_message, sparse_sum
 from torch_ring.collectives.handle import GroupHandle, require_tensor
-from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum, checked_op
-from torch_ring.errors import InvalidArgumentError, MismatchError
+from torch_ring.collectives.reduce_op import Average, Sum, checked_op
+from torch_ring.errors import InvalidArgumentError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["SparseHandle", "sparse_allreduce_async", "start_sparse_sum"]
@@ -69,10 +69,9 @@ def start_sparse_sum(
     joinable: bool = False,
     is_coalesced: bool | None = None,
 ) -> SparseHandle:
-    """Start to sum the ranks' sparse tensors.
+    """Start to sum the ranks' sparse tensors, as csrc/bindings/sparse_sum.h does for both doors.
 
-    One allgather is of headers with indices, int64 [sparse_dim, nnz, op, dim, *shape, *indices],
-    one of values. A rank without a tensor, or one that has joined, gives nothing.
+    A rank without a tensor, or one that has joined, gives nothing.
 
     Args:
         engine: the engine of the ranks that take part.
@@ -84,65 +83,12 @@ def start_sparse_sum(
         joinable: whether ranks may have joined.
         is_coalesced: of the sum; None: as torch finds.
     """
-    header = torch.empty(0, dtype=torch.int64, device=like.device)
-    values = torch.empty(0, dtype=like.dtype, device=like.device)
-    if own is not None:
-        indices, values = own._indices(), own._values().detach().flatten()
-        request = [*indices.shape, op, own.dim(), *own.shape]
-        header = torch.cat([torch.tensor(request, device=like.device), indices.flatten()])
-    works = engine.grouped_allgather([header, values], name, joinable=joinable)
+    works = engine.grouped_allgather([*sparse_message(own, like, op)], name, joinable=joinable)
 
     def combine(gathered: list[Tensor]) -> Tensor:
-        headers = torch.split(gathered[0], works[0].received_splits())
-        parts = [
-            _Part.of(rank, part) for rank, part in zip(ranks, headers, strict=True) if len(part)
-        ]
-        _require_same(name, parts)
-        values = gathered[1]
-        if op == Average:
-            integer = not (values.is_floating_point() or values.is_complex())
-            values = torch.div(values, len(ranks), rounding_mode="trunc" if integer else None)
-        joined = torch.cat([part.indices for part in parts], dim=1)
-        values = values.view(joined.shape[1], *like.shape[joined.shape[0] :])
-        return torch.sparse_coo_tensor(
-            joined,
-            values,
-            like.shape,
-            device=values.device,
-            check_invariants=False,
-            is_coalesced=is_coalesced,
-        )
+        what = in_words(f"{name}.0") or f"sparse_allreduce {name!r}"
+        headers, values = gathered
+        lengths = works[0].received_splits()
+        return sparse_sum(what, op, like, ranks, headers, lengths, values, is_coalesced)
 
     return SparseHandle(works, combine)
-
-
-class _Part:
-    """The header and the indices that one rank has sent."""
-
-    def __init__(self, rank: int, op: int, shape: Sequence[int], indices: Tensor) -> None:
-        self.rank = rank
-        self.request = f"{ReduceOp(op).name} of {list(shape)}"
-        self.indices = indices  # [sparse_dim, nnz]
-
-    @classmethod
-    def of(cls, rank: int, sent: Tensor) -> _Part:
-        sparse_dim, nnz, op, dim = sent[:4].tolist()
-        indices = sent[4 + dim :].view(sparse_dim, nnz)
-        return cls(rank, op, sent[4 : 4 + dim].tolist(), indices)
-
-    @property
-    def sparse_dim(self) -> str:
-        return f"sparse_dim {len(self.indices)}"
-
-
-def _require_same(name: str, parts: Sequence[_Part]) -> None:
-    """Raise MismatchError if the ranks' shapes or operators differ."""
-    what = in_words(f"{name}.0") or f"sparse_allreduce {name!r}"
-    first = parts[0]
-    for part in parts:
-        for asked, other in ((first.request, part.request), (first.sparse_dim, part.sparse_dim)):
-            if asked != other:
-                raise MismatchError(
-                    f"{what}: the ranks disagree: rank {first.rank}: {asked}; "
-                    f"rank {part.rank}: {other}"
-                )
