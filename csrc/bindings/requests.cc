@@ -167,11 +167,10 @@ std::size_t kept_result_bytes() { return ResultAllocator::instance().pages().kep
 at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape,
                                 at::TensorOptions options) const {
   const auto communicator = communicator_.lock();
-  SharedBuffers* const shared = communicator ? communicator->shared_buffers() : nullptr;
-  if (!shared) return at::empty(shape, options);
+  if (!communicator || !communicator->has_shared_memory()) return at::empty(shape, options);
   const std::size_t bytes =
       static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
-  std::shared_ptr<void> memory = shared->allocate(bytes);
+  std::shared_ptr<void> memory = communicator->allocate_shared(bytes);
   if (!memory) {
     if (!is_full_.exchange(true)) {
       log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
@@ -196,7 +195,7 @@ std::shared_ptr<BlockPool> SharedTensors::gradient_blocks() {
   if (!blocks_) {
     blocks_ = BlockPool::make([communicator = communicator_](std::size_t bytes) {
       const auto alive = communicator.lock();
-      return alive ? alive->shared_buffers()->allocate(bytes) : nullptr;
+      return alive ? alive->allocate_shared(bytes) : nullptr;
     });
   }
   return blocks_;

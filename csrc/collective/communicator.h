@@ -11,26 +11,6 @@
 
 namespace torch_ring {
 
-/// Shared memory, in which an allreduce in place needs no copy. Memory of this rank that the
-/// other ranks of its host have mapped.
-/// Thread: any. Blocking: while the system looks for memory.
-class SharedBuffers {
- public:
-  virtual ~SharedBuffers() = default;
-
-  /// New memory, freed with its last reference, which may outlive the communicator. Null if the
-  /// address space set aside for it is used up. Errors: Error(kInternal) when no memory is left.
-  virtual std::shared_ptr<void> allocate(std::size_t bytes) = 0;
-
-  /// Gives [data, data + bytes) pages of its own, which the other ranks do not reach, with the same
-  /// content and at the same address: offset_of() is -1 from then on. Other threads may write to
-  /// it meanwhile.
-  virtual void isolate(const void* data, std::size_t bytes) noexcept = 0;
-
-  /// The offset of [data, data + bytes) in the rank's shared memory, or -1 if it lies elsewhere.
-  virtual std::int64_t offset_of(const void* data, std::size_t bytes) const = 0;
-};
-
 /// All ranks call the same functions in the same order with matching arguments; the engine ensures
 /// it (engine/agreement.h). Buffers need no alignment beyond their dtype's.
 ///
@@ -47,8 +27,8 @@ class Communicator {
   virtual int size() const = 0;
 
   /// output[i] = the reduction of input[i] over the ranks; `input` may be `output`.
-  /// `shared_offsets`: empty, or the SharedBuffers::offset_of() of the buffers of this host's ranks
-  /// (then they are in shared memory on all hosts, input == output, and nothing is staged).
+  /// `shared_offsets`: empty, or HostCommunicator::shared_offset_of() of the buffers of this host's
+  /// ranks (then they are in shared memory on all hosts, input == output, and nothing is staged).
   virtual void allreduce(const void* input, void* output, std::size_t count,
                          const Reduction& reduction,
                          std::span<const std::int64_t> shared_offsets = {}) = 0;
@@ -97,17 +77,32 @@ class Communicator {
   virtual void barrier() = 0;
 };
 
-/// A communicator over host memory, with a board and shared buffers. A Communicator with two
-/// capabilities for the engine: a board on which its ranks agree, and, on some layouts, shared
-/// memory.
+/// A communicator over host memory: with a board on which its ranks agree and, if several ranks
+/// share a host, memory in which an allreduce in place copies nothing.
 class HostCommunicator : public Communicator {
  public:
   /// The ranks' board. It lives as long as the communicator.
   virtual Board& board() = 0;
 
-  /// The shared memory of this rank, or null if the world has none: one rank, or one rank a host.
-  /// Thread: any.
-  virtual SharedBuffers* shared_buffers() { return nullptr; }
+  // Memory of this rank that the other ranks of its host have mapped.
+  // Thread: any. Blocking: while the system looks for memory.
+
+  /// Whether there is some. None of the rest does anything without it.
+  virtual bool has_shared_memory() const { return false; }
+
+  /// New memory, freed with its last reference, which may outlive the communicator. Null if the
+  /// address space set aside for it is used up. Errors: Error(kInternal) when no memory is left.
+  virtual std::shared_ptr<void> allocate_shared(std::size_t /*bytes*/) { return nullptr; }
+
+  /// Gives [data, data + bytes) pages of its own, which the other ranks do not reach, with the same
+  /// content and at the same address: shared_offset_of() is -1 from then on. Other threads may
+  /// write to it meanwhile.
+  virtual void isolate(const void* /*data*/, std::size_t /*bytes*/) noexcept {}
+
+  /// The offset of [data, data + bytes) in this rank's memory, or -1 if it lies elsewhere.
+  virtual std::int64_t shared_offset_of(const void* /*data*/, std::size_t /*bytes*/) const {
+    return -1;
+  }
 };
 
 }  // namespace torch_ring

@@ -50,7 +50,14 @@ class HierarchicalCommunicator : public HostCommunicator {
   void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,
                      const Reduction& reduction) const override;
   void barrier() override;
-  SharedBuffers* shared_buffers() override { return shm_.shared_buffers(); }
+  bool has_shared_memory() const override { return true; }
+  std::shared_ptr<void> allocate_shared(std::size_t bytes) override {
+    return shm_.allocate_shared(bytes);
+  }
+  void isolate(const void* data, std::size_t bytes) noexcept override { shm_.isolate(data, bytes); }
+  std::int64_t shared_offset_of(const void* data, std::size_t bytes) const override {
+    return shm_.shared_offset_of(data, bytes);
+  }
 
  private:
   bool leads() const { return shm_.rank() == 0; }

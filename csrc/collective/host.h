@@ -31,7 +31,8 @@ class Host {
   SegmentHeader& own() const { return header(index_); }
   const Waiter& waiter() const { return waiter_; }
 
-  /// The byte at an offset in a rank's memory, not in its slot: SharedBuffers::offset_of().
+  /// The byte at an offset in a rank's memory, not in its slot:
+  /// HostCommunicator::shared_offset_of().
   std::byte* buffer(int index, std::size_t offset) const {
     return at(places_, index).memory->at(offset);
   }

@@ -22,7 +22,7 @@ constexpr std::size_t kOneShotBytes = 32u << 10;
 ShmCommunicator::ShmCommunicator(const World& world, const EngineConfig& config, const Abort& abort)
     : host_(world, config, abort), board_(host_), arena_(world.arena) {}
 
-std::shared_ptr<void> ShmCommunicator::allocate(std::size_t bytes) {
+std::shared_ptr<void> ShmCommunicator::allocate_shared(std::size_t bytes) {
   void* const memory = arena_->allocate(bytes);
   if (memory == nullptr) return nullptr;
   return {memory, [arena = arena_](void* data) { arena->free(data); }};

@@ -43,7 +43,7 @@ namespace torch_ring {
 /// A slot needs no flag to be free. A rank that has published staged = g touches no peer's segment
 /// before g - 1 any more. So when all ranks have published g + 2, segment g + kSegments may take
 /// the slot of segment g; its own rank has finished with g by then. claim() waits for that.
-class ShmCommunicator : public HostCommunicator, private SharedBuffers {
+class ShmCommunicator : public HostCommunicator {
  public:
   ShmCommunicator(const World& world, const EngineConfig& config, const Abort& abort);
 
@@ -64,20 +64,19 @@ class ShmCommunicator : public HostCommunicator, private SharedBuffers {
   void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
                int root) override;
   void barrier() override { host_.barrier(); }
-  SharedBuffers* shared_buffers() override { return this; }
+  bool has_shared_memory() const override { return true; }
+  std::shared_ptr<void> allocate_shared(std::size_t bytes) override;
+  void isolate(const void* data, std::size_t bytes) noexcept override {
+    arena_->isolate(data, bytes);
+  }
+  std::int64_t shared_offset_of(const void* data, std::size_t bytes) const override {
+    return arena_->offset_of(data, bytes);
+  }
 
   // For the hierarchical communicator, which adds a network to this host.
   Host& host() { return host_; }
 
  private:
-  std::shared_ptr<void> allocate(std::size_t bytes) override;
-  void isolate(const void* data, std::size_t bytes) noexcept override {
-    arena_->isolate(data, bytes);
-  }
-  std::int64_t offset_of(const void* data, std::size_t bytes) const override {
-    return arena_->offset_of(data, bytes);
-  }
-
   struct Pipeline;
 
   void allreduce_shared(std::size_t count, const Reduction& reduction,

@@ -392,12 +392,11 @@ void Driver::end_group(const std::string& group, const Error& cause) {
 void Driver::release_tensors(Work& work) { work.request_.begin = work.request_.finish = nullptr; }
 
 void Driver::isolate_buffers() noexcept {
-  SharedBuffers* const shared = communicator_.shared_buffers();
-  if (shared == nullptr) return;
+  if (!communicator_.has_shared_memory()) return;
   for (const auto& [key, pending] : pending_) {
     const Request& request = pending.work->request();
     if (shared_offset(request, communicator_) >= 0) {
-      shared->isolate(request.output, request.input_bytes());
+      communicator_.isolate(request.output, request.input_bytes());
     }
   }
 }

@@ -279,9 +279,7 @@ std::int64_t shared_offset(const Request& request, HostCommunicator& communicato
   const Fingerprint& f = request.fingerprint;
   const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
                         f.on_host() && request.input == request.output;
-  if (!in_place) return -1;
-  const SharedBuffers* const shared = communicator.shared_buffers();
-  return shared ? shared->offset_of(request.input, request.input_bytes()) : -1;
+  return in_place ? communicator.shared_offset_of(request.input, request.input_bytes()) : -1;
 }
 
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator) {

@@ -66,8 +66,7 @@ void check_costs(std::size_t count, bool shared, std::uint64_t staged, std::uint
   constexpr std::uint64_t kRepeats = 10;
   run_engines({0, 0}, [&](Rank& rank) {
     auto& communicator = dynamic_cast<ShmCommunicator&>(rank.communicator());
-    const std::shared_ptr<void> memory =
-        communicator.shared_buffers()->allocate(count * sizeof(float));
+    const std::shared_ptr<void> memory = communicator.allocate_shared(count * sizeof(float));
     std::vector<float> own(count, 1.0f);
     float* const data = shared ? static_cast<float*>(memory.get()) : own.data();
     std::fill_n(data, count, 1.0f);

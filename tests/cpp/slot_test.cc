@@ -171,10 +171,9 @@ TEST(slots_of_two_sets_are_independent_and_share_buffers) {
       const Reduction sum{DType::kFloat32, ReduceOp::kSum, {}};
       constexpr std::size_t kCount = 300'000;
       // A buffer allocated for one is shared memory of the other.
-      const std::shared_ptr<void> memory =
-          world->shared_buffers()->allocate(kCount * sizeof(float));
+      const std::shared_ptr<void> memory = world->allocate_shared(kCount * sizeof(float));
       auto* const values = static_cast<float*>(memory.get());
-      const std::int64_t offset = set->shared_buffers()->offset_of(values, kCount * sizeof(float));
+      const std::int64_t offset = set->shared_offset_of(values, kCount * sizeof(float));
       CHECK(offset > 0);
       std::vector<std::int64_t> all(size);
       const std::vector<std::size_t> each(size, sizeof offset);
