@@ -183,13 +183,14 @@ def test_a_member_that_dies_while_the_set_is_added(when, transport):
         assert (kind, "rank 2 (" in text) == ("PeerLostError", True), (kind, text)
 
 
-def interrupt_once_it_waits(thread: int) -> None:
+def interrupt_once_it_waits(thread: int, came: Path) -> None:
     """Send this process SIGINT when a thread waits for the other ranks in an exchange."""
     while True:
         frame: Any = sys._current_frames()[thread]
         while frame is not None:
             if frame.f_code.co_name == "_result":
-                return signal.pthread_kill(thread, signal.SIGINT)
+                signal.pthread_kill(thread, signal.SIGINT)
+                return came.touch()
             frame = frame.f_back
         time.sleep(0.001)
 
@@ -198,18 +199,14 @@ def interrupt_a_rank(who: int, mark: str) -> None:
     """The others come when the exchange of one rank has been interrupted."""
     came = Path(mark)
 
-    def on_signal(*_: object) -> None:
-        came.touch()
-        raise KeyboardInterrupt
-
     for number, change in enumerate((hvd.add_process_set, hvd.remove_process_set)):
         hvd.barrier()
         came.unlink(missing_ok=True)
         hvd.barrier()
         if hvd.rank() == who:
-            before = signal.signal(signal.SIGINT, on_signal)
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
             sender = threading.Thread(
-                target=interrupt_once_it_waits, args=(threading.get_ident(),), daemon=True
+                target=interrupt_once_it_waits, args=(threading.get_ident(), came), daemon=True
             )
             sender.start()
             with pytest.raises(KeyboardInterrupt):

@@ -17,10 +17,11 @@ from torch_ring.optimizer.gradient_report import (
     explained,
     require_same_steps,
 )
-from torch_ring.optimizer.participants import Participant, Participants, interrupt_deferred
+from torch_ring.optimizer.participants import Participant, Participants
 from torch_ring.optimizer.planned_pass import RunAhead
 from torch_ring.optimizer.weight_reports import WeightReports
 from torch_ring.world import current
+from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
 from torch_ring.world.process_set_table import ProcessSetRecord
 

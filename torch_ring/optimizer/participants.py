@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -15,36 +11,9 @@ from torch import Tensor
 from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.optimizer.weight_comparison import WeightComparison
+from torch_ring.world.engine import interrupt_deferred
 
 __all__ = ["FastPath", "Participant", "Participants", "Pending", "interrupt_deferred"]
-
-
-@contextlib.contextmanager
-def interrupt_deferred() -> Iterator[None]:
-    """Context at whose end the program's handler of SIGINT is called, if the signal came.
-
-    A second signal does not wait. Elsewhere than in the main thread, where Python handles signals,
-    and without a handler of Python's, the context does nothing.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if is_main else None
-    if not callable(handler):
-        yield
-        return
-    deferred: list[tuple[int, FrameType | None]] = []
-
-    def defer(number: int, frame: FrameType | None) -> None:
-        deferred.append((number, frame))
-        if len(deferred) > 1:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, defer)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(deferred) == 1:
-            handler(*deferred.pop())
 
 
 Pending = tuple[bytes, bytes, bool, bool, bool, bool]

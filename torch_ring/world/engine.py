@@ -1,9 +1,14 @@
-"""make_engine, wait_for_all: the engine of a world or of a process set."""
+"""The engine of a world or of a process set: make_engine, and exchanges among its ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -14,7 +19,7 @@ from torch_ring.setup.connect import Connections
 from torch_ring.setup.network import Deadline, pauses
 from torch_ring.setup.topology import hosts_among, may_spin
 
-__all__ = ["EngineExchange", "make_engine", "wait_for_all"]
+__all__ = ["EngineExchange", "interrupt_deferred", "make_engine", "wait_for_all"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -84,6 +89,34 @@ def wait_for_all(engine: Engine, deadline: Deadline, size: int) -> None:
     raise TimeoutError(f"not all engines have answered {deadline}")
 
 
+@contextlib.contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """Context at whose end the program's handler of SIGINT is called, if the signal came.
+
+    A second signal does not wait. Elsewhere than in the main thread, where Python handles signals,
+    and without a handler of Python's, the context does nothing.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler):
+        yield
+        return
+    deferred: list[tuple[int, FrameType | None]] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        deferred.append((number, frame))
+        if len(deferred) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(deferred) == 1:
+            handler(*deferred.pop())
+
+
 _NAME = "torch_ring.process_sets"
 
 
@@ -91,9 +124,7 @@ class EngineExchange:
     """One rank's side of exchanges among all ranks of a world.
 
     All ranks call the same methods in the same order. An interrupt (Ctrl-C) does not put them out
-    of step: the exchange is finished first, since the other ranks have it already.
-
-    A context manager: at its end it raises the exception of an interrupt that came meanwhile.
+    of step: it comes at the end of this context, since the other ranks have the exchange already.
 
     Args:
         engine: the world's engine.
@@ -101,14 +132,14 @@ class EngineExchange:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._interrupt: BaseException | None = None
+        self._deferral = interrupt_deferred()
 
     def __enter__(self) -> EngineExchange:
+        self._deferral.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._interrupt is not None:
-            raise self._interrupt
+    def __exit__(self, *failure: Any) -> None:
+        self._deferral.__exit__(*failure)
 
     def numbers(self, *values: int) -> list[list[int]]:
         """Return what all ranks give, by rank; 64-bit numbers, equally many on each.
@@ -118,7 +149,7 @@ class EngineExchange:
             PeerLostError, TimeoutError: as the world's engine raises them.
         """
         own = torch.tensor([values], dtype=torch.int64, device="cpu")
-        gathered = self._finish(lambda: self._engine.allgather(own, f"{_NAME}.numbers"))
+        gathered = _result(self._engine.allgather(own, f"{_NAME}.numbers"))
         numbers: list[list[int]] = gathered.tolist()
         return numbers
 
@@ -127,19 +158,9 @@ class EngineExchange:
         own = text.encode()
         sizes = [size for (size,) in self.numbers(len(own))]
         payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-        gathered = self._finish(lambda: self._engine.allgather(payload, f"{_NAME}.texts"))
+        gathered = _result(self._engine.allgather(payload, f"{_NAME}.texts"))
         parts = torch.split(gathered, sizes)
         return [bytes(part.numpy()).decode() for part in parts]
-
-    def _finish(self, start: Callable[[], Work]) -> torch.Tensor:
-        work = start()
-        try:
-            return _result(work)
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            self._interrupt = interrupt
-            return _result(work)
 
 
 def _result(work: Work) -> torch.Tensor:
