@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,50 +155,6 @@ def check_sets(row: dict[str, Any]) -> None:
 # --- failures
 
 
-A_LIBRARY_THAT_FAILS = """
-import os, sys
-import world_starts
-import init_scale
-
-def by_gloo(line, timeout_s):
-    if line.size >= 3 and line.rank == 1:
-        {failure}
-    original(line, timeout_s)
-
-original, world_starts.LIBRARIES["gloo"] = world_starts.LIBRARIES["gloo"], by_gloo
-sys.exit(init_scale.main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("failure", "error"),
-    [
-        ('raise OSError("no more of it")', "rank 1: OSError: no more of it"),
-        ("os._exit(3)", "rank 1 ended with 3"),
-        ('print("the reason", flush=True); os.abort()', "was killed by SIGABRT: the reason"),
-        ("line.size += 1", "the allreduce has returned"),
-    ],
-)
-def test_a_peer_that_fails_is_a_row(tmp_path: Path, failure: str, error: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(A_LIBRARY_THAT_FAILS.format(failure=failure))
-    options = ["--sizes", "2", "3", "4", "--namespaces", "--peers", "gloo", "--rounds", "1"]
-    done = python(str(script), *options, "--timeout", "5", "--json", "o.json", folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr  # torch_ring has not failed
-    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-    assert [(row["ranks"], row["library"]) for row in rows] == [
-        (2, "torch_ring"),
-        (2, "gloo"),
-        (3, "torch_ring"),
-        (3, "gloo"),
-        (4, "torch_ring"),  # and gloo is not tried any more
-    ]
-    assert [row["error"] is None for row in rows] == [True, True, True, False, True]
-    assert error in rows[3]["error"]
-    assert rows[3]["error"] in done.stdout
-
-
 FORKED = """
 import os, sys, time
 from forked_ranks import forked
@@ -222,18 +177,6 @@ with forked(3, body, lambda rank: {}) as ranks:
 """
 
 
-def test_a_rank_that_does_not_answer(tmp_path: Path) -> None:
-    """The program names it, and ends all: none of them would have ended by itself."""
-    began = time.monotonic()
-    text = FORKED.replace("sys.exit(str(error))", "print(error); raise")
-    done = python("-c", text, folder=tmp_path)
-    assert time.monotonic() - began < END_S
-    pids, error = done.stdout.splitlines()
-    assert error.startswith("1 of 3 ranks have not answered within ")
-    assert error.endswith(": 1")
-    assert not alive([int(pid) for pid in pids.split()])
-
-
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
@@ -247,13 +190,6 @@ def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
         program.kill()
         program.wait()
         assert eventually(lambda: not alive(pids), END_S)
-
-
-def test_a_process_with_threads_forks_no_ranks(tmp_path: Path) -> None:
-    text = "import threading, time\n"
-    text += "threading.Thread(target=time.sleep, args=(1,)).start()\n"
-    done = python("-c", text + FORKED, folder=tmp_path)
-    assert "a process with 2 threads must not fork ranks" in done.stderr
 
 
 @contextmanager

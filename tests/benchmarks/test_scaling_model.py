@@ -15,7 +15,7 @@ import world_limits
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import Job, Parameter, job_of, parameters_of
-from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_ring_step
+from steps import FUSION_BYTES, Link, Step, horovod_step, ring_s, torch_ring_step
 
 from torch_ring.optimizer.buckets import LAST_BUCKET_BYTES
 
@@ -42,30 +42,6 @@ machines = st.builds(
     links,
     links,
 )
-
-
-def test_ring_is_the_formula() -> None:
-    link = Link(bandwidth=1e9, latency_s=1e-5)
-    assert ring_s(8e9, 4, link) == pytest.approx(2 * 3 / 4 * 8 + 2 * 3 * 1e-5)
-    assert ring_s(8e9, 1, link) == 0
-
-
-def test_buckets_follow_one_another() -> None:
-    step = Step(3.0, (Bucket(1.0, 1.0), Bucket(2.0, 1.5), Bucket(1.0, 2.5)))
-    assert step.time_s(lambda size_bytes: size_bytes) == 1 + 1 + 2 + 1  # each waits for the last
-    assert step.time_s(lambda size_bytes: size_bytes / 10) == 3.0  # all but the last bit is hidden
-    assert step.time_s(lambda size_bytes: size_bytes / 2) == 1.5 + 1 + 0.5  # ready before sent
-    # Computing that is slower is ready later, too.
-    assert step.time_s(lambda size_bytes: size_bytes / 10, slowdown=1.0) == 6.0
-    late = Step(3.0, (Bucket(1.0, 3.0),))
-    assert late.time_s(lambda _: 1.0, slowdown=0.5) == 3 * 1.5 + 1
-
-
-def test_gradients_are_ready_in_reverse() -> None:
-    first, second = JOB.ready_s()
-    assert second == pytest.approx(0.2 + 0.1)  # a third is forward; a quarter of the work
-    assert first == pytest.approx(0.6)
-    assert JOB.faster(2).ready_s() == pytest.approx([0.3, 0.15])
 
 
 def test_horovod_fills_its_buffer() -> None:
@@ -115,27 +91,6 @@ def test_needs_of_a_world() -> None:
     assert many.store_s == pytest.approx(4 * 512 * 1e-5 + 511 * many.table_bytes / 1e9)
 
 
-@given(st.integers(1, 16), links)
-def test_a_limit_is_the_last_number_of_ranks(ranks_per_host: int, link: Link) -> None:
-    limits = dict(world_limits.limits_of(ranks_per_host, link))
-    (alltoall,) = (ranks for what, ranks in limits.items() if what.endswith("alltoall"))
-    (allreduce,) = (ranks for what, ranks in limits.items() if what.endswith("allreduce"))
-    assert allreduce is None
-    assert alltoall is not None
-    files = world_limits.OPEN_FILES - world_limits.OTHER_FILES
-    for ranks, fits in ((alltoall, True), (alltoall + 1, False)):
-        needs = world_limits.needs_of(ranks, ranks_per_host, link)
-        assert (needs.control + needs.alltoall <= files) == fits
-
-
-def test_what_ends_a_curve() -> None:
-    few_bytes = Job((Parameter(1000, 1.0),), compute_s=1e-3)
-    many_bytes = Job((Parameter(10**9, 1.0),), compute_s=1e-3)
-    for job, reason in ((few_bytes, "latency"), (many_bytes, "bandwidth")):
-        curve = scaling_model.curve(clusters.A100, "", job, "torch_ring, NCCL", 0.0)
-        assert curve.ends_by == reason
-
-
 def test_allreduces_are_alike_where_they_must_be() -> None:
     """Inside one host all hierarchies are its ring; a tree never loses to a ring."""
     for ranks in (2, 8):
@@ -174,38 +129,6 @@ def test_choice_is_that_of_the_core() -> None:
         assert choice.choose_allgather(1, ranks) == "ring"
 
 
-def test_time_of_each_choice() -> None:
-    link = Link(bandwidth=1e9, latency_s=1e-5)
-    scattered = 1e-5 + 3 / 4 * 8 * 1.25 + 3 * (2 + 1e-5)
-    assert choice.allreduce_s(8e9, 4, link, "scattered") == pytest.approx(scattered)
-    doubling = 1e-5 + 3 * 1e-5 + 2 * 7 / 8 * 8e-6 * 1.25
-    assert choice.allreduce_s(8e3, 8, link, "scattered") == pytest.approx(doubling)
-    gathered = 3 * 1e-5 + 5 * 8 * 1.25
-    assert choice.allreduce_s(8e9, 6, link, "gathered") == pytest.approx(gathered)
-
-
-@given(st.integers(1, 1 << 40), st.integers(1, 14))
-def test_own_allreduce_grows_with_hosts_on_the_link_of_the_choice(
-    size_bytes: int, doublings: int
-) -> None:
-    """No choice among more hosts is quicker than that among half as many, by the choice's times."""
-
-    def predicted_ps(ranks: int) -> int:
-        chosen = choice.choose_allreduce(size_bytes, ranks)
-        return int(getattr(choice, f"{chosen}_ps")(size_bytes, ranks))
-
-    hosts = choice.FEW_RANKS << doublings
-    assert predicted_ps(2 * hosts) >= predicted_ps(hosts)
-
-
-@given(st.floats(0, 1e12), st.integers(1, 10**6), links)
-def test_ring_grows_with_ranks_and_bytes(size_bytes: float, ranks: int, link: Link) -> None:
-    time_s = ring_s(size_bytes, ranks, link)
-    assert ring_s(size_bytes, ranks + 1, link) > time_s
-    assert ring_s(2 * size_bytes, ranks, link) >= time_s
-    assert time_s >= 2 * (ranks - 1) * link.latency_s
-
-
 @given(jobs, machines, without_choice)
 def test_efficiency_falls_with_ranks(
     job: Job, cluster: clusters.Cluster, variant: clusters.Variant
@@ -225,13 +148,6 @@ def test_a_better_network_is_never_worse(
     ranks = hosts * cluster.gpus_per_host
     before = clusters.efficiency(job, cluster, variant, ranks)
     assert clusters.efficiency(job, better, variant, ranks) >= before * (1 - 1e-9)
-
-
-def test_rank_counts_end_where_they_should() -> None:
-    counts = list(scaling_model.rank_counts(8))
-    assert counts[:3] == [8, 16, 32]
-    assert counts[-1] == scaling_model.MOST_RANKS
-    assert counts == sorted(set(counts))
 
 
 # --- with the models of torchvision
@@ -275,10 +191,3 @@ def test_published_efficiencies(steps: dict[str, Step]) -> None:
     assert 5e-6 < fitted.link.latency_s < 50e-6
     assert 0 < fitted.slowdown < 0.04
     assert math.isclose(fitted.link.bandwidth / (25e9 / 8), clusters.LINE_SHARE, abs_tol=0.02)
-
-
-def test_the_nine_cells_can_be_missed(steps: dict[str, Step]) -> None:
-    """With half the bandwidth a cell is off by ten points: the model depends on the fit."""
-    slow = scaling_model.Horovod(Link(1.3e9, 22e-6), 0.02)
-    cells = scaling_model.cells_of(steps, slow, slow)
-    assert max(abs(cell.fitted - cell.published) for cell in cells) > 0.1
