@@ -6,12 +6,12 @@ import pytest
 
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.run.growth import HostTable, Standbys, standby_command
-from torch_ring.run.hosts import Host, assign, find_hosts, parse_host_lines
+from torch_ring.run.hosts import HostSlots, assign, find_hosts, parse_host_lines
 
-TWO = [Host("a", 1), Host("b", 2)]
+TWO = [HostSlots("a", 1), HostSlots("b", 2)]
 
 
-def table_of(hosts: list[Host], **more: object) -> HostTable:
+def table_of(hosts: list[HostSlots], **more: object) -> HostTable:
     """Return a table in which all slots have a process."""
     return HostTable(assign(hosts, sum(host.slots for host in hosts)), **more)
 
@@ -21,8 +21,8 @@ def places(slots) -> list[tuple[int, str, int]]:
 
 
 def test_a_process_that_fails_is_started_again_later_each_time_and_then_no_more():
-    table = table_of([Host("a", 2)])
-    (_, slot) = assign([Host("a", 2)], 2)
+    table = table_of([HostSlots("a", 2)])
+    (_, slot) = assign([HostSlots("a", 2)], 2)
     now, delays = 0.0, []
     assert table.due(now) == []
     for _ in range(10):
@@ -38,8 +38,8 @@ def test_a_process_that_fails_is_started_again_later_each_time_and_then_no_more(
 
 
 def test_a_process_that_has_lived_long_is_started_at_once():
-    table = table_of([Host("a", 1)])
-    (slot,) = assign([Host("a", 1)], 1)
+    table = table_of([HostSlots("a", 1)])
+    (slot,) = assign([HostSlots("a", 1)], 1)
     for _ in range(20):
         table.fail(slot, 1200.0, 5.0)
         assert places(table.due(5.0)) == [(0, "a", 0)]
@@ -47,19 +47,19 @@ def test_a_process_that_has_lived_long_is_started_at_once():
 
 
 def test_slots_that_come_get_the_next_numbers_and_keep_them():
-    table = table_of([Host("a", 1)])
+    table = table_of([HostSlots("a", 1)])
     table.update(TWO)
     assert places(table.due(0.0)) == [(1, "b", 0), (2, "b", 1)]
     assert [slot.local_size for slot in table.due(0.0)] == [2, 2]
-    table.update([Host("a", 1)])
+    table.update([HostSlots("a", 1)])
     assert table.due(0.0) == []
-    table.update([Host("c", 1), *TWO])
+    table.update([HostSlots("c", 1), *TWO])
     assert places(table.due(0.0)) == [(1, "b", 0), (2, "b", 1), (3, "c", 0)]
 
 
 def test_slots_that_vanish_are_told_until_their_processes_have_ended():
     table = table_of(TWO)
-    table.update([Host("b", 1)])
+    table.update([HostSlots("b", 1)])
     assert places(table.vanished()) == [(0, "a", 0), (2, "b", 1)]
     for slot in table.vanished():
         table.end(slot, 0.0)
@@ -135,14 +135,16 @@ def test_hosts_that_stay_the_same_are_reached_again_later_each_time():
 
 def test_lines_of_hosts():
     text = "host1\nhost2:4\n\n  [fd00::1]:2 \nhost1:1\n"
-    assert parse_host_lines(text, 3) == [Host("host1", 4), Host("host2", 4), Host("fd00::1", 2)]
+    expected = [HostSlots("host1", 4), HostSlots("host2", 4), HostSlots("fd00::1", 2)]
+    assert parse_host_lines(text, 3) == expected
     for wrong in ("host1 slots=4", "-oProxyCommand=x", "host:0", "a:b"):
         with pytest.raises(InvalidArgumentError, match=r"is not|must be a whole number"):
             parse_host_lines(wrong, 1)
 
 
 def test_a_script_finds_hosts():
-    assert find_hosts("echo $WHERE:2; echo b", 1, {"WHERE": "a"}) == [Host("a", 2), Host("b", 1)]
+    found = find_hosts("echo $WHERE:2; echo b", 1, {"WHERE": "a"})
+    assert found == [HostSlots("a", 2), HostSlots("b", 1)]
     with pytest.raises(RingError, match=r"failed with exit code 3: no network$"):
         find_hosts("echo no network >&2; exit 3", 1, {})
     with pytest.raises(InvalidArgumentError, match=r"has printed 'what is this' is not a host"):

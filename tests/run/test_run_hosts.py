@@ -8,7 +8,7 @@ import pytest
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.run.hosts import (
-    Host,
+    HostSlots,
     assign,
     cluster_hosts,
     expand_hostlist,
@@ -23,11 +23,11 @@ from torch_ring.run.job_settings import JobFacts, exported, rank_environment, sl
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("a:4", [Host("a", 4)]),
-        ("a:4, b ,c:1", [Host("a", 4), Host("b", 1), Host("c", 1)]),
-        ("a:1,b:2,a:3", [Host("a", 4), Host("b", 2)]),
-        ("me@10.0.0.1:2", [Host("me@10.0.0.1", 2)]),
-        ("[fd00::1]:2,[::1]", [Host("fd00::1", 2), Host("::1", 1)]),
+        ("a:4", [HostSlots("a", 4)]),
+        ("a:4, b ,c:1", [HostSlots("a", 4), HostSlots("b", 1), HostSlots("c", 1)]),
+        ("a:1,b:2,a:3", [HostSlots("a", 4), HostSlots("b", 2)]),
+        ("me@10.0.0.1:2", [HostSlots("me@10.0.0.1", 2)]),
+        ("[fd00::1]:2,[::1]", [HostSlots("fd00::1", 2), HostSlots("::1", 1)]),
     ],
 )
 def test_hosts_of_an_option(text, hosts):
@@ -47,11 +47,11 @@ def test_a_host_file(tmp_path):
         "node3\n[fd00::1]\n"
     )
     assert read_hostfile(str(file)) == [
-        Host("node1", 4),
-        Host("node2", 3),
-        Host("node3", 2),
-        Host("node4", 2),
-        Host("fd00::1", 1),
+        HostSlots("node1", 4),
+        HostSlots("node2", 3),
+        HostSlots("node3", 2),
+        HostSlots("node4", 2),
+        HostSlots("fd00::1", 1),
     ]
 
 
@@ -126,17 +126,17 @@ def test_the_hosts_of_a_job(tmp_path):
         "SLURM_JOB_NODELIST": "gpu[1-2],big",
         "SLURM_TASKS_PER_NODE": "4(x2),8",
     }
-    hosts = [Host("gpu1", 4), Host("gpu2", 4), Host("big", 8)]
+    hosts = [HostSlots("gpu1", 4), HostSlots("gpu2", 4), HostSlots("big", 8)]
     assert cluster_hosts(slurm) == (hosts, "SLURM_JOB_NODELIST")
     assert cluster_hosts({}) is None
     file = tmp_path / "hostfile"
     file.write_text("worker-0.job slots=2\nworker-1.job slots=2\n")  # Kubernetes' MPIJob
     variable = "OMPI_MCA_orte_default_hostfile"
-    workers = [Host("worker-0.job", 2), Host("worker-1.job", 2)]
+    workers = [HostSlots("worker-0.job", 2), HostSlots("worker-1.job", 2)]
     assert cluster_hosts({variable: str(file)}) == (workers, variable)
     file.write_text("n1\nn1\nn2\n")  # PBS: a line for each slot
     assert cluster_hosts({"PBS_NODEFILE": str(file)}) == (
-        [Host("n1", 2), Host("n2", 1)],
+        [HostSlots("n1", 2), HostSlots("n2", 1)],
         "PBS_NODEFILE",
     )
 
@@ -179,7 +179,7 @@ def test_a_launcher_that_another_one_has_started_is_refused(monkeypatch):
 @pytest.mark.parametrize("left_over", [0, 1])
 def test_ranks_fill_hosts(counts, left_over):
     size = max(1, sum(counts) - left_over)
-    slots = assign([Host(f"h{i}", count) for i, count in enumerate(counts)], size)
+    slots = assign([HostSlots(f"h{i}", count) for i, count in enumerate(counts)], size)
     assert [slot.rank for slot in slots] == list(range(size))
     assert {slot.size for slot in slots} == {size}
     assert [slot.host for slot in slots] == sorted(slot.host for slot in slots)
@@ -198,11 +198,11 @@ def test_ranks_fill_hosts(counts, left_over):
 )
 def test_ranks_that_do_not_fit(size, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        assign([Host("a", 2), Host("b", 1)], size)
+        assign([HostSlots("a", 2), HostSlots("b", 1)], size)
 
 
 def test_the_variables_of_a_rank():
-    slots = assign([Host("a", 2), Host("b", 1)], 3)
+    slots = assign([HostSlots("a", 2), HostSlots("b", 1)], 3)
     job = JobFacts(
         "id", "secret", "10.0.0.1", 12345, "eth0,eth1", {"X": "option"}, frozenset({"GONE"})
     )

@@ -84,14 +84,14 @@ class ElasticJob:
                 self._note(met.members, 1)
             else:
                 own = self._own.packed(), _generation, _calls
-                told = allgather_object(own, name="elastic.members")
-                calls = [call for _, _, call in told]
+                gathered = allgather_object(own, name="elastic.members")
+                calls = [call for _, _, call in gathered]
                 if calls != calls[:1] * len(calls):
                     raise MismatchError(
                         f"the ranks call elastic functions unequally often: {calls} times, by rank"
                     )
-                generation = 1 + max(generation for _, generation, _ in told)
-                self._note([Member(*packed) for packed, _, _ in told], generation)
+                generation = 1 + max(generation for _, generation, _ in gathered)
+                self._note([Member(*packed) for packed, _, _ in gathered], generation)
             self._tell_directory(is_first=True)
         except BaseException:
             self.close()
@@ -152,9 +152,9 @@ class ElasticJob:
             )
 
     def _restore_process_sets(self, members: Sequence[Member]) -> None:
-        own = self._process_sets.told() if self.members else None
-        told = allgather_object(own, "elastic.process_sets")
-        self._process_sets.restore(current.world().process_sets, _names(members), told)
+        own = self._process_sets.noted() if self.members else None
+        gathered = allgather_object(own, "elastic.process_sets")
+        self._process_sets.restore(current.world().process_sets, _names(members), gathered)
 
     def _leave(self, members: Sequence[Member]) -> set[str]:
         """Leave the world of `members`; return the other hosts with ranks that were lost in it."""
@@ -279,11 +279,11 @@ def _meet(world: World) -> None:
     met = _Met(world, key_of(config.secret))
     try:
         with EngineExchange(world.engine) as exchange:
-            told = exchange.texts(json.dumps(met.own.packed()))
+            packed = exchange.texts(json.dumps(met.own.packed()))
     except BaseException:
         met.listener.close()
         raise
-    met.members = [Member(*json.loads(text)) for text in told]
+    met.members = [Member(*json.loads(text)) for text in packed]
     _met = met
     world.on_end.append(lambda _: _forget(met))
 

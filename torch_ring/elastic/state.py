@@ -512,7 +512,7 @@ class _BegunStep(NamedTuple):
     is_taken: bool  # it has been taken already, and is to change nothing
 
 
-class _Told(NamedTuple):
+class _Progress(NamedTuple):
     """The description of its state that a rank sends to the others."""
 
     progress: tuple[bool, int, int, int]  # whole; steps; less those the state does not say; changes
@@ -598,7 +598,7 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """See `State`."""
-        self._look()
+        self._forget_known_steps()
         for handler in self._handlers.values():
             handler.save()
         super().save()
@@ -651,10 +651,10 @@ class TorchState(ObjectState):
         """
         self._is_beginning = False
         self._undo_begun_steps()
-        self._look()
+        self._forget_known_steps()
         if not self._place:  # nothing says where the training is, so nothing is done again
             self._taken = {}
-        own = _Told(
+        own = _Progress(
             (self._is_whole, self._steps, -sum(self._taken.values()), self._changes),
             self._taken,
             self._is_at_saved_place(),
@@ -662,7 +662,7 @@ class TorchState(ObjectState):
             self._is_mixed,
             sorted(self._reads),
         )
-        ranks = [_Told(*each) for each in allgather_object(tuple(own), name="elastic.progress")]
+        ranks = [_Progress(*each) for each in allgather_object(tuple(own), name="elastic.progress")]
         farthest = max(rank.progress for rank in ranks)
         root = [rank.progress for rank in ranks].index(farthest)
         self._reads.update(*(rank.reads for rank in ranks))
@@ -697,35 +697,35 @@ class TorchState(ObjectState):
         else:
             self.sync()  # the first sync failed
 
-    def _go_back(self, root: int, told: _Told) -> None:
+    def _go_back(self, root: int, theirs: _Progress) -> None:
         """Go on from the last commit of a rank, which was made at the place where it is."""
         _warn(
-            f"all ranks go back to the last commit: since then {_steps(told.taken)} taken, and the "
-            "state says of no step how far the training is"
+            f"all ranks go back to the last commit: since then {_steps(theirs.taken)} taken, and "
+            "the state says of no step how far the training is"
         )
         if self._is_whole:
             self.restore()
         self._copy_from(root, models=True)
-        _, self._steps, _, self._changes = told.progress
+        _, self._steps, _, self._changes = theirs.progress
         self._begin_at({})
         self.save()
 
-    def _follow(self, root: int, ranks: list[_Told]) -> None:
+    def _follow(self, root: int, ranks: list[_Progress]) -> None:
         """Take the state of the rank that is farthest, as far as this one's is another."""
-        told = ranks[root]
-        _, steps, _, changes = told.progress
-        some_are_behind = any(rank.progress[:2] != told.progress[:2] for rank in ranks)
+        theirs = ranks[root]
+        _, steps, _, changes = theirs.progress
+        some_are_behind = any(rank.progress[:2] != theirs.progress[:2] for rank in ranks)
         if some_are_behind and self._is_whole and self._steps != steps:
             self.save()  # to go back there, should the root die
-        is_behind = (self._is_whole, self._steps) != told.progress[:2]
-        if told.taken:
+        is_behind = (self._is_whole, self._steps) != theirs.progress[:2]
+        if theirs.taken:
             _warn(
-                f"{_steps(told.taken)} taken already that the state does not say: the training "
+                f"{_steps(theirs.taken)} taken already that the state does not say: the training "
                 "does the batch again without them. Let an attribute or a sampler say so right "
                 "after step(), before check_host_updates(), commit() and other collectives "
                 "(docs/elastic.md)"
             )
-        self._copy_place_from(root, told.taken, models=some_are_behind, had_it=not is_behind)
+        self._copy_place_from(root, theirs.taken, models=some_are_behind, had_it=not is_behind)
         self._steps, self._changes = steps, changes
 
     def _copy_place_from(
@@ -799,7 +799,7 @@ class TorchState(ObjectState):
         ignored = self._saved_state.keys() - self._reads if self._reads else ()
         return all(place[name] == other[name] for name in place if name not in ignored)
 
-    def _look(self) -> None:
+    def _forget_known_steps(self) -> None:
         """Forget the steps that the state tells of by now."""
         now = self._find_place()
         if self._is_same(now, self._place):
@@ -858,7 +858,7 @@ class TorchState(ObjectState):
     ) -> None:
         """Note that a step begins; called twice for one step if a `step` calls its base class's."""
         self._is_beginning = False
-        self._look()
+        self._forget_known_steps()
         if not self._taken:
             self._note_beginning()
         is_taken = self._again.get(name, 0) > 0

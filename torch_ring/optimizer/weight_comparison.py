@@ -93,7 +93,7 @@ class WeightComparison:
     snapshot: Snapshot | None = None
     _since: str = ""  # how messages say since when steps are counted
     _size: int = 0  # of the set, which is asked while there is a world: the last report may be late
-    _told: set[str] = field(default_factory=set)  # names of what differs
+    _reported: set[str] = field(default_factory=set)  # names of what differs
     _equal: dict[str, int] = field(default_factory=dict)  # by kind: the last step when all was
 
     @property
@@ -157,7 +157,7 @@ class WeightComparison:
         """
         self.has_begun = True
         is_whole = ranks == self._size
-        told, self._told = self._told, set() if is_whole else self._told
+        reported, self._reported = self._reported, set() if is_whole else self._reported
         weights = {rank: lines[: len(self.named)] for rank, lines in every.items()}
         settings = {rank: lines[len(self.named) :] for rank, lines in every.items()}
         for kind, lines, text in (
@@ -169,8 +169,8 @@ class WeightComparison:
                 if is_whole:
                     self._equal[kind] = steps
                 continue
-            is_new = not told.issuperset(difference.names)
-            self._told = self._told.union(difference.names)
+            is_new = not reported.issuperset(difference.names)
+            self._reported = self._reported.union(difference.names)
             if is_new and current.rank() == min(every):
                 in_set = "" if self.process_set.process_set_id == 0 else ", process_set=..."
                 before = _before(steps, self._equal.get(kind), self._since)

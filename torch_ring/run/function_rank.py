@@ -38,18 +38,18 @@ def main(given: Any, result_fd: int) -> None:
     folders = pickle.loads(base64.b64decode(given.readline()))
     sys.path += [folder for folder in folders if folder not in sys.path]
     sys.argv = [""]
-    told: dict[str, Any]
+    outcome: dict[str, Any]
     try:
         func, args, kwargs = pickle.loads(base64.b64decode(given.readline()))
-        told = {"result": _pickled(func(*args, **kwargs))}
+        outcome = {"result": _pickled(func(*args, **kwargs))}
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            told = {"result": pickle.dumps(None)}
+            outcome = {"result": pickle.dumps(None)}
         else:
-            told = {"traceback": traceback.format_exc(), "error": _pickled_error(error)}
+            outcome = {"traceback": traceback.format_exc(), "error": _pickled_error(error)}
     with open(result_fd, "wb") as file:
-        file.write(pickle.dumps(told))
-    if "result" not in told:
+        file.write(pickle.dumps(outcome))
+    if "result" not in outcome:
         sys.exit(1)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.membership.directory import Directory
-from torch_ring.run.hosts import Discovery, Host, Slot
+from torch_ring.run.hosts import Discovery, HostSlots, Slot
 from torch_ring.run.options import GrowthSettings
 from torch_ring.run.standby_process import READ_PROGRAM
 
@@ -38,8 +38,8 @@ class _Place:
 
 
 @dataclass
-class _Record:
-    """The failures of a host."""
+class _Failures:
+    """Those of a host."""
 
     young_ends: int = 0  # in a row
     times_out: int = 0
@@ -71,10 +71,10 @@ class HostTable:
         self._listed: dict[str, int] = {}  # slots of each host
         for slot in slots:
             self._listed[slot.host] = max(self._listed.get(slot.host, 0), slot.local_rank + 1)
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _Failures] = {}
         self._cooldown_s, self._leaves_out = cooldown_s, leaves_out
 
-    def update(self, hosts: Sequence[Host]) -> None:
+    def update(self, hosts: Sequence[HostSlots]) -> None:
         """Use these hosts from now on. Slots that come get the next numbers."""
         self._listed = {host.name: host.slots for host in hosts}
         for node, host in enumerate(hosts):
@@ -178,8 +178,8 @@ class HostTable:
     def _place(self, slot: Slot) -> _Place:
         return self._places[slot.host, slot.local_rank]
 
-    def _record(self, host: str) -> _Record:
-        return self._records.setdefault(host, _Record())
+    def _record(self, host: str) -> _Failures:
+        return self._records.setdefault(host, _Failures())
 
     def _is_listed(self, place: _Place) -> bool:
         return place.slot.local_rank < self._listed.get(place.slot.host, 0)
@@ -304,7 +304,7 @@ class Growth:
         leaves_out = is_script or settings.cooldown_s is not None
         self._table = HostTable(slots, settings.cooldown_s, leaves_out)
         self._standbys = Standbys(settings.standbys)
-        self._hosts: Sequence[Host] = ()
+        self._hosts: Sequence[HostSlots] = ()
         self._problem = ""
         self._stay = ""  # what was said last of ranks that cannot leave
         self._asking: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""Host, parse_hosts, read_hostfile, ...: hosts and their slots, as users write them."""
+"""HostSlots, parse_hosts, read_hostfile, ...: hosts and their slots, as users write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_ring.errors import InvalidArgumentError, RingError, first_line
 
 __all__ = [
     "Discovery",
-    "Host",
+    "HostSlots",
     "Slot",
     "assign",
     "cluster_hosts",
@@ -38,14 +38,14 @@ _IN_A_FILE = "give a file with lines such as `host1 slots=4`"
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSlots:
     """A host, as ssh knows it, and the number of ranks that it takes."""
 
     name: str
     slots: int
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str) -> list[HostSlots]:
     """Return the hosts of "host1:4,host2:4"; one without a number has one slot.
 
     An IPv6 address stands in brackets, as in "[fd00::1]:4". A host that is named twice has the sum
@@ -63,7 +63,7 @@ def parse_hosts(text: str) -> list[Host]:
     return _merged(found)
 
 
-def read_hostfile(path: str) -> list[Host]:
+def read_hostfile(path: str) -> list[HostSlots]:
     """Return the hosts of a file with a line "host slots=4" or "host:4" for each.
 
     A line may also have a name alone, which counts as one slot each time that it comes. What
@@ -94,7 +94,7 @@ def read_hostfile(path: str) -> list[Host]:
     return _merged(found)
 
 
-def parse_host_lines(text: str, slots: int) -> list[Host]:
+def parse_host_lines(text: str, slots: int) -> list[HostSlots]:
     """Return the hosts of lines "host" or "host:4", as a script prints them.
 
     Args:
@@ -114,7 +114,7 @@ def parse_host_lines(text: str, slots: int) -> list[Host]:
     return _merged(found)
 
 
-def parse_slots(hosts: str | Iterable[Host]) -> list[Host]:
+def parse_slots(hosts: str | Iterable[HostSlots]) -> list[HostSlots]:
     """Return hosts that are a text or hosts already."""
     return parse_hosts(hosts) if isinstance(hosts, str) else _merged(hosts)
 
@@ -135,19 +135,19 @@ def is_this_host(name: str) -> bool:
     return False
 
 
-def _host(name: str, slots: str, where: str) -> Host:
+def _host(name: str, slots: str, where: str) -> HostSlots:
     if not _NAME.fullmatch(name) or name.startswith("-"):  # "-o..." would be an option of ssh
         raise InvalidArgumentError(f"{where}: {name!r} is not the name of a host: {_EXAMPLE}")
     if not slots.isdecimal() or int(slots) < 1:
         raise InvalidArgumentError(f"{where}: {slots!r} slots: must be a whole number, 1 or more")
-    return Host(name, int(slots))
+    return HostSlots(name, int(slots))
 
 
-def _merged(hosts: Iterable[Host]) -> list[Host]:
+def _merged(hosts: Iterable[HostSlots]) -> list[HostSlots]:
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
-    return [Host(name, count) for name, count in slots.items()]
+    return [HostSlots(name, count) for name, count in slots.items()]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Slot:
     nodes: int
 
 
-def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
+def assign(hosts: Sequence[HostSlots], size: int) -> list[Slot]:
     """Return the slots of all ranks, by rank: hosts are filled one after the other.
 
     Args:
@@ -231,7 +231,7 @@ _HOSTFILES = (
 _MOST_HOSTS = 1 << 20  # that a host list may stand for
 
 
-def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[Host], str] | None:
+def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[HostSlots], str] | None:
     """Return the hosts and slots of a job, and the variable that has them; None: there is no job.
 
     Raises:
@@ -242,7 +242,7 @@ def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[Host], str] | No
     if nodes:
         names = expand_hostlist(nodes)
         tasks = expand_tasks(environment.get("SLURM_TASKS_PER_NODE", "1"), len(names))
-        return [Host(*each) for each in zip(names, tasks, strict=True)], "SLURM_JOB_NODELIST"
+        return [HostSlots(*each) for each in zip(names, tasks, strict=True)], "SLURM_JOB_NODELIST"
     for variable in _HOSTFILES:
         if environment.get(variable):
             return read_hostfile(environment[variable]), variable
@@ -319,7 +319,7 @@ _EVERY_S = 1.0
 _ANSWER_S = 30.0  # a script that asks a cloud's service may need some
 
 
-def find_hosts(script: str, slots: int, environment: Mapping[str, str]) -> list[Host]:
+def find_hosts(script: str, slots: int, environment: Mapping[str, str]) -> list[HostSlots]:
     """Return the hosts that a script prints. Blocks until it ends, for 30 s at most.
 
     Args:
@@ -375,16 +375,16 @@ class Discovery:
         RingError, InvalidArgumentError: the script fails at once.
     """
 
-    def __init__(self, find: Callable[[], list[Host]]) -> None:
+    def __init__(self, find: Callable[[], list[HostSlots]]) -> None:
         self._find = find
         self._lock = threading.Lock()
-        self._hosts: Sequence[Host] = find()
+        self._hosts: Sequence[HostSlots] = find()
         self._problem = ""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="torch_ring hosts", daemon=True)
 
     @property
-    def hosts(self) -> Sequence[Host]:
+    def hosts(self) -> Sequence[HostSlots]:
         """The hosts of the last answer."""
         with self._lock:
             return self._hosts

@@ -15,7 +15,7 @@ from torch_ring.config import SETTINGS, Config
 from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.run.hosts import (
     Discovery,
-    Host,
+    HostSlots,
     Slot,
     assign,
     cluster_hosts,
@@ -160,7 +160,7 @@ _OF_ONE_SHELL = ("python", "env", "horovodrun")  # such variables may be left fr
 
 def slots_of(
     size: int | None,
-    hosts: str | Iterable[Host] | None,
+    hosts: str | Iterable[HostSlots] | None,
     hostfile: str | None,
     environment: Mapping[str, str],
     say: Callable[[str], None],
@@ -192,7 +192,7 @@ def slots_of(
         job = cluster_hosts(environment)
         if job is None and size is None:
             raise InvalidArgumentError("how many ranks? Give -np, or hosts and slots with -H")
-        found, where = job or ([Host("localhost", size or 1)], "")
+        found, where = job or ([HostSlots("localhost", size or 1)], "")
     try:
         slots = assign(found, sum(host.slots for host in found) if size is None else size)
     except InvalidArgumentError as error:
@@ -248,7 +248,9 @@ def discover_hosts(
     return discovery
 
 
-def slots_of_hosts(hosts: Sequence[Host], size: int | None, growth: GrowthSettings) -> list[Slot]:
+def slots_of_hosts(
+    hosts: Sequence[HostSlots], size: int | None, growth: GrowthSettings
+) -> list[Slot]:
     """Return the slots of the ranks with which a job on discovered hosts begins: all there are.
 
     Args:

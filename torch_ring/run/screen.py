@@ -165,7 +165,7 @@ class Screen:
         self._digits = len(str(max(0, size - 1)))
         self._files: dict[tuple[int, str], tuple[BinaryIO, FdSink]] = {}
         self._kept: set[tuple[int, str]] = set()  # whose files were begun in this job
-        self._told: set[str] = set()  # what was said and is not said again
+        self._shown_once: set[str] = set()  # what was said and is not said again
         if self._folder is not None:
             try:
                 self._folder_of(0).mkdir(parents=True, exist_ok=True)
@@ -258,8 +258,8 @@ class Screen:
             self.lose(stream, error)
 
     def _tell_once(self, kind: str, line: str, stream: str = "stderr") -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._shown_once:
+            self._shown_once.add(kind)
             self.say(line, stream)
 
     def _prefix(self, rank: int, stream: str) -> bytes:

@@ -299,7 +299,7 @@ _basics = _Basics()
 Names = tuple[str, ...]
 """The processes of a set, by names that no others have, also of those that come later."""
 
-Told = Sequence[tuple[Names, bool]] | None
+NotedSets = Sequence[tuple[Names, bool]] | None
 """The sets that a rank knows, and whether its program has an object of each; None: a newcomer."""
 
 
@@ -315,7 +315,7 @@ class _Set:
 class ProcessSetKeeper:
     """Keeps the process sets of this rank while its worlds end.
 
-    In a new world the ranks gather what each of them `told`, and give it to `restore`.
+    In a new world the ranks gather what each of them has `noted`, and give it to `restore`.
 
     Thread: the training's. Blocking: `restore`, until all ranks have called it.
     """
@@ -338,26 +338,27 @@ class ProcessSetKeeper:
             if each.id != 0
         ]
 
-    def told(self) -> list[tuple[Names, bool]]:
+    def noted(self) -> list[tuple[Names, bool]]:
         """Return the sets that were noted, and whether the program has an object of each."""
         return [(each.names, bool(each.objects)) for each in self._sets]
 
     def restore(
-        self, table: ProcessSetTable, processes: Sequence[str], told: Sequence[Told]
+        self, table: ProcessSetTable, processes: Sequence[str], noted: Sequence[NotedSets]
     ) -> None:
         """Make the sets again in a new world. Collective of all its ranks.
 
         Args:
             table: of the new world.
             processes: the names of its processes, by rank.
-            told: what each of them told, by rank; None: it was in no world of the job before.
+            noted: the sets that each of them has noted, by rank; None: it was in no world of the
+                job before.
 
         Raises:
             RingError: a rank has died meanwhile. All objects are as before then.
         """
         rank_of = {name: rank for rank, name in enumerate(processes)}
         kept: dict[Names, Ranks] = {}
-        for names in sets_to_keep(told, rank_of):
+        for names in sets_to_keep(noted, rank_of):
             kept[names] = tuple(sorted(rank_of[name] for name in names))
             table.add(kept[names], keeps=True)
         for each in self._sets:
@@ -384,14 +385,14 @@ class ProcessSetKeeper:
         )
 
 
-def sets_to_keep(told: Sequence[Told], living: Mapping[str, int]) -> list[Names]:
+def sets_to_keep(noted: Sequence[NotedSets], living: Mapping[str, int]) -> list[Names]:
     """Return the sets that are made again, in the order in which they were added.
 
     Args:
-        told: by rank.
+        noted: by rank.
         living: has the processes of the new world.
     """
-    survivors = [dict(sets) for sets in told if sets is not None]
+    survivors = [dict(sets) for sets in noted if sets is not None]
     return [
         names
         for names in (survivors[0] if survivors else ())
