@@ -114,7 +114,7 @@ def sparse_sum(
     values: Tensor,
     is_coalesced: bool | None,
 ) -> Tensor:
-    """Return the sum of what the ranks have sent, an uncoalesced sparse COO tensor.
+    """Return the sum of the messages of all ranks, an uncoalesced sparse COO tensor.
 
     Args:
         what: begins an error's text.

@@ -23,7 +23,7 @@ struct SparseMessage {
 SparseMessage sparse_message(const std::optional<at::Tensor>& own, const at::Tensor& like,
                              ReduceOp op);
 
-/// What the ranks have sent. One that has sent no header gives nothing.
+/// The messages of all ranks, one after the other. A rank without a header gives nothing.
 struct GatheredSparse {
   const at::Tensor& headers;
   const std::vector<std::int64_t>& lengths;  // of the headers, by rank
