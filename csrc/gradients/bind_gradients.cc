@@ -117,14 +117,20 @@ void bind_gradients(py::module_& module) {
                        double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
                        py::object new_memory, py::object fail, std::shared_ptr<BlockPool> blocks,
                        std::shared_ptr<PassAgreement> agreement,
-                       std::shared_ptr<RunAhead> run_ahead) {
+                       const std::shared_ptr<RunAhead>& run_ahead) {
              return GradientHooks::make(
                  std::move(parameters), std::move(names),
                  {reduced_scale, callback<void>(std::move(on_backward_end)),
                   callback<void, std::size_t>(std::move(on_bucket_full)),
+                  [run_ahead](const GradientHooks& hooks, std::size_t bucket) {
+                    run_ahead->bucket_full(hooks, bucket);
+                  },
+                  [run_ahead](const GradientHooks& hooks, std::size_t bucket) {
+                    if (run_ahead) run_ahead->wait_for(hooks, bucket);
+                  },
                   callback<at::Tensor, std::size_t>(std::move(new_memory)),
                   callback<void, const std::string&>(std::move(fail)), std::move(blocks),
-                  std::move(agreement), std::move(run_ahead)});
+                  std::move(agreement)});
            }),
            py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
            py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("new_memory"),

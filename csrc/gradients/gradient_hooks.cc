@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
 #include <limits>
@@ -45,6 +47,136 @@ struct RuntimeError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_RuntimeError; }
 };
+
+// --- the hooks of an accumulator, which outlive the object and do nothing once it is gone
+
+using torch::autograd::FunctionPostHook;
+using torch::autograd::FunctionPreHook;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+
+[[noreturn]] void refuse_compiled_autograd() {
+  throw RuntimeError(
+      "DistributedOptimizer reduces gradients while autograd computes them, which compiled "
+      "autograd does not allow: run backward() without it (torch._dynamo.config.compiled_autograd "
+      "= False). torch.compile(model) works without it");
+}
+
+/// One parameter of hooks that may be gone.
+struct Owner {
+  std::weak_ptr<GradientHooks> hooks;
+  std::size_t index;
+
+  bool operator==(const Owner& other) const {
+    return index == other.index && !hooks.owner_before(other.hooks) &&
+           !other.hooks.owner_before(hooks);
+  }
+};
+
+class Before final : public FunctionPreHook {
+ public:
+  explicit Before(Owner owner) : owner_(std::move(owner)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const auto hooks = owner_.hooks.lock();
+    if (hooks && grads[0].defined()) hooks->before_accumulation(owner_.index);
+    return grads;
+  }
+
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+ private:
+  const Owner owner_;
+};
+
+class After final : public FunctionPostHook {
+ public:
+  explicit After(Owner owner) : owner_(std::move(owner)) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
+    const auto hooks = owner_.hooks.lock();
+    if (hooks && grads[0].defined()) hooks->after_accumulation(owner_.index, grads[0]);
+    return outputs;
+  }
+
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  bool is_of(const Owner& owner) const { return owner_ == owner; }
+
+ private:
+  const Owner owner_;
+};
+
+/// The hook of the parameter itself. Autograd calls it before those of the accumulator, which takes
+/// on new hooks until then; also if it only captures the gradient (torch.autograd.grad). A program
+/// that calls register_hook() on the parameter removes it: torch keeps the program's alone.
+class OnParameter final : public FunctionPreHook {
+ public:
+  OnParameter(Owner owner, const Node* hooked) : owner_(std::move(owner)), hooked_(hooked) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const auto hooks = owner_.hooks.lock();
+    if (!hooks) return grads;
+    const auto node = torch::autograd::get_current_node();
+    if (node && node.get() != hooked_.load(std::memory_order_relaxed)) {
+      const bool accumulates =
+          dynamic_cast<torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
+      if (accumulates && hooks->follow(owner_.index, node)) hooked_ = node.get();
+    }
+    return grads;
+  }
+
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  bool is_idle() const { return owner_.hooks.expired(); }
+
+ private:
+  const Owner owner_;
+  // The accumulator of the parameter in its HookedParameter, which keeps it alive. It guards no
+  // data.
+  std::atomic<const Node*> hooked_;
+};
+
+/// Hooks an accumulator, unless it is hooked already.
+/// Thread: the one that runs the accumulator.
+void hook_accumulator(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
+                      Node& accumulator) {
+  const Owner owner{hooks, index};
+  const auto& present = accumulator.post_hooks();
+  const bool is_hooked = std::any_of(present.begin(), present.end(), [&](const auto& other) {
+    const auto* const ours = dynamic_cast<const After*>(other.get());
+    return ours != nullptr && ours->is_of(owner);
+  });
+  if (is_hooked) return;
+  accumulator.add_post_hook(std::make_unique<After>(owner));
+  accumulator.add_pre_hook(std::make_unique<Before>(owner));
+}
+
+/// Makes autograd call parameter `index` of `hooks` before and after it accumulates its gradient.
+///
+/// torch makes a new accumulator for a parameter that has changed its dtype or device, as in
+/// `model.half().float()`. So the parameter itself has a hook too, which hooks a new accumulator
+/// when that runs for the first time.
+///
+/// The hooks do nothing once `hooks` is gone. Compiled autograd gets an error that says what to do.
+/// Thread: any, but not during a backward pass of the parameter.
+void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
+                    const at::Tensor& parameter, Node& accumulator) {
+  hook_accumulator(hooks, index, accumulator);
+  auto hook = std::make_unique<OnParameter>(Owner{hooks, index}, &accumulator);
+  auto& present = torch::autograd::impl::hooks(parameter);
+  // The place of one whose optimizer is gone: else wrapping again and again would add more of them.
+  const auto idle = std::find_if(present.begin(), present.end(), [](const auto& other) {
+    const auto* const ours = dynamic_cast<const OnParameter*>(other.get());
+    return ours != nullptr && ours->is_idle();
+  });
+  if (idle != present.end()) {
+    *idle = std::move(hook);
+  } else {
+    present.push_back(std::move(hook));  // add_hook() allows one alone: the program's
+  }
+}
 
 void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
@@ -252,7 +384,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     theirs.known.emplace(theirs.variable.mutable_grad().getIntrusivePtr());
   }
   if (!bucket_full) return;
-  is_planned ? options_.run_ahead->bucket_full(*this, bucket) : options_.on_bucket_full(bucket);
+  is_planned ? options_.launch(*this, bucket) : options_.on_bucket_full(bucket);
 }
 
 /// Begins the current backward pass if this is its first gradient. Fails the job if the gradient
@@ -477,7 +609,7 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
   copies.run();
   const std::size_t bucket = parameters_[index].bucket;
   lock.unlock();
-  if (options_.run_ahead) options_.run_ahead->wait_for(*this, bucket);
+  options_.await_launched(*this, bucket);
   const at::Tensor memory = options_.new_memory(bucket);
   lock.lock();
   auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());

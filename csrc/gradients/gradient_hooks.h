@@ -21,7 +21,6 @@
 #include "bindings/accelerator.h"
 #include "gradients/hooked_parameter.h"
 #include "gradients/pass_agreement.h"
-#include "gradients/run_ahead.h"
 #include "memory/block_pool.h"
 
 namespace torch_ring {
@@ -123,11 +122,13 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass with a gradient
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
+    // In a planned pass: a bucket is full; the current stream is to wait for it, if it is launched.
+    std::function<void(const GradientHooks&, std::size_t bucket)> launch;
+    std::function<void(const GradientHooks&, std::size_t bucket)> await_launched;
     std::function<at::Tensor(std::size_t bucket)> new_memory;  // other memory for a bucket
     std::function<void(const std::string& why)> fail;          // ends the job: it throws
     std::shared_ptr<BlockPool> blocks;                         // null if every bucket has memory
     std::shared_ptr<PassAgreement> agreement;                  // of the process set
-    std::shared_ptr<RunAhead> run_ahead;                       // of the process set
   };
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
@@ -184,7 +185,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
 
   // Planned passes (run_ahead.h).
 
-  /// The next passes are planned ones, until it is called again: a bucket goes to RunAhead when all
+  /// The next passes are planned ones, until it is called again: a bucket is launched when all
   /// its gradients of `planned` are there. Without a bitmap: the ranks agree on the next passes.
   void expect(std::optional<Bitmap> planned);
 

@@ -5,7 +5,6 @@
 
 #include "bindings/accelerator.h"
 #include "bindings/requests.h"
-#include "gradients/gradient_hooks.h"
 
 namespace torch_ring {
 

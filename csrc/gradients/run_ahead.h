@@ -16,6 +16,7 @@
 
 #include "bindings/accelerator.h"
 #include "engine/engine.h"
+#include "gradients/gradient_hooks.h"
 
 namespace torch_ring {
 
@@ -59,8 +60,6 @@ class Launcher {
   const std::weak_ptr<Engine> engine_;
   const int size_;
 };
-
-class GradientHooks;
 
 /// One bucket of a plan. All ranks have equal ones, but for the tensors.
 struct PlannedBucket {
