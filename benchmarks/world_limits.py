@@ -15,7 +15,7 @@ from steps import Link
 
 # Of the table of all ranks, for each of them: tests/setup/test_exchange_counts.py.
 TABLE_BYTES = 26
-STORE_OPERATIONS = 4  # of a host, as torch_ring/setup/host_exchange.py counts them
+STORE_OPERATIONS = 4  # of a host, as torch_ring/setup/store_exchange.py counts them
 INIT_TIMEOUT_S = 120  # TORCH_RING_INIT_TIMEOUT's default
 SLOT_BYTES = 4 << 20  # for the entries of all ranks: csrc/transport/slot.h
 DIFFERENT_BYTES = 24  # beside an entry that no other rank shares: csrc/collective/runs.h

@@ -275,7 +275,7 @@ def destroyed_but_for_a_thread(stack: contextlib.ExitStack) -> None:
         raise AssertionError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups.Group, "_cards", look)
+        patch.setattr(groups.Group, "_member_infos", look)
         pair = dist.new_group([0, 1], use_local_synchronization=True)
         dist.all_reduce(torch.ones(1), group=pair, async_op=True)
         assert looks.wait(DEADLINE_S)

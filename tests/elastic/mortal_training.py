@@ -30,7 +30,8 @@ WIDTH = 3
 # Where a rank may die, and how often a rank that lives to the end comes there in an epoch.
 IN_A_STEP = {"forward": BATCHES, "bucket": BATCHES, "step": BATCHES, "stepped": BATCHES}
 IN_A_STEP |= {"hosts": BATCHES, "commit": 2, "half a commit": 2, "checkpoint": 1}
-AFTER_A_DEATH = ["meeting", "leading", "met", "init", "joined", "resume", "resumed", "callback"]
+AFTER_A_DEATH = ["regrouping", "leading", "regrouped", "init", "joined", "resume", "resumed"]
+AFTER_A_DEATH += ["callback"]
 
 Plan = Mapping[int, tuple[str, int]]
 """By rank: the place where it dies, and at which of its visits there."""
@@ -142,7 +143,7 @@ class Reaper:
     def waits(self, state: hvd.elastic.TorchState) -> Iterator[None]:
         """Wait at all places that are not in the training itself."""
         places = [
-            (elastic_job, "regroup", "meeting", "met"),
+            (elastic_job, "regroup", "regrouping", "regrouped"),
             (elastic_job.ElasticJob, "_serve", "leading", ""),
             (current, "rejoin", "init", "joined"),
             (state, "resume", "resume", "resumed"),

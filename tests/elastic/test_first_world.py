@@ -25,7 +25,7 @@ import torch_ring as hvd
 from torch_ring.membership import first_world
 from torch_ring.membership.directory import Directory, Gathering
 from torch_ring.membership.member import key_of
-from torch_ring.setup import exchange, host_socket
+from torch_ring.setup import host_socket
 from torch_ring.world import current
 
 SECRET = "of this test"
@@ -205,12 +205,12 @@ def begin_without_a_deadline(*args: Any) -> Any:
     Nor does the leader go on without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    first_world._JOIN_S = exchange._GRACE_S = host_socket._TELL_S = 1800.0
+    first_world._JOIN_S = host_socket._GRACE_S = host_socket._TELL_S = 1800.0
     return begin(*args)
 
 
 @on_both_transports
-@pytest.mark.parametrize("place", ["placed", "met"])
+@pytest.mark.parametrize("place", ["placed", "arrived"])
 @pytest.mark.parametrize("victim", [1, 2])
 def test_nobody_waits_for_one_that_has_died(
     victim: int, place: str, transport: str, tmp_path: Path
@@ -228,21 +228,28 @@ def test_nobody_waits_for_one_that_has_died(
 
 
 @on_shm_and_slowly_on_tcp
-@pytest.mark.parametrize("place", slow_after(2, ["card", "placed", "connecting", "engines"]))
+@pytest.mark.parametrize("place", slow_after(2, ["told", "placed", "connecting", "engines"]))
 def test_rank_0_dies(place: str, transport: str, tmp_path: Path) -> None:
     check({0: place}, 3, transport, tmp_path)
 
 
 @pytest.mark.parametrize(
     "deaths",
-    slow_after(1, [{0: "before", 2: "card"}, {1: "met", 0: "engine"}, {1: "asking", 3: "memory"}]),
+    slow_after(
+        1,
+        [
+            {0: "before", 2: "told"},
+            {1: "arrived", 0: "engine"},
+            {1: "asking", 3: "memory"},
+        ],
+    ),
 )
 def test_two_die(deaths: Deaths, tmp_path: Path) -> None:
     check(deaths, 4, "shm", tmp_path)
 
 
 def test_one_is_left(tmp_path: Path) -> None:
-    check({0: "card", 1: "before"}, 3, "tcp", tmp_path)
+    check({0: "told", 1: "before"}, 3, "tcp", tmp_path)
 
 
 def begin_with_too_few(deaths: Deaths, folder: str, size: int) -> tuple[str, str]:
@@ -253,7 +260,7 @@ def test_too_few_are_left(tmp_path: Path) -> None:
     be_the_launcher("127.0.0.1", tmp_path, 3)
     results = pool.run(
         *(begin_with_too_few, 3),
-        args=({1: "card"}, str(tmp_path), 3),
+        args=({1: "told"}, str(tmp_path), 3),
         initialized=False,
         may_die=[1],
     )
@@ -329,7 +336,7 @@ def test_a_failure_in_which_nobody_dies_is_raised(tmp_path: Path) -> None:
     assert all("TORCH_RING_HEARTBEAT_TIMEOUT" in text for _, text in results)
 
 
-@pytest.mark.parametrize("place", slow_after(1, ["card", "before", "connecting", "engines"]))
+@pytest.mark.parametrize("place", slow_after(1, ["told", "before", "connecting", "engines"]))
 @pytest.mark.parametrize("layout", [[0, 1, 2], [0, 0, 1, 1]], ids=str)
 def test_one_dies_on_another_host(
     hosts: list[str], layout: list[int], place: str, tmp_path: Path

@@ -22,7 +22,7 @@ from mortal_training import AFTER_A_DEATH, IN_A_STEP, Plan, expected, random_pla
 from slow import slow_after
 
 import torch_ring as hvd
-from torch_ring.setup import exchange, host_socket
+from torch_ring.setup import host_socket
 from torch_ring.world import current
 
 EPOCHS = 3
@@ -67,7 +67,7 @@ def recover_without_a_deadline(place: str) -> tuple[int, int]:
     without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    current._REJOIN_S = exchange._GRACE_S = host_socket._TELL_S = 1800.0
+    current._REJOIN_S = host_socket._GRACE_S = host_socket._TELL_S = 1800.0
     name, rejoin = hvd.rank(), current.rejoin
 
     def rejoin_and_die(*args: Any) -> None:
@@ -93,7 +93,7 @@ def recover_without_a_deadline(place: str) -> tuple[int, int]:
         return go_on(state), hvd.size()
 
 
-@pytest.mark.parametrize("place", slow_after(1, ["rejoining", "meeting", "met"]))
+@pytest.mark.parametrize("place", slow_after(1, ["rejoining", "arriving", "arrived"]))
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_nobody_waits_for_a_rank_that_dies_in_the_recovery(place: str, transport: str) -> None:
     results = pool.run(
@@ -103,7 +103,7 @@ def test_nobody_waits_for_a_rank_that_dies_in_the_recovery(place: str, transport
 
 
 @pytest.mark.parametrize(
-    "place", slow_after(1, ["rejoining", "meeting", "met", "card", "connecting", "engine"])
+    "place", slow_after(1, ["rejoining", "arriving", "arrived", "told", "connecting", "engine"])
 )
 def test_nobody_waits_for_a_rank_that_dies_on_another_host(hosts: list[str], place: str) -> None:
     results = pool.run(

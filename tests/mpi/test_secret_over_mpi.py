@@ -13,7 +13,6 @@ from torch_ring.setup import store as store_module
 from torch_ring.setup.launchers import discover
 from torch_ring.setup.network import Deadline
 from torch_ring.world import current
-from torch_ring.world import join as joining
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -29,9 +28,9 @@ def _hosts(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     monkeypatch.setattr(store_module, "is_loopback_name", lambda _: False)
     host = f"host {MPI.COMM_WORLD.rank} of {os.getppid()}"
-    monkeypatch.setattr(joining, "meeting_name", lambda _: host)
+    monkeypatch.setattr(store_module, "socket_name", lambda _: host)
     make = connect.PeerInfo
-    monkeypatch.setattr(connect, "PeerInfo", lambda **card: make(**card | {"machine": host}))
+    monkeypatch.setattr(connect, "PeerInfo", lambda **fields: make(**fields | {"machine": host}))
     monkeypatch.setattr(connect, "_require_addresses", lambda _: None)
     store.forget()
     yield

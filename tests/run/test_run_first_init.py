@@ -24,7 +24,7 @@ def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
 
 
 @on_shm_and_slowly_on_tcp
-@pytest.mark.parametrize("death", ["0:before", slow("1:card")])
+@pytest.mark.parametrize("death", ["0:before", slow("1:told")])
 def test_the_others_begin(death: str, transport: str) -> None:
     arguments = ("-np", "3", "--min-np", "2", *PROGRAM, death)
     code, lines, errors = run(*arguments, TORCH_RING_TRANSPORT=transport)
@@ -61,7 +61,7 @@ def test_ranks_of_two_agents_begin() -> None:
 
 
 def test_too_few_are_left() -> None:
-    code, lines, errors = run("-np", "2", "--min-np", "2", *PROGRAM, "1:met")
+    code, lines, errors = run("-np", "2", "--min-np", "2", *PROGRAM, "1:arrived")
     assert (code, lines) == (128 + 9, [])
     assert "rank 1 on localhost was ended by SIGKILL: the other ranks are ended" in errors
     assert not re.search(r"\[0\].*\n.*Traceback", errors)

@@ -19,7 +19,7 @@ import torch
 import torch_ring as hvd
 from torch_ring.self_test import command, machine, rank
 from torch_ring.setup import control_groups
-from torch_ring.setup.exchange import Meeting
+from torch_ring.setup.exchange import FailurePath
 from torch_ring.setup.network import address_of_interface
 
 
@@ -140,13 +140,13 @@ def connections_after_alltoall() -> int:
 def connections_in_init() -> int:
     """Return how many there are when the ranks of a host are still connected with their leader."""
     before, counts = connected(), []
-    close = Meeting.close
+    close = FailurePath.close
 
-    def count_and_close(meeting: Meeting) -> None:
+    def count_and_close(path: FailurePath) -> None:
         counts.append(connected())
-        close(meeting)
+        close(path)
 
-    with mock.patch.object(Meeting, "close", count_and_close):
+    with mock.patch.object(FailurePath, "close", count_and_close):
         hvd.init()
     hvd.barrier()
     hvd.shutdown()

@@ -1,4 +1,4 @@
-"""Made-up cards of ranks, and whole exchanges between hosts as objects of one process."""
+"""Made-up descriptions of ranks, and whole exchanges between hosts as objects of one process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 from counting_store import CountingStore
 
-from torch_ring.setup.host_exchange import HostExchange
+from torch_ring.errors import RingError
 from torch_ring.setup.network import Deadline
-from torch_ring.setup.peer_info import GroupCard, pack_table
+from torch_ring.setup.peer_info import HostInfo, columns
+from torch_ring.setup.store_exchange import StoreExchange
 
 
-def card(rank: int, host: int = 0) -> dict[str, Any]:
-    """Return a card like a real one, of a rank on `host`."""
+def info(rank: int, host: int = 0) -> dict[str, Any]:
+    """Return a description like a real one, of a rank on `host`."""
     digest = hashlib.sha256(f"{rank}".encode()).hexdigest()
     return {
         "rank": rank,
@@ -30,33 +31,34 @@ def card(rank: int, host: int = 0) -> dict[str, Any]:
     }
 
 
-def group(ranks: range, size: int, host: int = 0) -> GroupCard:
-    """Return the card of the ranks of a host."""
-    return GroupCard.of(ranks[0], size, "00" * 16, [card(rank, host) for rank in ranks])
+def group(ranks: range, size: int, host: int = 0) -> HostInfo:
+    """Return the description of the ranks of a host."""
+    infos = [info(rank, host) for rank in ranks]
+    return HostInfo(ranks[0], size, "00" * 16, "", len(ranks), columns(infos))
 
 
 def ranks_in(size: int) -> Any:
-    """Return a function that reads the ranks of a group's card."""
+    """Return a function that reads the ranks of a host's value."""
 
-    def ranks_of(data: bytes) -> list[int]:
+    def ranks_of(value: Any) -> list[int]:
         try:
-            return GroupCard.from_bytes(data, size).ranks
-        except ValueError:
-            return []
+            return HostInfo.of_value(value, size).ranks
+        except ValueError as error:
+            raise RingError(f"a host runs another version of torch_ring: {error}") from None
 
     return ranks_of
 
 
-def exchange_on(store: Any, ranks: range, size: int, timeout_s: float = 30.0) -> HostExchange:
-    """Return a group's side of an exchange."""
-    return HostExchange(store, size, ranks, Deadline(timeout_s), ranks_in(size))
+def exchange_on(store: Any, ranks: range, size: int, timeout_s: float = 30.0) -> StoreExchange:
+    """Return a host's side of an exchange."""
+    return StoreExchange(store, size, ranks, Deadline(timeout_s), ranks_in(size))
 
 
-def exchange_between_hosts(size: int, local_size: int = 8) -> tuple[list[bytes], list[Any]]:
-    """Exchange the cards of all hosts, in any order but one after another.
+def exchange_between_hosts(size: int, local_size: int = 8) -> tuple[list[Any], list[Any]]:
+    """Exchange the descriptions of all hosts, in any order but one after another.
 
     Returns:
-        The table as each host got it; the client of each host, with its counts.
+        The values as each host got them; the client of each host, with its counts.
     """
     server = CountingStore()
     starts = range(0, size, local_size)
@@ -64,12 +66,7 @@ def exchange_between_hosts(size: int, local_size: int = 8) -> tuple[list[bytes],
     clients = [server.client() for _ in groups]
     order = sorted(range(len(groups)), key=lambda host: hashlib.sha256(b"%d" % host).digest())
     sides = {host: exchange_on(clients[host], groups[host].ranks, size) for host in order}
-    for host in order:
-        if host != 0:
-            sides[host].publish(groups[host].to_bytes())
-    found = {sides[0].place: groups[0]}
-    for place, data in sides[0].collect():
-        found[place] = GroupCard.from_bytes(data, size)
-    table = pack_table([found[place] for place in sorted(found)])
-    sides[0].write_table(table)
-    return [table if h == 0 else sides[h].await_table() for h in range(len(groups))], clients
+    for host in order:  # all values are there before a host looks for them
+        sides[host]._send(groups[host].to_value())
+    values = [sides[host]._receive(groups[host].to_value()) for host in range(len(groups))]
+    return values, clients

@@ -13,15 +13,16 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from exchanges import path_on_host
 from threads import run_on_ranks
 from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, MismatchError, RingError, TimeoutError
 from torch_ring.setup import connect as connecting
-from torch_ring.setup.connect import connect
-from torch_ring.setup.exchange import Meeting, failing_together
-from torch_ring.setup.host_exchange import meeting_name_by_store
+from torch_ring.setup.connect import connect, listen
+from torch_ring.setup.exchange import exchange_hosts, failing_together
+from torch_ring.setup.host_socket import socket_name_by_store
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.store import given_store
@@ -40,14 +41,14 @@ def _collected(_closed_descriptors):
 def connect_rank(store, rank, size, config=CONFIG, host=""):
     """Connect one rank, as init() does."""
     this.rank = rank
-    identity, deadline = Identity(rank, size), Deadline(config.init_timeout_s)
+    identity = Identity(rank, size)
     place = given_store(store, identity)
-    name = meeting_name_by_store(PrefixStore(host, store))
-    with (
-        contextlib.closing(Meeting(identity, deadline, place, name)) as meeting,
-        failing_together(meeting),
-    ):
-        connections = connect(identity, config, "127.0.0.1", meeting, {})
+    name = socket_name_by_store(PrefixStore(host, store))
+    path = path_on_host(identity, config.init_timeout_s, place, name)
+    with failing_together(path), listen(identity, config, "127.0.0.1") as listeners:
+        own = listeners.info.to_value()
+        table = exchange_hosts(path.host, own, config.common(), path)
+        connections = connect(identity, config, path.host, table, listeners, path)
         # In place of the engines' barrier: until then, ranks tell one another of failures.
         store.add("through", 1)
         end = time.monotonic() + 10

@@ -22,7 +22,7 @@ def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
 def test_last_words_arrive(ends: tuple[FrameSocket, FrameSocket], unread: bool) -> None:
     one, other = ends
     if unread:  # then the kernel resets the connection when the other end closes it
-        one.send(Kind.CARD, Deadline(1), b"nobody reads this")
+        one.send(Kind.VALUE, Deadline(1), b"nobody reads this")
     other.send(Kind.FAILURE, Deadline(1), b"why")
     other.close()
     assert one.receive() == [Frame(Kind.FAILURE, b"why")]
@@ -32,7 +32,7 @@ def test_last_words_arrive(ends: tuple[FrameSocket, FrameSocket], unread: bool) 
 
 def test_a_reset_without_last_words_is_an_error(ends: tuple[FrameSocket, FrameSocket]) -> None:
     one, other = ends
-    one.send(Kind.CARD, Deadline(1), b"nobody reads this")
+    one.send(Kind.VALUE, Deadline(1), b"nobody reads this")
     other.close()
     with pytest.raises(ConnectionResetError):
         one.receive()

@@ -9,10 +9,10 @@ from threads import run_on_ranks
 from torch.distributed import FileStore, HashStore, TCPStore
 
 from torch_ring.errors import RingError
-from torch_ring.setup.exchange import GroupMeeting
 from torch_ring.setup.failure import Failure
+from torch_ring.setup.frames import Kind, decode, encode
 from torch_ring.setup.job_key import AuthenticatedStore, JobKey
-from torch_ring.setup.peer_info import GroupCard, pack_table, unpack_table
+from torch_ring.setup.peer_info import HostInfo, pack, unpack
 
 KEY = JobKey("a secret", "job 1")
 NOT_OURS = "is not from a rank of this job: is TORCH_RING_SECRET the same on all ranks"
@@ -23,8 +23,8 @@ def test_values_are_read_as_they_were_stored():
     for key in (KEY, JobKey()):
         ours, theirs = AuthenticatedStore(store, key), AuthenticatedStore(store, key)
         for value in (b"", b"x", bytes(100_000)):
-            ours.set("0/card/1", value)
-            assert theirs.get("0/card/1") == value
+            ours.set("0/value/1", value)
+            assert theirs.get("0/value/1") == value
     assert KEY.is_secret
     assert not JobKey().is_secret
 
@@ -32,19 +32,19 @@ def test_values_are_read_as_they_were_stored():
 @pytest.mark.parametrize(
     ("other", "name"),
     [
-        (JobKey("a secret", "job 1"), "0/card/2"),
-        (JobKey("a secret", "job 2"), "0/card/1"),
-        (JobKey("another", "job 1"), "0/card/1"),
-        (JobKey("", "job 1"), "0/card/1"),
+        (JobKey("a secret", "job 1"), "0/value/2"),
+        (JobKey("a secret", "job 2"), "0/value/1"),
+        (JobKey("another", "job 1"), "0/value/1"),
+        (JobKey("", "job 1"), "0/value/1"),
     ],
     ids=["another name", "another job", "another secret", "no secret"],
 )
 def test_a_value_of_elsewhere_is_refused(other, name):
     store = HashStore()
     AuthenticatedStore(store, other).set(name, b"value")
-    store.set("0/card/1", store.get(name))
-    with pytest.raises(RingError, match=f"'0/card/1' in the store {NOT_OURS}"):
-        AuthenticatedStore(store, KEY).get("0/card/1")
+    store.set("0/value/1", store.get(name))
+    with pytest.raises(RingError, match=f"'0/value/1' in the store {NOT_OURS}"):
+        AuthenticatedStore(store, KEY).get("0/value/1")
 
 
 def test_a_changed_value_is_refused():
@@ -82,14 +82,14 @@ def test_the_key_of_a_world_follows_from_the_secret_and_from_all_that_was_told()
 
 
 def meet(store, rank, key, timeout_s=5.0):
-    """Exchange cards as a host of one rank, of three; return the addresses of all."""
+    """Take part as a host of one rank, of three; return the addresses of all."""
     side = exchange_on(AuthenticatedStore(store, key), range(rank, rank + 1), 3, timeout_s)
     try:
-        groups, _ = GroupMeeting(side, group(range(rank, rank + 1), 3, rank), 3).meet({rank: "{}"})
+        values = side.gather(group(range(rank, rank + 1), 3, rank).to_value())
     except RingError as error:
         side.fail(Failure.of_all(error))
         raise
-    return [ranks.columns["address"][0] for ranks in groups]
+    return [value["columns"]["address"][0] for value in values]
 
 
 class Meddled(HashStore):
@@ -112,23 +112,23 @@ def test_hosts_meet_over_an_honest_store():
 
 
 def redirected(key, value, values):
-    """Change the address in rank 1's card, with no care for the tag."""
-    if "card/" not in key:
+    """Change the address in rank 1's value, with no care for the tag."""
+    if "value/" not in key:
         return value
-    card = GroupCard.from_bytes(value[32:], 3)
-    card.columns["address"] = ["10.6.6.6"] * card.count
-    return value[:32] + card.to_bytes()
+    info = HostInfo.of_value(unpack(decode(value[32:], [Kind.VALUE])[1], 3), 3)
+    info.columns["address"] = ["10.6.6.6"] * info.count
+    return value[:32] + encode(Kind.VALUE, pack(info.to_value()))
 
 
 def swapped(key, value, values):
-    """Give everybody the first card that there was."""
-    return next(v for k, v in values.items() if "card/" in k) if "card/" in key else value
+    """Give everybody the first value that there was."""
+    return next(v for k, v in values.items() if "value/" in k) if "value/" in key else value
 
 
 def forged(key, value, values):
-    """Put a failure of one's own choice in the place of the table."""
-    text = b"FPlease type your password at evil.example"
-    return JobKey("", "job 1").tag(key, text) + text if "/table/" in key else value
+    """Put a failure of one's own choice in the place of the values."""
+    text = encode(Kind.FAILURE, b"Please type your password at evil.example")
+    return JobKey("", "job 1").tag(key, text) + text if "/values/" in key else value
 
 
 @pytest.mark.parametrize("change", [redirected, swapped, forged])
@@ -144,23 +144,24 @@ def test_a_store_that_meddles_is_noticed_under_a_secret(change):
     assert any(NOT_OURS in str(error) for error in refused), refused
 
 
-def test_the_own_card_is_checked_even_without_a_secret():
-    """A stranger can forge a table then; a rank whose card it changes still sees that."""
+def test_the_own_value_is_checked_even_without_a_secret():
+    """A stranger can forge values then; a rank whose value it changes still sees that."""
 
     def change(key, value, values):
-        if "/table/" not in key or value[32:33] != b"T":
+        if "/values/" not in key:
             return value
-        groups = unpack_table(value[35:], 3).groups
-        for found in groups:
-            if 1 in found.ranks:
-                found.columns["address"] = ["10.6.6.6"]
-        data = value[32:35] + pack_table(groups)
+        payload = decode(value[32:], [Kind.VALUES])[1]
+        found = unpack(payload[2:], 3)
+        for each in found:
+            if each["leader"] == 1:
+                each["columns"]["address"] = ["10.6.6.6"]
+        data = encode(Kind.VALUES, payload[:2] + pack(found))
         return JobKey().tag(key, data) + data
 
     store = Meddled(change)
     errors = run_on_ranks(3, lambda rank: meet(store, rank, JobKey()))
     assert isinstance(errors[1], RingError)
-    assert "has another card of rank 1 than it has sent" in str(errors[1])
+    assert "have another one of rank 1 than it has sent" in str(errors[1])
 
 
 STORES = {
@@ -174,9 +175,9 @@ STORES = {
 @pytest.mark.parametrize("secret", ["a secret", ""])
 def test_garbage_in_any_key_is_an_error_of_ours(kind, secret, monkeypatch):
     """Never a JSONDecodeError, an IndexError or the like."""
-    monkeypatch.setattr("torch_ring.setup.host_exchange._LINGER_S", 0.05)
+    monkeypatch.setattr("torch_ring.setup.store_exchange._LINGER_S", 0.05)
     dice, ended = random.Random(1), set()
-    names = ["0/places", "0/card/0", "0/card/1", "0/table/0", "0/failure", "0/decided/0"]
+    names = ["0/places", "0/value/0/0", "0/value/0/1", "0/values/0/0", "0/failure", "0/decided/0"]
     names += ["0/told/0", "0/told/1", "0/failed", "generations_ended"]
     junk = [b"", b"x", b"-5", b"9" * 5000, b"1e9", b"\xff" * 40, b"7" * 33, b"0", b"12345"]
     for case in range(40):
@@ -190,9 +191,8 @@ def test_garbage_in_any_key_is_an_error_of_ours(kind, secret, monkeypatch):
         def on_rank(rank, store=store, key=key):
             view = AuthenticatedStore(store, key)
             side = exchange_on(view, range(rank, rank + 1), 2, 0.3)
-            own = group(range(rank, rank + 1), 2, rank)
             try:
-                return GroupMeeting(side, own, 2).meet({rank: "{}"})
+                return tuple(side.gather(group(range(rank, rank + 1), 2, rank).to_value()))
             except RingError as error:
                 side.fail(Failure.of_all(error))
                 raise

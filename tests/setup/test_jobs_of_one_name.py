@@ -18,7 +18,7 @@ from ports import free_port
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.setup.host_exchange import meeting_name
+from torch_ring.setup.host_socket import socket_name
 from torch_ring.setup.launchers import Identity, variables_of_launchers
 
 PATIENCE_S = 40.0
@@ -72,9 +72,9 @@ class Stage:
         hvd.shutdown()
 
     def at_the_name(self) -> int:
-        """Return how many sockets have the name of the meeting: the leader's, and the others'."""
+        """Return how many sockets have the name of this host's: the leader's, and the others'."""
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-        name = "@" + meeting_name(Identity(0, 2, launcher="env"), env)[1:]
+        name = "@" + socket_name(Identity(0, 2, launcher="env"), env)[1:]
         return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
 
 

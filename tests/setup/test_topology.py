@@ -1,13 +1,18 @@
 """Peer info, and the topology that follows from it."""
 
-from dataclasses import replace
-
 import pytest
 
 from torch_ring._C import least_memory
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.setup import topology
-from torch_ring.setup.peer_info import PeerInfo
+from torch_ring.setup.peer_info import (
+    HostInfo,
+    PeerInfo,
+    columns,
+    pack,
+    pack_table,
+    parse_table,
+)
 from torch_ring.setup.topology import Topology
 
 
@@ -30,12 +35,25 @@ def peers_on(machines: str) -> list[PeerInfo]:
     return [made_up_peer(rank, machine) for rank, machine in enumerate(machines)]
 
 
-def test_peer_info_survives_json_and_nothing_else_is_accepted():
-    mine = made_up_peer(3, node="7", local_rank=1)
-    assert PeerInfo.from_json(3, mine.to_json()) == mine
-    for text in ("", "{}", "[1]", made_up_peer(2).to_json(), replace(mine, cpus="x").to_json()):
-        with pytest.raises(RingError, match="rank 3 runs another version"):
-            PeerInfo.from_json(3, text)
+def table_of(peer: PeerInfo, **changed: object) -> bytes:
+    """Return the table of a world of one rank, with changed fields."""
+    columns_of = columns([{**peer.to_value(), **changed}])
+    return pack_table([HostInfo(peer.rank, 1, "", "", 1, columns_of)])
+
+
+def test_peer_info_survives_the_table_and_nothing_else_is_accepted():
+    mine = made_up_peer(0, node="7", local_rank=1)
+    assert parse_table(table_of(mine), 1).peers == [mine]
+    for table in (
+        b"",
+        pack({}),
+        pack([1]),
+        table_of(made_up_peer(2)),
+        table_of(mine, cpus="x"),
+        table_of(mine, port=True),
+    ):
+        with pytest.raises(RingError, match="a rank runs another version"):
+            parse_table(table, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from unittest import mock
 
 from torch_ring.membership import first_world
 from torch_ring.setup import connect
-from torch_ring.setup.exchange import Meeting
 from torch_ring.world import current, join
 
 __all__ = ["PLACES", "let_die"]
@@ -22,9 +21,9 @@ PLACES: dict[str, _Place] = {
     "before": (current, "init", "before", 1),
     "asking": (first_world, "_ask", "before", 1),
     "placed": (first_world, "_ask", "after", 1),
-    "meeting": (join, "Meeting", "before", 1),
-    "met": (Meeting, "meet", "before", 1),
-    "card": (Meeting, "meet", "after", 1),
+    "arriving": (join, "meet_on_host", "before", 1),
+    "arrived": (join, "exchange_hosts", "before", 1),
+    "told": (join, "exchange_hosts", "after", 1),
     "memory": (connect, "_share_memory", "after", 1),
     "connecting": (connect, "_wait_for_neighbours", "before", 1),
     "connected": (connect, "_wait_for_neighbours", "after", 1),

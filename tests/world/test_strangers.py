@@ -16,8 +16,7 @@ from pool import eventually, run
 
 import torch_ring as hvd
 from torch_ring.setup import connect as connecting
-from torch_ring.setup.host_exchange import meeting_name
-from torch_ring.setup.host_socket import listen
+from torch_ring.setup.host_socket import listen, socket_name
 from torch_ring.setup.launchers import discover
 
 NOBODY = 65534
@@ -139,9 +138,9 @@ def join_with_own_secret() -> str:
 
 
 def claim_machine(machine: str) -> None:
-    """Let this rank's card claim a machine."""
+    """Let this rank claim a machine."""
     make = connecting.PeerInfo
-    connecting.PeerInfo = lambda **card: make(**card | {"machine": machine})
+    connecting.PeerInfo = lambda **fields: make(**fields | {"machine": machine})
 
 
 def join_as_a_copy() -> tuple[str, int]:
@@ -200,12 +199,12 @@ def test_one_host_is_closed_to_other_users(with_launcher):
 
 
 def join_a_name_that_is_taken(directory: Path) -> str:
-    """Join where a process of another user listens at the name of the meeting."""
+    """Join where a process of another user listens at the name of this host's socket."""
     is_first = os.environ["RANK"] == "0"
     taken, over = directory / "taken", directory / "over"
     ready, done = os.pipe(), os.pipe()
     if is_first:
-        name = meeting_name(replace(discover(), node=None))
+        name = socket_name(replace(discover(), node=None))
         if os.fork() == 0:
             os.setuid(NOBODY)
             listener = listen(name)

@@ -10,7 +10,7 @@ is a part for its world, and never what worlds there are.
 A store may outlive the groups, and torch gives their names again: after destroy_process_group(),
 and torch 2.13 for each group of the same ranks. So all that the members of a process set leave in
 the store lies under the token of the world, and under the number of groups that these ranks have
-made in it. A world needs no such token: HostExchange tells one from the next.
+made in it. A world needs no such token: StoreExchange tells one from the next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
-from torch_ring.c10d.reconfiguration import MeetingPoint, in_order
+from torch_ring.c10d.reconfiguration import ReconfigureStore, in_order
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
@@ -51,7 +51,7 @@ __all__ = ["Group"]
 
 _log = logging.getLogger("torch_ring")
 
-_LOOK_S = 0.01  # between looks at whether the others have made the group
+_CHECK_EVERY_S = 0.01  # whether the others have made the group
 _TIMEOUT_NAME = "the timeout of its group"
 _SET_NUMBERS_FROM = 1 << 61  # above those that a world gives to its process sets
 
@@ -91,8 +91,8 @@ class _SharedWorld:
 
 
 @dataclass(frozen=True)
-class _Card:
-    """The description of a process set that a rank sends to the others."""
+class _MemberInfo:
+    """A rank's description of itself as a member of a process set, for the others."""
 
     slot: int = -1  # the offset of the rank's memory for it
     nonce: int = 0  # those of all ranks make the set's number
@@ -104,9 +104,9 @@ class _LeftSet:
     """A process set that this rank has left: other members may still use its memory.
 
     Attributes:
-        store: with the cards of its members.
+        store: with the descriptions of its members.
         rank, size: of this process in it; of its members.
-        slot: as in this rank's card.
+        slot: as in this rank's description.
         number: the set's; None if this rank has not used it, and so does not know.
     """
 
@@ -117,24 +117,24 @@ class _LeftSet:
     number: int | None
 
     def let_go(self, process_sets: ProcessSetTable) -> bool:
-        """Free the rank's memory and its card, if no member needs them. Return whether it did."""
+        """Free the rank's memory and description, unless a member needs them; return whether."""
         if self.number is None:
             try:
-                cards = _cards_in(self.store, self.size)
+                infos = _infos_in(self.store, self.size)
             except RuntimeError:  # the store is lost: no reason to fail the program's next group
                 return False
-            if cards is None:
+            if infos is None:
                 return False  # that member has still to make the set, and may use it
-            if any(card.failure for card in cards):  # all fail: no member uses the memory
+            if any(info.failure for info in infos):  # all fail: no member uses the memory
                 process_sets.release_slot(self.slot)
-                return True  # but those that have not asked yet need this rank's card
-            self.number = _number_of(cards)
+                return True  # but those that have not asked yet need this rank's description
+            self.number = _number_of(infos)
             process_sets.leave_unused_group(self.number, self.size)
         if not process_sets.has_ended(self.number):
             return False
         process_sets.release_slot(self.slot)
         with contextlib.suppress(RuntimeError):  # a store of the program's may keep all
-            self.store.delete_key(f"card/{self.rank}")
+            self.store.delete_key(f"member/{self.rank}")
         return True
 
 
@@ -210,7 +210,7 @@ class Group:
         trace_process(self._config.flight_dir)
         with _changing:
             _groups.add(self)
-        self._meeting_point: MeetingPoint | None = None
+        self._own_store: ReconfigureStore | None = None
         self._is_deferred = is_deferred
         add_recorded(self)
         if is_deferred:
@@ -222,7 +222,7 @@ class Group:
             else:
                 self._shared = self._find_world()
                 if self._shared is not None:
-                    self._post_card(self._shared)
+                    self._post_info(self._shared)
         except BaseException:  # nobody has the group, who could leave it
             self._leave("")
             raise
@@ -284,12 +284,12 @@ class Group:
 
     def handle(self) -> str:
         """Return what the other ranks need to know of this one for `reconfigure`."""
-        if self._meeting_point is None:
+        if self._own_store is None:
             world = self._shared.world if self._shared is not None else None
             one_host = world is not None and len(set(world.host_of)) == 1
             towards = host_of(self._store)
-            self._meeting_point = MeetingPoint(self._config.interface, towards, one_host=one_host)
-        return self._meeting_point.handle.text()
+            self._own_store = ReconfigureStore(self._config.interface, towards, one_host=one_host)
+        return self._own_store.handle.text()
 
     def reconfigure(
         self, uuid: int, handles: list[str] | set[str], timeout_s: float
@@ -310,8 +310,8 @@ class Group:
         """
         ranks = in_order(handles)
         self.handle()
-        assert self._meeting_point is not None
-        if self._meeting_point.handle not in ranks:
+        assert self._own_store is not None
+        if self._own_store.handle not in ranks:
             raise InvalidArgumentError("reconfigure(): this rank's own handle is not among them")
         try:
             with self._connecting:
@@ -321,8 +321,8 @@ class Group:
                     _groups.add(self)
                 self._is_connected = False
                 self._is_deferred = True
-                store = self._meeting_point.store(uuid, ranks, timeout_s)
-                self.rank, self.size = ranks.index(self._meeting_point.handle), len(ranks)
+                store = self._own_store.store(uuid, ranks, timeout_s)
+                self.rank, self.size = ranks.index(self._own_store.handle), len(ranks)
                 self._global_ranks = tuple(range(self.size))
                 self._store = PrefixStore("torch_ring", store)
                 self._config = replace(self._config, init_timeout_s=timeout_s)
@@ -379,18 +379,18 @@ class Group:
             home.users += 1
             return home
 
-    def _post_card(self, shared: _SharedWorld) -> None:
+    def _post_info(self, shared: _SharedWorld) -> None:
         number = shared.made[self._global_ranks]
         shared.made[self._global_ranks] += 1
         self._store = PrefixStore(f"{shared.world.token}/{number}", self._store)
         shared.let_go()
         try:
             slot = shared.world.process_sets.reserve_slot(self._ranks_in(shared))
-            card = _Card(slot, secrets.randbits(60))
+            info = _MemberInfo(slot, secrets.randbits(60))
             self._slot = slot
         except RingError as error:
-            card = _Card(failure=str(error))
-        self._store.set(f"card/{self.rank}", json.dumps(vars(card)))
+            info = _MemberInfo(failure=str(error))
+        self._store.set(f"member/{self.rank}", json.dumps(vars(info)))
 
     def _ranks_in(self, shared: _SharedWorld) -> tuple[int, ...]:
         return tuple(shared.global_ranks.index(rank) for rank in self._global_ranks)
@@ -400,29 +400,29 @@ class Group:
         if shared is None:
             self._shared = self._make_world()
             return
-        cards = self._cards()
-        for rank, card in enumerate(cards):
-            if card.failure:
+        infos = self._member_infos()
+        for rank, info in enumerate(infos):
+            if info.failure:
                 raise RingError(
                     f"rank {self._global_ranks[rank]} could not make the group "
-                    f"{list(self._global_ranks)}: {card.failure}"
+                    f"{list(self._global_ranks)}: {info.failure}"
                 )
         self._record = shared.world.process_sets.add_group(
             self._ranks_in(shared),
-            _number_of(cards),
-            [card.slot for card in cards],
+            _number_of(infos),
+            [info.slot for info in infos],
             self._config,
         )
 
-    def _cards(self) -> list[_Card]:
-        """Return the cards of all ranks, by rank."""
-        keys = _card_keys(self.size)
+    def _member_infos(self) -> list[_MemberInfo]:
+        """Return the descriptions of all ranks, by rank."""
+        keys = _info_keys(self.size)
         began = time.monotonic()
         warning_s = self._config.stall_warning_s
         told_s = warning_s or math.inf  # when the late members are told next, after the beginning
         try:
             # Not by wait(): torch warns when that ends without the keys.
-            while (cards := _cards_in(self._store, self.size)) is None:
+            while (infos := _infos_in(self._store, self.size)) is None:
                 self._check_member()
                 waited_s = time.monotonic() - began
                 if waited_s > self._config.init_timeout_s:
@@ -433,12 +433,12 @@ class Group:
                 if waited_s > told_s:
                     _log.warning("%s", self._late_members(keys, told_s))
                     told_s += warning_s
-                time.sleep(_LOOK_S)
+                time.sleep(_CHECK_EVERY_S)
         except RuntimeError as error:
             if isinstance(error, RingError):
                 raise
             raise RingError(f"the store of torch.distributed is lost: {error}") from None
-        return cards
+        return infos
 
     def _late_members(self, keys: Sequence[str], waited_s: float) -> str:
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -492,21 +492,21 @@ class Group:
             shared.release(why)
 
 
-def _card_keys(size: int) -> list[str]:
-    return [f"card/{rank}" for rank in range(size)]
+def _info_keys(size: int) -> list[str]:
+    return [f"member/{rank}" for rank in range(size)]
 
 
-def _cards_in(store: Store, size: int) -> list[_Card] | None:
-    """Return the cards of all members of a process set, by rank; None if one has not come yet."""
-    keys = _card_keys(size)
+def _infos_in(store: Store, size: int) -> list[_MemberInfo] | None:
+    """Return the descriptions of all members, by rank; None if one has not come yet."""
+    keys = _info_keys(size)
     if not store.check(keys):
         return None
-    return [_Card(**json.loads(text)) for text in store.multi_get(keys)]
+    return [_MemberInfo(**json.loads(text)) for text in store.multi_get(keys)]
 
 
-def _number_of(cards: Sequence[_Card]) -> int:
-    """Return the number of the process set whose members have these cards."""
-    return _SET_NUMBERS_FROM + functools.reduce(operator.xor, (card.nonce for card in cards))
+def _number_of(infos: Sequence[_MemberInfo]) -> int:
+    """Return the number of the process set whose members have these descriptions."""
+    return _SET_NUMBERS_FROM + functools.reduce(operator.xor, (info.nonce for info in infos))
 
 
 def _prepare_exit(config: Config) -> None:

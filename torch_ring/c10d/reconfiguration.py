@@ -1,4 +1,4 @@
-"""ReconfigureHandle, MeetingPoint: how the ranks of a new group find one another without a store.
+"""ReconfigureStore: the ranks of a new group find one another without a store of the job.
 
 The store with which a job began may have died with its rank 0. So every rank that may take part in
 a reconfiguration serves a small store of its own, and tells where in its handle; the ranks of a new
@@ -19,7 +19,7 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.errors import TimeoutError as RingTimeoutError
 from torch_ring.setup.network import own_address
 
-__all__ = ["MeetingPoint", "in_order"]
+__all__ = ["ReconfigureStore", "in_order"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def in_order(handles: Collection[str]) -> list[ReconfigureHandle]:
     return [ReconfigureHandle.of(text) for text in texts]
 
 
-class MeetingPoint:
+class ReconfigureStore:
     """This rank's store for groups of which it is the first rank.
 
     Args:

@@ -37,7 +37,7 @@ from torch_ring.membership.member import Member, Reach, dial, reach
 
 __all__ = ["CallOverError", "Group", "LeftOutError", "Limits", "come", "regroup"]
 
-_LOOK_S = 0.002
+_REQUESTS_S = 0.002  # of a wait for requests
 _PROBE_EVERY_S = 0.1
 _PROBERS = 32
 _FIND_EVERY_S = 0.05
@@ -328,7 +328,7 @@ class _Leading:
 
     def _take_requests(self) -> None:
         with contextlib.suppress(Empty):
-            request = self._listener.requests.get(timeout=_LOOK_S)
+            request = self._listener.requests.get(timeout=_REQUESTS_S)
             while True:
                 self._joined[request.member.id] = request  # the latest: it may have asked before
                 request = self._listener.requests.get_nowait()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch_ring.setup.frames import HEADER_BYTES, Kind, encode, payload_bytes
 from torch_ring.setup.network import close_in_child
 
 __all__ = [
@@ -33,8 +34,7 @@ __all__ = [
 
 _NONCE_BYTES = 16
 _TAG_BYTES = 32
-_MOST_BYTES = 1 << 22  # a table of 20,000 members, with room to spare
-_LENGTH = struct.Struct(">I")
+_NUMBER = struct.Struct(">I")
 
 
 def key_of(secret: str) -> bytes:
@@ -73,10 +73,10 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message."""
-        data = json.dumps(message).encode()
-        tag = self._tag(self._accepted, self._sent, data)
+        frame = encode(Kind.MESSAGE, json.dumps(message).encode())
+        tag = self._tag(self._accepted, self._sent, frame)
         self._sent += 1
-        self._connection.sendall(_LENGTH.pack(len(data)) + tag + data)
+        self._connection.sendall(tag + frame)
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the next message.
@@ -88,12 +88,14 @@ class Channel:
         """
         if timeout_s is not None:
             self._connection.settimeout(timeout_s)
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > _MOST_BYTES:
-            raise ForeignMessageError(f"a message of {length} bytes")
-        tag = self._read(_TAG_BYTES)
-        data = self._read(length)
-        if not hmac.compare_digest(tag, self._tag(not self._accepted, self._received, data)):
+        tag, header = self._read(_TAG_BYTES), self._read(HEADER_BYTES)
+        try:
+            data = self._read(payload_bytes(header, Kind.MESSAGE))
+        except ValueError as error:
+            raise ForeignMessageError(str(error)) from None
+        if not hmac.compare_digest(
+            tag, self._tag(not self._accepted, self._received, header + data)
+        ):
             raise ForeignMessageError("a message is not from a process of this job")
         self._received += 1
         message = json.loads(data)
@@ -114,9 +116,9 @@ class Channel:
         """Close the connection."""
         self._connection.close()
 
-    def _tag(self, by_acceptor: bool, number: int, data: bytes) -> bytes:
-        head = self._nonce + bytes([by_acceptor]) + _LENGTH.pack(number)
-        return hmac.new(self._key, head + data, hashlib.sha256).digest()
+    def _tag(self, by_acceptor: bool, number: int, frame: bytes) -> bytes:
+        head = self._nonce + bytes([by_acceptor]) + _NUMBER.pack(number)
+        return hmac.new(self._key, head + frame, hashlib.sha256).digest()
 
     def _read(self, count: int) -> bytes:
         data = b""

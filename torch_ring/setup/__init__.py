@@ -1,4 +1,4 @@
 """setup: the identity of this process, and how the ranks of a world find one another and connect.
 
-Open first: `exchange`, then `connect`.
+Open first: `_connect` in `world/join.py`, which calls the phases; then `exchange`.
 """

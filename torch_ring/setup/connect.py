@@ -1,4 +1,4 @@
-"""connect: the control plane and the shared memory of this process, in a new world.
+"""listen, connect: the control plane and the shared memory of this process, in a new world.
 
 The leader of a host makes its memory, with the table of all ranks in it, and passes it to the
 others. The control plane then connects to O(log n) ranks, and makes connections for data when they
@@ -18,11 +18,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 from torch_ring._C import (
@@ -39,7 +38,9 @@ from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.setup import topology
 from torch_ring.setup.claim import Claim
-from torch_ring.setup.exchange import Meeting, lacking
+from torch_ring.setup.exchange import FailurePath
+from torch_ring.setup.failure import lacking
+from torch_ring.setup.host_socket import HostFollower, HostLeader
 from torch_ring.setup.launchers import Identity, watched_launcher
 from torch_ring.setup.network import (
     close_in_child,
@@ -53,11 +54,13 @@ from torch_ring.setup.peer_info import PeerInfo, parse_table
 
 __all__ = [
     "Connections",
+    "Listeners",
     "Queries",
     "abandon_all_in_child",
     "answer_with",
     "before_fork",
     "connect",
+    "listen",
 ]
 
 _log = logging.getLogger("torch_ring")
@@ -230,12 +233,46 @@ def abandon_all_in_child() -> None:
 _BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 
 
+@dataclass
+class Listeners:
+    """Where the other ranks find this one.
+
+    Attributes:
+        info: this rank's description of itself, with the names of the listeners.
+        tcp: for ranks of other hosts.
+        unix: for those of this host.
+    """
+
+    info: PeerInfo
+    tcp: socket.socket
+    unix: socket.socket
+
+
+@contextlib.contextmanager
+def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[Listeners]:
+    """Context in which this rank listens for the others, unless `connect` takes the listeners.
+
+    Args:
+        identity: this process.
+        config: the settings.
+        towards: a host to which the route leads to the other ranks, if known.
+
+    Raises:
+        InvalidArgumentError, RingError: the settings do not allow it, or it lacks something.
+    """
+    _raise_descriptor_limit()
+    shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
+    with _listen_tcp(identity, config, towards) as tcp, _listen_unix() as unix:
+        yield Listeners(_own_info(identity, shares, tcp, unix), tcp, unix)
+
+
 def connect(
     identity: Identity,
     config: Config,
-    towards: str | None,
-    meeting: Meeting,
-    common: Mapping[str, Any],
+    host: HostLeader | HostFollower,
+    table: bytes,
+    listeners: Listeners,
+    path: FailurePath,
     claim: Claim | None = None,
 ) -> Connections:
     """Connect this process to the other ranks.
@@ -243,9 +280,10 @@ def connect(
     Args:
         identity: this process.
         config: the settings.
-        towards: a host to which the route leads to the other ranks, if known.
-        meeting: where the ranks meet; reports their failures, and has the deadline.
-        common: values besides the settings that must be the same on all ranks, by name.
+        host: the exchange of this host, over which the leader passes the memory.
+        table: of all ranks, on the leader of this machine; empty on others.
+        listeners: of this rank.
+        path: of failures, on other ranks and on this one.
         claim: this rank's, for as long as the world lives; None: its name tells the job from all
             others.
 
@@ -253,23 +291,19 @@ def connect(
         The connections: the control plane's are made.
 
     Raises:
-        TimeoutError: ranks did not arrive, or did not connect, before the deadline; names them.
+        TimeoutError: ranks did not connect before the deadline; names them.
         RingError: another rank has failed, or this one has.
-        InvalidArgumentError, MismatchError: the settings do not allow it, or differ.
+        InvalidArgumentError: the settings do not allow it.
     """
     rank, size = identity.rank, identity.size
-    _raise_descriptor_limit()
     with contextlib.ExitStack() as cleanup:
-        shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
-        tcp = cleanup.enter_context(_listen_tcp(identity, config, towards))
-        unix = cleanup.enter_context(_listen_unix())
-        meeting.meet(_own_info(identity, shares, tcp, unix).card(), {**config.common(), **common})
-        table, fd = _share_memory(meeting, config, rank, size)
+        table, fd = _share_memory(host, table, config, rank, size)
         if fd >= 0:
             cleanup.enter_context(close_in_child(FileIO(fd)))
         peers, secret, is_private = parse_table(table, size)
         _require_addresses(peers)
         host_of = topology.host_of(peers, config.transport)
+        shares = listeners.info.shares
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
         labels = topology.labels(peers)
@@ -283,7 +317,7 @@ def connect(
             if fd >= 0:
                 connections.memory = HostMemory(os.dup(fd), here, rank)
             # From here on all ranks are here, so that nobody who comes later is one of them.
-            held = cleanup.enter_context(claim.take(meeting.deadline)) if claim else None
+            held = cleanup.enter_context(claim.take(path.deadline)) if claim else None
             watched = watched_launcher(identity) if config.exit_with_launcher else (-1, "")
             connections.plane = ControlPlane(
                 rank,
@@ -291,28 +325,28 @@ def connect(
                 connections.labels,
                 [(peer.socket, peer.address, peer.port) for peer in peers],
                 hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
-                unix.detach() if len(here) > 1 else -1,
-                tcp.detach() if len(here) < size else -1,
+                listeners.unix.detach() if len(here) > 1 else -1,
+                listeners.tcp.detach() if len(here) < size else -1,
                 config.heartbeat_timeout_s,
                 *watched,
                 held.detach() if held else -1,
             )
-            _wait_for_neighbours(connections, connections.plane, meeting)
+            _wait_for_neighbours(connections, connections.plane, path)
             connections.queries = Queries(connections.plane, connections.labels)
             unless_connected.pop_all()
     return connections
 
 
-def _wait_for_neighbours(connections: Connections, plane: ControlPlane, meeting: Meeting) -> None:
+def _wait_for_neighbours(connections: Connections, plane: ControlPlane, path: FailurePath) -> None:
     """Wait until the plane has all of its connections."""
     checked = time.monotonic()
     missing: list[int] = []
-    for _ in pauses(meeting.deadline, connections.size):
+    for _ in pauses(path.deadline, connections.size):
         missing = plane.missing()
         if not missing:
             return
         if time.monotonic() > checked + 0.2:
-            meeting.check()
+            path.check()
             checked = time.monotonic()
     names = ", ".join(connections.labels[peer] for peer in missing[:8])
     reason = plane.trouble()
@@ -323,7 +357,7 @@ def _wait_for_neighbours(connections: Connections, plane: ControlPlane, meeting:
         )
     raise TimeoutError(
         f"{connections.labels[connections.rank]} has no connection with {len(missing)} of its "
-        f"peers, {names}, {meeting.deadline}" + (f": {reason}" if reason else "")
+        f"peers, {names}, {path.deadline}" + (f": {reason}" if reason else "")
     )
 
 
@@ -363,26 +397,30 @@ def _require_to_pass(fd: int) -> None:
         raise RingError("descriptors cannot be passed over Unix sockets")
 
 
-def _share_memory(meeting: Meeting, config: Config, rank: int, size: int) -> tuple[bytes, int]:
+def _share_memory(
+    host: HostLeader | HostFollower, table: bytes, config: Config, rank: int, size: int
+) -> tuple[bytes, int]:
     """Return the table of all ranks, and the descriptor of this host's memory, or -1.
 
     The leader of the host makes the memory; the others receive it, and read the table there.
     """
-    if not meeting.leads:
-        table, fds = meeting.pass_down()
-        return (memory_table(fds[0]), fds[0]) if fds else (table, -1)
-    peers = parse_table(meeting.table, size).peers
+    if not table:
+        frame = host.receive()
+        return (memory_table(frame.fds[0]), frame.fds[0]) if frame.fds else (frame.payload, -1)
+    assert isinstance(host, HostLeader)
+    peers = parse_table(table, size).peers
     hosts = topology.host_of(peers, config.transport)
     if len(set(hosts)) == size:
-        return meeting.pass_down(meeting.table)[0], -1
+        host.broadcast(table)
+        return table, -1
     here = [peer for peer in peers if hosts[peer.rank] == hosts[rank]]
-    fd = make_memory(len(here), meeting.table, min(peer.shares for peer in here))
+    fd = make_memory(len(here), table, min(peer.shares for peer in here))
     try:
-        meeting.pass_down(fds=[fd])
+        host.broadcast(fds=[fd])
     except BaseException:
         os.close(fd)
         raise
-    return meeting.table, fd
+    return table, fd
 
 
 # --- this rank's descriptors, peer info and listeners

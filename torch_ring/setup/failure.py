@@ -1,19 +1,23 @@
-"""Failure: why an init() ends, as it travels to all ranks."""
+"""Failure: the error that ends an init(), as it travels to all ranks."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_ring import errors
+from torch_ring._C import limit_to_raise
 from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
 from torch_ring.setup.network import Deadline
 
 __all__ = [
     "Failure",
     "exited",
+    "lacking",
     "missing_ranks",
     "name_ranks",
     "other_size",
@@ -24,6 +28,7 @@ __all__ = [
 
 _KINDS = ("MismatchError", "PeerLostError", "TimeoutError")  # any other arrives as a RingError
 _NAMED = 16  # ranks of a long list that are named
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # the last: of threads
 
 
 @dataclass(frozen=True)
@@ -130,3 +135,15 @@ def other_size(rank: int, size: int, others: Any) -> MismatchError:
         f"rank {rank} is one of {size}, but another rank is one of {others}: give all ranks the "
         "same size"
     )
+
+
+def lacking(error: BaseException, rank: int) -> RingError | None:
+    """Return the error that says which limit to raise on `rank`; None if it lacks nothing."""
+    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    if isinstance(error, RingError):
+        # The native module says what this process lacks, but does not know its rank everywhere.
+        nameless = "raise `ulimit" in str(error) and "rank " not in str(error)
+        return RingError(f"rank {rank}: {error}") if nameless else None
+    if number not in _LACKS:
+        return None
+    return RingError(f"rank {rank}: {str(error) or os.strerror(number)}{limit_to_raise(number)}")

@@ -1,7 +1,9 @@
-"""FrameSocket: frames over a Unix socket between a host's leader and another rank.
+"""Frame: one message of ranks that find one another, over a Unix socket or in a store.
 
-A frame is a header (magic, kind, number of descriptors, bytes) and its payload. The descriptors
-come with the header's first byte.
+A frame is a header (magic, kind, number of descriptors, bytes) and its payload. Over a socket
+(`FrameSocket`) the descriptors come with the header's first byte. In a store and between
+hosts there are none, and a tag, an HMAC-SHA256, comes before the frame
+(`job_key.AuthenticatedStore`, `membership.member.Channel`).
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch_ring.setup.network import Deadline, close_in_child
 
-__all__ = ["Frame", "FrameSocket", "Kind"]
+__all__ = ["HEADER_BYTES", "Frame", "FrameSocket", "Kind", "decode", "encode", "payload_bytes"]
 
 _HEADER = struct.Struct("!6sBBI")
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"tring1"
 _MOST_FDS = 8
 _READ_BYTES = 1 << 18
@@ -31,27 +34,32 @@ class Kind(enum.IntEnum):
     """The kind of a frame."""
 
     HELLO = 1  # to the leader: rank, size and start
-    WELCOME = 2  # from the leader: its rank and size; this meeting takes the rank in
-    CARD = 3  # to the leader: the rank's card and settings
+    WELCOME = 2  # from the leader: its rank and size; it takes the rank in
+    VALUE = 3  # to the leader: the rank's value in an exchange; in a store: a host's
     SERVE = 4  # to rank 0: other hosts need the store
     NOTE = 5  # to rank 0: a line for its log
     DATA = 6  # from the leader: what it passes down
     FAILURE = 7  # either way: this init() has failed
     BYE = 8  # either way: this end needs the connection no more
     APART = 9  # from the leader: the ranks of this start meet without it
+    VALUES = 10  # in a store: those of all hosts
+    MESSAGE = 11  # between processes of an elastic job
 
 
 _MOST_BYTES = {
     Kind.HELLO: 64,
     Kind.WELCOME: 64,
-    Kind.CARD: 4 << 20,
+    Kind.VALUE: 4 << 20,
     Kind.SERVE: 0,
     Kind.NOTE: 1 << 16,
     Kind.DATA: 1 << 28,
     Kind.FAILURE: 1 << 17,
     Kind.BYE: 0,
     Kind.APART: 0,
+    Kind.VALUES: 1 << 23,
+    Kind.MESSAGE: 1 << 22,  # a table of 20,000 members, with room to spare
 }
+_FOREIGN = "the other end is no rank of this version of torch_ring"
 
 
 @dataclass
@@ -61,6 +69,46 @@ class Frame:
     kind: Kind
     payload: bytes = b""
     fds: list[int] = field(default_factory=list)
+
+
+def encode(kind: Kind, payload: bytes = b"", fds: int = 0) -> bytes:
+    """Return a frame as bytes; `fds` descriptors come with it."""
+    return _HEADER.pack(_MAGIC, kind, fds, len(payload)) + payload
+
+
+def decode(data: bytes, kinds: Collection[Kind]) -> tuple[Kind, bytes]:
+    """Return kind and payload of a whole frame. Raises ValueError if it is none of these kinds."""
+    header = _header(data)
+    if header is None or header[0] not in kinds or len(data) != _HEADER.size + header[2]:
+        raise ValueError("it is no frame of this version of torch_ring")
+    return header[0], data[_HEADER.size :]
+
+
+def payload_bytes(header: bytes, kind: Kind) -> int:
+    """Return the bytes that follow the header of a frame. Raises ValueError if it is no `kind`."""
+    found = _header(header)
+    if found is None or found[0] is not kind:
+        raise ValueError(_FOREIGN)
+    return found[2]
+
+
+def _header(data: bytes | bytearray) -> tuple[Kind, int, int] | None:
+    """Return kind, descriptors and bytes of the frame that begins here; None: they have not come.
+
+    Raises:
+        ValueError: it is no frame.
+    """
+    if len(data) < _HEADER.size:
+        if not _MAGIC.startswith(data[: len(_MAGIC)]):
+            raise ValueError(_FOREIGN)
+        return None
+    magic, number, fds, size = _HEADER.unpack_from(data)
+    if magic != _MAGIC or number not in set(Kind):
+        raise ValueError(_FOREIGN)
+    kind = Kind(number)
+    if size > _MOST_BYTES[kind] or fds > (_MOST_FDS if kind == Kind.DATA else 0):
+        raise ValueError(f"a frame of {size} bytes and {fds} descriptors is no {kind.name}")
+    return kind, fds, size
 
 
 class FrameSocket:
@@ -87,8 +135,7 @@ class FrameSocket:
         Raises:
             OSError: the other end is gone, or has not taken it before the deadline.
         """
-        header = _HEADER.pack(_MAGIC, kind, len(fds), len(payload))
-        rest = memoryview(header + payload)
+        rest = memoryview(encode(kind, payload, len(fds)))
         while rest:
             try:
                 if fds:
@@ -149,24 +196,11 @@ class FrameSocket:
                 fds.frombytes(passed[: len(passed) - len(passed) % fds.itemsize])
                 self._fds.extend(fds)
         self._received += data
-        self._check_header()  # before more of a frame is kept that is none
+        _header(self._received)  # before more of a frame is kept that is none
         return len(data)
 
-    def _check_header(self) -> tuple[Kind, int, int] | None:
-        if len(self._received) < _HEADER.size:
-            if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-                raise ValueError("the other end is no rank of this version of torch_ring")
-            return None
-        magic, number, fds, size = _HEADER.unpack_from(self._received)
-        if magic != _MAGIC or number not in set(Kind):
-            raise ValueError("the other end is no rank of this version of torch_ring")
-        kind = Kind(number)
-        if size > _MOST_BYTES[kind] or fds > (_MOST_FDS if kind == Kind.DATA else 0):
-            raise ValueError(f"a frame of {size} bytes and {fds} descriptors is no {kind.name}")
-        return kind, fds, size
-
     def _next(self) -> Frame | None:
-        header = self._check_header()
+        header = _header(self._received)
         if header is None or len(self._received) < _HEADER.size + header[2]:
             return None
         kind, count, size = header

@@ -1,82 +1,217 @@
-"""join: the ranks of a host find one another by the name of a Unix socket.
+"""HostLeader, HostFollower: the ranks of a host find one another by the name of a Unix socket.
 
-The rank that binds the name leads; the others connect and send their cards. A leader hears of the
-failure or the end of one of them before it takes in another connection, so that a rank which tries
-again never gets into the meeting that has failed.
+The rank that binds the name leads; the others connect and send it their values. A leader hears of
+the failure or the end of one of them before it takes in another connection, so that a rank which
+tries again never gets into the world that has failed.
 
 Two jobs may have one name. Ranks of the leader's own start are let in at once; those of another one
-wait (`LocalLeader`).
+wait (`HostLeader`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
 import resource
+import secrets
 import selectors
 import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import DistError
 
 from torch_ring.errors import PeerLostError, RingError, TimeoutError
-from torch_ring.setup.claim import Start
-from torch_ring.setup.failure import Failure, name_ranks, other_size, two_of_a_rank
+from torch_ring.setup.claim import Start, is_stopped, starter
+from torch_ring.setup.failure import (
+    Failure,
+    missing_ranks,
+    name_ranks,
+    other_size,
+    two_of_a_rank,
+)
 from torch_ring.setup.frames import Frame, FrameSocket, Kind
-from torch_ring.setup.network import Deadline, ForeignUserError, close_in_child, require_same_user
+from torch_ring.setup.launchers import Identity
+from torch_ring.setup.network import (
+    Deadline,
+    ForeignUserError,
+    close_in_child,
+    is_loopback_name,
+    require_same_user,
+)
+from torch_ring.setup.store_client import KeyValueStore
 
-__all__ = ["HELLO", "LocalLeader", "LocalMember", "connect", "connect_to", "join", "listen"]
+__all__ = [
+    "HELLO",
+    "HostFollower",
+    "HostLeader",
+    "Watch",
+    "connect",
+    "connect_to",
+    "listen",
+    "meet_on_host",
+    "socket_name",
+    "socket_name_by_store",
+]
 
 _log = logging.getLogger("torch_ring")
 
+
+def socket_name(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name, the same for all ranks of this start of the job on this host and node.
+
+    Raises:
+        RingError: nothing tells this job from others.
+    """
+    address = [environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    if is_loopback_name(address[0]):
+        address[0] = "localhost"
+    job = identity.job or ("" if address[0] else _starter(identity))
+    # Two nodes of torchrun may be on one host: each knows how many of its own will come.
+    return _named(os.getuid(), identity.launcher, job, *address, identity.node, identity.part)
+
+
+def advice_on_missing(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
+    """Return why ranks that meet at this name, and at no store, may miss others; "": unknown."""
+    address = environment.get("MASTER_ADDR", "")
+    if is_loopback_name(address) and not identity.on_one_node():
+        return (
+            f"MASTER_ADDR={address} means that all ranks are on this host: if they are not, set it "
+            "on all of them, also on rank 0, to an address of rank 0's host that the others reach. "
+            + _one_user()
+        )
+    if identity.job:
+        return ""
+    return (
+        "Ranks that different processes have started meet only if MASTER_ADDR and MASTER_PORT are "
+        "set: to 127.0.0.1 and a free port, if all of them are on this host. " + _one_user()
+    )
+
+
+def socket_name_by_store(store: KeyValueStore) -> str | None:
+    """Return the name that the ranks of a store agree upon; None: the store cannot do that.
+
+    Nothing else tells which ranks a store of the user's is for. Cost: one operation a rank.
+    """
+    with contextlib.suppress(DistError, NotImplementedError):
+        token = store.compare_set("socket", "", secrets.token_hex(16))
+        return _named(os.getuid(), token.decode(errors="replace"))
+    return None
+
+
+def _one_user() -> str:
+    return f"Only ranks of one user meet on a host: this one is user {os.getuid()}'s."
+
+
+def _named(*parts: object) -> str:
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return f"\0torch_ring/{digest[:32]}"
+
+
+def _starter(identity: Identity) -> str:
+    try:
+        return starter(identity.launcher, os.getpid())
+    except RingError:
+        raise RingError(
+            f"cannot see the process that started this rank ({identity.source()}) in /proc: set "
+            "MASTER_ADDR to 127.0.0.1 and MASTER_PORT to a free port, on all ranks of this host"
+        ) from None
+
+
 HELLO = struct.Struct("!II")  # rank, size; of the leader in its welcome; a start comes after it
-_SLICE_S = 60.0  # a wait is made of shorter ones: poll() takes 24 days at most
 
 
 class ApartError(Exception):
     """The ranks of this start are all here: they meet by themselves, at a name of their own."""
 
 
-class LocalMember:
-    """A rank that is connected to its leader.
+Watch = Callable[[float], None]
+"""Handles what ranks say, on all carriers; waits seconds for it; raises their failure."""
 
-    Thread: one at a time. Blocking: `pump` and `send`, for as long as they are told.
+_PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
+_SLICE_S = 1.0  # a wait is made of shorter ones
+
+
+class HostFollower:
+    """A rank that is connected to its leader; an `Exchange`.
+
+    Thread: one at a time. Blocking: all but `close`, until the deadline.
 
     Attributes:
-        data: frames that the leader has passed down.
-        must_serve: whether other hosts need rank 0's store.
+        serve: called when other hosts need the store, which this rank 0 serves.
         failure: why this init() has failed, when it has.
         left: whether the leader has gone in peace.
         leader: the leader's name in messages; it tells its rank with its welcome.
         pid: the leader's process; 0: it is not seen from here.
     """
 
-    def __init__(self, connection: FrameSocket, deadline: Deadline, pid: int = 0) -> None:
+    def __init__(
+        self, connection: FrameSocket, deadline: Deadline, watch: Watch, pid: int = 0
+    ) -> None:
         self.connection = connection
         self.pid = pid
         self.leader = _leader()
-        self.data: deque[Frame] = deque()
-        self.must_serve = False
+        self.serve: Callable[[], object] = lambda: None
         self.failure: Failure | None = None
-        self._deadline = deadline
-        self._welcome = False
         self.left = False
+        self._must_serve = False
+        self._deadline, self._watch = deadline, watch
+        self._data: deque[Frame] = deque()  # what the leader has passed down
+        self._welcome = False
         self._selector = selectors.PollSelector()
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Send a frame to the leader.
+    def gather(self, value: Any) -> dict[int, Any]:
+        """Send this rank's value to the leader; return nothing.
 
         Raises:
             PeerLostError: the leader is gone.
         """
         try:
-            self.connection.send(kind, self._deadline, payload)
+            self.connection.send(Kind.VALUE, self._deadline, json.dumps(value).encode())
         except OSError as error:
             self.pump(0.0)  # it may have said why
             raise PeerLostError(f"{self.leader} has exited during init: {error}") from None
+        return {}
+
+    def receive(self) -> Frame:
+        """Return the leader's `broadcast`; the descriptors are the caller's.
+
+        Raises:
+            PeerLostError: the leader has gone.
+            TimeoutError: it has not answered in time.
+            RingError: another rank has failed; says why.
+        """
+        # The leader knows who is late: it says so at its deadline, a moment after this one.
+        patience = Deadline(self._deadline.left_s() + _PATIENCE_S)
+        while not self._data:
+            if self._deadline.passed() and is_stopped(self.pid):
+                raise TimeoutError(
+                    f"{self.leader} has not answered {self._deadline}: its process {self.pid} is "
+                    "stopped (`kill -CONT` lets it go on)"
+                )
+            if patience.passed():
+                raise TimeoutError(f"{self.leader} has not answered {self._deadline}")
+            if self.left:
+                raise PeerLostError(f"{self.leader} has exited during init")
+            self._watch(min(_SLICE_S, self._deadline.left_s() or patience.left_s()))
+        return self._data.popleft()
+
+    def poll(self, wait_s: float) -> None:
+        """Handle what has arrived; wait for it if there is nothing. Raises another's failure."""
+        self.pump(wait_s)
+        if self._must_serve:
+            self._must_serve = False
+            self.serve()
+        if self.failure is not None:
+            raise self.failure.error()
 
     def pump(self, wait_s: float) -> None:
         """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
@@ -120,8 +255,8 @@ class LocalMember:
             self.connection.send(Kind.BYE, Deadline(_TELL_S))
         self._selector.close()
         self.connection.close()
-        while self.data:  # a failure came before anybody asked for it
-            for fd in self.data.popleft().fds:
+        while self._data:  # a failure came before anybody asked for it
+            for fd in self._data.popleft().fds:
                 os.close(fd)
 
     def _take(self, frame: Frame) -> None:
@@ -131,9 +266,9 @@ class LocalMember:
             self.leader = _leader(HELLO.unpack(frame.payload)[0])
             self._welcome = True
         elif frame.kind == Kind.DATA:
-            self.data.append(frame)
+            self._data.append(frame)
         elif frame.kind == Kind.SERVE:
-            self.must_serve = True
+            self._must_serve = True
         elif frame.kind == Kind.NOTE:
             _log.info("%s", frame.payload.decode(errors="replace"))
         elif frame.kind == Kind.FAILURE:
@@ -146,8 +281,10 @@ class LocalMember:
             raise ValueError(f"it has sent a {frame.kind.name}")
 
 
-def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline) -> LocalMember:
-    """Connect to the rank `leader` that listens at `name`, as its card says.
+def connect_to(
+    name: str, leader: int, rank: int, size: int, deadline: Deadline, watch: Watch
+) -> HostFollower:
+    """Connect to the rank `leader` that listens at `name`, as it has told.
 
     Raises:
         ConnectionRefusedError: nobody listens there.
@@ -158,7 +295,7 @@ def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline)
     """
     while not deadline.passed():
         try:
-            member = connect(name, rank, size, deadline, deadline)
+            follower = connect(name, rank, size, deadline, deadline, watch)
         except BlockingIOError:  # its backlog is full
             time.sleep(_PAUSE_S)
             continue
@@ -166,14 +303,20 @@ def connect_to(name: str, leader: int, rank: int, size: int, deadline: Deadline)
             raise
         except (OSError, EOFError, ValueError) as error:
             raise PeerLostError(f"{_leader(leader)} has exited during init: {error}") from None
-        if member is not None:
-            return member
+        if follower is not None:
+            return follower
     raise TimeoutError(f"{_leader(leader)} has not answered {deadline}")
 
 
 def connect(
-    name: str, rank: int, size: int, deadline: Deadline, until: Deadline, start: str = ""
-) -> LocalMember | None:
+    name: str,
+    rank: int,
+    size: int,
+    deadline: Deadline,
+    until: Deadline,
+    watch: Watch,
+    start: str = "",
+) -> HostFollower | None:
     """Return a connection to the leader that has let this rank in; None: it has not, in time."""
     connection = close_in_child(socket.socket(socket.AF_UNIX))
     with contextlib.ExitStack() as cleanup:
@@ -181,19 +324,19 @@ def connect(
         connection.setblocking(False)
         connection.connect(name)
         pid = require_same_user(connection)
-        member = LocalMember(FrameSocket(connection), deadline, pid)
-        cleanup.callback(member.close)
-        member.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size) + start.encode())
+        follower = HostFollower(FrameSocket(connection), deadline, watch, pid)
+        cleanup.callback(follower.close)
+        follower.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size) + start.encode())
         try:
-            if not member.wait_for_welcome(until):
+            if not follower.wait_for_welcome(until):
                 return None
         except (RingError, ApartError, OSError, EOFError, ValueError):
             raise
         except BaseException as error:  # Ctrl-C: the leader reads of it after the hello
-            member.fail(Failure.of(error, rank))
+            follower.fail(Failure.of(error, rank))
             raise
         cleanup.pop_all()
-        return member
+        return follower
 
 
 def _leader(rank: int | None = None) -> str:
@@ -208,28 +351,34 @@ _STRANGERS = 1024
 _SILENCE_S = 0.25
 _SHORTAGE_S = 2.0  # seconds for which accept() may lack descriptors
 _ACCEPT_PAUSE_S = 0.02
-_LOOK_S = 0.05  # between two looks for the ranks that others wait for
+_JUDGE_EVERY_S = 0.05  # between two looks for the ranks that others wait for
+_QUIET_S = 0.5  # after which nobody else comes, where their number is not known
 
 
-class LocalLeader:
-    """The rank to which others of its host are connected.
+class HostLeader:
+    """The rank to which others of its host are connected; an `Exchange`.
 
     A job that begins at the same time may have the same name. Ranks of another start than the
     leader's wait as long as a process of either start is on its way: with it, each start may be
     complete by itself. Then, and not before, they are taken for ranks of this job that were started
     in another terminal.
 
-    Thread: one at a time. Blocking: `pump` and `send_all`, for as long as they are told.
+    Thread: one at a time. Blocking: `gather` and `broadcast`, until the deadline; others for as
+    long as they are told.
 
     Args:
         listener: where the others find it; None: nobody can.
-        rank, size: this process; the number of ranks of the world.
+        identity: this process.
         deadline: the deadline of init().
+        watch: called while it waits.
+        grace: when to go on without ranks that are late; None: they are on no other way.
         start: to which this process belongs.
+        gives_up: returns an error of ranks for which it is no use to wait; the store tells it then.
 
     Attributes:
-        members: connections to the ranks that were let in, by rank.
-        cards: what they have sent, by rank.
+        above: the leader of this machine, if that is another rank, whose group came first.
+        followers: connections to the ranks that were let in, by rank.
+        values: what they have sent, by rank.
         failure: why this init() has failed, when it has; everybody connected knows it.
         told: ranks that know of the failure.
         lost: ranks that have ended: they need not be told.
@@ -240,29 +389,109 @@ class LocalLeader:
     def __init__(
         self,
         listener: socket.socket | None,
-        rank: int,
-        size: int,
+        identity: Identity,
         deadline: Deadline,
+        watch: Watch,
+        grace: Deadline | None = None,
         start: Start | None = None,
+        gives_up: Callable[[], object] = lambda: None,
     ) -> None:
-        self.members: dict[int, FrameSocket] = {}
-        self.cards: dict[int, bytes] = {}
+        self.above: HostFollower | None = None
+        self.followers: dict[int, FrameSocket] = {}
+        self.values: dict[int, bytes] = {}
         self.failure: Failure | None = None
         self.told: set[int] = set()
         self.lost: set[int] = set()
         self.newest = time.monotonic()
-        self.expected: int | None = size
-        self._rank, self._size, self._deadline = rank, size, deadline
+        self.expected = identity.size if grace is None else identity.local_size
+        self._identity, self._deadline, self._grace = identity, deadline, grace
+        self._rank, self._size = identity.rank, identity.size
+        self._watch, self._gives_up = watch, gives_up
         self._strangers: dict[FrameSocket, float] = {}  # when each has come: the oldest is first
         self._short_since: float | None = None  # of descriptors
         self._start = start or Start()
         self._waiting: dict[FrameSocket, tuple[int, int, str]] = {}  # rank, size, other start
-        self._looked_at = 0.0
+        self._judged_at = 0.0
         self._refused: list[FrameSocket] = []
         self._selector = selectors.PollSelector()
         self._listener: socket.socket | None = None
         if listener is not None:
             self.open(listener)
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """Return the values of those ranks of this host that come in time, by rank.
+
+        Raises:
+            TimeoutError: a rank has not come before the deadline, and is on no other way; names it.
+            RingError: another rank has failed; says why.
+        """
+        self.values[self._rank] = json.dumps(value).encode()
+        expected, grace = self.expected, self._grace or self._deadline
+        while len(self.values) < (expected or self._size):
+            is_quiet = expected is None and time.monotonic() > self.newest + _QUIET_S
+            if grace.passed() or is_quiet or (self._grace is not None and self._gives_up()):
+                break
+            self._watch(min(_SLICE_S, grace.left_s(), _QUIET_S))
+        if self._grace is not None:
+            self.close_door()  # a rank that is late leads a group of its own
+        # A rank that was let in will send its value: it makes its memory and its listeners first.
+        while not self.followers.keys() <= self.values.keys() and not self._deadline.passed():
+            self._watch(min(_SLICE_S, self._deadline.left_s()))
+        late = self.followers.keys() - self.values.keys()
+        if late or (self._grace is None and len(self.values) < self._size):
+            here, advice = set(range(self._size)) - late, ""
+            if self._grace is None:
+                here, advice = set(self.values), advice_on_missing(self._identity)
+            advice = " ".join(filter(None, (self._others_waiting(), advice)))
+            raise missing_ranks(here, self._size, self._deadline, advice)
+        try:
+            return {rank: json.loads(data) for rank, data in self.values.items()}
+        except (ValueError, RecursionError) as error:
+            raise RingError(f"a rank runs another version of torch_ring: {error}") from None
+
+    def broadcast(self, data: bytes = b"", fds: Sequence[int] = ()) -> None:
+        """Pass bytes and descriptors to all ranks of this machine, which this rank leads.
+
+        Raises:
+            PeerLostError: a rank of this host has exited.
+        """
+        for rank, follower in self.followers.items():
+            try:
+                follower.send(Kind.DATA, self._deadline, data, fds)
+            except OSError as error:
+                raise PeerLostError(f"rank {rank} has exited during init: {error}") from None
+
+    def receive(self) -> Frame:
+        """Return the broadcast of the leader above, after passing it on.
+
+        Raises:
+            PeerLostError: a rank of this host has exited.
+            RingError: another rank has failed; says why.
+        """
+        assert self.above is not None
+        frame = self.above.receive()
+        try:
+            self.broadcast(frame.payload, frame.fds)
+        except BaseException:
+            for fd in frame.fds:
+                os.close(fd)
+            raise
+        return frame
+
+    def poll(self, wait_s: float) -> None:
+        """Handle what has arrived; wait for it if there is nothing. Raises another's failure."""
+        if self.above is not None:
+            self.above.pump(wait_s)
+            wait_s = 0.0
+        self.pump(wait_s)
+        for each in (self.above, self):
+            if each is not None and each.failure is not None:
+                raise each.failure.error()
+
+    def ask_to_serve(self) -> None:
+        """Let rank 0 serve the store, if it is on this host. Raises OSError: it is gone."""
+        if 0 in self.followers:
+            self.followers[0].send(Kind.SERVE, self._deadline)
 
     def open(self, listener: socket.socket) -> None:
         """Let ranks in at `listener`, which the leader owns from now on."""
@@ -278,9 +507,8 @@ class LocalLeader:
         for each in [*self._strangers, *self._waiting]:
             self._drop(each)
 
-    @property
-    def others(self) -> str:
-        """A sentence on the ranks of other starts that wait here; empty: there are none."""
+    def _others_waiting(self) -> str:
+        """Return a sentence on the ranks of other starts that wait here; empty: there are none."""
         if not self._waiting:
             return ""
         ranks = name_ranks(sorted(rank for rank, _, _ in self._waiting.values()))
@@ -295,7 +523,7 @@ class LocalLeader:
             time.sleep(wait_s)
             return
         if self._waiting:
-            wait_s = min(wait_s, _LOOK_S)
+            wait_s = min(wait_s, _JUDGE_EVERY_S)
         ready = [key.fileobj for key, _ in self._selector.select(wait_s)]
         for connection in ready:
             if isinstance(connection, FrameSocket):
@@ -305,37 +533,27 @@ class LocalLeader:
         if self._waiting:
             self._judge_waiting()
 
-    def send_all(self, kind: Kind, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
-        """Send a frame to all members.
-
-        Raises:
-            PeerLostError: one is gone, or has taken nothing until the deadline.
-        """
-        for rank, member in self.members.items():
-            try:
-                member.send(kind, self._deadline, payload, fds)
-            except OSError as error:
-                raise PeerLostError(f"rank {rank} has exited during init: {error}") from None
-
     def note(self, line: str) -> None:
         """Log a line on rank 0, if that is on this host."""
         if self._rank == 0:
             _log.info("%s", line)
-        elif 0 in self.members:
+        elif 0 in self.followers:
             with contextlib.suppress(OSError):
-                self.members[0].send(Kind.NOTE, Deadline(_TELL_S), line.encode())
+                self.followers[0].send(Kind.NOTE, Deadline(_TELL_S), line.encode())
 
     def fail(self, failure: Failure, teller: FrameSocket | None = None) -> None:
         """Tell everybody who is connected, but `teller`, once; the first failure counts."""
         if self.failure is not None:
             return
         self.failure = failure
-        self.told = {self._rank, *self.members}
+        if self.above is not None:
+            self.above.fail(failure)
+        self.told = {self._rank, *self.followers}
         deadline = Deadline(_TELL_S)
-        for member in [*self.members.values(), *self._refused]:
-            if member is not teller:
+        for follower in [*self.followers.values(), *self._refused]:
+            if follower is not teller:
                 with contextlib.suppress(OSError):
-                    member.send(Kind.FAILURE, deadline, failure.to_bytes())
+                    follower.send(Kind.FAILURE, deadline, failure.to_bytes())
 
     def linger(self, expected: int) -> bool:
         """Wait a moment for ranks that come late, to tell them of the failure.
@@ -357,17 +575,19 @@ class LocalLeader:
         return len(self.told | self.lost)
 
     def close(self) -> None:
-        """Close all connections; members know that this end has left in peace."""
+        """Close all connections; the others know that this end has left in peace."""
         self.close_door()
         deadline = Deadline(_TELL_S)
-        for member in self.members.values():
+        for follower in self.followers.values():
             with contextlib.suppress(OSError):
-                member.send(Kind.BYE, deadline)
-        for connection in [*self.members.values(), *self._refused]:
+                follower.send(Kind.BYE, deadline)
+        for connection in [*self.followers.values(), *self._refused]:
             connection.close()
-        self.members.clear()
+        self.followers.clear()
         self._refused.clear()
         self._selector.close()
+        if self.above is not None:
+            self.above.close()
 
     # --- what arrives
 
@@ -413,7 +633,7 @@ class LocalLeader:
             raise error
 
     def _receive(self, connection: FrameSocket) -> None:
-        rank = next((r for r, member in self.members.items() if member is connection), None)
+        rank = next((r for r, follower in self.followers.items() if follower is connection), None)
         try:
             for frame in connection.receive():
                 if rank is None:
@@ -426,7 +646,7 @@ class LocalLeader:
             if rank is None:
                 _log.debug("rank %d dropped a connection: %s", self._rank, error)
                 self._drop(connection)
-            elif rank in self.members:
+            elif rank in self.followers:
                 self._drop(connection)
                 self.lost.add(rank)
                 lost = PeerLostError(f"rank {rank} has exited during init: {error}")
@@ -457,11 +677,11 @@ class LocalLeader:
                         connection.send(Kind.APART, self._deadline)
                     self._drop(connection)
         now = time.monotonic()
-        is_complete = len(self.members) + 1 == self.expected
-        if not self._waiting or is_complete or now < self._looked_at + _LOOK_S:
+        is_complete = len(self.followers) + 1 == self.expected
+        if not self._waiting or is_complete or now < self._judged_at + _JUDGE_EVERY_S:
             return
-        self._looked_at = now
-        connected = [*self.members.values(), *self._waiting]
+        self._judged_at = now
+        connected = [*self.followers.values(), *self._waiting]
         here = {os.getpid(), *(require_same_user(each.socket) for each in connected)}
         if not self._start.lacks({self._start.name, *starts}, here):
             for connection, (rank, size, _) in list(self._waiting.items()):
@@ -478,7 +698,7 @@ class LocalLeader:
         refusal: RingError | None = None
         if size != self._size:
             refusal = other_size(rank, size, self._size)
-        elif rank == self._rank or rank in self.members:
+        elif rank == self._rank or rank in self.followers:
             refusal = two_of_a_rank(rank, size)
         self._strangers.pop(stranger, None)
         self._waiting.pop(stranger, None)
@@ -487,15 +707,15 @@ class LocalLeader:
             self._refused.append(stranger)
             self.fail(Failure.of_all(refusal))
             return None
-        self.members[rank] = stranger
+        self.followers[rank] = stranger
         self.newest = time.monotonic()
         with contextlib.suppress(OSError):  # it is gone: its last words may be here, and say why
             stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(self._rank, self._size))
         return int(rank)
 
     def _take(self, rank: int, connection: FrameSocket, frame: Frame) -> None:
-        if frame.kind == Kind.CARD and rank not in self.cards:
-            self.cards[rank] = frame.payload
+        if frame.kind == Kind.VALUE and rank not in self.values:
+            self.values[rank] = frame.payload
         elif frame.kind == Kind.FAILURE:
             self.fail(Failure.from_bytes(frame.payload), connection)
         elif frame.kind == Kind.BYE:
@@ -506,8 +726,8 @@ class LocalLeader:
     def _drop(self, connection: FrameSocket) -> None:
         self._strangers.pop(connection, None)
         self._waiting.pop(connection, None)
-        for rank in [r for r, member in self.members.items() if member is connection]:
-            del self.members[rank]
+        for rank in [r for r, follower in self.followers.items() if follower is connection]:
+            del self.followers[rank]
         with contextlib.suppress(KeyError):
             self._selector.unregister(connection)
         connection.close()
@@ -527,41 +747,54 @@ def listen(name: str) -> socket.socket:
 
 
 _PAUSE_S = 0.005  # between two attempts to find the leader
+_GRACE_S = 2.0  # seconds after which a leader goes to the store without the ranks that are late
 
 
-def join(
+def meet_on_host(
     name: str | None,
-    rank: int,
-    size: int,
-    deadline: Deadline,
-    until: Deadline,
     start: Start,
-) -> LocalLeader | LocalMember:
+    identity: Identity,
+    deadline: Deadline,
+    watch: Watch,
+    *,
+    has_store: bool = False,
+    serve: Callable[[], object] = lambda: None,
+    gives_up: Callable[[], object] = lambda: None,
+) -> HostLeader | HostFollower:
     """Find the other ranks of this host, or be the first.
 
     Args:
         name: the socket's name; None: there is none to meet by, the rank leads itself.
-        rank: this process.
-        size: the number of ranks of the world.
-        deadline: the deadline of init().
-        until: when to go on alone if the name is in other hands; `deadline` if that is no use.
         start: to which this process belongs.
+        identity: this process.
+        deadline: the deadline of init().
+        watch: called while the others are awaited, from then on.
+        has_store: whether ranks that do not meet here meet in a store.
+        serve: serves it, if this process does.
+        gives_up: as of `HostLeader`.
 
     Raises:
-        TimeoutError: whoever has the name has not let this rank in before the deadline.
+        TimeoutError: the process that has the name has not let this rank in before the deadline.
         RingError: this init() has failed on another rank; or a process of another user has the
             name, and it is no use to go on alone.
     """
+    grace = Deadline(min(_GRACE_S, deadline.left_s() / 2)) if has_store else None
+    until, rank = grace or deadline, identity.rank
+
+    def leader(listener: socket.socket | None) -> HostLeader:
+        return HostLeader(listener, identity, deadline, watch, grace, start, gives_up)
+
     if name is None:
-        return LocalLeader(None, rank, size, deadline)
+        return leader(None)
     while True:
         listener = _bind(name)
         if listener is not None:
-            return LocalLeader(listener, rank, size, deadline, start)
+            return leader(listener)
         try:
-            member = connect(name, rank, size, deadline, until, start.name)
-            if member is not None:
-                return member
+            follower = connect(name, rank, identity.size, deadline, until, watch, start.name)
+            if follower is not None:
+                follower.serve = serve
+                return follower
         except ApartError:
             name = f"{name}/{start.name}"
             continue
@@ -572,12 +805,12 @@ def join(
                 "the name of the socket at which the ranks of this host meet is in use by a "
                 f"process of user {error.user}"
             )
-            if until is deadline:
+            if not has_store:
                 raise RingError(
                     f"{taken}: end it, or start the job with another MASTER_PORT"
                 ) from None
             _log.warning("%s: rank %d goes on without the others of its host", taken, rank)
-            return LocalLeader(None, rank, size, deadline)
+            return leader(None)
         except (OSError, EOFError, ValueError) as error:  # its leader is just coming or going
             _log.debug("rank %d found no leader: %s", rank, error)
         if deadline.passed():
@@ -587,7 +820,7 @@ def join(
                 "started: is another job starting with the same MASTER_ADDR and MASTER_PORT?"
             )
         if until.passed():
-            return LocalLeader(None, rank, size, deadline)
+            return leader(None)
         time.sleep(_PAUSE_S)
 
 

@@ -1,12 +1,11 @@
-"""PeerInfo, GroupCard: a rank's description of itself, and the table of those of all ranks.
+"""PeerInfo, HostInfo: a rank's description of itself, and the table of those of all ranks.
 
-A description is a dictionary of plain values. Those of a group travel as columns, and a column
+A description is a dictionary of plain values. Those of a host travel as columns, and a column
 whose values are all the same travels as one value; they are checked when they are read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import zlib
@@ -17,24 +16,21 @@ from typing import Any, NamedTuple
 from torch_ring.errors import MismatchError, RingError
 
 __all__ = [
-    "GroupCard",
+    "HostInfo",
     "PeerInfo",
-    "Table",
     "columns",
     "difference",
-    "gather_group",
+    "host_info",
     "pack",
     "pack_table",
     "parse_table",
-    "ranks_in",
     "require_agreement",
     "rows",
     "unpack",
-    "unpack_table",
 ]
 
-MOST_BYTES_A_CARD = 4096
-"""Bytes that a rank's card has at most, as JSON; a real one has about 200."""
+MOST_BYTES_A_RANK = 4096
+"""Bytes that a rank's description has at most, as JSON; a real one has about 200."""
 
 _MOST_BYTES_BESIDE = 1 << 16  # of what is told once: names of keys, settings, failures
 
@@ -49,12 +45,12 @@ def unpack(data: bytes, count: int) -> Any:
 
     Args:
         data: what was sent.
-        count: the number of ranks whose cards it may have: it bounds the memory that is used.
+        count: the number of ranks that it may describe: it bounds the memory that is used.
 
     Raises:
-        ValueError: `data` is damaged, or is larger than so many cards can be.
+        ValueError: `data` is damaged, or is larger than so many descriptions can be.
     """
-    most = count * MOST_BYTES_A_CARD + _MOST_BYTES_BESIDE
+    most = count * MOST_BYTES_A_RANK + _MOST_BYTES_BESIDE
     inflate = zlib.decompressobj()
     try:
         text = inflate.decompress(data, most)
@@ -70,16 +66,16 @@ def unpack(data: bytes, count: int) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def columns(cards: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the columns of some cards: a list of one value, or of a value for each card.
+def columns(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the columns of some ranks: a list of one value, or of a value for each rank.
 
     Raises:
-        ValueError: the cards have different fields.
+        ValueError: they have different fields.
     """
-    fields = list(cards[0])
-    if any(card.keys() != cards[0].keys() for card in cards):
-        raise ValueError("the cards have different fields")
-    full = {field: [card[field] for card in cards] for field in fields}
+    fields = list(infos[0])
+    if any(info.keys() != infos[0].keys() for info in infos):
+        raise ValueError("the ranks have different fields")
+    full = {field: [info[field] for info in infos] for field in fields}
     return {
         field: values[:1] if all(_same(value, values[0]) for value in values) else values
         for field, values in full.items()
@@ -110,35 +106,31 @@ _SECRET_BYTES = 32
 
 
 @dataclass
-class GroupCard:
-    """The card of a group: what its ranks have in common is in it once.
+class HostInfo:
+    """The description of the ranks of a host: what they have in common is in it once.
+
+    Ranks that come late are a group of their own, as if they were of another host.
 
     Attributes:
-        leader: the rank that speaks for the group.
-        size: the number of ranks of the world, as the group believes.
-        settings: a hash of the settings that must be equal.
-        door: the name of the leader's socket, for the leaders of other groups of its machine.
+        leader: the rank that speaks for them.
+        size: the number of ranks of the world, as they believe.
+        settings: those that must be equal, as JSON.
+        socket: the name of the leader's socket, for the leaders of other groups of its machine;
+            random, so that no two worlds have the same.
         count: the number of ranks.
-        columns: their cards, see `columns`; "rank" and "machine" are among them.
+        columns: their descriptions, see `columns`; "rank" and "machine" are among them.
     """
 
     leader: int
     size: int
     settings: str
-    door: str
+    socket: str
     count: int
     columns: dict[str, list[Any]]
 
-    @classmethod
-    def of(
-        cls, leader: int, size: int, settings: str, members: Sequence[Mapping[str, Any]]
-    ) -> GroupCard:
-        """Return the card of a group. Raises ValueError if its members' cards differ in form."""
-        return cls(leader, size, settings, "", len(members), columns(members))
-
     @property
     def ranks(self) -> list[int]:
-        """The group's ranks."""
+        """The ranks of the group."""
         return rows({"rank": self.columns["rank"]}, self.count)["rank"]
 
     @property
@@ -146,81 +138,68 @@ class GroupCard:
         """A name that only ranks have in common which can meet at a Unix socket."""
         return self.columns["machine"][0]
 
-    def apart(self) -> GroupCard:
-        """Return the card as of a machine of its own."""
-        machine = f"{self.door}.{self.machine}"
+    def apart(self) -> HostInfo:
+        """Return the description as of a machine of its own."""
+        machine = f"{self.socket}.{self.machine}"
         return replace(self, columns={**self.columns, "machine": [machine]})
 
-    def to_bytes(self) -> bytes:
-        """Return the card as it is sent."""
-        return pack(asdict(self))
+    def to_value(self) -> dict[str, Any]:
+        """Return the description as it is sent."""
+        return dict(vars(self))
 
     @classmethod
-    def from_bytes(cls, data: bytes, size: int) -> GroupCard:
-        """Return a card that was sent in a world of `size`. Raises ValueError for any other."""
-        return cls._checked(unpack(data, size), size)
+    def of_value(cls, value: Any, size: int) -> HostInfo:
+        """Return a description that was sent in a world of `size`. Raises ValueError for any other.
 
-    @classmethod
-    def _checked(cls, value: Any, size: int) -> GroupCard:
-        """Return the card of unpacked values that nobody has checked."""
+        Its `size` may be another: that is the sender's error, and no damage.
+        """
         try:
-            card = cls(**value)
+            info = cls(**value)
         except TypeError as error:
             raise ValueError(f"it has other fields: {error}") from None
-        whole = (card.leader, card.size, card.count)
-        if not all(type(number) is int for number in whole) or not 1 <= card.count <= size:
+        whole = (info.leader, info.size, info.count)
+        if not all(type(number) is int for number in whole) or not 1 <= info.count <= size:
             raise ValueError("its numbers are wrong")
-        if not isinstance(card.settings, str) or not isinstance(card.door, str):
+        if not isinstance(info.settings, str) or not isinstance(info.socket, str):
             raise ValueError("its names are wrong")
-        full = rows(card.columns, card.count)
+        full = rows(info.columns, info.count)
         ranks = full.get("rank", [])
         if not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise ValueError("its ranks are wrong")
-        if len(set(ranks)) != card.count or card.leader not in ranks:
+        if len(set(ranks)) != info.count or info.leader not in ranks:
             raise ValueError("its ranks are wrong")
         if len({str(machine) for machine in full.get("machine", [])}) != 1:
             raise ValueError("it has not one machine")
-        return card
+        return info
 
 
-def ranks_in(card: bytes, size: int) -> list[int]:
-    """Return the ranks of a card that was sent in a world of `size`; none if it is damaged."""
-    try:
-        return GroupCard.from_bytes(card, size).ranks
-    except ValueError:
-        return []
-
-
-def gather_group(
-    leader: int, size: int, sent: Mapping[int, bytes]
-) -> tuple[GroupCard, dict[int, str]]:
-    """Return the card of the ranks that have met, and their settings as JSON, by rank.
+def host_info(leader: int, size: int, sent: Mapping[int, Any]) -> tuple[HostInfo, dict[int, str]]:
+    """Return the description of the ranks that have met, and their settings as JSON, by rank.
 
     Args:
         leader: the rank that leads them.
         size: the number of ranks of the world.
-        sent: what each has sent: its card, and its settings.
+        sent: of each its description, and its settings.
 
     Raises:
         RingError: a rank has sent something else.
     """
-    rows: list[dict[str, Any]] = []
+    infos: list[dict[str, Any]] = []
     texts: dict[int, str] = {}
-    for rank, data in sorted(sent.items()):
+    for rank, value in sorted(sent.items()):
         try:
-            row, text = json.loads(data)
-            if not isinstance(row, dict) or row.get("rank") != rank or not isinstance(text, str):
-                raise ValueError("its card is another's")
-            if rows and row.keys() != rows[0].keys():
-                raise ValueError("its card has other fields")
-            if "machine" not in row or len(data) - len(text) > MOST_BYTES_A_CARD:
-                raise ValueError("its card is incomplete, or too large")
-        except (ValueError, TypeError, RecursionError) as error:
+            info, text = value
+            if not isinstance(info, dict) or info.get("rank") != rank or not isinstance(text, str):
+                raise ValueError("its description is another's")
+            if infos and info.keys() != infos[0].keys():
+                raise ValueError("its description has other fields")
+            if "machine" not in info or len(json.dumps(info)) > MOST_BYTES_A_RANK:
+                raise ValueError("its description is incomplete, or too large")
+        except (ValueError, TypeError) as error:
             raise RingError(f"rank {rank} runs another version of torch_ring: {error}") from None
-        rows.append(row)
+        infos.append(info)
         texts[rank] = text
-    digest = hashlib.sha256(texts[min(texts)].encode()).hexdigest()[:32]
-    return GroupCard.of(leader, size, digest, rows), texts
+    return HostInfo(leader, size, texts[min(texts)], "", len(infos), columns(infos)), texts
 
 
 def require_agreement(texts: Mapping[int, str]) -> None:
@@ -231,49 +210,13 @@ def require_agreement(texts: Mapping[int, str]) -> None:
             raise difference(lowest, texts[lowest], rank, text)
 
 
-class Table(NamedTuple):
-    """The descriptions of all ranks of a world.
-
-    Attributes:
-        groups: the cards of all groups.
-        secret: 32 random bytes, or a key that follows from them.
-        is_private: whether only the ranks can know the secret.
-    """
-
-    groups: list[GroupCard]
-    secret: bytes
-    is_private: bool
-
-
 def pack_table(
-    groups: Sequence[GroupCard], secret: bytes | None = None, *, is_private: bool = False
+    hosts: Sequence[HostInfo], secret: bytes | None = None, *, is_private: bool = False
 ) -> bytes:
-    """Return the table of all groups; see `Table`. None: a new secret."""
+    """Return the table of all hosts; see `PeerTable`. None: a new secret."""
     text = (secret or secrets.token_bytes(_SECRET_BYTES)).hex()
-    told = [asdict(group) for group in groups]
-    return pack({"secret": text, "private": is_private, "groups": told})
-
-
-def unpack_table(table: bytes, size: int) -> Table:
-    """Return a table that was packed.
-
-    Raises:
-        ValueError: it is no table, or not of all `size` ranks, once each.
-    """
-    value = unpack(table, size)
-    if not isinstance(value, dict) or not isinstance(value.get("groups"), list):
-        raise ValueError("there are no groups")
-    groups = [GroupCard._checked(group, size) for group in value["groups"]]
-    ranks = sorted(rank for group in groups for rank in group.ranks)
-    if ranks != list(range(size)):
-        raise ValueError("its ranks are not those of the world")
-    try:
-        secret = bytes.fromhex(value["secret"])
-    except (KeyError, TypeError, ValueError):
-        raise ValueError("there is no secret") from None
-    if len(secret) != _SECRET_BYTES:
-        raise ValueError("its secret has another length")
-    return Table(groups, secret, value.get("private") is True)
+    told = [{**host.to_value(), "settings": ""} for host in hosts]  # all have the same
+    return pack({"secret": text, "private": is_private, "hosts": told})
 
 
 def difference(rank: int, text: str, other_rank: int, other_text: str) -> MismatchError:
@@ -325,27 +268,9 @@ class PeerInfo:
         """The kernel's boot id: ranks that share CPUs share it, even in different containers."""
         return self.machine.partition("/")[0]
 
-    def card(self) -> dict[str, Any]:
-        """Return the card to publish."""
+    def to_value(self) -> dict[str, Any]:
+        """Return the description as it is sent."""
         return asdict(self)
-
-    def to_json(self) -> str:
-        """Return the card as text."""
-        return json.dumps(self.card())
-
-    @classmethod
-    def from_json(cls, rank: int, text: str) -> PeerInfo:
-        """Parse the text of `rank`. Raises RingError if another version wrote it."""
-        try:
-            card = json.loads(text)
-            if not isinstance(card, dict):
-                raise ValueError("it is no card")
-            (peer,) = _peers({field: [value] for field, value in card.items()}, 1)
-            if peer.rank != rank:
-                raise ValueError(f"it is rank {peer.rank}'s")
-        except (ValueError, RecursionError) as error:
-            raise RingError(f"rank {rank} runs another version of torch_ring: {error}") from None
-        return peer
 
 
 class PeerTable(NamedTuple):
@@ -363,19 +288,29 @@ class PeerTable(NamedTuple):
 
 
 def parse_table(table: bytes, size: int) -> PeerTable:
-    """Return the table of a world of `size` ranks, which `Meeting.table` has packed.
+    """Return the table of a world of `size` ranks, as `pack_table` has made it.
 
     Raises:
         RingError: it is damaged, or another version wrote it.
     """
     peers: dict[int, PeerInfo] = {}
     try:
-        groups, secret, is_private = unpack_table(table, size)
-        for group in groups:
-            for peer in _peers(rows(group.columns, group.count), group.count):
+        value = unpack(table, size)
+        if not isinstance(value, dict) or not isinstance(value.get("hosts"), list):
+            raise ValueError("there are no hosts")
+        for host in [HostInfo.of_value(each, size) for each in value["hosts"]]:
+            for peer in _peers(rows(host.columns, host.count), host.count):
+                if peer.rank in peers:
+                    raise ValueError(f"rank {peer.rank} is there twice")
                 peers[peer.rank] = peer
-    except (ValueError, RecursionError) as error:
+        if peers.keys() != set(range(size)):
+            raise ValueError("its ranks are not those of the world")
+        secret = bytes.fromhex(value["secret"])
+        if len(secret) != _SECRET_BYTES:
+            raise ValueError("its secret has another length")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RingError(f"a rank runs another version of torch_ring: {error}") from None
+    is_private = value.get("private") is True
     return PeerTable([peers[rank] for rank in range(size)], secret, is_private)
 
 

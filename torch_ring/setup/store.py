@@ -1,4 +1,4 @@
-"""locate_store, StorePlace: finds or serves the store through which the hosts of a job meet.
+"""find_store, StorePlace: finds or serves the store through which the hosts of a job meet.
 
 Under an MPI whose ranks have no address of a store, rank 0 broadcasts one, and a secret, through
 mpi4py. MPI's own waits have no deadline and no signal interrupts them, so these broadcasts do not
@@ -19,6 +19,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,9 @@ from torch_ring.errors import (
     TimeoutError,
     first_line,
 )
+from torch_ring.setup.claim import Claim, Start, start_of
+from torch_ring.setup.host_socket import socket_name, socket_name_by_store
+from torch_ring.setup.job_key import JobKey
 from torch_ring.setup.launchers import Identity, first_host
 from torch_ring.setup.network import Deadline, is_loopback, is_loopback_name, own_address
 from torch_ring.setup.store_client import (
@@ -46,11 +50,13 @@ from torch_ring.setup.store_client import (
 )
 
 __all__ = [
+    "Rendezvous",
     "StorePlace",
     "broadcast",
     "common_secret",
     "drop_connections",
     "drop_in_child",
+    "find_store",
     "forget",
     "given_store",
     "locate_store",
@@ -169,12 +175,12 @@ class StorePlace:
         host: the host that serves the store, if known.
         serves: whether this process serves the store.
         find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
-        leave: lets go of the store when all ranks have met. None: the store outlives the meeting.
+        leave: lets go of the store when all ranks have met. None: the store outlives init().
         secret: one that the ranks have got over MPI; empty: none.
 
     Attributes:
         host, serves, secret: as given.
-        ends: whether the store ends with the meeting.
+        ends: whether the store ends with init().
         opened: the store, when it has been opened; seen only by the ranks of this start of the job.
     """
 
@@ -207,10 +213,78 @@ class StorePlace:
         return self.opened
 
     def leave(self) -> None:
-        """Let go of a store that ends with the meeting. Call on all ranks, when they have met."""
+        """Let go of a store that ends with init(). Call on all ranks, when they have met."""
         if self._leave is not None:
             self.opened = None
             self._leave()
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a world find one another.
+
+    Attributes:
+        place: the store where hosts meet; None: all ranks are on this host.
+        socket_name: of the socket where the ranks of this host meet; None: there is none.
+        key: authenticates what hosts tell one another over the store.
+        start: to which this process belongs, where jobs can have one name.
+        claim: this rank's claim to its name; None: another job cannot have it.
+    """
+
+    place: StorePlace | None
+    socket_name: str | None
+    key: JobKey
+    start: Start
+    claim: Claim | None = None
+
+    @property
+    def towards(self) -> str | None:
+        """A host to which the route leads to the other ranks, if known."""
+        return _LOOPBACK if self.place is None else self.place.host
+
+
+def find_store(
+    identity: Identity,
+    config: Config,
+    deadline: Deadline,
+    comm: Any,
+    store: Store | None,
+    *,
+    is_new: bool,
+) -> Rendezvous:
+    """Return where the ranks meet: the store of the hosts, the socket of this one, or both.
+
+    Args:
+        identity: this process.
+        config: the settings.
+        deadline: of the whole init().
+        comm: as of `locate_store`.
+        store: one that the user, or a group of torch.distributed, has given; it may be for ranks to
+            which their launchers give different names.
+        is_new: whether this process has not been in a world yet.
+
+    Raises:
+        RingError: another process is this rank; or as of `locate_store`.
+        InvalidArgumentError: as of `locate_store`.
+    """
+    if store is not None:
+        place = given_store(store, identity)
+        name = socket_name_by_store(place.open(deadline))
+        return Rendezvous(place, name, JobKey(config.secret), Start())
+    found = locate_store(identity, config, deadline, comm=comm)
+    on_host = identity
+    if identity.on_one_node() or found is None:
+        # Two nodes of torchrun may be on one host. A secret that some ranks have is told as such.
+        on_host = replace(identity, node=None)
+    name, claim, start = None, None, start_of(identity)
+    # With a store, ranks of this host that have no name meet there.
+    with contextlib.suppress(*() if found is None else (RingError,)):
+        name = socket_name(on_host)
+    if name is not None:
+        claim = Claim(name, start.name, identity.rank, identity.size, is_new=is_new)
+        claim.require_free(deadline)
+    secret = config.secret or (found.secret if found is not None else "")
+    return Rendezvous(found, name, JobKey(secret, identity.job), start, claim)
 
 
 # Stores, and connections to them, that the next init() uses: those of torchrun's agent and of

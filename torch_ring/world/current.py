@@ -158,7 +158,7 @@ def rejoin(rank: int, size: int, store: Store, secret: str, missed: Missed) -> N
         size: the number of ranks there.
         store: where they meet.
         secret: what only they know.
-        missed: of the meeting.
+        missed: as of `FailurePath`.
 
     Raises:
         RingError: another rank could not join. It is found out sooner than in init(), because all

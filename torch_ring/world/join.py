@@ -15,17 +15,16 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
 from torch_ring.config import Config, threads_are_chosen
-from torch_ring.errors import InvalidArgumentError, RingError
-from torch_ring.setup.claim import Claim, Start, start_of
-from torch_ring.setup.connect import Connections, Queries, connect
+from torch_ring.errors import InvalidArgumentError
+from torch_ring.setup.connect import Connections, Queries, connect, listen
 from torch_ring.setup.control_groups import usable_cpus
-from torch_ring.setup.exchange import Meeting, Missed, failing_together, lacking
-from torch_ring.setup.host_exchange import meeting_name, meeting_name_by_store
-from torch_ring.setup.job_key import JobKey
+from torch_ring.setup.exchange import FailurePath, Missed, exchange_hosts, failing_together
+from torch_ring.setup.failure import lacking
+from torch_ring.setup.host_socket import meet_on_host
 from torch_ring.setup.launchers import Identity, discover, why_not_alone
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.secret_file import read_secret
-from torch_ring.setup.store import StorePlace, drop_connections, given_store, locate_store
+from torch_ring.setup.store import drop_connections, find_store
 from torch_ring.setup.topology import Topology, cpu_sharers, topology_of
 from torch_ring.world.engine import wait_for_all
 from torch_ring.world.process_set_table import ProcessSetTable
@@ -138,7 +137,7 @@ def join_world(
         config: the settings.
         of_init: whether init() makes it, so that what on_join() says begins with it.
         deadline: when to give up; None: as the settings say.
-        missed: of the meeting.
+        missed: as of `FailurePath`.
         also: called with the world when all ranks have joined; what it raises ends the world.
     """
     global _has_joined
@@ -241,42 +240,53 @@ def _connect(
     missed: Missed,
 ) -> World:
     """Connect this rank to the others; `common` must be the same on all of them."""
-    rank, size = identity.rank, identity.size
     world = None
     try:
-        place, name = _where_to_meet(identity, config, deadline, comm, store)
-        start, claim = start_of(identity) if store is None else Start(), None
-        if store is None and name is not None:
-            claim = Claim(name, start.name, rank, size, is_new=not _has_joined)
-            claim.require_free(deadline)
-        # A store of the user's may be for ranks to which their launchers give different names.
-        key = JobKey(_secret(config, place), "" if store is not None else identity.job)
-        meeting = Meeting(identity, deadline, place, name, key, start, missed)
-        with (
-            contextlib.closing(meeting),
-            failing_together(meeting),
-        ):
-            connections = connect(identity, config, _towards(place), meeting, common, claim)
-            world = _start(connections, config, deadline, begin)
-            meeting.leave_store()
+        found = find_store(identity, config, deadline, comm, store, is_new=not _has_joined)
+        path = FailurePath(identity, deadline, found.place, found.key, missed)
+        with failing_together(path):
+            path.host = meet_on_host(
+                found.socket_name,
+                found.start,
+                identity,
+                deadline,
+                path.watch,
+                has_store=found.place is not None,
+                serve=path.serve,
+                gives_up=path.missed_ranks,
+            )
+            with listen(identity, config, found.towards) as listeners:
+                settings = {**config.common(), **common}
+                table = exchange_hosts(path.host, listeners.info.to_value(), settings, path)
+                connections = connect(
+                    identity, config, path.host, table, listeners, path, found.claim
+                )
+            world = _start_engine(connections, config, deadline, begin)
+            path.leave_store()
             # Then torch.distributed may have its port. Some ranks may know of no store.
-            wait_for_all(world.engine, deadline, size)
+            wait_for_all(world.engine, deadline, identity.size)
     except BaseException as error:
         if world is not None:
             world.close(failed=True)
         drop_connections()
-        failure = lacking(error, rank)
+        failure = lacking(error, identity.rank)
         if failure is not None:
             raise failure from None
         raise
-    if rank == 0:
-        _log.info("%s", _describe(connections))
-        if world.is_guarded:
-            _log.warning("%s", _NO_SECRET)
-        idle = None if _has_joined else _idle_cpus(world.cpu_sharers)
-        if idle is not None:
-            _log.warning("%s", idle)
+    _log_world(connections, world)
     return world
+
+
+def _log_world(connections: Connections, world: World) -> None:
+    """Log on rank 0 the ranks and hosts, and what the user may want to change."""
+    if world.rank > 0:
+        return
+    _log.info("%s", _describe(connections))
+    if world.is_guarded:
+        _log.warning("%s", _NO_SECRET)
+    idle = None if _has_joined else _idle_cpus(world.cpu_sharers)
+    if idle is not None:
+        _log.warning("%s", idle)
 
 
 def _idle_cpus(sharers: int) -> str | None:
@@ -299,34 +309,9 @@ def _idle_cpus(sharers: int) -> str | None:
     )
 
 
-def _secret(config: Config, place: StorePlace | None) -> str:
-    return config.secret or (place.secret if place is not None else "")
-
-
-def _where_to_meet(
-    identity: Identity, config: Config, deadline: Deadline, comm: Any, store: Store | None
-) -> tuple[StorePlace | None, str | None]:
-    """Return the store of the hosts, and the name of this host's socket: one of them at least."""
-    if store is not None:
-        place = given_store(store, identity)
-        return place, meeting_name_by_store(place.open(deadline))
-    found = locate_store(identity, config, deadline, comm=comm)
-    if identity.on_one_node() or found is None:
-        # Two nodes of torchrun may be on one host. A secret that some ranks have is told as such.
-        identity = replace(identity, node=None)
-    if found is None:
-        return None, meeting_name(identity)
-    with contextlib.suppress(RingError):  # the ranks of this host meet in the store then
-        return found, meeting_name(identity)
-    return found, None
-
-
-def _towards(place: StorePlace | None) -> str | None:
-    """Return a host to which the route leads to the other ranks, if known."""
-    return "127.0.0.1" if place is None else place.host
-
-
-def _start(connections: Connections, config: Config, deadline: Deadline, begin: _Begin) -> World:
+def _start_engine(
+    connections: Connections, config: Config, deadline: Deadline, begin: _Begin
+) -> World:
     """Start the world's engine and what observes it, and wait until those of all ranks run."""
     table = ProcessSetTable(connections, config)
     try:

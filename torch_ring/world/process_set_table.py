@@ -17,7 +17,7 @@ from torch_ring.errors import (
     RingError,
 )
 from torch_ring.setup.connect import Connections
-from torch_ring.setup.exchange import lacking
+from torch_ring.setup.failure import lacking
 from torch_ring.world.engine import EngineExchange, make_engine
 from torch_ring.world.ranks import Ranks, require_below
 

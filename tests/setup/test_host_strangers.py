@@ -1,4 +1,4 @@
-"""Strangers at the socket where the ranks of a host meet, and members that send garbage."""
+"""Strangers at the socket where the ranks of a host meet, and followers that send garbage."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from meetings import new_name, ranks_met
+from exchanges import new_name, ranks_met
 from threads import run_on_ranks
 from torch.distributed import HashStore
 
@@ -44,16 +44,16 @@ def test_garbage_is_not_let_in_and_disturbs_nobody(monkeypatch):
 
 
 def connected_to_leader(name, rank, size):
-    """Return a member's connection to another rank, which leads."""
+    """Return a follower's connection to another rank, which leads."""
     deadline = Deadline(5.0)
     while not deadline.passed():
         with contextlib.suppress(ConnectionRefusedError):  # nobody leads yet
-            return host_socket.connect(name, rank, size, deadline, deadline)
+            return host_socket.connect(name, rank, size, deadline, deadline, time.sleep)
         time.sleep(0.01)
     raise AssertionError("no rank leads")
 
 
-def test_a_member_that_sends_garbage_fails_all():
+def test_a_follower_that_sends_garbage_fails_all():
     name = new_name()
 
     def on_rank(rank):

@@ -1,25 +1,31 @@
-"""The meeting of all ranks of a world, in two levels: ranks are threads, hosts are made up."""
+"""The exchange of all ranks of a world, in two levels: ranks are threads, hosts are made up."""
 
-import contextlib
 import logging
 import os
 import threading
 import time
 
-import made_up
 import pytest
-from meetings import meet, new_name, place_of, ranks_met
+from exchanges import (
+    exchange_on,
+    followers,
+    meet,
+    new_name,
+    pass_on,
+    path_on_host,
+    place_of,
+    ranks_met,
+)
 from slow import slow
 from threads import run_on_ranks
 from torch.distributed import HashStore
 
 from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
 from torch_ring.setup import exchange, host_socket
-from torch_ring.setup.exchange import Meeting, failing_together
+from torch_ring.setup.exchange import failing_together
 from torch_ring.setup.job_key import JobKey
 from torch_ring.setup.launchers import Identity
-from torch_ring.setup.network import Deadline
-from torch_ring.setup.peer_info import parse_table, unpack_table
+from torch_ring.setup.peer_info import parse_table
 
 
 def test_one_host_needs_no_store():
@@ -47,7 +53,7 @@ def test_two_jobs_at_once():
     def on_thread(thread):
         job, rank = thread % 2, thread // 2
         for _ in range(10):
-            with meet(rank, 3, name=names[job], host=job) as (_, peers):
+            with meet(rank, 3, name=names[job], host=job) as (_, peers, _leads):
                 assert {peer.address for peer in peers} == {f"10.0.0.{job}"}
         return True
 
@@ -58,15 +64,14 @@ def test_ranks_without_a_name_are_groups_of_their_own():
     store, barrier = HashStore(), threading.Barrier(3)
 
     def on_rank(rank):
-        with meet(rank, 3, name=None, store=store, local_size=1) as (met, peers):
-            leads = met.leads
-            data, fds = met.pass_down(
-                b"of the host's leader" if leads else b"", [0] if leads else []
-            )
-            assert data == b"of the host's leader"
-            if not leads:
-                assert os.fstat(fds[0]).st_ino == os.fstat(0).st_ino
-                os.close(fds[0])
+        with meet(rank, 3, name=None, store=store, local_size=1) as (path, peers, leads):
+            if leads:
+                pass_on(path, b"of the host's leader", [0])
+            else:
+                frame = path.host.receive()
+                assert frame.payload == b"of the host's leader"
+                assert os.fstat(frame.fds[0]).st_ino == os.fstat(0).st_ino
+                os.close(frame.fds[0])
             barrier.wait(20)
             return leads, [peer.rank for peer in peers]
 
@@ -77,15 +82,15 @@ def test_ranks_without_a_name_are_groups_of_their_own():
 
 def test_those_who_come_late_form_further_groups(monkeypatch):
     """They get what the first leader of their machine passes down, through their own."""
-    monkeypatch.setattr(exchange, "_GRACE_S", 0.3)
+    monkeypatch.setattr(host_socket, "_GRACE_S", 0.3)
     name, store, barrier = new_name(), HashStore(), threading.Barrier(5)
 
     def on_rank(rank):
         time.sleep(rank // 2 * 0.8)
-        with meet(rank, 5, name=name, store=store, local_size=5) as (met, peers):
-            data, _ = met.pass_down(b"memory" if met.leads else b"")
+        with meet(rank, 5, name=name, store=store, local_size=5) as (path, peers, leads):
+            data = pass_on(path, b"memory") if leads else path.host.receive().payload
             barrier.wait(20)
-            return data, met.leads, len(peers), sorted(met.connections)
+            return data, leads, len(peers), followers(path)
 
     results = run_on_ranks(5, on_rank)
     assert [data for data, *_ in results] == [b"memory"] * 5
@@ -116,11 +121,8 @@ def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret)
     def on_rank(rank):
         here.copy = of[rank]
         identity, place = Identity(rank, 4, local_size=2), place_of(store)
-        with contextlib.closing(
-            Meeting(identity, Deadline(20.0), place, names[of[rank]], key)
-        ) as met:
-            met.meet(made_up.card(rank, 0), {})
-            table, _ = met.pass_down(met.table)
+        with failing_together(path_on_host(identity, 20.0, place, names[of[rank]], key)) as path:
+            table, _ = exchange_on(path)
             barrier.wait(20)
         return parse_table(table, 4)
 
@@ -136,16 +138,14 @@ def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret)
 
 def test_one_host_has_a_key_that_was_never_in_the_store(monkeypatch):
     """Although a rank came so late that it had to go by the store."""
-    monkeypatch.setattr(exchange, "_GRACE_S", 0.3)
+    monkeypatch.setattr(host_socket, "_GRACE_S", 0.3)
     name, store, barrier = new_name(), RecordingStore(), threading.Barrier(2)
 
     def on_rank(rank):
         time.sleep(rank * 0.8)
-        with contextlib.closing(
-            Meeting(Identity(rank, 2), Deadline(20.0), place_of(store), name)
-        ) as met:
-            met.meet(made_up.card(rank), {})
-            table, _ = met.pass_down(met.table)
+        identity = Identity(rank, 2)
+        with failing_together(path_on_host(identity, 20.0, place_of(store), name)) as path:
+            table, _ = exchange_on(path)
             barrier.wait(20)
         return parse_table(table, 2)
 
@@ -155,8 +155,6 @@ def test_one_host_has_a_key_that_was_never_in_the_store(monkeypatch):
     assert store.values
     for value in store.values:
         assert secret not in value
-    (table,) = [value for value in store.values if value[32:33] == b"T"]
-    assert unpack_table(table[35:], 2).secret != secret
 
 
 class RecordingStore(HashStore):
@@ -226,25 +224,19 @@ def test_different_sizes_are_refused():
 
 @pytest.mark.parametrize("culprit", [0, 1, 2, 3])
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_failure_before_the_cards_reaches_all_and_the_next_world_is_sound(hosts, culprit):
+def test_a_failure_before_the_values_reaches_all_and_the_next_world_is_sound(hosts, culprit):
     names, store = [new_name() for _ in range(2)], HashStore()
 
     def on_rank(rank):
         host = rank * hosts // 4
         more = {"name": names[host], "store": store, "host": host, "local_size": 4 // hosts}
-        identity, deadline = Identity(rank, 4, local_size=4 // hosts), Deadline(20.0)
+        identity, place = Identity(rank, 4, local_size=4 // hosts), place_of(store)
         time.sleep(0.1 * rank)
         try:
-            with (
-                contextlib.closing(
-                    Meeting(identity, deadline, place_of(store), names[host])
-                ) as met,
-                failing_together(met),
-            ):
+            with failing_together(path_on_host(identity, 20.0, place, names[host])) as path:
                 if rank == culprit:
                     raise OSError(24, "Too many open files")
-                met.meet(made_up.card(rank, host), {"A": 1})
-                met.pass_down(met.table)
+                exchange_on(path, host, {"A": 1})
         except RingError as error:
             return str(error), ranks_met(rank, 4, **more)
         return None
@@ -260,25 +252,25 @@ def test_a_failure_before_the_cards_reaches_all_and_the_next_world_is_sound(host
         assert ranks == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("dies", [slow("leader"), "member"])
+@pytest.mark.parametrize("dies", [slow("leader"), "follower"])
 def test_a_rank_that_dies_is_noticed(dies):
     name = new_name()
-    first = Meeting(Identity(0, 3), Deadline(5.0), None, name)
+    first = path_on_host(Identity(0, 3), 5.0, None, name)
 
     def on_rank(rank):
         if rank == 0:
             if dies == "leader":
                 time.sleep(0.3)
-                for member in (leader := first._leader).members.values():
-                    member.close()
-                leader.close_door()
+                for follower in first.host.followers.values():
+                    follower.close()
+                first.host.close_door()
                 return None
-            with contextlib.closing(first), failing_together(first):
-                first.meet(made_up.card(0), {})
+            with failing_together(first):
+                exchange_on(first)
             return None
-        if rank == 1 and dies == "member":
-            gone = Meeting(Identity(1, 3), Deadline(5.0), None, name)
-            gone._above.connection.close()
+        if rank == 1 and dies == "follower":
+            gone = path_on_host(Identity(1, 3), 5.0, None, name)
+            gone.host.connection.close()
             return None
         time.sleep(0.1)
         return ranks_met(rank, 3, name=name, timeout_s=5.0)
@@ -317,8 +309,9 @@ def test_waiting_can_be_interrupted(monkeypatch):
     def on_rank(rank):
         if rank == 0:
             return ranks_met(0, 3, name=name)
-        with contextlib.closing(Meeting(Identity(1, 3), Deadline(20.0), None, name)) as met:
-            met.fail(KeyboardInterrupt())
+        path = path_on_host(Identity(1, 3), 20.0, None, name)
+        with pytest.raises(KeyboardInterrupt), failing_together(path):
+            raise KeyboardInterrupt
         return None
 
     assert str(run_on_ranks(2, on_rank)[0]) == "init failed on rank 1: KeyboardInterrupt"

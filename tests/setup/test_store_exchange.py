@@ -12,33 +12,21 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from torch_ring.errors import MismatchError, RingError, TimeoutError
 from torch_ring.setup.failure import Failure, name_ranks
-from torch_ring.setup.host_exchange import HostExchange, Question, linger
 from torch_ring.setup.network import Deadline
-from torch_ring.setup.peer_info import GroupCard, pack_table, unpack_table
+from torch_ring.setup.store_exchange import StoreExchange, linger
 
 SIZE = 3
 
 
 def exchange_once(store, rank, size=SIZE, timeout_s=20.0):
-    """Take part as a host of one rank; return the exchange and the ranks of the table."""
+    """Take part as a host of one rank; return the exchange and the ranks of all hosts."""
     side = exchange_on(store, range(rank, rank + 1), size, timeout_s)
-    own = group(range(rank, rank + 1), size, rank)
     try:
-        if rank == 0:
-            found = {side.place: own}
-            for place, data in side.collect():
-                found[place] = GroupCard.from_bytes(data, size)
-            ranks = sorted(rank for part in found.values() for rank in part.ranks)
-            if ranks != list(range(size)):
-                raise RingError(f"the ranks are {ranks}")
-            side.write_table(pack_table([found[place] for place in sorted(found)]))
-            return side, ranks
-        side.publish(own.to_bytes())
-        table = side.await_table()
+        values = side.gather(group(range(rank, rank + 1), size, rank).to_value())
     except RingError as error:
         side.fail(Failure.of_all(error))
         raise
-    return side, sorted(rank for part in unpack_table(table, size).groups for rank in part.ranks)
+    return side, sorted(rank for value in values for rank in ranks_in(size)(value))
 
 
 def exchange_on_all_ranks(store, times=1):
@@ -48,8 +36,7 @@ def exchange_on_all_ranks(store, times=1):
         for _ in range(times):
             side, ranks = exchange_once(store, rank)
             barrier.wait(20)  # stands for the engines'
-            if rank == 0:
-                side.clean_up()
+            side.close()
         return ranks
 
     return run_on_ranks(SIZE, on_rank)
@@ -115,13 +102,13 @@ def test_a_failure_reaches_those_who_wait_and_those_who_come_late():
     assert exchange_on_all_ranks(store) == [[0, 1, 2]] * SIZE
 
 
-def test_a_failure_after_the_table_reaches_its_world_only():
+def test_a_failure_after_the_values_reaches_its_world_only():
     store = HashStore()
     sides = [side for side, _ in run_on_ranks(SIZE, lambda rank: exchange_once(store, rank))]
     sides[2].fail(Failure.of(RingError("no more descriptors"), 2))
     for side in sides[:2]:
         with pytest.raises(RingError, match="init failed on rank 2: no more descriptors"):
-            side.check(at_once=True)
+            side.poll(at_once=True)
     assert exchange_on_all_ranks(store, times=2) == [[0, 1, 2]] * SIZE
 
 
@@ -129,7 +116,7 @@ def test_a_failure_of_the_next_world_is_not_this_ones():
     store = HashStore()
     sides = [side for side, _ in run_on_ranks(SIZE, lambda rank: exchange_once(store, rank))]
     exchange_on(store, range(1), SIZE).fail(Failure("RingError", "in the next world"))
-    sides[1].check(at_once=True)
+    sides[1].poll(at_once=True)
 
 
 def test_the_first_cause_wins():
@@ -166,22 +153,31 @@ def test_a_group_of_more_ranks_than_are_missing_is_refused():
     with pytest.raises(RingError, match="two processes have the same rank"):
         exchange_on(store, range(1, 3), SIZE)
     with pytest.raises(RingError, match="two processes have the same rank"):
-        first.check(at_once=True)
+        first.poll(at_once=True)
 
 
-@pytest.mark.parametrize("card_was_there", [False, True])
-def test_a_rank_that_was_killed_and_started_again(card_was_there):
+def die_after_sending(side, value):
+    def die():
+        raise KeyboardInterrupt
+
+    side._watch = die
+    side.gather(value)
+
+
+@pytest.mark.parametrize("value_was_there", [False, True])
+def test_a_rank_that_was_killed_and_started_again(value_was_there):
     """It gets an error, or a new world with the others: it never hangs."""
     store = HashStore()
     killed = exchange_on(store, range(1, 2), 2)
-    if card_was_there:
-        killed.publish(group(range(1, 2), 2, 1).to_bytes())
+    if value_was_there:
+        with pytest.raises(KeyboardInterrupt):
+            die_after_sending(killed, group(range(1, 2), 2, 1).to_value())
 
     def on_rank(rank):
         for _ in range(4):
             try:
                 side, ranks = exchange_once(store, rank, 2, timeout_s=3.0)
-                if card_was_there and side.world == 0 and side._generation == 0:
+                if value_was_there and side.world == 0 and side._generation == 0:
                     side.fail(Failure("PeerLostError", "rank 1 has exited"))
                     continue
                 return ranks
@@ -192,20 +188,33 @@ def test_a_rank_that_was_killed_and_started_again(card_was_there):
     assert run_on_ranks(2, on_rank) == [[0, 1]] * 2
 
 
-def test_a_group_is_asked_for_its_part_of_an_error():
+def test_values_are_gathered_in_rounds():
     store = HashStore()
-    asking, asked, third = (exchange_on(store, range(rank, rank + 1), SIZE) for rank in range(3))
+    barrier = threading.Barrier(SIZE)
 
     def on_rank(rank):
-        if rank == 0:
-            return asking.ask(Question(asked.place, b"mine"))
-        if rank == 2:
-            return third.await_table()
-        question = asked.await_table()
-        asked.fail(Failure("MismatchError", f"{question.text.decode()} and yours"))
-        return MismatchError("mine and yours")
+        side, _ = exchange_once(store, rank)
+        found = [side.gather([rank, number]) for number in range(3)]
+        barrier.wait(20)
+        side.close()
+        return [sorted(values) for values in found]
 
-    assert [str(error) for error in run_on_ranks(3, on_rank)] == ["mine and yours"] * 3
+    for _ in range(2):
+        expected = [[[rank, number] for rank in range(SIZE)] for number in range(3)]
+        assert run_on_ranks(SIZE, on_rank) == [expected] * SIZE
+
+
+def test_a_failure_reaches_those_who_wait_in_a_later_round():
+    store = HashStore()
+
+    def on_rank(rank):
+        side, _ = exchange_once(store, rank)
+        if rank == 1:
+            side.fail(Failure("RingError", "in between"))
+            return RingError("in between")
+        return side.gather(rank)
+
+    assert [str(error) for error in run_on_ranks(SIZE, on_rank)] == ["in between"] * 3
 
 
 def test_restarts_do_not_see_each_other():
@@ -213,21 +222,21 @@ def test_restarts_do_not_see_each_other():
     exchange_on(PrefixStore("first start", store), range(1), SIZE).fail(
         Failure("RingError", "long ago")
     )
-    exchange_on(PrefixStore("second start", store), range(1), SIZE).check(at_once=True)
+    exchange_on(PrefixStore("second start", store), range(1), SIZE).poll(at_once=True)
 
 
 def test_waiting_looks_seldom_and_notices_what_happens_meanwhile():
     store = CountingStore()
     calls = []
 
-    def pump():
+    def watch():
         calls.append(time.monotonic())
         if calls[-1] > calls[0] + 1.0:
             raise KeyboardInterrupt
 
-    side = HostExchange(store, 20_000, range(1, 2), Deadline(30), ranks_in(20_000), pump)
+    side = StoreExchange(store, 20_000, range(1, 2), Deadline(30), ranks_in(20_000), watch)
     with pytest.raises(KeyboardInterrupt):
-        side.await_table()
+        side.gather("")
     assert store.counts["check"] < 30
 
 
@@ -235,7 +244,7 @@ def test_the_server_waits_until_all_know_of_a_failure():
     store = HashStore()
     failing, other = (exchange_on(store, range(rank, rank + 1), SIZE) for rank in range(2))
     failing.fail(Failure("RingError", "so it is"))
-    hears = threading.Timer(0.3, lambda: run_on_ranks(1, lambda _: other.await_table()))
+    hears = threading.Timer(0.3, lambda: run_on_ranks(1, lambda _: other.gather("")))
     hears.start()
     began = time.monotonic()
     linger(store)

@@ -1,4 +1,4 @@
-"""Mutated and random cards, tables and frames: an error of ours, and never a crash."""
+"""Mutated and random descriptions, tables and frames: an error of ours, and never a crash."""
 
 import json
 import random
@@ -6,18 +6,17 @@ import socket
 import zlib
 
 import pytest
-from made_up import card, group
+from made_up import group, info
 
 from torch_ring.errors import MismatchError, RingError
 from torch_ring.setup import peer_info
 from torch_ring.setup.failure import Failure
-from torch_ring.setup.frames import FrameSocket, Kind
+from torch_ring.setup.frames import FrameSocket, Kind, decode, encode
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.peer_info import (
-    GroupCard,
-    PeerInfo,
+    HostInfo,
     difference,
-    gather_group,
+    host_info,
     pack_table,
     parse_table,
 )
@@ -82,33 +81,30 @@ def test_tables():
     for case in range(CASES):
         data = peer_info.pack(mutated(value, dice)) if case % 2 else damaged(good, dice)
         passed += accepted(lambda data=data: parse_table(data, 6), RingError)
-    assert parse_table(good, 6).peers[5].card() == card(5, 1)
-    assert passed < CASES / 4  # mutations within what a card may say
+    assert parse_table(good, 6).peers[5].to_value() == info(5, 1)
+    assert passed < CASES / 4  # mutations within what a rank may say
 
 
-def test_cards_of_groups():
-    dice, good = random.Random(2), group(range(3), 6).to_bytes()
-    value = peer_info.unpack(good, 6)
+def test_values_of_hosts():
+    dice, value = random.Random(2), group(range(3), 6).to_value()
+    good = peer_info.pack(value)
     for case in range(CASES):
         data = peer_info.pack(mutated(value, dice)) if case % 2 else damaged(good, dice)
 
         def read(data=data):
-            found = GroupCard.from_bytes(data, 6)
+            found = HostInfo.of_value(peer_info.unpack(data, 6), 6)
             assert len(found.ranks) == found.count <= 6
             pack_table([found])
 
         accepted(read, ValueError)
 
 
-def test_cards_of_ranks():
-    dice, good = random.Random(3), [card(1), json.dumps({"A": 1})]
-    own = json.dumps([card(0), json.dumps({"A": 1})]).encode()
-    for case in range(CASES):
-        text = json.dumps(mutated(good, dice)).encode()
-        sent = text if case % 2 else damaged(json.dumps(good).encode(), dice)
-        accepted(lambda sent=sent: gather_group(0, 2, {0: own, 1: sent}), RingError)
-        other = json.dumps(mutated(good[0], dice))
-        accepted(lambda other=other: PeerInfo.from_json(1, other), RingError)
+def test_values_of_ranks():
+    dice, good = random.Random(3), [info(1), json.dumps({"A": 1})]
+    own = [info(0), json.dumps({"A": 1})]
+    for _ in range(CASES):
+        sent = mutated(good, dice)
+        accepted(lambda sent=sent: host_info(0, 2, {0: own, 1: sent}), RingError)
 
 
 def test_settings_and_failures():
@@ -126,7 +122,7 @@ def test_frames():
         ours, theirs = (FrameSocket(end) for end in socket.socketpair())
         writer, reader = socket.socketpair()
         sender = FrameSocket(writer)
-        for kind in (Kind.HELLO, Kind.CARD, Kind.FAILURE):
+        for kind in (Kind.HELLO, Kind.VALUE, Kind.FAILURE):
             sender.send(kind, deadline, dice.randbytes(8))
         ours.socket.send(damaged(reader.recv(4096), dice))
         ours.close()
@@ -139,12 +135,22 @@ def test_frames():
             end.close()
 
 
+def test_frames_in_a_store():
+    dice, good = random.Random(6), encode(Kind.VALUE, b"of a host")
+    assert decode(good, [Kind.VALUE]) == (Kind.VALUE, b"of a host")
+    for _ in range(CASES):
+        data = damaged(good, dice)
+        accepted(lambda data=data: decode(data, [Kind.VALUE, Kind.FAILURE]), ValueError)
+    for data in (good[:-1], good + b"x", good[:5], b"", encode(Kind.DATA, b"of a host")):
+        with pytest.raises(ValueError, match="no frame"):
+            decode(data, [Kind.VALUE])
+
+
 def test_a_bomb_eats_no_memory():
     bomb = zlib.compress(b'"' + b" " * (64 << 20) + b'"', 9)
     assert len(bomb) < 100_000
-    for read in (lambda: peer_info.unpack(bomb, 8), lambda: GroupCard.from_bytes(bomb, 8)):
-        with pytest.raises(ValueError, match=r"more than \d+ bytes"):
-            read()
+    with pytest.raises(ValueError, match=r"more than \d+ bytes"):
+        peer_info.unpack(bomb, 8)
     with pytest.raises(RingError, match="another version"):
         parse_table(bomb, 8)
 

@@ -11,8 +11,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.errors import RingError
 from torch_ring.setup import claim
-from torch_ring.setup import host_exchange as names
-from torch_ring.setup.host_exchange import meeting_name, meeting_name_by_store
+from torch_ring.setup import host_socket as names
+from torch_ring.setup.host_socket import socket_name, socket_name_by_store
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
 
@@ -36,16 +36,16 @@ def test_the_launcher_is_the_nearest_ancestor_without_a_rank(monkeypatch):
 
 def test_ranks_of_a_job_have_one_name_and_jobs_have_their_own():
     job = Identity(0, 4, local_size=2, node="0", launcher="torchrun", job="1")
-    name = meeting_name(job, ADDRESS)
+    name = socket_name(job, ADDRESS)
     assert name.startswith("\0torch_ring/")
     assert len(name) < 108  # the kernel's limit
-    assert meeting_name(replace(job, rank=1, local_rank=1), ADDRESS) == name
+    assert socket_name(replace(job, rank=1, local_rank=1), ADDRESS) == name
     others = [
-        meeting_name(replace(job, job="2"), ADDRESS),
-        meeting_name(replace(job, node="1"), ADDRESS),
-        meeting_name(job.among((0, 1)), ADDRESS),
-        meeting_name(job, ADDRESS | {"MASTER_PORT": "29501"}),
-        meeting_name(replace(job, launcher="env"), ADDRESS),
+        socket_name(replace(job, job="2"), ADDRESS),
+        socket_name(replace(job, node="1"), ADDRESS),
+        socket_name(job.among((0, 1)), ADDRESS),
+        socket_name(job, ADDRESS | {"MASTER_PORT": "29501"}),
+        socket_name(replace(job, launcher="env"), ADDRESS),
     ]
     assert len({name, *others}) == 6
 
@@ -56,17 +56,17 @@ def test_an_address_names_a_job_without_a_launcher(monkeypatch):
 
     monkeypatch.setattr(names, "_starter", no_starter)
     by_hand = Identity(0, 2, launcher="env")
-    assert meeting_name(by_hand, ADDRESS) == meeting_name(replace(by_hand, rank=1), ADDRESS)
+    assert socket_name(by_hand, ADDRESS) == socket_name(replace(by_hand, rank=1), ADDRESS)
 
 
 def test_where_processes_cannot_be_seen(monkeypatch):
     monkeypatch.setattr(claim, "_stat", lambda _: Path("/no/proc").read_text().split())
     with pytest.raises(RingError, match="cannot see the process that started this rank"):
-        meeting_name(Identity(1, 2, launcher="Open MPI"), {})
+        socket_name(Identity(1, 2, launcher="Open MPI"), {})
 
 
 def test_a_store_gives_its_ranks_one_name():
     store = HashStore()
-    name = meeting_name_by_store(PrefixStore("a", store))
-    assert name == meeting_name_by_store(PrefixStore("a", store))
-    assert name != meeting_name_by_store(PrefixStore("b", store))
+    name = socket_name_by_store(PrefixStore("a", store))
+    assert name == socket_name_by_store(PrefixStore("a", store))
+    assert name != socket_name_by_store(PrefixStore("b", store))
