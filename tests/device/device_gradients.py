@@ -108,7 +108,7 @@ def differentiate_gradients(device: str) -> None:
 
 def give_gradients(device: str) -> None:
     """A gradient that the program has given its memory stays there, and has the average."""
-    for options in ({}, {"run_ahead": True}, {"op": hvd.Sum}, {"backward_passes_per_step": 2}):
+    for options in ({}, {"run_ahead": False}, {"op": hvd.Sum}, {"backward_passes_per_step": 2}):
         parameters = make_parameters(device, 4)
         flat = torch.zeros(4 * NUMEL, device=device)
         given = list(flat.split(NUMEL))

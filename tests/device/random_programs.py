@@ -254,8 +254,6 @@ class _Author:
         rng.shuffle(steps)
         self.all_stepped = len(steps) == program.optimizers
         clips = rng.choice(["", "value", "norm"]) if program.kind != LATE else ""
-        if None in clears:  # clipped in a planned step, a kept gradient counts as set by hand
-            clips = ""
         reads = bool(clips) or program.scales
         return Group(
             changes,

@@ -229,7 +229,7 @@ class RunAhead:
 
     def _is_possible(self, gradients: Gradients) -> bool:
         """Return whether planned passes are possible; all ranks come to the same answer."""
-        if self._world is None:
+        if self._world is None or self._size == 1:
             return False
         others = (record for record in self._world.process_sets.records if record.id != 0)
         if any(len(record.ranks) > 1 for record in others):
