@@ -1,7 +1,7 @@
 """save and load: one rank writes and reads checkpoints, and all ranks learn the outcome.
 
-What save() has written is read once, without the tensors' bytes, before it gets its name: a file
-that load() would refuse is never left.
+The file of save() is read once, without the tensors' bytes, before it gets its name: a file that
+load() would refuse is never left.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ struct DevicePatience {
   std::function<void(const std::string&)> log;  // takes a warning
 };
 
-/// Makes a device for DeviceExecutor::Make. What the stream runs waits for late ranks as
+/// Makes a device for DeviceExecutor::Make. Its stream waits for late ranks as
 /// `patience` says, and calls of NCCL for its transfer_timeout(). `labels`: by rank.
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,

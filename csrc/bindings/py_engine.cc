@@ -193,7 +193,7 @@ std::vector<PyWork> PyEngine::grouped_allreduce(const std::vector<at::Tensor>& t
                                                 double postscale, bool blocking) const {
   for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
   check_outputs(tensors, outputs);
-  std::vector<Member> members;
+  std::vector<GroupedRequest> members;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     members.push_back({allreduce_request(tensors[i], outputs[i], member_name(name, i), op, prescale,
                                          postscale, size_),
@@ -206,7 +206,7 @@ std::vector<PyWork> PyEngine::grouped_allgather(const std::vector<at::Tensor>& t
                                                 const std::string& name, bool blocking,
                                                 bool joinable) const {
   for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
-  std::vector<Member> members;
+  std::vector<GroupedRequest> members;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     auto result = std::make_shared<Result>();
     members.push_back({allgather_request(tensors[i], result, member_name(name, i), joinable),
@@ -222,7 +222,7 @@ std::vector<PyWork> PyEngine::grouped_reducescatter(const std::vector<at::Tensor
                                                     bool blocking) const {
   for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
   check_outputs(tensors, outputs);
-  std::vector<Member> members;
+  std::vector<GroupedRequest> members;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     members.push_back({reducescatter_request(tensors[i], outputs[i], member_name(name, i), op,
                                              prescale, postscale, rank_, size_),
@@ -338,10 +338,10 @@ PyWork PyEngine::submit(Request request, std::shared_ptr<Result> result, c10::De
   return {engine, std::move(work), std::move(result)};
 }
 
-std::vector<PyWork> PyEngine::submit(std::vector<Member> members, bool blocking) const {
+std::vector<PyWork> PyEngine::submit(std::vector<GroupedRequest> members, bool blocking) const {
   const std::shared_ptr<Engine> engine = running();
   std::vector<Request> requests;
-  for (Member& member : members) {
+  for (GroupedRequest& member : members) {
     const auto count = static_cast<std::uint32_t>(members.size());
     member.request.fingerprint.group = count > 1 ? count : 0;
     prepare(member.request, *member.result, member.device);

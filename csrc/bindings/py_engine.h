@@ -82,7 +82,7 @@ class PyWork {
 };
 
 /// A request and its result: one member of a group.
-struct Member {
+struct GroupedRequest {
   Request request;
   std::shared_ptr<Result> result;
   c10::Device device;
@@ -219,7 +219,7 @@ class PyEngine {
   PyWork submit(Request request, std::shared_ptr<Result> result, c10::Device device,
                 bool blocking) const;
 
-  std::vector<PyWork> submit(std::vector<Member> members, bool blocking) const;
+  std::vector<PyWork> submit(std::vector<GroupedRequest> members, bool blocking) const;
 
   std::shared_ptr<MessageRequest> post(MessageSpec spec,
                                        std::optional<Clock::time_point> deadline) const;

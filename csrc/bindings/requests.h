@@ -87,8 +87,8 @@ void keep_results(std::size_t most_bytes);
 /// The bytes that the pool keeps now.
 std::size_t kept_result_bytes();
 
-/// Tensors and gradients' blocks in the memory that the ranks of a host share. What one process
-/// set's communicator has of that memory.
+/// Tensors and gradients' blocks in the memory that the ranks of a host share, by the communicator
+/// of one process set.
 /// Thread: any; of gradient_blocks() and vacant_bytes() one at a time (the GIL's).
 class SharedTensors {
  public:

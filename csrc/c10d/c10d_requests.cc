@@ -228,7 +228,7 @@ Request gather_whole(const at::Tensor& input, const JoinedTensors& output) {
 }
 
 Request reduce_scatter(const JoinedTensors& output, const at::Tensor& input, int op,
-                       GroupPlace place) {
+                       GroupRank place) {
   const std::int64_t count = input.numel() / place.size;
   return written_back(
       reducescatter_request(input.view({place.size, count}), output.flat().view({1, count}), "", op,
@@ -259,7 +259,7 @@ C10dOperation broadcast_operation(const Tensors& tensors, int root, int size) {
 }
 
 C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
-                               GroupPlace place) {
+                               GroupRank place) {
   const auto kind = static_cast<int>(operator_of(op, tensor.scalar_type()));
   const at::Tensor part = part_for(op, tensor, "reduce");
   const at::Tensor output = place.rank == root ? tensor : at::Tensor();
@@ -267,7 +267,7 @@ C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& o
 }
 
 C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, int root,
-                               GroupPlace place) {
+                               GroupRank place) {
   constexpr const char* kWhat = "gather";
   if (place.rank != root) {
     if (!outputs.empty()) refuse("gather: only the root has outputs");
@@ -281,7 +281,7 @@ C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, 
 }
 
 C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs, int root,
-                                GroupPlace place) {
+                                GroupRank place) {
   constexpr const char* kWhat = "scatter";
   if (place.rank != root) {
     if (!inputs.empty()) refuse("scatter: only the root has inputs");
@@ -331,7 +331,7 @@ C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& in
 }
 
 C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists& inputs,
-                                       const c10d::ReduceOp& op, GroupPlace place) {
+                                       const c10d::ReduceOp& op, GroupRank place) {
   constexpr const char* kWhat = "reduce_scatter";
   require_as_many(kWhat, outputs.size(), inputs.size());
   C10dOperation operation{{}, outputs};
@@ -348,7 +348,7 @@ C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists
 }
 
 C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensors& inputs,
-                                            const c10d::ReduceOp& op, GroupPlace place) {
+                                            const c10d::ReduceOp& op, GroupRank place) {
   constexpr const char* kWhat = "reduce_scatter_tensor";
   require_as_many(kWhat, outputs.size(), inputs.size());
   C10dOperation operation{{}, outputs};

@@ -96,7 +96,7 @@ struct C10dOperation {
 using TensorLists = std::vector<Tensors>;
 
 /// The position of a rank in its group.
-struct GroupPlace {
+struct GroupRank {
   int rank;
   int size;
 };
@@ -121,15 +121,15 @@ C10dOperation broadcast_operation(const Tensors& tensors, int root, int size);
 
 /// The tensor of rank `root` becomes the reduction; the others' stay as they are.
 C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
-                               GroupPlace place);
+                               GroupRank place);
 
 /// On rank `root`, outputs[r] becomes the input of rank r; elsewhere there are no outputs.
 C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, int root,
-                               GroupPlace place);
+                               GroupRank place);
 
 /// The output becomes inputs[rank] of rank `root`; elsewhere there are no inputs.
 C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs, int root,
-                                GroupPlace place);
+                                GroupRank place);
 
 /// outputs[i][r] becomes inputs[i] of rank r.
 C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, int size);
@@ -139,11 +139,11 @@ C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& in
 
 /// outputs[i] becomes this rank's part of the reduction of inputs[i], which has one for each rank.
 C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists& inputs,
-                                       const c10d::ReduceOp& op, GroupPlace place);
+                                       const c10d::ReduceOp& op, GroupRank place);
 
 /// The same; inputs[i] holds the parts one after the other.
 C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensors& inputs,
-                                            const c10d::ReduceOp& op, GroupPlace place);
+                                            const c10d::ReduceOp& op, GroupRank place);
 
 /// outputs[r] becomes inputs[rank] of rank r. The tensors may differ in size.
 C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, int size);

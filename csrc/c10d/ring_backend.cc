@@ -101,9 +101,9 @@ std::vector<int> gather(BarrierStore& board, int size, Clock::time_point deadlin
   const std::string call = nonce();
   board.write("call", call);
   std::vector<int> missing;
-  std::vector<std::string> told(static_cast<std::size_t>(size));  // by rank
+  std::vector<std::string> calls(static_cast<std::size_t>(size));  // by rank
   for (int other = 1; other < size; ++other) {
-    std::string& text = told[static_cast<std::size_t>(other)];
+    std::string& text = calls[static_cast<std::size_t>(other)];
     const auto has_come = [&] { return (text = board.read(here(other))).starts_with(call + " "); };
     if (await(deadline, has_come, check)) continue;
     missing.push_back(other);
@@ -111,7 +111,7 @@ std::vector<int> gather(BarrierStore& board, int size, Clock::time_point deadlin
   }
   if (!missing.empty()) return missing;
   for (int other = 1; other < size; ++other) {
-    board.write(answer(other), told[static_cast<std::size_t>(other)].substr(call.size() + 1));
+    board.write(answer(other), calls[static_cast<std::size_t>(other)].substr(call.size() + 1));
   }
   const auto until = std::min(deadline, Clock::now() + kReading);
   for (int other = 1; other < size; ++other) {
@@ -444,21 +444,21 @@ RingBackend::Works RingBackend::broadcast(Tensors& tensors, const c10d::Broadcas
 RingBackend::Works RingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   return start(OpType::REDUCE, "ring:reduce", tensors, options, reduce_operation,
                only(tensors, "reduce"), options.reduceOp, static_cast<int>(options.rootRank),
-               GroupPlace{rank_, size_});
+               GroupRank{rank_, size_});
 }
 
 RingBackend::Works RingBackend::gather(TensorLists& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
   return start(OpType::GATHER, "ring:gather", inputs, options, gather_operation,
                outputs.empty() ? Tensors{} : only(outputs, "gather"), only(inputs, "gather"),
-               static_cast<int>(options.rootRank), GroupPlace{rank_, size_});
+               static_cast<int>(options.rootRank), GroupRank{rank_, size_});
 }
 
 RingBackend::Works RingBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ScatterOptions& options) {
   return start(OpType::SCATTER, "ring:scatter", flattened(inputs), options, scatter_operation,
                only(outputs, "scatter"), inputs.empty() ? Tensors{} : only(inputs, "scatter"),
-               static_cast<int>(options.rootRank), GroupPlace{rank_, size_});
+               static_cast<int>(options.rootRank), GroupRank{rank_, size_});
 }
 
 RingBackend::Works RingBackend::allgather(TensorLists& outputs, Tensors& inputs,
@@ -495,21 +495,21 @@ RingBackend::Works RingBackend::reduce_scatter(Tensors& outputs, TensorLists& in
                                                const c10d::ReduceScatterOptions& options) {
   return start(OpType::REDUCE_SCATTER, "ring:reduce_scatter", flattened(inputs), options,
                reduce_scatter_operation, outputs, inputs, options.reduceOp,
-               GroupPlace{rank_, size_});
+               GroupRank{rank_, size_});
 }
 
 RingBackend::Works RingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
   return start(OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", {input}, options,
                reduce_scatter_into_operation, Tensors{output}, Tensors{input}, options.reduceOp,
-               GroupPlace{rank_, size_});
+               GroupRank{rank_, size_});
 }
 
 RingBackend::Works RingBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   return start(OpType::COALESCED, "ring:reduce_scatter", inputs, options,
                reduce_scatter_into_operation, outputs, inputs, options.reduceOp,
-               GroupPlace{rank_, size_});
+               GroupRank{rank_, size_});
 }
 
 RingBackend::Works RingBackend::alltoall(Tensors& outputs, Tensors& inputs,

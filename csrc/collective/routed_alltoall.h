@@ -65,7 +65,7 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
 /// one rank of each host, in the order of hosts; it is null on a rank without a lane.
 ///
 /// Cost: each byte travels once between hosts, on the receiver's lane, and inside hosts once to
-/// that lane, and once from it if the receiver is not on it. What travels is packed, a few
+/// that lane, and once from it if the receiver is not on it. The bytes are packed, a few
 /// MiB at a time, and unpacked by the receiver. A hop in which nothing travels is left out.
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes);

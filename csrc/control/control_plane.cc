@@ -140,7 +140,7 @@ class ControlPlane::Waits : public WaitGraph {
   void ask(std::span<const int> ranks) override {
     for (const int rank : in_world(ranks)) plane_.ask(rank);
   }
-  bool is_told() const override {
+  bool is_notified() const override {
     const std::scoped_lock lock(plane_.mutex_);
     return plane_.news_.waits().any(set_);
   }
@@ -305,7 +305,7 @@ void ControlPlane::run() {
 
     lock.lock();
     turn(polls, slept, Clock::now());
-    const auto untold = std::exchange(untold_, {});
+    const auto pending = std::exchange(pending_news_, {});
     const auto ended = std::exchange(ended_, {});
     const auto presumed = std::exchange(presumed_, {});
     const auto connected = std::exchange(connected_, {});
@@ -315,7 +315,7 @@ void ControlPlane::run() {
     if (farewell == Farewell::kGoodbye) leaving = say_goodbye();
     lock.unlock();
 
-    for (const Message& news : untold) subscriptions_.tell(news);
+    for (const Message& news : pending) subscriptions_.tell(news);
     for (const std::uint64_t set : ended) subscriptions_.forget(set);
     for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
@@ -374,7 +374,7 @@ void ControlPlane::leave_mixed(pid_t pid, Clock::time_point now) {
   if (in_setup())
     give_setup_up(Error(ErrorKind::kPeerLost, at(options_.labels, rank_) + ' ' + why));
   learn(Message::departed(rank_, "it " + why), nullptr, now);
-  untold_.push_back(Message::lost(rank_, rank_, why));  // for this rank's own sets
+  pending_news_.push_back(Message::lost(rank_, rank_, why));  // for this rank's own sets
 }
 
 void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
@@ -548,7 +548,7 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
       queries_.put({asks, message.rank, message.set, message.text});
     }
   } else if (message.kind != Message::Kind::kWaits && !own_left) {
-    untold_.push_back(message);
+    pending_news_.push_back(message);
   }
   if ((departed || lost) && message.rank != rank_) {
     if (departed) {

@@ -143,8 +143,8 @@ class ControlPlane {
   /// Like stop(), but without a goodbye: the other ranks take this one for dead.
   void die() { end(Farewell::kNone, kGoodbyePatience); }
 
-  /// Tells `observer` of the ranks `members`, until unsubscribe() returns. What happened before is
-  /// told at once. `set`: the set's number, the same on all ranks, never used twice; or that of its
+  /// Tells `observer` of the ranks `members`, until unsubscribe() returns. Earlier news come at
+  /// once. `set`: the set's number, the same on all ranks, never used twice; or that of its
   /// messages (set_numbers.h), which hears of the set's ranks, too.
   void subscribe(std::uint64_t set, std::vector<int> members, ControlObserver& observer);
   /// Also closes the set's data connections that nobody has taken, and refuses later ones.
@@ -244,7 +244,7 @@ class ControlPlane {
   std::uint64_t asked_ = 0;            // questions, likewise
   std::set<std::uint64_t> probes_;     // that have no answer, or one of this turn
   std::vector<std::uint64_t> found_;   // probes answered in this turn
-  std::vector<Message> untold_;        // for the observers
+  std::vector<Message> pending_news_;  // for the observers
   std::vector<std::uint64_t> ended_;   // sets, of which they need no news any more
   std::vector<int> presumed_;          // departed ranks, likewise
   std::set<std::uint64_t> connected_;  // sets whose observers are to be told

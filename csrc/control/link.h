@@ -15,8 +15,8 @@
 
 namespace torch_ring {
 
-/// The descriptors of one poll(). Made anew for each poll(). Who adds a descriptor keeps its
-/// slot, to ask for it afterwards.
+/// The descriptors of one poll(). Made anew for each poll(). The slot of an added descriptor
+/// finds its events afterwards.
 class PollSet {
  public:
   /// A slot of no descriptor: never ready.

@@ -10,20 +10,20 @@ namespace torch_ring {
 
 bool Waits::learn(const Message& message) {
   const auto wait = message.wait();
-  const auto [told, is_first] = told_.try_emplace({message.set, message.rank}, message);
-  if (!is_first && wait.number <= told->second.wait().number) return false;
-  told->second = message;
+  const auto [last, is_first] = last_.try_emplace({message.set, message.rank}, message);
+  if (!is_first && wait.number <= last->second.wait().number) return false;
+  last->second = message;
   return true;
 }
 
 void Waits::forget(std::uint64_t set) {
-  std::erase_if(told_, [&](const auto& item) { return item.first.first == set; });
+  std::erase_if(last_, [&](const auto& item) { return item.first.first == set; });
 }
 
 bool Waits::any(std::uint64_t set) const {
-  for (auto told = told_.lower_bound({set, 0}); told != told_.end(); ++told) {
-    if (told->first.first != set) break;
-    if (!told->second.wait().ranks.empty()) return true;
+  for (auto last = last_.lower_bound({set, 0}); last != last_.end(); ++last) {
+    if (last->first.first != set) break;
+    if (!last->second.wait().ranks.empty()) return true;
   }
   return false;
 }
@@ -35,12 +35,12 @@ std::vector<int> Waits::ends(std::uint64_t set, std::span<const int> ranks) cons
   while (!left.empty()) {
     const int rank = left.back();
     left.pop_back();
-    const auto told = told_.find({set, rank});
-    if (told == told_.end() || told->second.wait().ranks.empty()) {
+    const auto last = last_.find({set, rank});
+    if (last == last_.end() || last->second.wait().ranks.empty()) {
       ends.insert(rank);
       continue;
     }
-    for (const int next : told->second.wait().ranks) {
+    for (const int next : last->second.wait().ranks) {
       if (seen.insert(next).second) left.push_back(next);
     }
   }
@@ -50,7 +50,7 @@ std::vector<int> Waits::ends(std::uint64_t set, std::span<const int> ranks) cons
 
 std::vector<Message> Waits::known() const {
   std::vector<Message> messages;
-  for (const auto& [key, message] : told_) messages.push_back(message);
+  for (const auto& [key, message] : last_) messages.push_back(message);
   return messages;
 }
 

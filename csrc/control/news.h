@@ -139,7 +139,7 @@ class Waits {
 
  private:
   // By set and rank: its last message. One without ranks says that the wait has ended.
-  std::map<std::pair<std::uint64_t, int>, Message> told_;
+  std::map<std::pair<std::uint64_t, int>, Message> last_;
 };
 
 /// A flood: each rank passes on, once, what it hears first, to all neighbours but the one that it

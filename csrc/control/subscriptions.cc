@@ -19,7 +19,7 @@ void Subscriptions::add(std::uint64_t set, std::vector<int> members, ControlObse
     throw Error(ErrorKind::kInvalidArgument,
                 "process set " + std::to_string(set) + " has an observer already");
   }
-  for (const Message& news : told_) tell(set, place->second, news);
+  for (const Message& news : news_) tell(set, place->second, news);
   for (const int rank : presumed_) tell_presumed(rank, place->second);
 }
 
@@ -30,13 +30,13 @@ void Subscriptions::remove(std::uint64_t set) {
 
 void Subscriptions::tell(const Message& news) {
   const std::scoped_lock lock(mutex_);
-  told_.push_back(news);
+  news_.push_back(news);
   for (const auto& [set, subscription] : subscriptions_) tell(set, subscription, news);
 }
 
 void Subscriptions::forget(std::uint64_t set) {
   const std::scoped_lock lock(mutex_);
-  std::erase_if(told_, [&](const Message& news) {
+  std::erase_if(news_, [&](const Message& news) {
     const bool is_of_set = news.kind == Message::Kind::kLeft || news.kind == Message::Kind::kFailed;
     return is_of_set && news.set == set;
   });

@@ -48,7 +48,7 @@ class Subscriptions {
 
   std::mutex mutex_;  // guards what follows
   std::map<std::uint64_t, Subscription> subscriptions_;
-  std::vector<Message> told_;
+  std::vector<Message> news_;
   std::vector<int> presumed_;
 };
 

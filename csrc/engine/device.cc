@@ -78,7 +78,7 @@ std::string set_name(std::span<const std::string> labels) {
 
 namespace {
 
-constexpr std::chrono::milliseconds kLook{50};  // between looks at an abort
+constexpr std::chrono::milliseconds kPoll{50};  // between looks at an abort
 
 }  // namespace
 
@@ -98,7 +98,7 @@ DeviceGate::Pass DeviceGate::enter(Clock::duration patience, const Abort& abort)
   if (taken_) {
     const auto deadline = Clock::now() + patience;
     while (taken_ && !abort.raised() && Clock::now() < deadline) {
-      changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook));
+      changed_.wait_until(lock, std::min(deadline, Clock::now() + kPoll));
     }
   }
   return take();

@@ -47,10 +47,10 @@ namespace torch_ring {
 /// that never gets its turn. An unsettled place is before it, on some rank, so a member of that
 /// place's set has not given a time yet. All members have posted to that round, so that member's
 /// engine comes to it by itself, unless it is stuck with an earlier round of its set. But that
-/// round's time is earlier still, so it gets its turn. What ranks do together in their turn, making
-/// a communicator or connections of NCCL, therefore ends as well: all come to it. This is why a
-/// time is given for decided rounds alone: a rank that has announced a request may wait for others
-/// that submit theirs only after an operation of another set.
+/// round's time is earlier still, so it gets its turn. The making of a communicator
+/// or of connections of NCCL, which ranks do together in their turn, ends as well: all come to it.
+/// This is why a time is given for decided rounds alone: a rank that has announced a request may
+/// wait for others that submit theirs only after an operation of another set.
 ///
 /// One object serves all sets of a process. While there is one set of several ranks, none takes a
 /// place, and no time is exchanged. Sets number their rounds and keep their order themselves.
@@ -249,7 +249,7 @@ class DeviceExecutor {
     if (!device_) return;
     if (const DeviceGate::Pass pass = gate_.try_enter()) {
       report(device_->busy());
-    } else if (gate_.held_for() > timeout_ + kParting) {
+    } else if (gate_.held_for() > timeout_ + kLeaving) {
       throw stuck();
     }
   }
@@ -258,13 +258,13 @@ class DeviceExecutor {
   /// Precondition: the abort is raised.
   void abort() noexcept {
     // A thread inside sees the abort and leaves, unless it hangs: then the device's end frees it.
-    const DeviceGate::Pass pass = gate_.enter(std::min<Clock::duration>(timeout_, kParting));
+    const DeviceGate::Pass pass = gate_.enter(std::min<Clock::duration>(timeout_, kLeaving));
     if (device_) device_->abort();
   }
 
   /// Frees the device. If a thread hangs there, the destructor does it, after that thread has left.
   void reset() {
-    const DeviceGate::Pass pass = gate_.enter(std::min<Clock::duration>(timeout_, kParting));
+    const DeviceGate::Pass pass = gate_.enter(std::min<Clock::duration>(timeout_, kLeaving));
     if (!pass) return;
     executor_.reset();
     device_.reset();
@@ -272,7 +272,7 @@ class DeviceExecutor {
 
  private:
   // How long a thread may need to leave the device after it could see that it should.
-  static constexpr std::chrono::milliseconds kParting{2000};
+  static constexpr std::chrono::milliseconds kLeaving{2000};
 
   Error stuck() const {
     return {ErrorKind::kTimeout,

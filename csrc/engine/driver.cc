@@ -97,7 +97,7 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
 void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
   std::optional<Clock::time_point> since;  // the begin of this wait
   bool blocked = false;
-  bool told_blocked = false;
+  bool announced_blocked = false;
   while (target == nullptr || !target->done()) {
     if (queue_.has_works()) take_submitted(queue_.lock());
     blocked = blocked && outbox_.empty();
@@ -107,10 +107,11 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     }
     abort_.check();
     if (!round_open_) {
-      const bool announces = !outbox_.empty() || (blocked && !told_blocked && !pending_.empty()) ||
+      const bool announces = !outbox_.empty() ||
+                             (blocked && !announced_blocked && !pending_.empty()) ||
                              (!pending_.empty() && board_.peer_posted());
       if (announces) {
-        told_blocked = blocked;
+        announced_blocked = blocked;
         announce_outbox(blocked);
         continue;
       }

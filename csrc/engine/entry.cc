@@ -78,8 +78,8 @@ std::byte* grow(Bytes& bytes, std::size_t count) {
   return bytes.data() + bytes.size() - count;
 }
 
-/// Whether a header has only values that encode() writes. What runs a request relies on it: it
-/// chooses the arithmetic by dtype and op.
+/// Whether a header has only values that encode() writes. The executor relies on it: it chooses
+/// the arithmetic by dtype and op.
 bool valid(const FingerprintHeader& header) {
   return header.collective <= Collective::kJoin && static_cast<int>(header.op) < kReduceOpCount &&
          static_cast<int>(header.dtype) < kDTypeCount &&

@@ -110,7 +110,7 @@ struct Request {
   std::optional<std::chrono::milliseconds> timeout;
 
   // Where the engine writes the number of the agreement (OperationRecord::sequence), before
-  // finish(); null: nowhere. What finish() holds keeps it alive.
+  // finish(); null: nowhere. finish() keeps it alive.
   std::uint64_t* sequence = nullptr;
 
   /// Bytes of this rank's input; of a scatter: of one part.

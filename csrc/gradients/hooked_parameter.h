@@ -107,8 +107,8 @@ struct HookedParameter {
   /// `grad` is another tensor than before. `is_new`: autograd has made `grad` just now.
   bool on_gradient(const at::Tensor& gradient, bool is_new);
 
-  /// Moves the gradient to another view, outside of blocks. Whoever holds a tensor over the earlier
-  /// one keeps that.
+  /// Moves the gradient to another view, outside of blocks. Tensors over the earlier one stay
+  /// valid.
   void lie_in(GradientView other);
 
   /// Whether copy_in() or make_zero() would overwrite a gradient that the program has kept.

@@ -77,7 +77,9 @@ class PassAgreement {
 };
 
 /// An interrupt whose exception waits: the first one until rethrow(). A second one does not wait.
-/// Thread: one.
+/// The fast path's side of interrupt_deferred() (torch_ring/world/engine.py), which sets a handler
+/// of the signal twice a pass. The fast path cannot afford those system calls, and waits in C++,
+/// where it calls the program's handler itself. Thread: one.
 class DeferredInterrupt {
  public:
   /// `interrupt` outlives this, and this the waits that are given function().

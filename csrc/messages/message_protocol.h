@@ -101,7 +101,7 @@ class MessageProtocol {
   /// A peer may have connected.
   void look_for_connections() { look_ = true; }
 
-  /// `rank` of the set has left. What it has sent before still arrives.
+  /// `rank` of the set has left. Its earlier messages still arrive.
   void depart(int rank, const std::string& why);
 
   /// Moves what goes now; returns whether there was anything.

@@ -65,7 +65,7 @@ void TimelineSender::handle(std::span<const std::byte> message) {
       return;
     }
     case Kind::kStop:
-      told_to_end_ = true;
+      notified_of_end_ = true;
       return;
     case Kind::kEnd:
       has_ended_ = true;

@@ -94,7 +94,7 @@ class TimelineSender {
   /// Whether it knows rank 0's clock, and what it has sent before is on its way.
   bool is_ready() const;
   /// Whether rank 0 wants it to end.
-  bool is_told_to_end() const { return told_to_end_; }
+  bool is_notified_of_end() const { return notified_of_end_; }
 
   /// Waits for an answer until `deadline` at most; returns whether there can be more.
   bool wait(Clock::time_point deadline);
@@ -121,7 +121,7 @@ class TimelineSender {
   Clock::duration shortest_ = Clock::duration::max();
   Clock::time_point zero_;
 
-  bool told_to_end_ = false;
+  bool notified_of_end_ = false;
   bool has_finished_ = false;
   bool has_ended_ = false;
 };
@@ -135,7 +135,7 @@ class TimelineReceiver {
 
   Clock::time_point zero() const { return zero_; }
   bool is_ready() const { return true; }
-  bool is_told_to_end() const { return false; }
+  bool is_notified_of_end() const { return false; }
 
   /// Waits for a message until `deadline` at most, and does what it asks for; returns whether there
   /// can be more.

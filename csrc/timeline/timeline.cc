@@ -73,7 +73,7 @@ void Timeline::write_until_stopped(Role& role) {
   std::string events;
   bool is_named = false;
   bool ending = false;
-  std::optional<Clock::time_point> told;  // by rank 0
+  std::optional<Clock::time_point> notified;  // by rank 0
   Clock::time_point due = Clock::now();
   while (true) {
     const std::optional<Clock::time_point> deadline = end_deadline();
@@ -98,8 +98,8 @@ void Timeline::write_until_stopped(Role& role) {
       until = Clock::now() + options_.interval;
     }
     if (!role.wait(until)) pause(until);
-    if (role.is_told_to_end() && !told) told = Clock::now();
-    if (told && !ending && Clock::now() >= *told + kOwnStop) begin_end(kPatience);
+    if (role.is_notified_of_end() && !notified) notified = Clock::now();
+    if (notified && !ending && Clock::now() >= *notified + kOwnStop) begin_end(kPatience);
   }
 }
 

@@ -33,8 +33,8 @@ class WaitGraph {
   /// Asks ranks what they do. The answers come elsewhere, as those of the whole process.
   virtual void ask(std::span<const int> ranks) = 0;
 
-  /// Whether any rank waits, as far as it is told.
-  virtual bool is_told() const = 0;
+  /// Whether any rank waits, as far as it has been notified.
+  virtual bool is_notified() const = 0;
 
   /// The ends of the graph that `ranks` lead to; `ranks` themselves if it has no end there.
   virtual std::vector<int> ends(std::span<const int> ranks) const = 0;
@@ -72,22 +72,22 @@ class LongWait {
     if (since_ == Clock::time_point{}) since_ = now;
     const std::vector<int> awaited = ranks();
     bear_with_departed(now, awaited);
-    if (told_.empty() && now - since_ < graph_->patience() && !graph_->is_told()) return;
-    const auto is_told = [this](int rank) { return std::ranges::count(told_, rank) > 0; };
-    if (std::ranges::all_of(awaited, is_told)) return;
+    if (announced_.empty() && now - since_ < graph_->patience() && !graph_->is_notified()) return;
+    const auto is_announced = [this](int rank) { return std::ranges::count(announced_, rank) > 0; };
+    if (std::ranges::all_of(awaited, is_announced)) return;
     graph_->tell(awaited);
-    told_ = awaited;
+    announced_ = awaited;
   }
 
   void end() {
-    if (!told_.empty()) graph_->tell({});
+    if (!announced_.empty()) graph_->tell({});
     fail();
   }
 
   /// It has ended by an error. The others are not told: the process set has ended, too, and they,
   /// whose waits end likewise, are about to look in the graph for the cause.
   void fail() {
-    told_.clear();
+    announced_.clear();
     since_ = departed_since_ = {};
   }
 
@@ -111,7 +111,7 @@ class LongWait {
   // The first lasts(), and the first one with a departed rank; the clock's beginning before them.
   Clock::time_point since_{};
   Clock::time_point departed_since_{};
-  std::vector<int> told_;
+  std::vector<int> announced_;
 };
 
 }  // namespace torch_ring

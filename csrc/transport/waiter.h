@@ -54,7 +54,7 @@ class Waiter {
     auto now = Clock::now();
     const auto deadline = now + timeout_;
     LongWait wait(graph_.get());
-    while (!wait_until(ready, std::min(deadline, now + kLook), kSpin, fds)) {
+    while (!wait_until(ready, std::min(deadline, now + kPoll), kSpin, fds)) {
       now = Clock::now();
       if (now >= deadline) throw Error(ErrorKind::kTimeout, blame(stuck()));
       wait.lasts(now, [&] { return stuck().ranks; });
@@ -101,7 +101,7 @@ class Waiter {
  private:
   static constexpr int kYields = 20;
   // How often a wait that lasts looks whether the other ranks must be told of it.
-  static constexpr std::chrono::milliseconds kLook{50};
+  static constexpr std::chrono::milliseconds kPoll{50};
 
   /// The text of a standstill, and which ranks cause it: the peer may only wait for another one.
   std::string blame(const Standstill& still) const {

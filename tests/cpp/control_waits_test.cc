@@ -22,7 +22,7 @@ class KeptGraph final : public WaitGraph {
   std::chrono::milliseconds patience() const override { return {}; }
   void tell(std::span<const int> ranks) override { told.emplace_back(ranks.begin(), ranks.end()); }
   void ask(std::span<const int>) override {}
-  bool is_told() const override { return false; }
+  bool is_notified() const override { return false; }
   Ranks ends(std::span<const int> ranks) const override { return {ranks.begin(), ranks.end()}; }
   std::optional<int> departed(std::span<const int>) const override { return std::nullopt; }
   std::chrono::milliseconds patience_with_departed() const override { return {}; }

@@ -204,8 +204,8 @@ def verify_consistency(
     rank; more only if the ranks differ. ``TORCH_RING_CHECK_EVERY`` does the same for the parameters
     and the state of a ``DistributedOptimizer`` in every so many of its steps.
 
-    What each rank has of its own is no error to look for: buffers such as the running statistics of
-    batch normalisation (call :func:`broadcast_buffers` first), and the state of an optimizer with
+    Some values are each rank's own, and no error: buffers such as the running statistics of batch
+    normalisation (call :func:`broadcast_buffers` first), and the state of an optimizer with
     ``op=Adasum``. Tensors without readable values (on the meta device, or in a wrapper such as a
     DTensor) are compared by shape and dtype.
 
@@ -323,7 +323,7 @@ def find_damage(
 ) -> Difference | None:
     """Compare what ranks have with what the root has, from which they have taken it. Collective.
 
-    What a rank has besides is no damage.
+    Things that only a rank has are no damage.
 
     Cost: one pass over the tensors, on their device, and 32 bytes a rank; more only if ranks
     differ.

@@ -634,7 +634,7 @@ class TorchState(ObjectState):
         self._is_whole, self._saved = False, None
 
     def on_reset(self) -> None:
-        """See `State`. What the callbacks change is no other place."""
+        """See `State`. Changes by the callbacks are no other place."""
         self._is_beginning = False
         super().on_reset()
         self._place = self._find_place()
@@ -749,7 +749,7 @@ class TorchState(ObjectState):
     def _copy_from(self, root: int, *, models: bool, had_it: bool = False) -> None:
         """Take attributes and samplers of the root's, and with `models` everything.
 
-        What has come is compared with what the root has, before it counts. A rank that had the same
+        All that has come is compared with the root's, before it counts. A rank that had the same
         model already is spared the time. It gets the bits that it has, so its state stays whole: if
         the root dies meanwhile, the others take that rank's.
         """

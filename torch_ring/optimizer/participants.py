@@ -11,13 +11,12 @@ from torch import Tensor
 from torch_ring._C import DenseFinalizer, Due, GradientHooks, PlannedBucket
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.optimizer.weight_comparison import WeightComparison
-from torch_ring.world.engine import interrupt_deferred
 
-__all__ = ["FastPath", "Participant", "Participants", "Pending", "interrupt_deferred"]
+__all__ = ["FastPath", "Participant", "Participants", "Pending"]
 
 
 Pending = tuple[bytes, bytes, bool, bool, bool, bool]
-"""What `GradientHooks.pending` returns."""
+"""The result of `GradientHooks.pending`."""
 
 
 class FastPath(NamedTuple):

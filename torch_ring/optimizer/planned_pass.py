@@ -67,8 +67,9 @@ from torch_ring._C import Due, Engine, GradientHooks, PassAgreement, Work, backw
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, require_same_steps
-from torch_ring.optimizer.participants import Participant, Participants, Pending, interrupt_deferred
+from torch_ring.optimizer.participants import Participant, Participants, Pending
 from torch_ring.optimizer.weight_reports import WeightReports
+from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.join import World
 
 __all__ = ["Gradients", "RunAhead", "union_of", "without"]

@@ -229,9 +229,9 @@ class Reducer:
             self.comparison.take(self.steps, self._sync.number)
 
     def begin_unreduced_step(self) -> None:
-        """Look whether gradients of this rank alone are there, with which it steps now.
+        """Note whether gradients of this rank alone are there, with which it steps now.
 
-        What the ranks have after such a step (of local SGD, say) is not compared.
+        The weights after such a step (of local SGD, say) are not compared.
         """
         if is_compared(self.steps + 1):
             due, _, accumulating, *_ = self.hooks.pending(Due.everything)

@@ -46,7 +46,7 @@ class Sink(Protocol):
         """
 
     def drop(self, reason: str) -> None:
-        """Forget what waits: it cannot be written. What is written next says so first."""
+        """Forget the bytes that wait: they cannot be written. The next line says so first."""
 
     def mute(self) -> None:
         """Forget what waits and what comes."""
@@ -97,7 +97,7 @@ class FdSink:
             raise
 
     def drop(self, reason: str) -> None:
-        """Forget what waits: it cannot be written. What is written next says so first."""
+        """Forget the bytes that wait: they cannot be written. The next line says so first."""
         self._bytes.clear()
         self._gap = f"\ntorch_ring.run: output is missing here: {reason}\n".encode()
 

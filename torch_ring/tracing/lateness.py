@@ -62,7 +62,7 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
     late rank itself waits for nobody, so it finds none: ask another one. Talks to no other
     rank; `report` asks all of them what they do.
 
-    Who was last in an agreement is known with the next one, so the last agreement does not count.
+    The last rank of an agreement is known with the next one, so the last agreement does not count.
 
     Args:
         min_lag_s: the shortest wait that counts, in seconds.
