@@ -24,7 +24,8 @@ std::vector<std::uint32_t> sums(std::span<const std::uint32_t> counts) {
 
 }  // namespace
 
-Frames::Frames(int member, std::span<const std::uint32_t> ranks_of_member, std::size_t capacity)
+BruckFrames::BruckFrames(int member, std::span<const std::uint32_t> ranks_of_member,
+                         std::size_t capacity)
     : member_(member),
       first_rank_(sums(ranks_of_member)),
       capacity_(capacity),
@@ -33,7 +34,7 @@ Frames::Frames(int member, std::span<const std::uint32_t> ranks_of_member, std::
       outgoing_(steps_.size()),
       incoming_(steps_.size()) {}
 
-void Frames::begin(const Runs& own, const LeastWait& least_wait) {
+void BruckFrames::begin(const Runs& own, const LeastWait& least_wait) {
   ++round_;
   least_wait_ = least_wait;
   due_ = 0;
@@ -46,7 +47,7 @@ void Frames::begin(const Runs& own, const LeastWait& least_wait) {
   make_frame();
 }
 
-std::span<std::byte> Frames::room() {
+std::span<std::byte> BruckFrames::room() {
   if (received_ < sizeof header_) {
     return std::as_writable_bytes(std::span(&header_, 1)).subspan(received_);
   }
@@ -58,11 +59,11 @@ std::span<std::byte> Frames::room() {
   return std::span(body).subspan(arrived);
 }
 
-int Frames::members_known() const {
+int BruckFrames::members_known() const {
   return complete() ? size() : (steps_[due_].from - member_ + size()) % size();
 }
 
-void Frames::absorb(std::size_t bytes) {
+void BruckFrames::absorb(std::size_t bytes) {
   if (bytes == 0) return;
   received_ += bytes;
   if (received_ == sizeof header_) read_header();
@@ -76,7 +77,7 @@ void Frames::absorb(std::size_t bytes) {
 }
 
 /// Checks a received header. A frame of at least one rank has bytes.
-void Frames::read_header() {
+void BruckFrames::read_header() {
   if (header_.round != round_) {
     throw Error(ErrorKind::kInternal, "of round " + std::to_string(header_.round) + " in round " +
                                           std::to_string(round_));
@@ -96,7 +97,7 @@ void Frames::read_header() {
 }
 
 /// Makes the frame of the step that is due; after the last step, brings the runs into order.
-void Frames::make_frame() {
+void BruckFrames::make_frame() {
   if (complete()) {
     const std::uint32_t before = ranks_of(0, member_);
     const std::uint32_t behind = runs_.ranks() - before;
@@ -113,7 +114,7 @@ void Frames::make_frame() {
 }
 
 /// The ranks that `count` members from `first` on stand for, around the ring.
-std::uint32_t Frames::ranks_of(int first, int count) const {
+std::uint32_t BruckFrames::ranks_of(int first, int count) const {
   const int end = first + count;
   if (end <= size()) return at(first_rank_, end) - at(first_rank_, first);
   return first_rank_.back() - at(first_rank_, first) + at(first_rank_, end - size());

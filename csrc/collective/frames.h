@@ -1,4 +1,4 @@
-// Frames: the frames of Bruck's allgather of entries, without their transport. Pure: no I/O.
+// BruckFrames: the frames of Bruck's allgather of entries, without their transport. Pure: no I/O.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +23,10 @@ namespace torch_ring {
 /// Cost of a round: ceil(log2(members)) frames. Time: of a received frame, O(its bytes + runs).
 ///
 /// Thread: one at a time. Blocking: no.
-class Frames {
+class BruckFrames {
  public:
   /// `ranks_of_member[m]`: the number of ranks that member m stands for. `capacity`: of an entry.
-  Frames(int member, std::span<const std::uint32_t> ranks_of_member, std::size_t capacity);
+  BruckFrames(int member, std::span<const std::uint32_t> ranks_of_member, std::size_t capacity);
 
   const std::vector<BruckStep>& steps() const { return steps_; }
 

@@ -72,7 +72,7 @@ class TcpBoard : public Board {
   const Waiter& waiter_;
   const std::size_t capacity_;
 
-  Frames frames_;
+  BruckFrames frames_;
   std::vector<std::size_t> sent_;  // bytes of each step's frame
   bool open_ = false;              // posted to and not complete
   RoundEntries entries_;

@@ -48,7 +48,7 @@ void mutate(Frame& frame, Random& random) {
 
 /// Feeds a frame to the step that is due. Checks that what is believed is consistent; returns
 /// whether the frame was.
-bool feed(Frames& frames, const Frame& frame) {
+bool feed(BruckFrames& frames, const Frame& frame) {
   const std::size_t step = frames.due();
   try {
     for (ByteSpan rest = frame; !rest.empty() && frames.due() == step;) {
@@ -109,8 +109,8 @@ struct Example {
   Runs first;
 };
 
-Frames begun(const Example& example) {
-  Frames frames(0, std::vector<std::uint32_t>(kMembers, kRanksEach), kCapacity);
+BruckFrames begun(const Example& example) {
+  BruckFrames frames(0, std::vector<std::uint32_t>(kMembers, kRanksEach), kCapacity);
   frames.begin(example.first);
   return frames;
 }
@@ -121,7 +121,7 @@ TEST(frames_fuzz_mutated_frames_are_an_error_or_entries) {
   for (int i = 0; i < kTries / 100; ++i) {
     const Example example(random);
     for (int j = 0; j < 100; ++j) {
-      Frames frames = begun(example);
+      BruckFrames frames = begun(example);
       const std::size_t mutated = random() % frames.steps().size();
       bool good = true;
       for (std::size_t step = 0; good && step < frames.steps().size(); ++step) {
@@ -149,13 +149,13 @@ TEST(frames_fuzz_random_frames_are_an_error_or_entries) {
       const std::uint64_t header[] = {1, 0, frame.size() - 24};
       std::memcpy(frame.data(), header, sizeof header);
     }
-    Frames frames = begun(example);
+    BruckFrames frames = begun(example);
     feed(frames, frame);
   }
 }
 
 TEST(frames_fuzz_a_header_alone_allocates_little) {
-  Frames frames(0, std::vector<std::uint32_t>(2, 1'000'000), 64u << 10);
+  BruckFrames frames(0, std::vector<std::uint32_t>(2, 1'000'000), 64u << 10);
   const std::vector<std::byte> entry(8);
   Runs runs;
   runs.append({1'000'000, entry, {}});

@@ -1,4 +1,4 @@
-// Frames: the bytes of agreement that a rank sends, for 8 to 4096 simulated ranks.
+// BruckFrames: the bytes of agreement that a rank sends, for 8 to 4096 simulated ranks.
 #include "collective/frames.h"
 
 #include <bit>
@@ -121,7 +121,7 @@ TEST(frames_that_all_differ_have_the_bytes_of_all_entries) {
 TEST(frames_know_whose_entries_are_here) {
   SimulatedMembers world(5, 2);
   world.round(equal_entries(10));
-  Frames frames(1, std::vector<std::uint32_t>(5, 2), 1000);
+  BruckFrames frames(1, std::vector<std::uint32_t>(5, 2), 1000);
   frames.begin(world.member(0).runs().part(0, 2));
   for (const int known : {1, 2, 4}) {
     CHECK_EQ(frames.members_known(), known);

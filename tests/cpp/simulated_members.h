@@ -14,7 +14,7 @@
 namespace torch_ring::test {
 
 /// Hands `bytes` to `frames` as a connection would: as many at a time as there is room for.
-inline void receive(Frames& frames, ByteSpan bytes) {
+inline void receive(BruckFrames& frames, ByteSpan bytes) {
   while (!bytes.empty() && !frames.complete()) {
     const std::span<std::byte> room = frames.room();
     const std::size_t count = std::min(room.size(), bytes.size());
@@ -37,7 +37,7 @@ class SimulatedMembers {
     const std::vector<std::uint32_t> ranks(static_cast<std::size_t>(members),
                                            static_cast<std::uint32_t>(ranks_each));
     for (int member = 0; member < members; ++member) {
-      frames_.push_back(std::make_unique<Frames>(member, ranks, capacity));
+      frames_.push_back(std::make_unique<BruckFrames>(member, ranks, capacity));
     }
   }
 
@@ -70,12 +70,12 @@ class SimulatedMembers {
     return most;
   }
 
-  const Frames& member(std::size_t member) const { return *frames_[member]; }
+  const BruckFrames& member(std::size_t member) const { return *frames_[member]; }
   std::size_t count() const { return frames_.size(); }
 
  private:
   const std::size_t ranks_each_;
-  std::vector<std::unique_ptr<Frames>> frames_;
+  std::vector<std::unique_ptr<BruckFrames>> frames_;
 };
 
 }  // namespace torch_ring::test

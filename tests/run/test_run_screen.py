@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from torch_ring.run.agent import Frames, frame
+from torch_ring.run.agent import FrameReader, frame
 from torch_ring.run.screen import FdSink, Screen
 
 
@@ -166,6 +166,6 @@ def test_a_pipe_that_nobody_reads_blocks_nobody():
 def test_frames_come_in_any_pieces(step):
     sent = [({"a": 1}, b""), ({"b": "\udc80"}, b"\0" * 9_000), ({}, b"end")]
     data = b"".join(frame(*each) for each in sent)
-    frames = Frames()
+    frames = FrameReader()
     pieces = [data[begin : begin + step] for begin in range(0, len(data), step)]
     assert [each for piece in pieces for each in frames.feed(piece)] == sent

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Any
 
-__all__ = ["GREETING", "Frames", "frame", "main"]
+__all__ = ["GREETING", "FrameReader", "frame", "main"]
 
 GREETING = b"\0torch_ring agent\n"  # what a shell prints before it is no frame
 
@@ -45,7 +45,7 @@ def frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
     return _LENGTHS.pack(len(text), len(payload)) + text + payload
 
 
-class Frames:
+class FrameReader:
     """Cuts bytes, as they come, into frames."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Agent:
     def __init__(self) -> None:
         self._ranks: dict[int, RankProcess] = {}  # by process
         self._ended: list[RankProcess] = []  # their descendants may still write
-        self._requests = Frames()
+        self._requests = FrameReader()
         self._waiting = bytearray(GREETING)
         self._has_launcher = True
         self._silence_s = 0.0  # of the launcher, which counts as its end; 0: it may be silent

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.run.agent import GREETING, Frames, frame
+from torch_ring.run.agent import GREETING, FrameReader, frame
 
 __all__ = [
     "Ended",
@@ -257,7 +257,7 @@ class HostConnection:
         self.command = shlex.join(command[:-1] if ssh else command)
         self._waiting = bytearray(agent_source())
         self._greeting: bytearray | None = bytearray()
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._stderr = bytearray()
         self._beat_at = time.monotonic() + _BEAT_S
         self.send(
