@@ -9,7 +9,7 @@ from counting_store import CountingStore
 
 from torch_ring.errors import RingError
 from torch_ring.setup.network import Deadline
-from torch_ring.setup.peer_info import HostInfo, columns
+from torch_ring.setup.peer_info import HostInfo, columns, unpack
 from torch_ring.setup.store_exchange import StoreExchange
 
 
@@ -58,7 +58,8 @@ def exchange_between_hosts(size: int, local_size: int = 8) -> tuple[list[Any], l
     """Exchange the descriptions of all hosts, in any order but one after another.
 
     Returns:
-        The values as each host got them; the client of each host, with its counts.
+        The values as rank 0's host got them, and as the others, if these are the same on all; the
+        client of each host, with its counts.
     """
     server = CountingStore()
     starts = range(0, size, local_size)
@@ -68,5 +69,6 @@ def exchange_between_hosts(size: int, local_size: int = 8) -> tuple[list[Any], l
     sides = {host: exchange_on(clients[host], groups[host].ranks, size) for host in order}
     for host in order:  # all values are there before a host looks for them
         sides[host]._send(groups[host].to_value())
-    values = [sides[host]._receive(groups[host].to_value()) for host in range(len(groups))]
-    return values, clients
+    values = [sides[0]._receive(groups[0].to_value())]
+    received = {side._await_values() for host, side in sides.items() if host != 0}
+    return values + [unpack(data, size) for data in received], clients

@@ -23,7 +23,8 @@ def test_operations_of_a_host(size):
     assert clients[0].total() == 1 + (hosts - 1) + 2
     assert clients[0].counts["check"] == hosts - 1
     assert sum(client.total() for client in clients) <= 4 * hosts
-    assert all(each == values[0] for each in values)
+    assert len(values) == min(hosts, 2)
+    assert values[-1] == values[0]
     peers = parse_table(table_of(values[0], size), size).peers
     assert [peer.rank for peer in peers] == list(range(size))
     assert peers[-1].to_value() == info(size - 1, hosts - 1)
@@ -48,7 +49,7 @@ def test_values_in_several_chunks(monkeypatch):
     values, clients = exchange_between_hosts(256)
     assert 900 < max(client.largest for client in clients) <= 1000
     assert clients[1].counts["get"] > 4
-    assert len(parse_table(table_of(values[5], 256), 256).peers) == 256
+    assert len(parse_table(table_of(values[-1], 256), 256).peers) == 256
 
 
 @pytest.mark.parametrize(("count", "most_bytes"), [(1, 400), (8, 700), (512, 17_000)])
