@@ -21,6 +21,7 @@ from ahead_training import (
     run_ahead_on_double,
     wait_for,
 )
+from logs import logged
 from pool import error_of, eventually
 from torch.optim import SGD
 from training import assert_same_on_all_ranks
@@ -78,17 +79,21 @@ def use_a_branch_first(set_to_none: bool, device: str) -> None:
     """Rank 0 alone uses another branch in one pass: it is averaged `AHEAD` + 1 passes later."""
     torch.manual_seed(1)
     x, y = (torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0))
+    optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0), [("x", x), ("y", y)])
     first, found = PLANNED + 3, []
-    for step in range(first + AHEAD + 3):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        loss = (2 * x).sum()
-        if step == 0 or (step in (first, first + 2) and hvd.rank() == 0):
-            loss = loss + (6 * y).sum()
-        loss.backward()
-        assert x.grad.tolist() == [2, 2]
-        found.append(None if y.grad is None else y.grad.tolist())
-        optimizer.step()
+    with logged() as messages:
+        for step in range(first + AHEAD + 3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = (2 * x).sum()
+            if step == 0 or (step in (first, first + 2) and hvd.rank() == 0):
+                loss = loss + (6 * y).sum()
+            loss.backward()
+            assert x.grad.tolist() == [2, 2]
+            found.append(None if y.grad is None else y.grad.tolist())
+            optimizer.step()
+    late = [message for message in messages if "two steps later" in message]
+    assert len(late) == (hvd.rank() == 0), messages
+    assert all("of 'y', which" in message for message in late), late
     none = None if set_to_none else [0, 0]
     share = 2 * 6 / hvd.size()  # of two passes
     expected = [[6, 6], *[none] * (first + AHEAD), [share, share], none]

@@ -44,6 +44,9 @@ class Participant(Protocol):
     hooks: GradientHooks
     """Those of the optimizer's parameters."""
 
+    names: Sequence[str]
+    """The parameters' names."""
+
     @property
     def runs_ahead(self) -> bool:
         """Whether its buckets can be reduced without an agreement."""

@@ -171,6 +171,7 @@ class RunAhead:
         self._passes: list[Entered] = []  # the last two of the plan
         self._is_concluded = True  # whether the last one has told how to go on
         self._difference: MismatchError | None = None
+        self._has_warned = False
         self.aside: set[int] = set()
 
     @property
@@ -392,6 +393,18 @@ class RunAhead:
             participant = self._participants[index]
             participant.hooks.put_aside(participant.bitmap(bitmap))
             self.aside.add(index)
+        if extra and not self._has_warned:
+            self._has_warned = True
+            index, bitmap = min(extra.items())
+            first = self._participants[index].names[(bitmap & -bitmap).bit_length() - 1]
+            others = sum(bitmap.bit_count() for bitmap in extra.values()) - 1
+            _log.warning(
+                "only some ranks have a gradient of '%s'%s, which the passes before did not have: "
+                "it counts in the next step on which the ranks agree, two steps later. In its own "
+                "step it counts with run_ahead=False or TORCH_RING_RUN_AHEAD=0",
+                first,
+                f" and of {others} other parameters" if others else "",
+            )
 
     def take_up_aside(self, index: int) -> bool:
         """Add what was put aside to an optimizer's gradients; return whether there was some."""

@@ -157,7 +157,7 @@ class Reducer:
         self._sync = sync
         self._engine = sync.engine
         self._parameters = parameters
-        self._names = names
+        self.names = names
         self._settings = settings
         self._groups = groups
         self._specs = [spec_of(name, parameter) for name, parameter in named]
@@ -295,7 +295,7 @@ class Reducer:
             self._sparse_sums[parameter] = start_sparse_sum(
                 self._engine,
                 self._sync.process_set.ranks or [],
-                f"gradients.{self.index}.{number}.sparse.{self._names[parameter]}",
+                f"gradients.{self.index}.{number}.sparse.{self.names[parameter]}",
                 self._settings.op,
                 self._parameters[parameter],
                 coalesced(self.hooks.local_gradient(parameter)),
@@ -320,7 +320,7 @@ class Reducer:
             if not base:
                 continue
             if base > 1:
-                return f"'{self._names[index]}' may have been changed since it was averaged"
+                return f"'{self.names[index]}' may have been changed since it was averaged"
             spec = self._specs[index]
             dtype = torch.float32 if spec.dtype.itemsize == 2 else spec.dtype
             kept = torch.zeros(spec.numel + 1, dtype=dtype, device="cpu")
@@ -329,7 +329,7 @@ class Reducer:
             )
             givers = work.wait()[-1].item()
             if not givers:
-                return f"no rank that has joined has '{self._names[index]}' still, unchanged"
+                return f"no rank that has joined has '{self.names[index]}' still, unchanged"
             kept = kept[:-1] / givers
             if touched >> index & 1:
                 self.hooks.keep_scale(index)
@@ -485,7 +485,7 @@ class Reducer:
         if problem:
             self._sync.fail(f"a model has moved: {problem}")
         self._sync.run_ahead.stop()
-        named = zip(self._names, self._parameters, strict=True)
+        named = zip(self.names, self._parameters, strict=True)
         self._specs = [spec_of(name, parameter) for name, parameter in named]
         self._direct = self._large_ones()
         self._rebuild_buckets()
