@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 
@@ -125,6 +126,22 @@ def check_tools():
         )
 
 
+def runtime_arguments():
+    """Return arguments of the linker with which the module uses the C++ runtime that torch uses.
+
+    Some compilers link a copy into all that they build. Exceptions that pass both copies end in
+    segmentation faults.
+    """
+    link = [*shlex.split(os.environ.get("CXX") or "g++"), "-shared", "-fPIC"]
+    link += shlex.split(os.environ.get("LDFLAGS") or "")
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.so"
+        command = [*link, "-x", "c++", "-", "-o", str(probe)]
+        subprocess.run(command, input=b"void probe() { throw 1; }", capture_output=True)
+        has_own = probe.exists() and b"libstdc++.so" not in probe.read_bytes()
+    return ["-l:libstdc++.so.6"] if has_own else []
+
+
 class CleanBuild(build):
     """Forgets what the last build left: a wheel has no file that is not in the tree any more."""
 
@@ -182,6 +199,8 @@ def compiled_module(torch):
 
         def run(self):
             check_tools()
+            for extension in self.extensions:
+                extension.extra_link_args += runtime_arguments()
             if self.inplace:  # The source tree holds one module, which was built last.
                 native = ROOT / "torch_ring" / "native"
                 for other in native.glob("torch_*"):

@@ -195,6 +195,20 @@ def test_an_old_compiler(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
         setup["check_tools"]()
 
 
+@pytest.mark.parametrize("flags", ["", "-static-libstdc++"])
+def test_a_compiler_that_links_its_own_runtime(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str
+) -> None:
+    monkeypatch.setenv("LDFLAGS", flags)
+    arguments = setup["runtime_arguments"]()
+    assert bool(arguments) == bool(flags)
+    built = tmp_path / "built.so"
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(built), *flags.split()]
+    source = b"void f() { throw 1; }"
+    subprocess.run([*command, *arguments], input=source, check=True)
+    assert b"libstdc++.so.6" in built.read_bytes()
+
+
 @pytest.mark.parametrize("jobs", ["", "0", "many"])
 @pytest.mark.parametrize("compiler", ["", "env g++ -O1"])
 def test_variables_that_say_nothing_or_more(
