@@ -279,7 +279,8 @@ std::int64_t shared_offset(const Request& request, HostCommunicator& communicato
   const Fingerprint& f = request.fingerprint;
   const bool in_place = f.collective == Collective::kAllreduce && f.op != ReduceOp::kAdasum &&
                         f.on_host() && request.input == request.output;
-  return in_place ? communicator.shared_offset_of(request.input, request.input_bytes()) : -1;
+  if (!in_place || !communicator.has_shared_memory()) return -1;
+  return communicator.shared_offset_of(request.input, request.input_bytes());
 }
 
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator) {
