@@ -183,49 +183,50 @@ def test_a_member_that_dies_while_the_set_is_added(when, transport):
         assert (kind, "rank 2 (" in text) == ("PeerLostError", True), (kind, text)
 
 
-def interrupt_once_it_waits(thread: int, came: Path) -> None:
-    """Send this process SIGINT when a thread waits for the other ranks in an exchange."""
+def interrupt_once_it_waits(thread: int, came: Path, number: int) -> None:
+    """Send this process a signal when a thread waits for the other ranks in an exchange."""
     while True:
         frame: Any = sys._current_frames()[thread]
         while frame is not None:
             if frame.f_code.co_name == "_result":
-                signal.pthread_kill(thread, signal.SIGINT)
+                signal.pthread_kill(thread, number)
                 return came.touch()
             frame = frame.f_back
         time.sleep(0.001)
 
 
-def interrupt_a_rank(who: int, mark: str) -> None:
+def interrupt_a_rank(who: int, mark: str, number: int) -> None:
     """The others come when the exchange of one rank has been interrupted."""
     came = Path(mark)
 
-    for number, change in enumerate((hvd.add_process_set, hvd.remove_process_set)):
+    for turn, change in enumerate((hvd.add_process_set, hvd.remove_process_set)):
         hvd.barrier()
         came.unlink(missing_ok=True)
         hvd.barrier()
         if hvd.rank() == who:
-            before = signal.signal(signal.SIGINT, signal.default_int_handler)
-            sender = threading.Thread(
-                target=interrupt_once_it_waits, args=(threading.get_ident(), came), daemon=True
-            )
+            before = signal.signal(number, signal.default_int_handler)
+            arguments = (threading.get_ident(), came, number)
+            sender = threading.Thread(target=interrupt_once_it_waits, args=arguments, daemon=True)
             sender.start()
             with pytest.raises(KeyboardInterrupt):
                 change(hvd.ProcessSet([0, 1]))
             sender.join()
-            signal.signal(signal.SIGINT, before)
+            signal.signal(number, before)
         else:
             assert eventually(came.exists, 20.0)
             change(hvd.ProcessSet([0, 1]))
-        assert hvd.ProcessSet([0, 1]).process_set_id == (1 if number == 0 else None)
-        if number == 0:
+        assert hvd.ProcessSet([0, 1]).process_set_id == (1 if turn == 0 else None)
+        if turn == 0:
             check_process_set(hvd.ProcessSet([0, 1]), [0, 1])
     check_process_set(hvd.add_process_set([0, 1]), [0, 1])
 
 
 @on_both_transports
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_an_interrupt_while_a_set_is_added_or_removed(who, transport, tmp_path):
-    run(interrupt_a_rank, 3, args=(who, str(tmp_path / "interrupted")), transport=transport)
+def test_an_interrupt_while_a_set_is_added_or_removed(who, number, transport, tmp_path):
+    arguments = (who, str(tmp_path / "interrupted"), int(number))
+    run(interrupt_a_rank, 3, args=arguments, transport=transport)
 
 
 def shut_down_in_another_thread() -> str:

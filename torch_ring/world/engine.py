@@ -89,32 +89,38 @@ def wait_for_all(engine: Engine, deadline: Deadline, size: int) -> None:
     raise TimeoutError(f"not all engines have answered {deadline}")
 
 
+_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+
+
 @contextlib.contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Context at whose end the program's handler of SIGINT is called, if the signal came.
+    """Context at whose end the program's handlers of signals are called, if signals came.
 
-    A second signal does not wait. Elsewhere than in the main thread, where Python handles signals,
-    and without a handler of Python's, the context does nothing.
+    A handler may raise, as that of Ctrl-C does: the other ranks must not wait for the rest of the
+    block. A second signal of a kind does not wait. Elsewhere than in the main thread, where Python
+    handles signals, and without handlers of Python's, the context does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if is_main else None
-    if not callable(handler):
-        yield
-        return
-    deferred: list[tuple[int, FrameType | None]] = []
+    given = {number: signal.getsignal(number) for number in _DEFERRED} if is_main else {}
+    handlers = {number: handler for number, handler in given.items() if callable(handler)}
+    came: dict[int, list[FrameType | None]] = {number: [] for number in handlers}
 
     def defer(number: int, frame: FrameType | None) -> None:
-        deferred.append((number, frame))
-        if len(deferred) > 1:
-            handler(number, frame)
+        came[number].append(frame)
+        if len(came[number]) > 1:
+            handlers[signal.Signals(number)](number, frame)
 
-    signal.signal(signal.SIGINT, defer)
+    for number in handlers:
+        signal.signal(number, defer)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(deferred) == 1:
-            handler(*deferred.pop())
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        with contextlib.ExitStack() as calls:  # each of them, though one raises
+            for which, frames in came.items():
+                if len(frames) == 1:
+                    calls.callback(handlers[signal.Signals(which)], which, frames[0])
 
 
 _NAME = "torch_ring.process_sets"
