@@ -119,6 +119,8 @@ def refuse_a_moved_model(device: str) -> None:
             optimizer.zero_grad()
             loss_of(model, part(batch).to(place)).backward()
             optimizer.step()
+            if step == 2:
+                hvd.barrier()  # in a planned pass the others hear of it after their own step
 
 
 PLACES: list[Callable[[str], None]] = [
