@@ -24,7 +24,7 @@ from torch_ring.self_test import command, machine, rank
 
 DEADLINE_S = 120
 SECRET = "a-word-that-nobody-may-read"
-FIGURES = r"torch_ring \S+ .s, \S+ GB/s; gloo \S+ .s, \S+ GB/s; torch_ring is \S+ times as fast"
+FIGURES = r"torch_ring \S+ us; gloo \S+ us; torch_ring is \S+ times as fast"
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -77,19 +77,19 @@ def test_in_words_and_without_the_secret() -> None:
     assert SECRET not in output
     for line in (
         rf"torch_ring {re.escape(hvd.__version__)}: self-test \(put all of it in a bug report\)",
-        rf"torch  +{re.escape(torch.__version__)}, .*",
-        r"processor  +.*",
-        r"started by  +env: rank 0 of 64",
-        r" +MASTER_ADDR=192.0.2.77",
-        r" +TORCH_RING_CONNECTIONS=2",
-        r" +TORCH_RING_SECRET=\(set, not shown\)",
-        r" +TORCH_RING_SERCET=\(not a setting of torch_ring\)",
-        r"secret  +set",
+        rf"  torch  +{re.escape(torch.__version__)}",
+        r"  cpu  +.*",
+        r"  started_by  +env: rank 0 of 64",
+        r"    MASTER_ADDR +192.0.2.77",
+        r"    TORCH_RING_CONNECTIONS +2",
+        r"    TORCH_RING_SECRET +\(set, not shown\)",
+        r"    TORCH_RING_SERCET +\(not a setting of torch_ring\)",
+        r"  secret  +set",
         r"2 ranks, auto  +allreduce is right, by shm",
         r"2 ranks, tcp  +allreduce is right, by tcp",
     ):
         assert re.search(rf"^{line}$", output, re.MULTILINE), f"{line}\n{output}"
-    for size in ("1 KB", "1 MB"):
+    for size in ("1 KB", "1024 KB"):
         assert len(re.findall(rf"^  {size} +{FIGURES}$", output, re.MULTILINE)) == 2, output
     assert output.endswith("\nself-test passed\n")
 
@@ -122,20 +122,12 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (tcp["asked_transport"], tcp["transport"], tcp["ranks"]) == ("tcp", "tcp", 2)
     for run in (shm, tcp):
         assert [row["bytes"] for row in run["allreduce"]] == [1 << 10, 1 << 20]
-        for row in run["allreduce"]:
-            assert row["torch_ring_gb_s"] == pytest.approx(
-                row["bytes"] / row["torch_ring_us"] / 1e3
-            )
-            ratio = row["gloo_us"] / row["torch_ring_us"]
-            assert row["gloo_over_torch_ring"] == pytest.approx(ratio)
+        assert all(row["torch_ring_us"] > 0 and row["gloo_us"] > 0 for row in run["allreduce"])
 
     page = (ROOT / "docs" / "self-test.md").read_text().partition("## JSON")[2]
     rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     documented = {key for row in rows for key in row.split(", ")}
-    launchers = {"launchers.found.torchrun", "launchers.found.torchrun.path"}
-    assert launchers <= keys_of(found)
-    several = re.compile(r"launchers\.found\.\w+")
-    assert {several.sub("launchers.found.NAME", key) for key in keys_of(found)} == documented
+    assert keys_of(found) == documented
 
 
 # --- failures
@@ -202,14 +194,14 @@ def test_ranks_say_why_they_cannot_begin(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("sent", slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
-def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> None:
+def test_its_end_is_that_of_its_ranks(sent: signal.Signals) -> None:
     process = start("--timeout", "60")
     try:
         lines = iter(process.stdout.readline, "")  # type: ignore[union-attr]
-        assert any(line.startswith("GPUs") for line in lines)
+        assert any(line.startswith("gpus") for line in lines)
         assert pool.eventually(lambda: len(processes_below(process.pid)) == 2, 20)
         ranks = processes_below(process.pid)
-        assert pool.eventually(lambda: any(map(has_begun, tmp_path.rglob("0.err"))), 60)
+        assert pool.eventually(lambda: any(map(has_begun, ranks)), 60)
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)  # it does not end by itself
         process.send_signal(sent)
@@ -227,12 +219,8 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals, tmp_path: Path) -> N
         assert errors == "torch_ring: the self-test was interrupted\n"
     elif sent == signal.SIGTERM:
         assert (process.returncode, errors) == (143, "")
-    else:  # it could not clean up its folder
+    else:
         assert process.returncode == -sent
-        for folder in (tmp_path / "temporary").iterdir():
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
 
 
 @pytest.mark.slow
@@ -250,8 +238,11 @@ def test_nobody_reads_its_output(arguments: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-def has_begun(log: Path) -> bool:
-    return "2 ranks on one host" in log.read_text()
+def has_begun(rank: int) -> bool:
+    output = Path(f"/proc/{rank}/fd/2")
+    # Until the process has become the rank, this is the pipe of the self-test.
+    is_of_rank = str(output.readlink()).startswith("/memfd:")
+    return is_of_rank and "2 ranks on one host" in output.read_text()
 
 
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:

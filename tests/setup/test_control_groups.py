@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from torch_ring.self_test import machine
 from torch_ring.setup import control_groups
 from torch_ring.setup.control_groups import cpu_quota, usable_cpus
 
@@ -84,4 +83,3 @@ def test_quotas(
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
     assert cpu_quota() == cpus
     assert usable_cpus() == min(8, cpus)
-    assert machine.machine()["cpus_of_container"] == (None if cpus == math.inf else cpus)

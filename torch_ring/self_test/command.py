@@ -1,4 +1,4 @@
-"""main: the command ``python -m torch_ring``, and its report in words."""
+"""main: the command ``python -m torch_ring``, which prints facts and tries local ranks."""
 
 from __future__ import annotations
 
@@ -11,154 +11,13 @@ from typing import Any
 
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, first_line
-from torch_ring.self_test import machine
+from torch_ring.self_test.machine import facts
 from torch_ring.self_test.rank import run_ranks
 from torch_ring.setup.launchers import discover
 
-__all__ = ["main", "run_in_words"]
+__all__ = ["main"]
 
 Facts = dict[str, Any]
-
-
-def facts_in_words(report: Facts) -> str:
-    """Return all parts but the runs."""
-    lines = [
-        f"torch_ring {report['torch_ring']['version']}: self-test (put all of it in a bug report)",
-        *_software(report),
-        *_machine(report["machine"], report["limits"]),
-        *_launchers(report["launchers"]),
-        *_settings(report["settings"], report["network"]),
-        *_gpus(report["nccl"], report["gpus"]),
-    ]
-    return "\n".join(lines)
-
-
-def run_in_words(run: Facts) -> str:
-    """Return the part of one run."""
-    head = f"{run['ranks']} ranks, {run['asked_transport']}"
-    # Of a run that went well only why it did not use shared memory.
-    shown = [line for line in run["log"] if run["failure"] or "no shared memory" in line]
-    lines = [_row("", line) for line in shown]
-    if run["failure"]:
-        return "\n".join([_row(head, f"FAILED: {run['failure']}"), *lines])
-    lines.insert(0, _row(head, f"allreduce is right, by {run['transport']}"))
-    for row in run["allreduce"]:
-        text = f"torch_ring {_time(row['torch_ring_us'])}, {row['torch_ring_gb_s']:.3g} GB/s"
-        if "gloo_us" in row:
-            text += f"; gloo {_time(row['gloo_us'])}, {row['gloo_gb_s']:.3g} GB/s"
-            text += f"; torch_ring is {row['gloo_over_torch_ring']:.3g} times as fast"
-        lines.append(_row(f"  {_size(row['bytes'])}", text))
-    if run["gloo_problem"]:
-        lines.append(_row("  gloo", f"not compared: {run['gloo_problem']}"))
-    return "\n".join(lines)
-
-
-def _software(report: Facts) -> list[str]:
-    build, python = report["torch_ring"], report["python"]
-    cuda = f"CUDA {python['torch_cuda']}" if python["torch_cuda"] else "no CUDA"
-    gloo = "gloo" if python["torch_has_gloo"] else "no gloo"
-    return [
-        _row("native module", f"{build['native_module']}"),
-        _row("", f"built for torch {build['built_for_torch']}; {', '.join(build['transports'])}"),
-        _row("torch", f"{python['torch']}, {cuda}, {gloo}; {python['torch_path']}"),
-        _row("Python", f"{python['python']}; {python['executable']}"),
-    ]
-
-
-def _machine(machine: Facts, limits: Facts) -> list[str]:
-    quota, of_container = machine["cpus_of_container"], machine["memory_of_container_bytes"]
-    cpus = f"{machine['cpus']} CPUs, {len(machine['cpus_allowed'])} allowed here"
-    memory = _space(machine["memory_bytes"], machine["memory_available_bytes"])
-    shm = _space(machine["dev_shm_bytes"], machine["dev_shm_free_bytes"])
-    load = machine["load"]
-    busy = load is not None and load > len(machine["cpus_allowed"])
-    return [
-        _row("system", f"{machine['system']}, glibc {machine['glibc'] or 'not known'}"),
-        _row("processor", f"{machine['cpu']}, reduces with {machine['vector_instructions']}"),
-        _row("", cpus + (f", the container may use {quota:g}" if quota else "")),
-        _row("", f"load {_number(load)}" + ": busy, the times below say little" * busy),
-        _row("memory", memory + (f", the container's {_bytes(of_container)}" * bool(of_container))),
-        _row("/dev/shm", f"{shm} (DataLoader's workers use it, torch_ring does not)"),
-        _row("huge pages", machine["huge_pages"] or "not known"),
-        _row(
-            "limits",
-            f"{_limit(limits['open_files'])} open files: {_limit(limits['ranks_on_one_host'])} "
-            f"ranks on one host, {_limit(limits['hosts_of_an_alltoall'])} hosts in an alltoall",
-        ),
-        _row(
-            "",
-            f"locked memory {_bytes(limits['locked_memory_bytes'])}, address space "
-            f"{_bytes(limits['address_space_bytes'])}, processes {limits['processes'] or 'any'}",
-        ),
-    ]
-
-
-def _launchers(launchers: Facts) -> list[str]:
-    lines = [
-        _row(name, f"{found['version']}; {found['path']}" if found else "not found")
-        for name, found in launchers["found"].items()
-    ]
-    lines.append(_row("started by", launchers["started_by"]))
-    return lines + [_row("", f"{n}={value}") for n, value in launchers["variables"].items()]
-
-
-def _settings(settings: Facts, network: Facts) -> list[str]:
-    made = "none: each world makes its own; on several hosts, set TORCH_RING_SECRET"
-    address = network["problem"] or f"{network['interface']}, {network['address']}"
-    return [
-        _row("settings", "" if settings["variables"] else "none set"),
-        *(_row("", f"{name}={value}") for name, value in settings["variables"].items()),
-        _row("secret", "set" if settings["secret"] == "set" else made),
-        _row("interface", f"{address} (of {', '.join(network['all'])})"),
-    ]
-
-
-def _gpus(nccl: Facts, gpus: Facts) -> list[str]:
-    count = len(gpus["names"])
-    lines = [
-        _row("NCCL", nccl["problem"] or f"{nccl['version']}; {nccl['path']}"),
-        _row("GPUs", gpus["problem"] or ", ".join(gpus["names"])),
-    ]
-    if count < 2:
-        lines.append(_row("", f"not tested here: an allreduce by NCCL takes 2 GPUs, not {count}"))
-    return lines
-
-
-def _row(name: str, text: str) -> str:
-    return f"{name:<15} {text}".rstrip()
-
-
-def _number(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.1f}"
-
-
-def _limit(limit: int | None) -> str:
-    return "any number of" if limit is None else str(limit)
-
-
-def _space(size: int | None, free: int | None) -> str:
-    if size is None or free is None:
-        return "not known"
-    return f"{_bytes(size)}, {_bytes(free)} free"
-
-
-def _bytes(count: int | None) -> str:
-    if count is None:
-        return "no limit"
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024  # type: ignore[assignment]
-    return f"{count:.4g} GiB"
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20} MB" if count >= 1 << 20 else f"{count >> 10} KB"
-
-
-def _time(microseconds: float) -> str:
-    return f"{microseconds:.3g} us" if microseconds < 1000 else f"{microseconds / 1000:.3g} ms"
-
 
 # As shells count: 128 and the signal.
 _INTERRUPTED = 128 + signal.SIGINT
@@ -191,19 +50,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "Put its output in a bug report.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    ranks_help = "the number of ranks to start; default: 2"
+    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help=ranks_help)
+    timeout_help = "the deadline of each of the runs; default: 60"
     parser.add_argument(
-        "--ranks",
-        type=_count,
-        default=2,
-        metavar="N",
-        help="the number of ranks to start; default: 2",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="the deadline of each of the runs; default: 60",
+        "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help=timeout_help
     )
     return parser.parse_args(arguments)
 
@@ -238,44 +89,66 @@ def _run(args: argparse.Namespace) -> int:
     except InvalidArgumentError as error:
         config = Config()
         problems.append(first_line(error))
-    report = _facts(config)
-    if not args.json:
-        print(facts_in_words(report), flush=True)
+    report = facts(config)
 
-    runs: list[dict[str, Any]] = []
-    gpus = len(report["gpus"]["names"])
+    def say(line: str) -> None:
+        if not args.json:
+            print(line, flush=True)
+
+    say(f"torch_ring {report['torch_ring']['version']}: self-test (put all of it in a bug report)")
+    say("\n".join(_in_words(report)))
+    runs = []
     wanted = [("auto", args.ranks, "cpu"), ("tcp", args.ranks, "cpu")]
+    gpus = len(report["gpus"]["names"])
     if gpus >= 2:
         wanted.append(("auto", min(gpus, args.ranks), "cuda"))
+    else:
+        say(f"not tested here: an allreduce by NCCL takes 2 GPUs, not {gpus}")
     for transport, ranks, device in [] if problems else wanted:
         run = run_ranks(ranks, transport, args.timeout, device)
         runs.append(run)
-        if not args.json:
-            print(run_in_words(run), flush=True)
-    problems += [
-        f"{run['ranks']} local ranks with TORCH_RING_TRANSPORT={run['asked_transport']}: "
-        f"{run['failure']}"
-        for run in runs
-        if run["failure"]
-    ]
+        say(run_in_words(run))
+        if run["failure"]:
+            with_setting = f"{ranks} local ranks with TORCH_RING_TRANSPORT={transport}"
+            problems.append(f"{with_setting}: {run['failure']}")
 
     report |= {"runs": runs, "problems": problems, "passed": not problems}
     if args.json:
         print(json.dumps(report, indent=1), flush=True)
-    else:
-        print(f"self-test FAILED: {problems[0]}" if problems else "self-test passed", flush=True)
+    say(f"self-test FAILED: {problems[0]}" if problems else "self-test passed")
     return 1 if problems else 0
 
 
-def _facts(config: Config) -> dict[str, Any]:
-    return {
-        "torch_ring": machine.build(),
-        "python": machine.python(),
-        "machine": machine.machine(),
-        "limits": machine.limits(config.connections),
-        "launchers": machine.launchers(),
-        "settings": machine.settings(config),
-        "network": machine.network(config),
-        "nccl": machine.nccl(config),
-        "gpus": machine.gpus(),
-    }
+def _in_words(facts: Facts, indent: str = "") -> list[str]:
+    """Return the facts as lines ``name  value``; below a name, those of its room."""
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{name}", *_in_words(value, indent + "  ")]
+            continue
+        if isinstance(value, list):
+            value = ", ".join(map(str, value))
+        lines.append(_row(indent + name, value or "none"))
+    return lines
+
+
+def run_in_words(run: Facts) -> str:
+    """Return the lines of one run."""
+    head = f"{run['ranks']} ranks, {run['asked_transport']}"
+    if run["failure"]:
+        lines = [_row(head, f"FAILED: {run['failure']}")]
+        return "\n".join(lines + [_row("", line) for line in run["log"]])
+    lines = [_row(head, f"allreduce is right, by {run['transport']}")]
+    lines += [_row("", line) for line in run["log"] if "no shared memory" in line]
+    for row in run["allreduce"]:
+        ours, text = row["torch_ring_us"], f"torch_ring {row['torch_ring_us']:.4g} us"
+        if gloo := row.get("gloo_us"):
+            text += f"; gloo {gloo:.4g} us; torch_ring is {gloo / ours:.3g} times as fast"
+        lines.append(_row(f"  {row['bytes'] >> 10} KB", text))
+    if run["gloo_problem"]:
+        lines.append(_row("  gloo", f"not compared: {run['gloo_problem']}"))
+    return "\n".join(lines)
+
+
+def _row(name: str, value: object) -> str:
+    return f"{name:<26} {value}"

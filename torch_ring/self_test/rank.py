@@ -1,11 +1,10 @@
-"""The program of one rank of the self-test: checks allreduce, and times it beside gloo's.
+"""run_ranks: local ranks that check allreduce, and time it beside gloo's.
 
-Started by `torch_ring.self_test.rank`. Prints its result as a line of JSON.
+The module is also the program of a rank: it prints its result as a line of JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import math
@@ -14,11 +13,9 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch_ring import world
 from torch_ring.collectives.allreduce import allreduce, allreduce_
 from torch_ring.collectives.barrier import barrier
-from torch_ring.collectives.objects import broadcast_object
 from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.errors import first_line
 from torch_ring.setup.launchers import without_launchers
@@ -44,7 +40,7 @@ Facts = dict[str, Any]
 
 
 def run_ranks(size: int, transport: str, deadline_s: float, device: str = "cpu") -> Facts:
-    """Run `torch_ring.self_test.rank` on `size` new processes; none is left when this returns.
+    """Run this module on `size` new processes; none is left when this returns.
 
     Args:
         size: the number of ranks.
@@ -58,72 +54,76 @@ def run_ranks(size: int, transport: str, deadline_s: float, device: str = "cpu")
     """
     facts: Facts = {"asked_transport": transport, "ranks": size, "failure": None}
     facts |= {"transport": None, "gloo_problem": None, "allreduce": []}
-    with tempfile.TemporaryDirectory(prefix="torch_ring-") as folder:
-        ranks: list[_Rank] = []
-        try:
-            for number in range(size):
-                ranks.append(_Rank(number, size, transport, deadline_s, device, Path(folder)))
-            facts["failure"] = _wait(ranks, deadline_s)
-        except OSError as error:
-            facts["failure"] = f"rank {len(ranks)} cannot be started: {error}"
-        finally:
-            for rank in ranks:
-                rank.end()
-        if facts["failure"] is None:
-            facts |= ranks[0].said()
-        log = [line for rank in ranks for line in rank.log() if line.startswith("[torch_ring]")]
-        return facts | {"log": list(dict.fromkeys(log))}
+    try:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    except (RuntimeError, OSError):  # the ranks say that there is no gloo
+        store = None
+    arguments = [size, math.ceil(deadline_s) + 1, os.getpid(), store.port if store else 0, device]
+    environment = _environment(transport, deadline_s)
+    ranks: list[_Rank] = []
+    codes: list[int | None] = []
+    try:
+        for number in range(size):
+            ranks.append(_Rank([number, *arguments], environment))
+        codes = _wait(ranks, deadline_s)
+    except OSError as error:
+        facts["failure"] = f"rank {len(ranks)} cannot be started: {error}"
+    finally:
+        for rank in ranks:
+            rank.end()
+    failures = [f"rank {i}: {ranks[i].failure(code)}" for i, code in enumerate(codes) if code]
+    # The ranks that are left say that they have lost one, which says less than its own error.
+    failures.sort(key=lambda failure: "PeerLostError" in failure)
+    running = ", ".join(f"rank {i}" for i, code in enumerate(codes) if code is None)
+    if failures:
+        facts["failure"] = failures[0]
+    elif running:
+        facts["failure"] = f"{running} did not end within {deadline_s:g} s"
+    elif codes:
+        facts |= ranks[0].said()
+    log = [line for rank in ranks for line in rank.lines if line.startswith("[torch_ring]")]
+    return facts | {"log": list(dict.fromkeys(log))}
 
 
 class _Rank:
-    """The process of one rank, and the files that it writes to."""
+    """The process of one rank, and the lines that it has written."""
 
-    def __init__(
-        self, rank: int, size: int, transport: str, deadline_s: float, device: str, folder: Path
-    ) -> None:
-        self.name = f"rank {rank}"
-        self._output, self._log = folder / f"{rank}.out", folder / f"{rank}.err"
-        arguments = [rank, size, math.ceil(deadline_s) + 1, os.getpid(), device]
-        with self._output.open("wb") as output, self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+    def __init__(self, arguments: list[Any], environment: dict[str, str]) -> None:
+        self.lines: list[str] = []
+        self._output = os.memfd_create("output of a rank")
+        try:
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "torch_ring.self_test.rank", *map(str, arguments)],
-                env=_environment(transport, deadline_s),
+                env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=log,
+                stdout=self._output,
+                stderr=self._output,
                 start_new_session=True,  # Ctrl-C is for the self-test alone, which ends its ranks
             )
-
-    def code(self) -> int | None:
-        """Return the exit code; None: it runs."""
-        return self._process.poll()
+        except OSError:
+            os.close(self._output)
+            raise
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
+        with open(self._output, "rb") as file:
+            file.seek(0)
+            lines = file.read().decode(errors="replace").splitlines()
+        self.lines = [line for line in lines if line]
 
     def said(self) -> Facts:
         """Return the result that the rank has printed."""
-        lines = self._output.read_text(errors="replace").splitlines()
-        try:
-            result: Facts = json.loads(lines[-1])
-        except (IndexError, ValueError):
-            return {}
-        return result
+        results = [line for line in self.lines if line.startswith('{"')]
+        return dict(json.loads(results[-1])) if results else {}
 
-    def failure(self) -> str:
+    def failure(self, code: int) -> str:
         """Return why a rank whose code is not 0 has failed, in one line."""
-        code = self.code() or 0
-        said = self.said().get("failure")
-        if said:
+        if said := self.said().get("failure"):
             return str(said)
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
-        return next(reversed(self.log()), f"ended with exit code {code}")
-
-    def log(self) -> list[str]:
-        return [line for line in self._log.read_text(errors="replace").splitlines() if line]
+        return next(reversed(self.lines), f"ended with exit code {code}")
 
 
 def _environment(transport: str, deadline_s: float) -> dict[str, str]:
@@ -138,21 +138,19 @@ def _environment(transport: str, deadline_s: float) -> dict[str, str]:
     }
 
 
-def _wait(ranks: list[_Rank], deadline_s: float) -> str | None:
-    """Wait for the ranks; return why they have failed, in one line, or None."""
+def _wait(ranks: list[_Rank], deadline_s: float) -> list[int | None]:
+    """Return the exit codes of the ranks; None: it runs at the deadline."""
     end = time.monotonic() + deadline_s
-    while (codes := [rank.code() for rank in ranks]).count(None) and time.monotonic() < end:
+    while True:
+        codes = [rank.process.poll() for rank in ranks]
+        if None not in codes or time.monotonic() > end:
+            return codes
         if any(codes):
             end = min(end, time.monotonic() + _GRACE_S)
         time.sleep(_POLL_S)
-    failed = [rank for rank in ranks if rank.code()]
-    # The ranks that are left say that they have lost one, which says less than its own error.
-    failed.sort(key=lambda rank: rank.failure().startswith("PeerLostError"))
-    if failed:
-        return f"{failed[0].name}: {failed[0].failure()}"
-    running = [rank.name for rank in ranks if rank.code() is None]
-    return f"{', '.join(running)} did not end within {deadline_s:g} s" if running else None
 
+
+# --- the program of a rank
 
 _TIMED_BYTES = (1 << 10, 1 << 20)
 _ROUNDS = 9  # of each library; their median counts
@@ -165,44 +163,39 @@ Call = Callable[[Tensor], object]
 
 def main() -> None:
     """Run as rank `argv[1]` of `argv[2]`; print {"failure": ...} instead of raising."""
-    rank, size, deadline_s, starter = map(int, sys.argv[1:5])
-    _end_with(starter, deadline_s)
+    rank, size, deadline_s, starter, port = map(int, sys.argv[1:6])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the self-test does
+    if os.getppid() != starter:
+        sys.exit("the self-test has ended")
+    signal.alarm(deadline_s)
     torch.set_num_threads(1)  # as many as a rank should have on a full machine
     try:
-        result = _test(rank, size, sys.argv[5], deadline_s)
+        result = _test(rank, size, sys.argv[6], deadline_s, port)
     except Exception as error:
         print(json.dumps({"failure": f"{type(error).__name__}: {first_line(error)}"}), flush=True)
         sys.exit(1)
     print(json.dumps(result), flush=True)
 
 
-def _end_with(starter: int, deadline_s: int) -> None:
-    """End when the process that started this one does, and at the deadline at the latest."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != starter:
-        sys.exit("the self-test has ended")
-    signal.alarm(deadline_s)
-
-
-def _test(rank: int, size: int, device: str, deadline_s: int) -> dict[str, Any]:
+def _test(rank: int, size: int, device: str, deadline_s: int, port: int) -> Facts:
     if device == "cuda":
         torch.cuda.set_device(rank)
     world.init(rank=rank, size=size, local_rank=rank, local_size=size)
-    shares = current.engine().has_shared_memory()
+    transport = "shm" if current.engine().has_shared_memory() else "tcp"
     for count in (1, 1000, 1 << 20):
         _check(count, device)
     calls: dict[str, Call] = {"torch_ring": lambda tensor: allreduce_(tensor, op=Sum)}
     problem = None
     if device == "cpu":
-        problem = _start_gloo(deadline_s)
+        problem = _start_gloo(port, deadline_s)
         if problem is None:
             calls["gloo"] = dist.all_reduce
     rows = [{"bytes": count, **_times(calls, count, device)} for count in _TIMED_BYTES]
     if "gloo" in calls:
         dist.destroy_process_group()
     world.shutdown()
-    transport = "nccl" if device == "cuda" else "shm" if shares else "tcp"
-    return {"transport": transport, "gloo_problem": problem, "allreduce": rows}
+    used = "nccl" if device == "cuda" else transport
+    return {"transport": used, "gloo_problem": problem, "allreduce": rows}
 
 
 def _check(count: int, device: str) -> None:
@@ -219,52 +212,32 @@ def _check(count: int, device: str) -> None:
         )
 
 
-def _start_gloo(deadline_s: int) -> str | None:
-    """Connect gloo's ranks through torch_ring's; return why there is no gloo, on all ranks."""
+def _start_gloo(port: int, deadline_s: int) -> str | None:
+    """Connect gloo's ranks through the self-test's store; return why there is no gloo, on all."""
+    size, rank, timeout, problem = world.size(), world.rank(), timedelta(seconds=deadline_s), ""
     if not (dist.is_available() and dist.is_gloo_available()):
         return "torch has no gloo"
-    size, rank, timeout = world.size(), world.rank(), timedelta(seconds=deadline_s)
-    store, problem = None, ""
-    if rank == 0:
-        with contextlib.suppress(RuntimeError):
-            store = TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
-    port = broadcast_object(store.port if store else None)
-    if port is None:
-        return "rank 0 cannot serve gloo's store"
     try:
-        store = store or TCPStore("127.0.0.1", port, size, False, timeout)
+        store = TCPStore("127.0.0.1", port, size, False, timeout)
         dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         problem = first_line(error)
     failed = allreduce(torch.tensor(float(bool(problem)), device="cpu"), op=Max)
     return (problem or "another rank has none") if failed else None
 
 
-# --- times
-
-
-def _times(calls: dict[str, Call], count: int, device: str) -> dict[str, Any]:
-    """Return microseconds and GB/s of each library: medians of rounds in turns."""
+def _times(calls: dict[str, Call], count: int, device: str) -> dict[str, float]:
+    """Return each library's microseconds: medians of rounds in turns."""
     tensors = {name: torch.zeros(count // 4, device=device) for name in calls}
-    repeats = {
-        name: _repeats(_seconds(call, tensors[name], _UNTIMED)) for name, call in calls.items()
-    }
+    repeats: dict[str, int] = {}
+    for name, call in calls.items():
+        once = _seconds(call, tensors[name], _UNTIMED)
+        repeats[name] = min(_MOST_CALLS, max(1, math.ceil(_ROUND_S / once)))
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(_ROUNDS):
         for name in list(calls)[:: -1 if turn % 2 else 1]:
             rounds[name].append(_seconds(calls[name], tensors[name], repeats[name]))
-    medians = {name: statistics.median(seconds) for name, seconds in rounds.items()}
-    result: dict[str, Any] = {}
-    for name, seconds in medians.items():
-        result[f"{name}_us"] = seconds * 1e6
-        result[f"{name}_gb_s"] = count / seconds / 1e9
-    if "gloo" in medians:
-        result["gloo_over_torch_ring"] = medians["gloo"] / medians["torch_ring"]
-    return result
-
-
-def _repeats(seconds: float) -> int:
-    return min(_MOST_CALLS, max(1, math.ceil(_ROUND_S / seconds)))
+    return {f"{name}_us": statistics.median(seconds) * 1e6 for name, seconds in rounds.items()}
 
 
 def _seconds(call: Call, tensor: Tensor, repeats: int) -> float:

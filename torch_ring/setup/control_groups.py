@@ -1,4 +1,4 @@
-"""usable_cpus, cpu_quota, ...: what the control groups of a container or a job leave a process.
+"""usable_cpus, cpu_quota: the CPUs that the control groups of a container or a job leave a process.
 
 The text of this file is sent to every host: it uses the standard library only.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 
-__all__ = ["cpu_quota", "limits_of_groups", "usable_cpus"]
+__all__ = ["cpu_quota", "usable_cpus"]
 
 _ROOT = "/sys/fs/cgroup"
 
@@ -24,9 +24,9 @@ def cpu_quota() -> float:
     A group has what the groups around it leave. In version 2 "200000 100000" are two CPUs, in
     version 1 the two numbers stand in two files, and -1 is no limit.
     """
-    pairs = [text.split() for text in limits_of_groups("cpu", "cpu.max")]
-    quotas = limits_of_groups("cpu", "", "cpu.cfs_quota_us")
-    periods = limits_of_groups("cpu", "", "cpu.cfs_period_us")
+    pairs = [text.split() for text in _limits("cpu.max", "")]
+    quotas = _limits("", "cpu.cfs_quota_us")
+    periods = _limits("", "cpu.cfs_period_us")
     pairs += [list(pair) for pair in zip(quotas, periods, strict=False)]
     whole = [[int(each) for each in pair] for pair in pairs if all(map(str.isdecimal, pair))]
     return min(
@@ -34,23 +34,22 @@ def cpu_quota() -> float:
     )
 
 
-def limits_of_groups(controller: str, name: str, old_name: str = "") -> list[str]:
+def _limits(name: str, old_name: str) -> list[str]:
     """Return a file's first line in the control groups of this process, from its own to the root's.
 
     In a container that sees the path of its group on the host, the root is its own group.
 
     Args:
-        controller: "cpu" or "memory".
         name: the file's name in version 2; empty: none.
         old_name: in version 1.
     """
-    files = {f"{_ROOT}/{name}": name, f"{_ROOT}/{controller}/{old_name}": old_name}
+    files = {f"{_ROOT}/{name}": name, f"{_ROOT}/cpu/{old_name}": old_name}
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        is_old = controller in controllers.split(",")
+        is_old = "cpu" in controllers.split(",")
         if controllers and not is_old:
             continue
-        root, file = (f"{_ROOT}/{controller}", old_name) if is_old else (_ROOT, name)
+        root, file = (f"{_ROOT}/cpu", old_name) if is_old else (_ROOT, name)
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             files["/".join([root, *parts[:depth], file])] = file
