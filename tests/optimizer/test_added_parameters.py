@@ -84,7 +84,7 @@ def add_parameters_in_a_closure() -> None:
 
     losses = [optimizer.step(closure).item() for _ in range(2)]
     assert before.nothing_pending  # or reducing what it has would never end
-    before.reduce_pending()
+    optimizer._backward_sync.reduce_pending(before)
     assert losses == [1.5 * 2, 1.5 * (2 - 1.5 - 3)]
     assert (a.item(), b.item()) == (1 - 2 * 1.5, 1 - 2 * 3)
 

@@ -64,10 +64,10 @@ def train_in_segments(passes: int, nested_twice: bool, split: bool) -> None:
                 out = checkpoint(together, rows, True, use_reentrant=True)
             else:
                 out = together(rows, segments=True)
-            agreed = optimizers[0]._reducer._sync.number
+            agreed = optimizers[0]._backward_sync.number
             out.square().mean().backward()
             if number == passes - 1:
-                assert optimizers[0]._reducer._sync.number == agreed + 1
+                assert optimizers[0]._backward_sync.number == agreed + 1
         reference.step()
         for optimizer in optimizers:
             optimizer.step()

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from torch_ring._C import Engine
 from torch_ring.collectives.reduce_op import Average, Max, ReduceOp, Sum
+from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.buckets import LAST_BUCKET_BYTES, Bucket
-from torch_ring.optimizer.settings import ReductionSettings
 
 __all__ = ["Autotuner", "BucketLimits", "PlanOf", "Transfer", "exposed_s", "predict", "untunable"]
 
@@ -95,16 +95,18 @@ def predict(
     return {limits: exposed_s(plan_of(limits), ready_s, transfer) for limits in candidates}
 
 
-def untunable(settings: ReductionSettings, plan: Sequence[Bucket], overlaps: bool) -> str | None:
+def untunable(
+    compression: Compressor | StatefulCompressor, plan: Sequence[Bucket], overlaps: bool
+) -> str | None:
     """Return why the buckets of an optimizer are not tuned; None: they are.
 
     Args:
-        settings: of the optimizer.
+        compression: of the optimizer's gradients.
         plan: its buckets.
         overlaps: whether gradients on the CPU are sent during backward.
     """
-    if isinstance(settings.compression, StatefulCompressor):
-        return f"{settings.compression} keeps a state for each"
+    if isinstance(compression, StatefulCompressor):
+        return f"{compression} keeps a state for each"
     if any(bucket.device.type != "cpu" for bucket in plan):
         return "it is not known when a device has computed a gradient"
     if not overlaps:

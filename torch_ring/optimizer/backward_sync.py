@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from torch_ring._C import Engine, PassAgreement, all_sent, backward_name, in_words
+from torch_ring._C import Due, Engine, PassAgreement, all_sent, backward_name, in_words
 from torch_ring.errors import RingError
+from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.gradient_report import (
     BackwardReport,
     GradientReport,
     explained,
     require_same_steps,
 )
-from torch_ring.optimizer.participants import Participant, Participants
 from torch_ring.optimizer.planned_pass import RunAhead
-from torch_ring.optimizer.weight_reports import WeightReports
+from torch_ring.optimizer.reducer import Reducer, Reducers, require_same_parameters, weakly
+from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world import current
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
@@ -68,46 +68,43 @@ class BackwardSync:
 
     Attributes:
         process_set: the ranks.
-        engine: the set's.
-        size: the number of ranks.
         agreement: the next agreement of the ranks, or the one under way.
         run_ahead: passes that end without an agreement.
-        weights: what the reports of passes say of the ranks' weights.
         steps: steps that the optimizers have taken, all together.
 
     Agreements and steps are counted since the start, or since join().
     """
 
     process_set: ProcessSet
-    engine: Engine = field(init=False)
-    size: int = field(init=False)
     agreement: PassAgreement = field(default_factory=PassAgreement)
     run_ahead: RunAhead = field(init=False)
-    weights: WeightReports = field(init=False)
     steps: int = 0
     _since: str = ""  # how errors say since when
     _rank: int = field(default_factory=current.rank)
+    _engine: Engine = field(init=False)
+    _size: int = field(init=False)
+    _weights: WeightReports = field(init=False)
     _world_engine: Engine = field(default_factory=current.engine)
     _record: ProcessSetRecord = field(init=False)
     _registered: int = 0
     _active: int = field(init=False)  # ranks that had not joined in the last agreement
-    _participants: Participants = field(init=False)
+    _reducers: Reducers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.engine = engine_of(self.process_set)
-        self.size = self._active = self.process_set.size()
+        self._engine = engine_of(self.process_set)
+        self._size = self._active = self.process_set.size()
         # Its objects must not keep it: a world ends also where Python collects no garbage.
-        self._participants = Participants(self._rank, _weakly(self.fail))
+        self._reducers = Reducers(self._rank, self._engine.end)
         self._record = membership(self.process_set)
 
-        self.weights = WeightReports(self.engine, self._participants)
+        self._weights = WeightReports(self._engine, self._reducers.comparison)
         self.run_ahead = RunAhead(
-            self.engine,
+            self._engine,
             self.agreement,
-            self.size,
-            self._participants,
-            self.weights,
-            _weakly(self._raise_explained),
+            self._size,
+            self._reducers,
+            self._weights,
+            weakly(self._raise_explained),
         )
         if self._record.id == 0:  # no other set can be joined
             world = current.world()
@@ -142,34 +139,66 @@ class BackwardSync:
         """Agreements so far; a part of the names of the operations up to the next one."""
         return self.agreement.number
 
-    @property
-    def base_scale(self) -> float:
-        """By how much a reduced gradient is to grow so that the ranks left give all of it."""
-        return self.size / self._active
+    def add(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        settings: ReductionSettings,
+        groups: Sequence[Sequence[int]] = (),
+    ) -> Reducer:
+        """Make the reducer of an optimizer's parameters. Collective.
 
-    def register(self, participant: Participant) -> int:
-        """Return the participant's index. Call in the same order on all ranks."""
+        All ranks add theirs in the same order, for the same parameters.
+
+        Args:
+            parameters: leaves, whether they require grad now or not.
+            names: the parameters' names in errors.
+            settings: how to reduce the gradients.
+            groups: indices of parameters whose gradients stay together (`plan_buckets`).
+
+        Raises:
+            MismatchError: the parameters differ between ranks.
+            ValueError: a parameter cannot be reduced.
+        """
+        require_same_parameters(self.process_set, parameters, names, settings, groups)
         self.run_ahead.begin_anew()
         index = self._registered
-        self._participants.add(index, participant)
         self._registered += 1
-        return index
-
-    def share(self, participant: Participant) -> None:
-        """Tell its hooks of all others of this process, which may be on the same parameters."""
+        reducer = Reducer(
+            self.process_set,
+            index,
+            self.agreement,
+            parameters,
+            names,
+            settings,
+            groups,
+            on_backward_end=self.on_backward_end,
+            on_bucket_full=functools.partial(self._start_bucket, index),
+            run_ahead=self.run_ahead.hooks,
+        )
+        reducer.hooks.set_base_scale(self._base_scale)
+        self.run_ahead.add(index, reducer.hooks)
         for record in current.world().process_sets.records:
             sync: BackwardSync | None = record.owned.get(BackwardSync)
-            for other in sync._participants.values() if sync else ():
-                if other is not participant:
-                    participant.hooks.share(other.hooks)
+            for other in sync._reducers.values() if sync else ():
+                reducer.hooks.share(other.hooks)  # they may be on the same parameters
+        self._reducers.add(index, reducer)
+        return reducer
 
-    def unregister(self, participant: int) -> None:
-        """Leave a participant out from now on, if it is registered. Thread: any."""
-        self._participants.remove(participant)
+    def remove(self, reducer: Reducer) -> None:
+        """Ignore the gradients of an optimizer from now on. Thread: any."""
+        reducer.hooks.disable()
+        self._reducers.remove(reducer.index)
+        reducer.nothing_pending = True
 
-    def start_bucket(self, participant: int, bucket: int) -> None:
+    @property
+    def _base_scale(self) -> float:
+        """By how much a reduced gradient is to grow so that the ranks left give all of it."""
+        return self._size / self._active
+
+    def _start_bucket(self, index: int, bucket: int) -> None:
         """Start to reduce a bucket. Called by autograd when all of it is due here."""
-        found = self._participants.get(participant)
+        found = self._reducers.get(index)
         if found is None:  # Python has collected it in the middle of a pass
             return
         try:
@@ -178,28 +207,21 @@ class BackwardSync:
             self._raise_explained(error)
             raise
 
-    def new_memory(self, participant: int, bucket: int) -> Tensor:
-        """Return other memory for a bucket."""
-        return self._participants[participant].new_memory(bucket)
-
-    def fail(self, why: str) -> None:
-        """End the job on all ranks, and raise RingError."""
-        self.engine.end(why)
-
     def finalize(self) -> None:
         """End a backward pass: agree with the other ranks, and reduce what is due on any."""
         self._begin_ending()
         try:
-            participants = self._participants.hold()
-            if len(participants) == 1 and self._finalize_dense(participants[0]):
+            reducers = self._reducers.hold()
+            if len(reducers) == 1 and self._finalize_dense(reducers[0]):
                 return
             if self.run_ahead.ends_pass(self.steps):
                 return
             reports = self._reports()
             for report in reports:
+                reducer = self._reducers[report.optimizer]
                 # Until they are reduced; under no_sync(), say, only this rank knows of them.
-                self._participants[report.participant].nothing_pending = False
-            self.weights.note_gradients(reports, self.number)
+                reducer.nothing_pending = False
+                reducer.comparison.note_gradients(self.number)
             if any(report.due for report in reports):
                 self._agree(reports)
         finally:
@@ -208,96 +230,126 @@ class BackwardSync:
     def _begin_ending(self) -> None:
         """Begin the end of a pass; no gradient may arrive in other threads meanwhile."""
         if not self.agreement.begin_ending():
-            self.fail("two threads end backward passes of wrapped optimizers at the same time")
+            self._engine.end(
+                "two threads end backward passes of wrapped optimizers at the same time"
+            )
 
     def _end_ending(self) -> None:
-        self._participants.let_go()
+        self._reducers.let_go()
         self.agreement.stop_ending()
 
-    def _finalize_dense(self, participant: Participant) -> bool:
+    def _finalize_dense(self, reducer: Reducer) -> bool:
         """Take the fast path if all gradients are due here; return whether the pass has ended."""
-        if participant.fast_path is None or not participant.comparison.is_idle:
+        if reducer.fast_path is None or not reducer.comparison.is_idle:
             return False
-        finalizer, report = participant.fast_path
+        finalizer, report = reducer.fast_path
         own = BackwardReport(self.steps, (report,)).encode()
-        number, nothing_pending = self.number, participant.nothing_pending
-        participant.nothing_pending = False
+        number, nothing_pending = self.number, reducer.nothing_pending
+        reducer.nothing_pending = False
         try:
-            differing = finalizer.run(self.engine, self.agreement, own)
+            differing = finalizer.run(self._engine, self.agreement, own)
         except RingError as error:
             self._raise_explained(error)
             raise
         except BaseException:  # Ctrl-C, which the end of the pass may have deferred
-            participant.nothing_pending = self.number != number
+            reducer.nothing_pending = self.number != number
             raise
         if differing is None:
-            participant.nothing_pending = nothing_pending
+            reducer.nothing_pending = nothing_pending
             return False
         if differing:
             self._reduce_all(list(BackwardReport.decode_all(memoryview(differing))))
         else:
-            participant.nothing_pending = True
+            reducer.nothing_pending = True
         return True
 
-    def reduce_pending(self, participant: Participant) -> None:
-        """Reduce whatever a rank has for `participant`: accumulated, or set by the program."""
-        if participant.nothing_pending:
+    def reduce_pending(self, reducer: Reducer) -> None:
+        """Reduce whatever a rank has for `reducer`: accumulated, or set by the program."""
+        if reducer.nothing_pending:
             # Else every parameter has been reduced.
-            if not (self.run_ahead.is_planned and participant.hooks.set_by_hand()):
+            if not (self.run_ahead.is_planned and reducer.hooks.set_by_hand()):
                 return
-            participant.nothing_pending = False
+            reducer.nothing_pending = False
         self._begin_ending()
         try:
-            self._participants.hold()
+            self._reducers.hold()
             is_settled = False
-            while not (is_settled or participant.nothing_pending):
-                if self.run_ahead.ends_pass(self.steps, participant):
+            while not (is_settled or reducer.nothing_pending):
+                if self.run_ahead.ends_pass(self.steps, reducer):
                     continue
-                is_settled = self._agree(self._reports(participant), participant)
+                is_settled = self._agree(self._reports(reducer), reducer)
         finally:
             self._end_ending()
 
-    def finish_step(self, participant: Participant) -> None:
-        """Count a step of a participant."""
+    def finish_step(self, reducer: Reducer) -> None:
+        """Count a step of an optimizer, and begin the next."""
         self.steps += 1
-        participant.nothing_pending = False
+        reducer.finish_step()
         if self._registered > 1 and not self.run_ahead.is_planned:
-            for other in self._participants.values():
+            for other in self._reducers.values():
                 other.nothing_pending = False
+
+    def drop_gradients(self, reducer: Reducer) -> None:
+        """Drop what an optimizer has accumulated: its gradients are zero or gone."""
+        reducer.nothing_pending = False
+        reducer.hooks.reset(gradients=True)
+        if reducer.hooks.parameters_moved():
+            self._follow_parameters(reducer)
+
+    def _follow_parameters(self, reducer: Reducer) -> None:
+        """Give the parameters that have moved to another device memory there."""
+        if reducer.has_started or self.run_ahead.has_launched:
+            self._engine.end(
+                "parameters have moved to another device, and part of the gradients had been sent "
+                "when a backward pass found that: call zero_grad() after moving a model"
+            )
+        self.run_ahead.stop()
+        reducer.follow_parameters()
 
     def resynchronize(self) -> None:
         """Reset what the ranks may have counted differently: join() returns on all of them."""
         self.agreement.restart(0)
         self.run_ahead.forget()
         self.steps = 0
-        self._active = self.size
+        self._active = self._size
         self._since = " since join()"
-        for participant in self._participants.values():
-            participant.nothing_pending = False
-            participant.steps = 0
-            participant.hooks.set_base_scale(1.0)
-            participant.stop_tuning()
-        self.weights.restart(self._since)  # a rank that had joined has not stepped
+        for reducer in self._reducers.values():
+            reducer.nothing_pending = False
+            reducer.steps = 0
+            reducer.hooks.set_base_scale(1.0)
+            reducer.stop_tuning()
+            reducer.comparison.restart(self._since)  # a rank that had joined has not stepped
+        self._weights.forget()
 
-    def _reports(self, stepping: Participant | None = None) -> tuple[GradientReport, ...]:
-        participants = self._participants.values()
-        reports = [participant.report(participant is stepping) for participant in participants]
+    def _reports(self, stepping: Reducer | None = None) -> tuple[GradientReport, ...]:
+        reducers = self._reducers.values()
+        reports = [self._report(each, is_stepping=each is stepping) for each in reducers]
         return tuple(report for report in reports if report)
 
-    def _agree(
-        self, reports: tuple[GradientReport, ...], stepping: Participant | None = None
-    ) -> bool:
+    def _report(self, reducer: Reducer, *, is_stepping: bool) -> GradientReport | None:
+        which = Due.everything if is_stepping else Due.now
+        pending = reducer.hooks.pending(which)
+        _, _, _, unready, *_ = pending
+        if unready:
+            reducer.hooks.refuse_others_pass()
+            self._follow_parameters(reducer)
+            pending = reducer.hooks.pending(which)
+        return reducer.report(pending, is_stepping=is_stepping)
+
+    def _agree(self, reports: tuple[GradientReport, ...], stepping: Reducer | None = None) -> bool:
         """Tell the other ranks, and reduce the gradients that are due on any of them.
 
         Returns:
             Whether `stepping` has nothing more to wait for: all ranks are about to step.
         """
         reports = self._with_aside(reports, stepping)
-        report = BackwardReport(self.steps, self.weights.added_to(reports, self.number))
+        report = BackwardReport(
+            self.steps, self._weights.added_to(reports, self.number, self._reducers.comparisons())
+        )
         own = report.encode()
         goes_on = self.agreement.is_open  # with an earlier report, of a pass that was interrupted
         try:
-            gathered = self.agreement.gather(self.engine, own)
+            gathered = self.agreement.gather(self._engine, own)
         except RingError as error:
             self._raise_explained(error)
             raise
@@ -309,16 +361,16 @@ class BackwardSync:
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
             for rest in self._reports():  # of which the earlier report did not know
-                self._participants[rest.participant].nothing_pending = False
+                self._reducers[rest.optimizer].nothing_pending = False
         distinct = _distinct(ranks)
         return all(rank.is_of_step for rank in distinct) and not any(
-            told.accumulating and self._participants.get(told.participant) is stepping
+            told.accumulating and self._reducers.get(told.optimizer) is stepping
             for rank in distinct
             for told in rank.gradients
         )
 
     def _with_aside(
-        self, reports: tuple[GradientReport, ...], stepping: Participant | None
+        self, reports: tuple[GradientReport, ...], stepping: Reducer | None
     ) -> tuple[GradientReport, ...]:
         """Return the reports with what planned passes have put aside, for optimizers in use now.
 
@@ -327,14 +379,14 @@ class BackwardSync:
         must be those of ranks that know of none.
         """
         used = [
-            report.participant
+            report.optimizer
             for report in reports
-            if report.due or self._participants[report.participant] is stepping
+            if report.due or self._reducers[report.optimizer] is stepping
         ]
         taken = [index for index in used if self.run_ahead.take_up_aside(index)]
         reports = self._reports(stepping) if taken else reports
-        told = {report.participant for report in reports}
-        left = [index for index in self.run_ahead.aside - told if index in self._participants]
+        told = {report.optimizer for report in reports}
+        left = [index for index in self.run_ahead.aside - told if index in self._reducers]
         return (
             *reports,
             *(GradientReport(index, due=0, accumulating=True) for index in sorted(left)),
@@ -356,8 +408,8 @@ class BackwardSync:
             self.agreement.finish()
             agrees_again = any(rank.agrees_again for rank in _distinct(ranks))
             if agrees_again:
-                for participant in self._participants.values():
-                    participant.hooks.take_up_aside(again=True)
+                for reducer in self._reducers.values():
+                    reducer.hooks.take_up_aside(again=True)
         return agrees_again
 
     def _raise_explained(self, error: RingError, name: str = "") -> None:
@@ -380,28 +432,28 @@ class BackwardSync:
         """
         if len(ranks) == self._active:
             return
-        before, self._active = self.base_scale, len(ranks)
+        before, self._active = self._base_scale, len(ranks)
         told = (report for rank in ranks for report in rank.gradients)
-        for index in sorted({each.participant for each in told if each.due or each.on_base}):
-            participant = self._participants.named(index)
+        for index in sorted({each.optimizer for each in told if each.due or each.on_base}):
+            reducer = self._reducers.named(index)
             due = touched.get(index, 0)
-            problem = participant.ask_joined(due, self.number, before, self.base_scale)
+            problem = reducer.ask_joined(due, self.number, before, self._base_scale)
             if problem:
-                self.fail(
+                self._engine.end(
                     f"rank {self._rank}: a rank has joined, and this backward pass has added its "
                     "gradients to others that are averaged already, of which that rank has a part: "
                     f"{problem}. Call zero_grad() in each step; to add up several passes, use "
                     "backward_passes_per_step or no_sync(), or call join() between two steps only"
                 )
-        for participant in self._participants.values():
-            participant.hooks.set_base_scale(self.base_scale)
+        for reducer in self._reducers.values():
+            reducer.hooks.set_base_scale(self._base_scale)
 
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, by the reports of all of them."""
         number = self.number
-        require_same_steps([rank.steps for rank in ranks], self.size)
-        self.weights.differ(ranks, number)
-        self.weights.tell(number)
+        require_same_steps([rank.steps for rank in ranks], self._size)
+        self._weights.differ(ranks, number)
+        self._weights.tell(number)
         distinct = _distinct(ranks)
         is_of_step = all(rank.is_of_step for rank in distinct)
         touched: dict[int, int] = {}
@@ -411,11 +463,11 @@ class BackwardSync:
             if is_of_step or not rank.is_of_step
             for report in rank.gradients
         ):
-            touched[report.participant] = touched.get(report.participant, 0) | report.due
+            touched[report.optimizer] = touched.get(report.optimizer, 0) | report.due
         dense = dict.fromkeys(touched, 0)
         accumulating = set()
         for report in (report for rank in distinct for report in rank.gradients):
-            index = report.participant
+            index = report.optimizer
             is_here = touched.get(index, 0)
             if is_here:
                 dense[index] |= is_here & report.due & ~report.sparse
@@ -424,50 +476,38 @@ class BackwardSync:
             if report.accumulating or report.again or report.due & ~is_here:
                 accumulating.add(index)
         # A rank that has joined does not hear of an order, and must keep the same plan.
-        everybody = len(ranks) == self.size
-        orders = {r.participant: r.order for r in ranks[0].gradients} if everybody else {}
+        everybody = len(ranks) == self._size
+        orders = {r.optimizer: r.order for r in ranks[0].gradients} if everybody else {}
         reduced = [
-            (index, self._participants.named(index), due)
+            (index, self._reducers.named(index), due)
             for index, due in sorted(touched.items())
             if due
         ]
         self._follow_joins(ranks, touched)
-        for index, participant, due in reduced:
-            participant.prepare(due, due & ~dense[index], number)
-        for _, participant, _ in reduced:
-            participant.start(number)
-        for index, participant, _ in reduced:
-            participant.finish(orders.get(index, ()))
+        for index, reducer, due in reduced:
+            reducer.prepare(due, due & ~dense[index], number)
+        for _, reducer, _ in reduced:
+            reducer.start(number)
+        for index, reducer, _ in reduced:
+            reducer.finish(orders.get(index, ()))
         if reduced or not is_of_step:  # else no pass, and no gradient that one has left
             is_steady = everybody and not (accumulating or is_of_step) and dense == touched
             self.run_ahead.learn(number, touched if is_steady else {})
-        covered = {index for index, participant, due in reduced if participant.is_all(due)}
-        lacking = {r.participant for rank in distinct for r in rank.gradients if r.incomplete}
+        covered = {index for index, reducer, due in reduced if reducer.is_all(due)}
+        lacking = {r.optimizer for rank in distinct for r in rank.gradients if r.incomplete}
         incomplete = lacking - covered
         left = accumulating if self.run_ahead.is_planned else accumulating | incomplete
         # An optimizer whose gradients only accumulate may be here no more, and elsewhere still: one
         # that a program has dropped is told of until Python collects garbage.
         for report in (report for rank in distinct for report in rank.gradients):
-            found = self._participants.get(report.participant)
+            found = self._reducers.get(report.optimizer)
             if found is not None and (report.due or report.accumulating or report.stepping):
-                found.nothing_pending = report.participant not in left
+                found.nothing_pending = report.optimizer not in left
 
 
 def _distinct(ranks: Sequence[BackwardReport]) -> list[BackwardReport]:
     """Return the reports once each: as a rule those of all ranks are equal, and one object."""
     return list({id(rank): rank for rank in ranks}.values())
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method, and does not keep its object."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        found = reference()
-        assert found is not None, "its object outlives what calls it"
-        found(*args)
-
-    return call
 
 
 def backward_sync_of(process_set: ProcessSet) -> BackwardSync:

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import logging
 import operator
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +22,12 @@ from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import ProcessSetLostError
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
-from torch_ring.optimizer.backward_sync import backward_sync_of
+from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
+from torch_ring.optimizer.bucket_wire import ReductionSettings
+from torch_ring.optimizer.buckets import split_evenly
 from torch_ring.optimizer.reducer import Reducer, has_gradients
-from torch_ring.optimizer.settings import Groups, ReductionSettings, check_groups, resolve_groups
 from torch_ring.optimizer.wrapping import (
     Copied,
-    JointClosure,
     Wrapped,
     checked_names,
     unnamed,
@@ -40,6 +41,8 @@ __all__ = ["DistributedOptimizer", "follow_world"]
 _log = logging.getLogger("torch_ring")
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+Groups = int | Sequence[Sequence[Tensor]] | None
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's name
@@ -161,12 +164,15 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         sparse_as_dense,
         current.config().run_ahead if run_ahead is None else bool(run_ahead),
     )
-    groups = check_groups(groups, num_groups, list(names))
+    groups = _groups_of(groups, num_groups, list(names))
     settings = _Settings(reduction, groups, process_set, current.config().check_every)
     with wrapped(optimizer, _DistributedOptimizer) as made:
-        reducer = settings.make_reducer(names, backward_passes_per_step)
-        made._start(reducer, names, settings, backward_passes_per_step)
-    if reducer and torch.__future__.get_swap_module_params_on_conversion() and current.rank() == 0:
+        made._start(names, settings, backward_passes_per_step)
+    if (
+        made._reducer
+        and torch.__future__.get_swap_module_params_on_conversion()
+        and current.rank() == 0
+    ):
         _log.warning(
             "float(), to() and load_state_dict() of a model will fail, now that its optimizer is "
             "wrapped: torch cannot replace parameters that are in use. Call "
@@ -194,20 +200,44 @@ class _Settings:
     process_set: ProcessSet
     check_every: int  # steps; 0: never
 
-    def make_reducer(self, names: dict[Tensor, str], passes_per_step: int) -> Reducer | None:
-        """Return a reducer of the parameters; None if there is no other rank. Collective."""
-        is_set = self.process_set.process_set_id is not None  # else backward_sync_of() raises
-        if is_set and (not self.process_set.included() or self.process_set.size() == 1):
+
+class _JointClosure:
+    """A closure whose gradients and loss are reduced over all ranks.
+
+    Args:
+        closure: computes gradients, and returns a loss or None. May call add_param_group().
+        optimizer: of a set of several ranks.
+    """
+
+    def __init__(self, closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> None:
+        self._closure = closure
+        self._optimizer = optimizer
+
+    def __call__(self) -> Any:
+        """Compute the gradients, reduce them, and return the loss of all ranks together."""
+        self._reducer.nothing_pending = False
+        loss = self._closure()
+        reducer = self._reducer
+        self._optimizer._backward_sync.reduce_pending(reducer)
+        if loss is None:
             return None
-        parameters = list(filter(has_gradients, names))
-        reducer = Reducer(
-            backward_sync_of(self.process_set),
-            parameters,
-            [names[parameter] for parameter in parameters],
-            self.reduction,
-            resolve_groups(self.groups, parameters),
-        )
-        reducer.hooks.set_passes_per_step(passes_per_step)
+        if isinstance(loss, Tensor):
+            has_fractions = loss.is_floating_point() or loss.is_complex()
+            return reducer.reduce_loss(loss if has_fractions else loss.double())
+        if not hasattr(loss, "__float__"):
+            raise TypeError(
+                "the closure of a step returns the loss, as a tensor or a number, or None; not "
+                f"{type(loss).__name__}"
+            )
+        number = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        mean = reducer.reduce_loss(number).item()
+        is_whole = isinstance(loss, Integral) or not isinstance(loss, Real)
+        return mean if is_whole else type(loss)(mean)  # np.float32, say
+
+    @property
+    def _reducer(self) -> Reducer:
+        reducer = self._optimizer._reducer
+        assert reducer is not None, "steps of one rank have no joint closure"
         return reducer
 
 
@@ -216,6 +246,7 @@ class _DistributedOptimizer(Wrapped):
 
     _parameter_names: dict[Tensor, str]
     _reducer: Reducer | None  # None on one rank, and outside the process set
+    _backward_sync: BackwardSync  # that has made it
     _settings: _Settings
     _passes_per_step: int
     _left_out: list[Tensor]  # frozen parameters without gradients to reduce
@@ -223,14 +254,8 @@ class _DistributedOptimizer(Wrapped):
     _step_is_open: bool
     _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
 
-    def _start(
-        self,
-        reducer: Reducer | None,
-        names: dict[Tensor, str],
-        settings: _Settings,
-        passes_per_step: int,
-    ) -> None:
-        self._take(reducer)
+    def _start(self, names: dict[Tensor, str], settings: _Settings, passes_per_step: int) -> None:
+        self._reducer = None
         self._parameter_names = names
         self._left_out = [p for p in names if not has_gradients(p)]
         self._settings = settings
@@ -238,6 +263,7 @@ class _DistributedOptimizer(Wrapped):
         self._skip_synchronize = False
         self._step_is_open = False
         self._checked_groups = []
+        self._make_reducer()
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
@@ -246,7 +272,7 @@ class _DistributedOptimizer(Wrapped):
         """Reduce the gradients accumulated on any rank since the last reduction. Collective."""
         if self._reducer:
             self._require_known_parameters()
-            self._reducer.reduce_pending()
+            self._backward_sync.reduce_pending(self._reducer)
         else:
             require_whole(self._settings.process_set)
 
@@ -289,7 +315,7 @@ class _DistributedOptimizer(Wrapped):
 
     def _after_zero_grad(self) -> None:
         if self._reducer:
-            self._reducer.drop_gradients()
+            self._backward_sync.drop_gradients(self._reducer)
 
     def _after_load_state_dict(self) -> None:
         if self._reducer:
@@ -345,31 +371,36 @@ class _DistributedOptimizer(Wrapped):
                 _log.warning("the steps of an optimizer will fail: %s", error)
 
     def _make_reducer(self) -> None:
+        """Make a reducer of the parameters, if there is another rank. Collective.
+
+        It leaves the agreement when this optimizer goes, whoever holds it.
+        """
         if self._reducer is not None:  # the traceback of a pass that has failed may keep it alive
-            self._reducer.release()
+            self._backward_sync.remove(self._reducer)
         self._reducer = None  # frees its buckets before new ones are made
-        self._take(self._settings.make_reducer(self._parameter_names, self._passes_per_step))
+        process_set = self._settings.process_set
+        is_set = process_set.process_set_id is not None  # else backward_sync_of() raises
+        if is_set and (not process_set.included() or process_set.size() == 1):
+            return
+        parameters = list(filter(has_gradients, self._parameter_names))
+        sync = backward_sync_of(process_set)
+        reducer = sync.add(
+            parameters,
+            [self._parameter_names[parameter] for parameter in parameters],
+            self._settings.reduction,
+            _group_indices(self._settings.groups, parameters),
+        )
+        reducer.hooks.set_passes_per_step(self._passes_per_step)
+        leave = functools.partial(_leave, sync, weakref.ref(reducer))
+        reducer.owner = weakref.ref(self, leave)
+        reducer.comparison.optimizer = weakref.ref(self)
+        self._reducer, self._backward_sync = reducer, sync
 
-    def _take(self, reducer: Reducer | None) -> None:
-        """Use a reducer. It leaves the agreement when this optimizer goes, whoever holds it."""
-        self._reducer = reducer
-        if reducer is not None:
-            reducer.owner = weakref.ref(self, functools.partial(_release, weakref.ref(reducer)))
-            reducer.comparison.optimizer = weakref.ref(self)
 
-    def _reducer_in_use(self) -> Reducer:
-        assert self._reducer is not None, "steps of one rank have no joint closure"
-        return self._reducer
-
-    def _joint(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure of all ranks together, which may call add_param_group()."""
-        return JointClosure.of(closure, self._reducer_in_use)
-
-
-def _release(reference: weakref.ref[Reducer], _owner: object) -> None:
+def _leave(sync: BackwardSync, reference: weakref.ref[Reducer], _owner: object) -> None:
     reducer = reference()
     if reducer is not None:
-        reducer.release()
+        sync.remove(reducer)
 
 
 def _before_step(
@@ -387,11 +418,16 @@ def _before_step(
     optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
     if position is not None:
-        return (*args[:position], optimizer._joint(args[position]), *args[position + 1 :]), kwargs
+        closure = _joint(args[position], optimizer)
+        return (*args[:position], closure, *args[position + 1 :]), kwargs
     if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": optimizer._joint(kwargs["closure"])}
-    reducer.reduce_pending()
+        return args, {**kwargs, "closure": _joint(kwargs["closure"], optimizer)}
+    optimizer._backward_sync.reduce_pending(reducer)
     return None
+
+
+def _joint(closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> _JointClosure:
+    return closure if isinstance(closure, _JointClosure) else _JointClosure(closure, optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -400,7 +436,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     is_open, optimizer._step_is_open = optimizer._step_is_open, False
     reducer = optimizer._reducer
     if is_open and reducer:
-        reducer.finish_step()
+        optimizer._backward_sync.finish_step(reducer)
         settings = optimizer._settings
         names, process_set = optimizer._parameter_names, settings.process_set
         verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
@@ -417,3 +453,48 @@ def _checked_with(predivide_factor: float, op: ReduceOp) -> ReduceOp:
     if not predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor must be positive, not {predivide_factor}")
     return op
+
+
+def _groups_of(groups: Groups, num_groups: int, parameters: Sequence[Tensor]) -> Groups:
+    """Return the checked value of `groups`, or of its deprecated alias `num_groups`.
+
+    Raises:
+        ValueError: a number is negative; an element of a group is no tensor, is in `groups` twice,
+            or is none of `parameters`.
+    """
+    if num_groups:
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(f"groups must be a non-negative integer, not {groups}")
+        return groups
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, list | tuple) for g in groups):
+        raise ValueError("groups must be a non-negative integer or a list of lists of tensors")
+    known, seen = set(map(id, parameters)), set()
+    for tensor in (tensor for group in groups for tensor in group):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"groups must consist of tensors, not of {type(tensor).__name__}")
+        if id(tensor) in seen:
+            raise ValueError("a parameter can be in groups only once")
+        if id(tensor) not in known:
+            raise ValueError(
+                f"a tensor of shape {list(tensor.shape)} in groups is no parameter of the optimizer"
+            )
+        seen.add(id(tensor))
+    return groups
+
+
+def _group_indices(groups: Groups, parameters: Sequence[Tensor]) -> list[Sequence[int]]:
+    """Return the groups as parameter indices; a number means so many consecutive groups.
+
+    Tensors in groups that are none of `parameters` have no gradients.
+    """
+    if isinstance(groups, int):
+        return list(split_evenly(len(parameters), groups)) if groups else []
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    indices = [[index_of.get(id(tensor)) for tensor in group] for group in groups or ()]
+    known = [[index for index in group if index is not None] for group in indices]
+    return [group for group in known if group]

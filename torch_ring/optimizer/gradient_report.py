@@ -32,7 +32,7 @@ class GradientReport:
     """The gradients of one optimizer on one rank.
 
     Attributes:
-        participant: the optimizer's index, the same on all ranks.
+        optimizer: its index, the same on all ranks.
         due: the parameters to reduce now, as a bitmap (bit i is parameter i).
         sparse: those of them whose gradient is sparse here.
         accumulating: whether there are gradients that will be reduced later in this step.
@@ -47,7 +47,7 @@ class GradientReport:
         on_base: whether some that accumulate were added to averaged ones.
     """
 
-    participant: int
+    optimizer: int
     due: int
     sparse: int = 0
     accumulating: bool = False
@@ -73,7 +73,7 @@ class BackwardReport:
 
     # Sizes in bytes or elements; little-endian, no padding.
     _HEADER = struct.Struct("<IQI")  # bytes in all, steps, optimizers
-    # participant, flags, bytes of due and of sparse, elements of order
+    # optimizer, flags, bytes of due and of sparse, elements of order
     _REPORT = struct.Struct("<IBIII")
 
     @property
@@ -89,7 +89,7 @@ class BackwardReport:
     @property
     def due(self) -> dict[int, int]:
         """The parameters to reduce now, by optimizer; without those that have none."""
-        return {report.participant: report.due for report in self.gradients if report.due}
+        return {report.optimizer: report.due for report in self.gradients if report.due}
 
     def encode(self) -> bytes:
         """Return the bytes that `decode_all` decodes."""
@@ -100,7 +100,7 @@ class BackwardReport:
             flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping
             flags |= _AGAIN * report.again | _ON_BASE * report.on_base
             body += self._REPORT.pack(
-                report.participant, flags, len(due), len(sparse), len(report.order)
+                report.optimizer, flags, len(due), len(sparse), len(report.order)
             )
             body += due + sparse + struct.pack(f"<{len(report.order)}I", *report.order)
             body += report.digest
@@ -124,7 +124,7 @@ class BackwardReport:
     @classmethod
     def _decode_reports(cls, data: memoryview, count: int) -> Iterator[GradientReport]:
         for _ in range(count):
-            participant, flags, due_bytes, sparse_bytes, order_count = cls._REPORT.unpack_from(data)
+            optimizer, flags, due_bytes, sparse_bytes, order_count = cls._REPORT.unpack_from(data)
             data = data[cls._REPORT.size :]
             due, data = data[:due_bytes], data[due_bytes:]
             sparse, data = data[:sparse_bytes], data[sparse_bytes:]
@@ -133,7 +133,7 @@ class BackwardReport:
             digest_bytes = _DIGEST_BYTES if flags & _HAS_DIGEST else 0
             digest, data = bytes(data[:digest_bytes]), data[digest_bytes:]
             yield GradientReport(
-                participant,
+                optimizer,
                 _decode_bitmap(due),
                 _decode_bitmap(sparse),
                 bool(flags & _ACCUMULATING),

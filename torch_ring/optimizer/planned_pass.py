@@ -67,8 +67,8 @@ from torch_ring._C import Due, Engine, GradientHooks, PassAgreement, Work, backw
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, require_same_steps
-from torch_ring.optimizer.participants import Participant, Participants, Pending
-from torch_ring.optimizer.weight_reports import WeightReports
+from torch_ring.optimizer.reducer import Pending, Reducer, Reducers
+from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.join import World
 
@@ -137,7 +137,7 @@ class RunAhead:
         engine: of the process set.
         agreement: numbers the passes, planned or agreed.
         size: the number of ranks.
-        participants: the wrapped optimizers.
+        reducers: those of the wrapped optimizers.
         weights: what reports say of their weights.
         explain: raises an error of the operation of this name again, with what its user may have
             done wrong.
@@ -151,7 +151,7 @@ class RunAhead:
         engine: Engine,
         agreement: PassAgreement,
         size: int,
-        participants: Participants,
+        reducers: Reducers,
         weights: WeightReports,
         explain: Callable[[RingError, str], None],
     ) -> None:
@@ -159,7 +159,7 @@ class RunAhead:
         self._engine = engine
         self._agreement = agreement
         self._size = size
-        self._participants = participants
+        self._reducers = reducers
         self._weights = weights
         self._explain = explain
         self._world: World | None = None
@@ -219,15 +219,15 @@ class RunAhead:
         buckets = [
             bucket
             for index, touched in sorted(gradients.items())
-            for bucket in self._participants[index].planned_buckets(touched)
+            for bucket in self._reducers[index].planned_buckets(touched)
         ]
         if not buckets:
             return
         self._native.set_plan(buckets)
         self._native.open()
         self._plan, self._first = gradients, number + 1
-        for index, participant in self._participants.items():
-            participant.hooks.expect(participant.bitmap(gradients.get(index, 0)))
+        for index, reducer in self._reducers.items():
+            reducer.hooks.expect(reducer.bitmap(gradients.get(index, 0)))
 
     def _is_possible(self, gradients: Gradients) -> bool:
         """Return whether planned passes are possible; all ranks come to the same answer."""
@@ -237,8 +237,8 @@ class RunAhead:
         if any(len(record.ranks) > 1 for record in others):
             return False  # NCCL needs one order of all communicators
         # Other optimizers may be gone on some ranks only, until Python collects garbage.
-        used = [self._participants.get(index) for index in gradients]
-        return all(participant is not None and participant.runs_ahead for participant in used)
+        used = [self._reducers.get(index) for index in gradients]
+        return all(reducer is not None and reducer.runs_ahead for reducer in used)
 
     def stop(self) -> None:
         """Agree on the next pass, and make no plan before passes have repeated themselves.
@@ -268,12 +268,12 @@ class RunAhead:
             return
         self._plan = {}
         self._native.set_plan([])
-        for participant in self._participants.values():
-            participant.hooks.expect(None)
+        for reducer in self._reducers.values():
+            reducer.hooks.expect(None)
 
     # --- a planned pass
 
-    def ends_pass(self, steps: int, stepping: Participant | None = None) -> bool:
+    def ends_pass(self, steps: int, stepping: Reducer | None = None) -> bool:
         """End a backward pass, or begin a step, if the pass is planned; return whether it is.
 
         Args:
@@ -298,22 +298,19 @@ class RunAhead:
             raise
         return is_planned
 
-    def _ends_pass(self, steps: int, stepping: Participant | None) -> bool:
+    def _ends_pass(self, steps: int, stepping: Reducer | None) -> bool:
         if self._agreement.is_reducing:
             self._engine.end("a backward pass was interrupted while its gradients were launched")
         pending = {
-            index: participant.hooks.pending(Due.everything if participant is stepping else Due.now)
-            for index, participant in self._participants.items()
+            index: reducer.hooks.pending(Due.everything if reducer is stepping else Due.now)
+            for index, reducer in self._reducers.items()
         }
         if any(unready for _, _, _, unready, *_ in pending.values()):
-            for participant in self._participants.values():
-                participant.hooks.refuse_others_pass()
-                participant.follow_parameters()
-            return False
+            return False  # the ranks agree: parameters have moved, or the pass is refused
         self._note_accumulation(pending, {})
         if stepping is None and not any(any(due) for due, *_ in pending.values()):
             return True
-        gradients, sparse = self._participants.started_gradients(pending)
+        gradients, sparse = self._started_gradients(pending)
         with interrupt_deferred():
             self._agreement.begin_reduction()
             self._run(self._agreement.number, steps, gradients, sparse, stepping)
@@ -323,45 +320,65 @@ class RunAhead:
             self._agreement.finish()
         return True
 
+    def _started_gradients(
+        self, pending: Mapping[int, Pending]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the gradients that a planned pass takes: those that are due, or accumulate.
+
+        Args:
+            pending: what the hooks' `pending()` of each has returned.
+
+        Returns:
+            Bitmaps of the gradients by optimizer, and of those that are sparse.
+        """
+        gradients, sparse = {}, {}
+        for index, (due, sparse_ones, accumulating, *_) in pending.items():
+            if accumulating:
+                due, sparse_ones, *_ = self._reducers[index].hooks.pending(Due.started)
+            if any(due):
+                gradients[index] = int.from_bytes(due, "little")
+                sparse[index] = int.from_bytes(sparse_ones, "little")
+        return gradients, sparse
+
     def _run(
         self,
         number: int,
         steps: int,
         gradients: Gradients,
         sparse: Gradients,
-        stepping: Participant | None,
+        stepping: Reducer | None,
     ) -> None:
         """Launch a pass and report it; read the reports at once if it is not as planned."""
         planned = self._plan
         for index, bitmap in planned.items():
-            participant = self._participants.get(index)
-            if participant is not None:
+            reducer = self._reducers.get(index)
+            if reducer is not None:
                 due = gradients.get(index, 0) & bitmap
-                participant.hooks.fill(participant.bitmap(bitmap), participant.bitmap(due))
+                reducer.hooks.fill(reducer.bitmap(bitmap), reducer.bitmap(due))
         self._explaining(number, self._native.launch_rest)
         reports = tuple(
             GradientReport(
                 index,
                 gradients.get(index, 0),
                 sparse.get(index, 0),
-                stepping=participant is stepping,
+                stepping=reducer is stepping,
             )
-            for index, participant in self._participants.items()
-            if index in gradients or participant is stepping
+            for index, reducer in self._reducers.items()
+            if index in gradients or reducer is stepping
         )
-        reports = self._weights.added_to(reports, number)
+        reports = self._weights.added_to(reports, number, self._reducers.comparisons())
         entered = self._send(number, BackwardReport(steps, reports))
         self._explaining(number, self._native.wait)
         ranks = [entered.report] if gradients == planned else self._read(entered)
         union = union_of(rank.due for rank in ranks)
         for index, bitmap in planned.items():
-            participant = self._participants.get(index)
-            if participant is not None:
+            reducer = self._reducers.get(index)
+            if reducer is not None:
                 nowhere = bitmap & ~union.get(index, 0)
-                participant.hooks.restore(participant.bitmap(nowhere))
-                participant.hooks.mark_reduced(participant.bitmap(bitmap & ~nowhere))
+                reducer.hooks.restore(reducer.bitmap(nowhere))
+                reducer.hooks.mark_reduced(reducer.bitmap(bitmap & ~nowhere))
         if all(without(rank.due, planned) for rank in ranks):
-            self._participants.reduce_reported(ranks, without(union, planned), number)
+            self._reduce_extra(ranks, without(union, planned), number)
         else:
             self._put_aside(without(gradients, planned))
         self._note_reduction(ranks)
@@ -374,7 +391,7 @@ class RunAhead:
         work = self._explaining(
             number, lambda: self._engine.allgather(message, _name(number), joinable=True)
         )
-        has_base = any(each.hooks.has_base() for each in self._participants.values())
+        has_base = any(each.hooks.has_base() for each in self._reducers.values())
         entered = Entered(number, report, encoded, work, has_base)
         self._passes = [*self._passes[-1:], entered]
         self._is_concluded = False
@@ -388,15 +405,29 @@ class RunAhead:
             self._explain(error, _name(number))
             raise
 
+    def _reduce_extra(self, ranks: Sequence[BackwardReport], extra: Gradients, number: int) -> None:
+        """Reduce gradients that are not planned, as all ranks know. Collective."""
+        dense = dict.fromkeys(extra, 0)
+        for report in (report for rank in ranks for report in rank.gradients):
+            if report.optimizer in dense:
+                dense[report.optimizer] |= report.due & ~report.sparse
+        found = {index: self._reducers.named(index) for index in sorted(extra)}
+        for index, reducer in found.items():
+            reducer.prepare(extra[index], extra[index] & ~dense[index], number)
+        for reducer in found.values():
+            reducer.start(number)
+        for reducer in found.values():
+            reducer.finish(())
+
     def _put_aside(self, extra: Gradients) -> None:
         for index, bitmap in extra.items():
-            participant = self._participants[index]
-            participant.hooks.put_aside(participant.bitmap(bitmap))
+            reducer = self._reducers[index]
+            reducer.hooks.put_aside(reducer.bitmap(bitmap))
             self.aside.add(index)
         if extra and not self._has_warned:
             self._has_warned = True
             index, bitmap = min(extra.items())
-            first = self._participants[index].names[(bitmap & -bitmap).bit_length() - 1]
+            first = self._reducers[index].names[(bitmap & -bitmap).bit_length() - 1]
             others = sum(bitmap.bit_count() for bitmap in extra.values()) - 1
             _log.warning(
                 "only some ranks have a gradient of '%s'%s, which the passes before did not have: "
@@ -411,14 +442,14 @@ class RunAhead:
         if index not in self.aside:
             return False
         self.aside.discard(index)
-        self._participants[index].hooks.take_up_aside(again=False)
+        self._reducers[index].hooks.take_up_aside(again=False)
         return True
 
     def _note_accumulation(self, pending: Mapping[int, Pending], taken: Gradients) -> None:
         """Take note of the optimizers that have gradients which this pass does not take."""
         for index, (_, _, accumulating, *_) in pending.items():
             if accumulating and index not in taken:
-                self._participants[index].nothing_pending = False
+                self._reducers[index].nothing_pending = False
 
     def _note_reduction(self, ranks: Sequence[BackwardReport]) -> None:
         """Take note of the optimizers that have nothing left to reduce, on any rank.
@@ -426,10 +457,10 @@ class RunAhead:
         They are those in a report, of which all ranks know: in the plan, or after it failed on all.
         """
         all_know = self._all_deviate(ranks)
-        for index in {report.participant for rank in ranks for report in rank.gradients}:
-            participant = self._participants.get(index)
-            if participant is not None and (index in self._plan or all_know):
-                participant.nothing_pending = True
+        for index in {report.optimizer for rank in ranks for report in rank.gradients}:
+            reducer = self._reducers.get(index)
+            if reducer is not None and (index in self._plan or all_know):
+                reducer.nothing_pending = True
 
     # --- the reports
 

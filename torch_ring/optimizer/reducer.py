@@ -1,11 +1,15 @@
-"""Reducer: keeps the gradients of one optimizer in buckets, and averages them over the ranks."""
+"""Reducer: keeps the gradients of one optimizer in buckets, and averages them over the ranks.
+
+`Reducers` are those of a process set. `BackwardSync` makes them, and tells them what to reduce.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +18,9 @@ from torch_ring._C import (
     DenseFinalizer,
     Due,
     GradientHooks,
+    PassAgreement,
     PlannedBucket,
+    RunAhead,
     bucket_name,
     device_in_use,
 )
@@ -24,17 +30,24 @@ from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, untunable
-from torch_ring.optimizer.backward_sync import BackwardSync
-from torch_ring.optimizer.bucket_wire import BucketWire, FinishStage, bucket_memory, wire_maker
+from torch_ring.optimizer.bucket_wire import (
+    BucketWire,
+    FinishStage,
+    ReductionSettings,
+    bucket_memory,
+    wire_maker,
+)
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import GradientReport, refuse_sharded, warn_of_ddp
-from torch_ring.optimizer.participants import FastPath
-from torch_ring.optimizer.settings import ReductionSettings
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.world import current
-from torch_ring.world.process_set import ProcessSet
+from torch_ring.world.process_set import ProcessSet, engine_of
 
-__all__ = ["Reducer", "coalesced", "has_gradients"]
+__all__ = ["Pending", "Reducer", "Reducers", "has_gradients", "require_same_parameters", "weakly"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("torch_ring")
 
 _ON_NO_DEVICE = ("cpu", "meta")
 
@@ -91,14 +104,6 @@ def spec_of(name: str, parameter: Tensor) -> TensorSpec:
     return TensorSpec(numel, dtype, parameter.device)
 
 
-def coalesced(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with each row once: summed again and again, its rows would multiply."""
-    if gradient is None:
-        return None
-    gradient = gradient.detach()
-    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-
-
 def require_same_parameters(
     process_set: ProcessSet,
     parameters: Sequence[Tensor],
@@ -106,7 +111,14 @@ def require_same_parameters(
     settings: ReductionSettings,
     groups: Sequence[Sequence[int]],
 ) -> None:
-    """Raise on all ranks, if they wrap different parameters, or wrap them differently."""
+    """Raise on all ranks, if they wrap different parameters, or wrap them differently.
+
+    Raises:
+        ValueError: on this rank, which has only a part of a parameter.
+        MismatchError: they do; names the first parameter that differs between two ranks.
+        InvalidArgumentError: one process cannot reduce the gradients.
+    """
+    refuse_sharded(zip(names, parameters, strict=True))
     problem = device_problem(parameters)
     lines = [problem or settings.describe()]
     group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
@@ -123,74 +135,96 @@ def require_same_parameters(
         raise InvalidArgumentError(problem)
 
 
-_log = logging.getLogger("torch_ring")
+Pending = tuple[bytes, bytes, bool, bool, bool, bool]
+"""The result of `GradientHooks.pending`."""
+
+
+class FastPath(NamedTuple):
+    """The end of a pass in which all gradients of the only optimizer are due on all ranks."""
+
+    finalizer: DenseFinalizer
+    report: GradientReport  # which all ranks send then
 
 
 class Reducer:
     """Keeps the gradients of one optimizer's parameters in buckets, and reduces those.
 
-    Making one is collective: all ranks make theirs in the same order, for the same parameters.
+    In a bitmap of parameters, as an int, bit i is parameter i.
 
-    Thread: the one that runs backward(); `start_bucket` any of autograd's. Errors: MismatchError,
-    naming the first parameter that differs between two ranks; ValueError for one that cannot be
-    reduced.
+    Thread: the one that runs backward(); `start_bucket` any of autograd's. Errors: ValueError for a
+    parameter that cannot be reduced.
 
     Args:
-        sync: synchronises all reducers of this process set.
+        process_set: the ranks.
+        index: of the optimizer on the process set.
+        agreement: numbers the passes.
         parameters: leaves, whether they require grad now or not.
         names: the parameters' names in errors.
         settings: how to reduce the gradients.
         groups: indices of parameters whose gradients stay together (`plan_buckets`).
+        on_backward_end: ends a backward pass.
+        on_bucket_full: starts to reduce a bucket, of this index, during the pass.
+        run_ahead: launches the buckets of planned passes; None: there will be none.
+
+    Attributes:
+        nothing_pending: whether the ranks have nothing to agree on before the step.
+        fast_path: once the buckets are in their final order, and where there is one.
+        comparison: of the ranks' weights.
+        steps: that the optimizer has taken, since the start or since join().
+        hooks: those of the parameters.
     """
 
     def __init__(
         self,
-        sync: BackwardSync,
+        process_set: ProcessSet,
+        index: int,
+        agreement: PassAgreement,
         parameters: Sequence[Tensor],
         names: Sequence[str],
         settings: ReductionSettings,
-        groups: Sequence[Sequence[int]] = (),
+        groups: Sequence[Sequence[int]],
+        *,
+        on_backward_end: Callable[[], None],
+        on_bucket_full: Callable[[int], None],
+        run_ahead: RunAhead | None,
     ) -> None:
         named = tuple(zip(names, parameters, strict=True))
-        refuse_sharded(named)
-        require_same_parameters(sync.process_set, parameters, names, settings, groups)
-        self._sync = sync
-        self._engine = sync.engine
+        self._process_set = process_set
+        self.index = index
+        self._agreement = agreement
+        self._engine = engine_of(process_set)
+        self._size = process_set.size()
         self._parameters = parameters
         self.names = names
         self._settings = settings
         self._groups = groups
         self._specs = [spec_of(name, parameter) for name, parameter in named]
         # Checks come before the hooks: a refused optimizer must leave no trace.
-        self._make_wire = wire_maker(settings, sync.engine, sync.size, named)
+        self._make_wire = wire_maker(settings, self._engine, self._size, named)
         self._is_plain = settings.compression is Compression.none
         direct = settings.direct_bytes > 0 and self._is_plain
-        blocks = sync.engine.gradient_blocks() if direct else None
+        blocks = self._engine.gradient_blocks() if direct else None
         self._least_direct_bytes = settings.direct_bytes if blocks else None
         self._direct = self._large_ones()
         self.nothing_pending = False
         self.steps = 0
         self._steps_alone = False  # the step that is under way, with this rank's gradients
         self.fast_path: FastPath | None = None
-        self.index = sync.register(self)
-        self.owner: weakref.ref[object] | None = None  # the optimizer; releases this when it goes
+        self.owner: weakref.ref[object] | None = None  # the optimizer; removes this when it goes
         named_weights = dict(zip(parameters, names, strict=True))
-        self.comparison = WeightComparison(named_weights, sync.process_set)
+        self.comparison = WeightComparison(named_weights, process_set)
         self.hooks = GradientHooks(
             parameters,
             names,
-            reduced_scale=1.0 / sync.size if settings.op == Sum else 1.0,
-            on_backward_end=sync.on_backward_end,
-            on_bucket_full=functools.partial(sync.start_bucket, self.index),
-            new_memory=functools.partial(sync.new_memory, self.index),
-            fail=sync.fail,
+            reduced_scale=1.0 / self._size if settings.op == Sum else 1.0,
+            on_backward_end=on_backward_end,
+            on_bucket_full=on_bucket_full,
+            new_memory=weakly(self.new_memory),
+            fail=self._engine.end,
             blocks=blocks,
-            agreement=sync.agreement,
-            run_ahead=sync.run_ahead.hooks,
+            agreement=agreement,
+            run_ahead=run_ahead,
         )
-        self.hooks.set_base_scale(sync.base_scale)
-        sync.share(self)
-        sync.run_ahead.add(self.index, self.hooks)
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
@@ -207,26 +241,16 @@ class Reducer:
         self._rebuild_buckets()
         current.disable_in_child(self.hooks)
 
-    def release(self) -> None:
-        """Leave the agreement, and ignore gradients from now on. Thread: any."""
-        self.hooks.disable()
-        self._sync.unregister(self.index)
-        self.nothing_pending = True
-
-    def reduce_pending(self) -> None:
-        """Reduce whatever any rank has accumulated; see `BackwardSync.reduce_pending`."""
-        self._sync.reduce_pending(self)
-
     def finish_step(self) -> None:
         """Begin the next step: nothing of it is reduced yet."""
         self.steps += 1
-        self._sync.finish_step(self)
+        self.nothing_pending = False
         self.hooks.reset(gradients=False)
         is_alone, self._steps_alone = self._steps_alone, False
         if not self.comparison.has_begun:
             self.comparison.snapshot = None  # of weights before this step
         elif is_compared(self.steps) and not is_alone:
-            self.comparison.take(self.steps, self._sync.number)
+            self.comparison.take(self.steps, self._agreement.number)
 
     def begin_unreduced_step(self) -> None:
         """Note whether gradients of this rank alone are there, with which it steps now.
@@ -237,32 +261,25 @@ class Reducer:
             due, _, accumulating, *_ = self.hooks.pending(Due.everything)
             self._steps_alone = accumulating or any(due)
 
-    def drop_gradients(self) -> None:
-        """Drop what has been accumulated: the gradients are zero or gone."""
-        self.nothing_pending = False
-        self.hooks.reset(gradients=True)
-        if self.hooks.parameters_moved():
-            self.follow_parameters()
-
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together, reduced as the gradients are."""
         reduced = loss.detach().clone()
-        name = f"gradients.{self.index}.{self._sync.number}.loss"
+        name = f"gradients.{self.index}.{self._agreement.number}.loss"
         work = self._engine.allreduce(
             reduced, reduced, name, self._settings.op, 1.0, 1.0, blocking=True
         )
         return work.wait()
 
-    def report(self, everything: bool) -> GradientReport | None:
-        """See `Participant`."""
-        which = Due.everything if everything else Due.now
-        due, sparse, accumulating, unready, complete, again = self.hooks.pending(which)
-        if unready:
-            self.hooks.refuse_others_pass()
-            self.follow_parameters()
-            due, sparse, accumulating, _, complete, again = self.hooks.pending(which)
+    def report(self, pending: Pending, *, is_stepping: bool) -> GradientReport | None:
+        """Return which gradients are due here; None: there is nothing to report.
+
+        Args:
+            pending: the hooks', as they are now.
+            is_stepping: whether the optimizer is about to step; `pending` has everything then.
+        """
+        due, sparse, accumulating, _, complete, again = pending
         bitmap = int.from_bytes(due, "little")
-        if not (bitmap or accumulating or again or everything):
+        if not (bitmap or accumulating or again or is_stepping):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
         return GradientReport(
@@ -271,7 +288,7 @@ class Reducer:
             int.from_bytes(sparse, "little"),
             accumulating,
             incomplete=not complete,
-            stepping=everything,
+            stepping=is_stepping,
             again=again,
             on_base=accumulating and self.hooks.has_base(),
             order=order,
@@ -280,25 +297,33 @@ class Reducer:
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
         self._started[index] = self._start_wire(
-            index, self._plan[index].parameters, self._sync.number, blocking=False
+            index, self._plan[index].parameters, self._agreement.number, blocking=False
         )
 
     def new_memory(self, bucket: int) -> Tensor:
-        """See `Participant`."""
+        """Return other memory for a bucket."""
         return bucket_memory(self._engine, self._plan[bucket], self._plan[bucket].dtype)
 
     def prepare(self, touched: int, sparse: int, number: int) -> None:
-        """See `Participant`."""
+        """Take the gradients of parameters that are about to be reduced.
+
+        Another optimizer may have some of them too: all are prepared before the first one starts.
+
+        Args:
+            touched: those that have a gradient on some rank, as a bitmap.
+            sparse: those of them whose gradients are sparse wherever there is one.
+            number: the agreement's, a part of the names of the operations.
+        """
         self._sparse = sparse if self._settings.sparse_as_dense else 0
         sparse ^= self._sparse
         for parameter in _members(sparse):
             self._sparse_sums[parameter] = start_sparse_sum(
                 self._engine,
-                self._sync.process_set.ranks or [],
+                self._process_set.ranks or [],
                 f"gradients.{self.index}.{number}.sparse.{self.names[parameter]}",
                 self._settings.op,
                 self._parameters[parameter],
-                coalesced(self.hooks.local_gradient(parameter)),
+                _coalesced(self.hooks.local_gradient(parameter)),
                 joinable=True,
                 is_coalesced=False,
             )
@@ -309,7 +334,19 @@ class Reducer:
         self.hooks.move_into_buckets(self.bitmap(touched))
 
     def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
-        """See `Participant`."""
+        """Ask ranks that have just joined for the averaged gradients to which others were added.
+
+        They have a part of those, and are missing in the sum that the ranks left will make.
+
+        Args:
+            touched: the parameters that are about to be reduced, as a bitmap.
+            number: the agreement's.
+            before: the scale of reduced gradients that held when others were added.
+            after: that of the ranks left.
+
+        Returns:
+            Why the gradients of this pass cannot be right; "" if they will be.
+        """
         self._of_joined.clear()
         self._asked_in = number
         name = f"gradients.{self.index}.{number}.kept"
@@ -335,12 +372,17 @@ class Reducer:
                 self.hooks.keep_scale(index)
                 self._of_joined[index] = kept * (1 - before / after)
             elif mine[index]:  # it is reduced later
-                scale = 1 / self._sync.size if self._settings.op == Sum else 1.0
+                scale = 1 / self._size if self._settings.op == Sum else 1.0
                 self.hooks.add(index, kept * (scale * (after - before)))
         return ""
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a bucket has been sent during the pass."""
+        return bool(self._started)
+
     def start(self, number: int) -> None:
-        """See `Participant`."""
+        """Start to reduce the parameters that are prepared."""
         for index in range(len(self._plan)):
             started = self._started.pop(index, None)
             if started is None:
@@ -358,7 +400,7 @@ class Reducer:
         return self._wires[index].start(name, memory, touched, blocking=blocking)
 
     def finish(self, order: Sequence[int]) -> None:
-        """See `Participant`."""
+        """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
         unfinished, self._unfinished = self._unfinished, []
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
@@ -373,24 +415,24 @@ class Reducer:
             self._order = [*order, *sorted(rest, reverse=True)]
             self._rebuild_buckets()
             self.fast_path = self._make_fast_path()
-            if self._sync.process_set.rank() == 0:
+            if self._process_set.rank() == 0:
                 warn_of_ddp(self._parameters)
             self._tuner = self._make_tuner()
         elif self._tuner is not None:
             self._tuner.pass_ended()
 
     def stop_tuning(self) -> None:
-        """See `Participant`."""
+        """Leave the buckets as they were planned: ranks may have counted passes differently."""
         if self._tuner is not None:
             self._tuner.stop()
 
     def _make_tuner(self) -> Autotuner | None:
         """Return what tunes the sizes of buckets, if that is wanted, and they matter."""
-        tells = self._sync.process_set.rank() == 0
+        tells = self._process_set.rank() == 0
         config = current.config()
         if not config.autotune:
             return None
-        problem = untunable(self._settings, self._plan, self._engine.overlaps())
+        problem = untunable(self._settings.compression, self._plan, self._engine.overlaps())
         if problem:
             if tells:
                 _log.info("autotune: the buckets stay: %s", problem)
@@ -420,7 +462,7 @@ class Reducer:
             return None
         buckets = [index for index, bucket in enumerate(self._plan) if bucket.numel]
         everything = (1 << len(self._specs)) - 1
-        arguments = self._settings.arguments(self._sync.size)
+        arguments = self._settings.arguments(self._size)
         finalizer = DenseFinalizer(
             self.hooks, self.index, self.bitmap(everything), buckets, *arguments
         )
@@ -436,16 +478,16 @@ class Reducer:
             self.hooks.set_sparse_result(parameter, gradient.to_sparse(1))
 
     def bitmap(self, parameters: int) -> bytes:
-        """See `Participant`."""
+        """Return a bitmap as the hooks take it."""
         return parameters.to_bytes((len(self._specs) + 7) // 8, "little")
 
     def is_all(self, parameters: int) -> bool:
-        """See `Participant`."""
+        """Return whether a bitmap has all parameters."""
         return parameters.bit_count() == len(self._specs)
 
     @property
     def runs_ahead(self) -> bool:
-        """See `Participant`."""
+        """Whether the buckets can be reduced without an agreement."""
         return (
             self._settings.run_ahead
             and self._order_is_real
@@ -454,8 +496,8 @@ class Reducer:
         )
 
     def planned_buckets(self, touched: int) -> list[PlannedBucket]:
-        """See `Participant`."""
-        arguments = self._settings.arguments(self._sync.size)
+        """Return how to reduce these parameters without an agreement. Only if `runs_ahead`."""
+        arguments = self._settings.arguments(self._size)
         buckets = []
         for index, (bucket, wire) in enumerate(zip(self._plan, self._wires, strict=True)):
             runs = [run for run in bucket.runs(touched) if run[0] < run[1]]
@@ -475,16 +517,10 @@ class Reducer:
         return buckets
 
     def follow_parameters(self) -> None:
-        """See `Participant`."""
-        if self._started or self._sync.run_ahead.has_launched:
-            self._sync.fail(
-                "parameters have moved to another device, and part of the gradients had been sent "
-                "when a backward pass found that: call zero_grad() after moving a model"
-            )
+        """Give the parameters that have moved to another device memory there. Nothing was sent."""
         problem = device_problem(self._parameters)
         if problem:
-            self._sync.fail(f"a model has moved: {problem}")
-        self._sync.run_ahead.stop()
+            self._engine.end(f"a model has moved: {problem}")
         named = zip(self.names, self._parameters, strict=True)
         self._specs = [spec_of(name, parameter) for name, parameter in named]
         self._direct = self._large_ones()
@@ -538,6 +574,115 @@ class Reducer:
             and spec.numel * spec.dtype.itemsize >= least_bytes
             and parameter not in grouped
         )
+
+
+def _coalesced(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient with each row once: summed again and again, its rows would multiply."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+
+
+class Reducers:
+    """The reducers of a process set by index, as long as somebody else holds them.
+
+    One may go at any moment, in any thread, also while others are looked at: an optimizer that a
+    program has dropped in a circle of references goes when Python collects garbage. While the ranks
+    agree and reduce, none goes: `hold`.
+
+    Thread: any.
+
+    Args:
+        rank: this one.
+        fail: ends the job on all ranks, and raises RingError.
+    """
+
+    def __init__(self, rank: int, fail: Callable[[str], None]) -> None:
+        self._rank = rank
+        self._fail = fail
+        self._references: dict[int, weakref.ref[Reducer]] = {}
+        self._held: dict[int, Reducer] = {}
+
+    def add(self, index: int, reducer: Reducer) -> None:
+        """Add a reducer, until it is removed."""
+        references = self._references
+        references[index] = weakref.ref(reducer, lambda _: references.pop(index, None))
+
+    def remove(self, index: int) -> None:
+        """Remove a reducer, if it is there."""
+        self._references.pop(index, None)
+
+    def hold(self) -> list[Reducer]:
+        """Keep all as they are until `let_go`, and return them in the order of their indices."""
+        self._held = dict(self.items())
+        return list(self._held.values())
+
+    def let_go(self) -> None:
+        """End what `hold` has begun."""
+        self._held = {}
+
+    def __contains__(self, index: int) -> bool:
+        return self.get(index) is not None
+
+    def __getitem__(self, index: int) -> Reducer:
+        reducer = self.get(index)
+        if reducer is None:
+            raise KeyError(index)
+        return reducer
+
+    def get(self, index: int) -> Reducer | None:
+        """Return a reducer, or None."""
+        if held := self._held.get(index):
+            return held
+        reference = self._references.get(index)
+        return None if reference is None else reference()
+
+    def items(self) -> list[tuple[int, Reducer]]:
+        """Return the reducers and their indices, which ascend, at one moment."""
+        if held := self._held:
+            return list(held.items())
+        found = [(index, reference()) for index, reference in list(self._references.items())]
+        return [(index, reducer) for index, reducer in found if reducer is not None]
+
+    def values(self) -> list[Reducer]:
+        """Return the reducers, in the order of their indices, at one moment."""
+        return [reducer for _, reducer in self.items()]
+
+    def named(self, index: int) -> Reducer:
+        """Return the reducer of an optimizer that another rank's report names.
+
+        Raises:
+            RingError: on all ranks, there is none.
+        """
+        reducer = self.get(index)
+        if reducer is None:
+            self._fail(
+                f"rank {self._rank} has dropped the wrapped optimizer {index}, for which another "
+                "rank has gradients: wrap and drop optimizers alike on all ranks"
+            )
+        assert reducer is not None
+        return reducer
+
+    def comparison(self, index: int) -> WeightComparison:
+        """Return the comparison of weights of an optimizer that another rank's report names."""
+        return self.named(index).comparison
+
+    def comparisons(self) -> dict[int, WeightComparison]:
+        """Return the comparisons of the weights of all."""
+        return {index: reducer.comparison for index, reducer in self.items()}
+
+
+def weakly(method: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls a method, and does not keep its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        found = reference()
+        assert found is not None, "its object outlives its caller"
+        return found(*args)
+
+    return call
 
 
 def _members(bitmap: int) -> list[int]:

@@ -20,26 +20,28 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from torch_ring._C import Engine
+from torch_ring._C import Engine, backward_name
 from torch_ring.collectives.compare import (
     Difference,
     Line,
     Thing,
     find_difference,
+    gather_lines,
     gather_lines_if_different,
     hyper_parameters_of,
     start_lines,
     summary_of,
 )
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
-__all__ = ["Snapshot", "WeightComparison", "is_compared"]
+__all__ = ["WeightComparison", "WeightReports", "is_compared"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -122,6 +124,14 @@ class WeightComparison:
         delay = _DEVICE_DELAY if is_on_device and steps else 0
         self.snapshot = Snapshot(steps, number + delay, functools.cache(start_lines(things)))
 
+    def note_gradients(self, number: int) -> None:
+        """Remember the weights at the end of the first pass, of this number, with gradients.
+
+        The ranks may compare them later, when they reduce the gradients of several passes.
+        """
+        if not self.has_begun and self.snapshot is None:
+            self.take(0, number)
+
     def due_snapshot(self, number: int, *, has_due: bool) -> Snapshot | None:
         """Return, once, the snapshot that travels with this rank's report of a pass, if any.
 
@@ -175,6 +185,105 @@ class WeightComparison:
                 in_set = "" if self.process_set.process_set_id == 0 else ", process_set=..."
                 before = _before(steps, self._equal.get(kind), self._since)
                 _log.warning(text(difference, before, in_set))
+
+
+class WeightReports:
+    """Adds digests of weights to this rank's reports, and compares those in all ranks' reports.
+
+    All ranks find the same differences in the same passes. They gather the details in the next
+    agreed pass, in which all have read the reports of all passes before.
+
+    Thread: the one that runs backward().
+
+    Args:
+        engine: of the process set.
+        comparison: returns that of the optimizer of an index, which another rank's report names.
+    """
+
+    def __init__(self, engine: Engine, comparison: Callable[[int], WeightComparison]) -> None:
+        self._engine = engine
+        self._comparison = comparison
+        # By pass and optimizer, until the ranks' reports of the pass are read.
+        self._sent: dict[int, dict[int, tuple[WeightComparison, Snapshot]]] = {}
+        self._different: list[tuple[WeightComparison, Snapshot]] = []
+
+    def forget(self) -> None:
+        """Forget all passes: all ranks have joined."""
+        self._sent.clear()
+        self._different.clear()
+
+    def added_to(
+        self,
+        reports: Sequence[GradientReport],
+        number: int,
+        comparisons: Mapping[int, WeightComparison],
+    ) -> tuple[GradientReport, ...]:
+        """Return the reports of a pass with the digests that are to travel with it.
+
+        Args:
+            reports: of this rank's optimizers that have gradients.
+            number: of the pass.
+            comparisons: of all optimizers.
+        """
+        by_index = {report.optimizer: report for report in reports}
+        for index, comparison in comparisons.items():
+            report = by_index.get(index, GradientReport(index, due=0))
+            snapshot = comparison.due_snapshot(number, has_due=bool(report.due))
+            if snapshot is not None:
+                self._sent.setdefault(number, {})[index] = comparison, snapshot
+                by_index[index] = replace(report, digest=snapshot.summary())
+        return tuple(by_index.values())
+
+    def differ(self, ranks: Sequence[BackwardReport], number: int) -> bool:
+        """Compare the digests in the reports of a pass; return whether some differ."""
+        sent = self._sent.pop(number, {})
+        digests: dict[int, list[bytes]] = {}
+        for report in (report for rank in ranks for report in rank.gradients if report.digest):
+            digests.setdefault(report.optimizer, []).append(report.digest)
+        count = len(self._different)
+        for index, found in sorted(digests.items()):
+            own = sent.get(index)
+            is_whole = len(found) == len(ranks)
+            if is_whole and own is not None and len(set(found)) == 1:
+                comparison, snapshot = own
+                comparison.conclude(snapshot.steps, len(ranks), {})
+            elif is_whole and own is not None:
+                self._different.append(own)
+            else:
+                self._note_first(index, own, ranks, number)
+        return len(self._different) > count
+
+    def _note_first(
+        self,
+        index: int,
+        own: tuple[WeightComparison, Snapshot] | None,
+        ranks: Sequence[BackwardReport],
+        number: int,
+    ) -> None:
+        """Take note of an optimizer whose first gradients only some ranks have.
+
+        After its first ones, a rank that sends no digest has taken a step of its own: what it has
+        is for the program to know.
+        """
+        if own is None:
+            if not any(r.due for rank in ranks for r in rank.gradients if r.optimizer == index):
+                return
+            comparison = self._comparison(index)
+            if comparison.has_begun:
+                return
+            comparison.note_gradients(number)
+            assert comparison.snapshot is not None
+            own, comparison.snapshot = (comparison, comparison.snapshot), None
+        if not own[0].has_begun:
+            self._different.append(own)
+
+    def tell(self, number: int) -> None:
+        """Gather what differs, and warn. A collective, in an agreed pass."""
+        different, self._different = self._different, []
+        for index, (comparison, snapshot) in enumerate(different):
+            name = f"{backward_name(number)}.weights.{index}"
+            every = gather_lines(snapshot.lines(), self._engine, name)
+            comparison.conclude(snapshot.steps, len(every), every)
 
 
 def _before(steps: int, equal: int | None, since: str) -> tuple[str, str]:
