@@ -1,11 +1,47 @@
 #include "gradients/finalize_dense.h"
 
+#include <exception>
 #include <utility>
 
 #include "bindings/requests.h"
 #include "engine/request.h"
 
 namespace torch_ring {
+
+namespace {
+
+/// An interrupt whose exception waits: the first one until rethrow(). A second one does not wait.
+/// The fast path's side of interrupt_deferred() (torch_ring/world/engine.py), which sets a handler
+/// of the signal twice a pass. The fast path cannot afford those system calls, and waits in C++,
+/// where it calls the program's handler itself. Thread: one.
+class DeferredInterrupt {
+ public:
+  /// `interrupt` outlives this, and this the waits that are given function().
+  explicit DeferredInterrupt(const Engine::Interrupt& interrupt) : interrupt_(interrupt) {}
+
+  Engine::Interrupt function() {
+    return [this] { call(); };
+  }
+
+  void rethrow() {
+    if (deferred_) std::rethrow_exception(deferred_);
+  }
+
+ private:
+  void call() {
+    if (!interrupt_) return;
+    try {
+      interrupt_();
+    } catch (...) {
+      if (std::exchange(deferred_, std::current_exception())) throw;
+    }
+  }
+
+  const Engine::Interrupt& interrupt_;
+  std::exception_ptr deferred_;
+};
+
+}  // namespace
 
 DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
                                GradientHooks::Bitmap everything, std::vector<std::size_t> buckets,
@@ -33,7 +69,7 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
   DeferredInterrupt deferred(interrupt);
   agreement.begin_reduction();
   try {
-    reduce(engine, size, agreement.number(), deferred);
+    reduce(engine, size, agreement.number(), deferred.function());
   } catch (const Error&) {  // an error on all ranks, after which they may go on
     agreement.finish();
     throw;
@@ -47,7 +83,7 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
 }
 
 void DenseFinalizer::reduce(Engine& engine, int size, std::uint64_t number,
-                            DeferredInterrupt& deferred) const {
+                            const Engine::Interrupt& interrupt) const {
   hooks_->move_into_buckets(everything_);
   std::vector<Request> requests;
   for (const std::size_t bucket : buckets_) {
@@ -56,7 +92,7 @@ void DenseFinalizer::reduce(Engine& engine, int size, std::uint64_t number,
                                          op_, prescale_, postscale_, size));
   }
   for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kBlocking)) {
-    engine.wait(*work, deferred.function());
+    engine.wait(*work, interrupt);
   }
   hooks_->mark_reduced(everything_);
 }

@@ -41,7 +41,8 @@ class DenseFinalizer {
                                  const Engine::Interrupt& interrupt) const;
 
  private:
-  void reduce(Engine& engine, int size, std::uint64_t number, DeferredInterrupt& deferred) const;
+  void reduce(Engine& engine, int size, std::uint64_t number,
+              const Engine::Interrupt& interrupt) const;
 
   const std::shared_ptr<GradientHooks> hooks_;
   const std::size_t optimizer_;

@@ -49,13 +49,4 @@ void PassAgreement::restart(std::uint64_t number) {
   reducing_ = false;
 }
 
-void DeferredInterrupt::call() {
-  if (!interrupt_) return;
-  try {
-    interrupt_();
-  } catch (...) {
-    if (std::exchange(deferred_, std::current_exception())) throw;
-  }
-}
-
 }  // namespace torch_ring

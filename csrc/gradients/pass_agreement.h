@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <string>
 #include <thread>
@@ -18,7 +17,7 @@ namespace torch_ring {
 /// A signal handler may raise an exception meanwhile (Ctrl-C). While the reports are gathered, it
 /// ends the wait and no more: this rank's report is on its way, and its next pass goes on from
 /// there with the gradients that it has by then. While gradients are reduced, it waits for the end
-/// (DeferredInterrupt), which is near, because all ranks have agreed. Where it cannot wait, the
+/// (DenseFinalizer), which is near, because all ranks have agreed. Where it cannot wait, the
 /// next pass ends the job with an error on all ranks.
 ///
 /// Thread: the one that runs backward(), but is_ending_elsewhere(): any. Callers do not hold the
@@ -74,30 +73,6 @@ class PassAgreement {
   std::shared_ptr<Reports> reports_;  // its reports
   bool reducing_ = false;
   std::atomic<std::thread::id> ending_{};  // the thread that ends a pass; guards no other data
-};
-
-/// An interrupt whose exception waits: the first one until rethrow(). A second one does not wait.
-/// The fast path's side of interrupt_deferred() (torch_ring/world/engine.py), which sets a handler
-/// of the signal twice a pass. The fast path cannot afford those system calls, and waits in C++,
-/// where it calls the program's handler itself. Thread: one.
-class DeferredInterrupt {
- public:
-  /// `interrupt` outlives this, and this the waits that are given function().
-  explicit DeferredInterrupt(const Engine::Interrupt& interrupt) : interrupt_(interrupt) {}
-
-  Engine::Interrupt function() {
-    return [this] { call(); };
-  }
-
-  void rethrow() {
-    if (deferred_) std::rethrow_exception(deferred_);
-  }
-
- private:
-  void call();
-
-  const Engine::Interrupt& interrupt_;
-  std::exception_ptr deferred_;
 };
 
 }  // namespace torch_ring

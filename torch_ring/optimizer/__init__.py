@@ -1,6 +1,6 @@
 """DistributedOptimizer, and the reduction of gradients behind it.
 
-Open first: `distributed_optimizer`, `reducer`, then `backward_sync`.
+Open first: `distributed_optimizer`, `backward_sync`, then `reducer`.
 """
 
 from torch_ring.optimizer.distributed_optimizer import DistributedOptimizer, _DistributedOptimizer

@@ -20,7 +20,7 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import RingError
 from torch_ring.optimizer.gradient_report import explained, refuse_sharded, warn_of_ddp
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
-from torch_ring.optimizer.wrapping import Wrapped, wrapped
+from torch_ring.optimizer.wrapping import Wrapped, unnamed, wrapped
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
@@ -70,7 +70,7 @@ class AdasumOptimizer(Wrapped):
         """Reduce the changes of the new parameters from now on."""
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
-            self._parameter_names[parameter] = f"allreduce.noname.{group}.{index}"
+            self._parameter_names[parameter] = unnamed(group, index)
 
 
 def wrap_adasum(

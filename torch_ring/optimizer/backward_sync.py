@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from torch_ring._C import Due, Engine, PassAgreement, all_sent, backward_name, in_words
+from torch_ring._C import Due, PassAgreement, all_sent, backward_name, in_words
 from torch_ring.errors import RingError
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.gradient_report import (
@@ -23,12 +22,10 @@ from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world import current
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
-from torch_ring.world.process_set_table import ProcessSetRecord
 
 __all__ = ["BackwardSync", "backward_sync_of"]
 
 
-@dataclass
 class BackwardSync:
     """Backward synchronisation of all wrapped optimizers of this process on one process set.
 
@@ -66,8 +63,10 @@ class BackwardSync:
     job: the ranks could not tell which of their passes belong together. Blocking: until every rank
     has agreed.
 
-    Attributes:
+    Args:
         process_set: the ranks.
+
+    Attributes:
         agreement: the next agreement of the ranks, or the one under way.
         run_ahead: passes that end without an agreement.
         steps: steps that the optimizers have taken, all together.
@@ -75,28 +74,20 @@ class BackwardSync:
     Agreements and steps are counted since the start, or since join().
     """
 
-    process_set: ProcessSet
-    agreement: PassAgreement = field(default_factory=PassAgreement)
-    run_ahead: RunAhead = field(init=False)
-    steps: int = 0
-    _since: str = ""  # how errors say since when
-    _rank: int = field(default_factory=current.rank)
-    _engine: Engine = field(init=False)
-    _size: int = field(init=False)
-    _weights: WeightReports = field(init=False)
-    _world_engine: Engine = field(default_factory=current.engine)
-    _record: ProcessSetRecord = field(init=False)
-    _registered: int = 0
-    _active: int = field(init=False)  # ranks that had not joined in the last agreement
-    _reducers: Reducers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._engine = engine_of(self.process_set)
-        self._size = self._active = self.process_set.size()
+    def __init__(self, process_set: ProcessSet) -> None:
+        self.agreement = PassAgreement()
+        self.steps = 0
+        self._since = ""  # how errors say since when
+        self._process_set = process_set
+        self._record = membership(process_set)
+        self._engine = engine_of(process_set)
+        self._world_engine = current.engine()
+        self._rank = current.rank()
+        self._size = process_set.size()
+        self._active = self._size  # ranks that had not joined in the last agreement
+        self._added = 0  # reducers so far
         # Its objects must not keep it: a world ends also where Python collects no garbage.
         self._reducers = Reducers(self._rank, self._engine.end)
-        self._record = membership(self.process_set)
-
         self._weights = WeightReports(self._engine, self._reducers.comparison)
         self.run_ahead = RunAhead(
             self._engine,
@@ -160,12 +151,12 @@ class BackwardSync:
             MismatchError: the parameters differ between ranks.
             ValueError: a parameter cannot be reduced.
         """
-        require_same_parameters(self.process_set, parameters, names, settings, groups)
+        require_same_parameters(self._process_set, parameters, names, settings, groups)
         self.run_ahead.begin_anew()
-        index = self._registered
-        self._registered += 1
+        index = self._added
+        self._added += 1
         reducer = Reducer(
-            self.process_set,
+            self._process_set,
             index,
             self.agreement,
             parameters,
@@ -285,7 +276,7 @@ class BackwardSync:
         """Count a step of an optimizer, and begin the next."""
         self.steps += 1
         reducer.finish_step()
-        if self._registered > 1 and not self.run_ahead.is_planned:
+        if self._added > 1 and not self.run_ahead.is_planned:
             for other in self._reducers.values():
                 other.nothing_pending = False
 

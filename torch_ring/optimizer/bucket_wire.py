@@ -15,7 +15,7 @@ from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.optimizer.buckets import Bucket
-from torch_ring.optimizer.stateful_bucket import BucketCompression, Collectives, StatefulBucket
+from torch_ring.optimizer.stateful_bucket import BucketCompression, StatefulBucket
 
 __all__ = ["BucketWire", "FinishStage", "ReductionSettings", "bucket_memory", "wire_maker"]
 
@@ -211,9 +211,10 @@ def wire_maker(
         return engine.allreduce(tensor, tensor, name, *arguments, blocking)
 
     if isinstance(compression, StatefulCompressor):
-        collectives = Collectives(engine, settings.mean_arguments(size))
         scale = size if settings.op == Sum else 1
-        shared = BucketCompression(compression, named_parameters, collectives, scale)
+        shared = BucketCompression(
+            compression, named_parameters, engine, settings.mean_arguments(size), scale
+        )
         return lambda bucket, hooks: StatefulBucket(shared, bucket, hooks)
     if compression is Compression.none:
         return lambda bucket, _: PlainBucket(bucket, allreduce)

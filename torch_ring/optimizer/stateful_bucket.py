@@ -19,7 +19,7 @@ from torch_ring.compression.stateful import Gather, Reduce, Request, State, Stat
 from torch_ring.errors import RingError
 from torch_ring.optimizer.buckets import Bucket
 
-__all__ = ["BucketCompression", "Collectives", "Layout", "Line", "StatefulBucket", "pack", "unpack"]
+__all__ = ["BucketCompression", "Layout", "Line", "StatefulBucket", "pack", "unpack"]
 
 
 def state_if_finite(result: Tensor, after: State, before: State) -> State:
@@ -169,20 +169,25 @@ def unpack(message: Tensor, layouts: Iterable[Layout]) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Collectives:
-    """The collectives by which requests of compressors are answered.
+class BucketCompression:
+    """The stateful compressor of one optimizer, and what it needs to reduce a bucket.
 
     Attributes:
-        engine: runs them.
+        compressor: serves this optimizer alone.
+        named_parameters: of the optimizer, in the order of their indices.
+        engine: answers its requests.
         mean_arguments: operator, prescale and postscale factor of an allreduce that makes a mean.
+        scale: multiplies the means: the number of ranks for op=Sum, else 1.
     """
 
+    compressor: StatefulCompressor
+    named_parameters: Sequence[tuple[str, Tensor]]
     engine: Engine
     mean_arguments: tuple[ReduceOp, float, float]
+    scale: int
 
-    def allgather(self, name: str, tensor: Tensor) -> Work:
-        """Start to concatenate the ranks' tensors."""
-        return self.engine.allgather(tensor, name)
+    def __post_init__(self) -> None:
+        self.compressor.serve(dict(self.named_parameters))
 
     def mean(self, name: str, tensor: Tensor) -> Work:
         """Start to make the mean over ranks, in a new tensor."""
@@ -198,7 +203,7 @@ class CompressorRound:
 
     def __init__(
         self,
-        collectives: Collectives,
+        compression: BucketCompression,
         name: str,
         requests: Mapping[str, Request],
         failure: str | None,
@@ -206,14 +211,14 @@ class CompressorRound:
         self._header = Header([Line.of(*item) for item in requests.items()], failure)
         self._encoded = self._header.encode()
         text = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
-        self._headers = collectives.allgather(f"{name}.header", text)
+        self._headers = compression.engine.allgather(text, f"{name}.header")
         gathers = [request for request in requests.values() if isinstance(request, Gather)]
         self._messages: Work | None = None
         if gathers:
             message = pack([tensor for request in gathers for tensor in request.tensors])
-            self._messages = collectives.allgather(f"{name}.message", message)
+            self._messages = compression.engine.allgather(message, f"{name}.message")
         self._means = [
-            collectives.mean(f"{name}.{parameter}", request.tensors[0])
+            compression.mean(f"{name}.{parameter}", request.tensors[0])
             if isinstance(request, Reduce)
             else None
             for parameter, request in requests.items()
@@ -257,26 +262,6 @@ def _require_same_requests(headers: Sequence[Header]) -> None:
         ". What it yields must not depend on one rank's gradient",
         absent="nothing more",
     )
-
-
-@dataclass(frozen=True)
-class BucketCompression:
-    """The stateful compressor of one optimizer, and what it needs to reduce a bucket.
-
-    Attributes:
-        compressor: serves this optimizer alone.
-        named_parameters: of the optimizer, in the order of their indices.
-        collectives: answer its requests.
-        scale: multiplies the means: the number of ranks for op=Sum, else 1.
-    """
-
-    compressor: StatefulCompressor
-    named_parameters: Sequence[tuple[str, Tensor]]
-    collectives: Collectives
-    scale: int
-
-    def __post_init__(self) -> None:
-        self.compressor.serve(dict(self.named_parameters))
 
 
 class StatefulBucket:
@@ -330,7 +315,7 @@ class _StatefulReduction:
     def __init__(
         self, compression: BucketCompression, name: str, gradients: Mapping[str, Tensor]
     ) -> None:
-        self._collectives = compression.collectives
+        self._compression = compression
         self._name = name
         self._rounds = 0
         self._failures: list[Exception] = []  # not more than one, until it is raised
@@ -371,7 +356,7 @@ class _StatefulReduction:
         self._asking = list(requests)
         by_name = {gradient.name: request for gradient, request in requests.items()}
         self._round = CompressorRound(
-            self._collectives, f"{self._name}.{self._rounds}", by_name, failure
+            self._compression, f"{self._name}.{self._rounds}", by_name, failure
         )
         self._rounds += 1
 
