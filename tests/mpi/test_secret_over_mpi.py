@@ -40,13 +40,13 @@ def _hosts(monkeypatch):
 @pytest.mark.usefixtures("_hosts")
 def test_all_ranks_have_one_secret():
     place = store_module.locate_store(discover(), Config(), Deadline(40.0))
-    everyone = MPI.COMM_WORLD.allgather(place.secret)
+    everyone = MPI.COMM_WORLD.allgather(place.key.secret)
     assert len(everyone[0]) == 64
     assert set(everyone) == {everyone[0]}
     if MPI.COMM_WORLD.rank == 0:
         part = store_module.locate_store(discover().among((0,)), Config(), Deadline(40.0))
-        assert len(part.secret) == 64
-        assert part.secret != place.secret
+        assert len(part.key.secret) == 64
+        assert part.key.secret != place.key.secret
 
 
 @pytest.mark.usefixtures("_hosts")

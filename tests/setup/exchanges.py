@@ -21,31 +21,23 @@ def new_name():
     return f"\0torch_ring test {os.getpid()} {next(_numbers)}"
 
 
-def place_of(store):
-    return StorePlace(None, False, lambda *_: store)
+def place_of(store, key=None):
+    return StorePlace(None, False, lambda *_: store, key)
 
 
-def path_on_host(identity, timeout_s, place, name, key=None):
+def path_on_host(identity, timeout_s, place, name):
     """Meet the ranks of this host as init() does; return the path of failures."""
     deadline = Deadline(timeout_s)
-    path = FailurePath(identity, deadline, place, key)
-    path.host = meet_on_host(
-        name,
-        Start(),
-        identity,
-        deadline,
-        path.watch,
-        has_store=place is not None,
-        serve=path.serve,
-        gives_up=path.missed_ranks,
-    )
+    path = FailurePath(identity, deadline, place)
+    has_store = place is not None
+    path.host = meet_on_host(name, Start(), identity, deadline, path.watch, has_store=has_store)
     return path
 
 
 def exchange_on(path, host=0, settings=None):
     """Exchange the descriptions of a made-up host; return the table, and who leads."""
     own = made_up.info(path.identity.rank, host)
-    table = exchange_hosts(path.host, own, settings or {}, path)
+    table = exchange_hosts(own, settings or {}, path)
     return pass_on(path, table) if table else path.host.receive().payload, bool(table)
 
 

@@ -47,8 +47,8 @@ def connect_rank(store, rank, size, config=CONFIG, host=""):
     path = path_on_host(identity, config.init_timeout_s, place, name)
     with failing_together(path), listen(identity, config, "127.0.0.1") as listeners:
         own = listeners.info.to_value()
-        table = exchange_hosts(path.host, own, config.common(), path)
-        connections = connect(identity, config, path.host, table, listeners, path)
+        table = exchange_hosts(own, config.common(), path)
+        connections = connect(config, table, listeners, path)
         # In place of the engines' barrier: until then, ranks tell one another of failures.
         store.add("through", 1)
         end = time.monotonic() + 10
@@ -210,7 +210,7 @@ def test_strangers_disturb_nobody(monkeypatch, transport):
         strangers.extend(knock(*listeners[-1], noise) for noise in NOISES * 5)
         return listener
 
-    for name in ("_listen_tcp", "_listen_unix"):
+    for name in ("_listen_tcp", "listen_unix"):
         monkeypatch.setattr(connecting, name, partial(besieged, getattr(connecting, name)))
     config = replace(CONFIG, transport=transport)
     everyone = connect_all(3, lambda _: config)

@@ -25,6 +25,7 @@ from torch_ring.setup import exchange, host_socket
 from torch_ring.setup.exchange import failing_together
 from torch_ring.setup.job_key import JobKey
 from torch_ring.setup.launchers import Identity
+from torch_ring.setup.network import listen_unix
 from torch_ring.setup.peer_info import parse_table
 
 
@@ -108,20 +109,20 @@ def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret)
     here = threading.local()
 
     def listen_on_own(name):
-        return host_socket.listen(f"{name} of {here.copy}")
+        return listen_unix(f"{name} of {here.copy}")
 
     def connect_on_own(name, *rest):
         return host_socket.connect_to(f"{name} of {here.copy}", *rest)
 
-    monkeypatch.setattr(exchange, "listen", listen_on_own)
+    monkeypatch.setattr(exchange, "listen_unix", listen_on_own)
     monkeypatch.setattr(exchange, "connect_to", connect_on_own)
     names, store, barrier = {copy: new_name() for copy in "ab"}, HashStore(), threading.Barrier(4)
     key = JobKey(secret)
 
     def on_rank(rank):
         here.copy = of[rank]
-        identity, place = Identity(rank, 4, local_size=2), place_of(store)
-        with failing_together(path_on_host(identity, 20.0, place, names[of[rank]], key)) as path:
+        identity, place = Identity(rank, 4, local_size=2), place_of(store, key)
+        with failing_together(path_on_host(identity, 20.0, place, names[of[rank]])) as path:
             table, _ = exchange_on(path)
             barrier.wait(20)
         return parse_table(table, 4)

@@ -17,7 +17,7 @@ from torch_ring.setup.network import Deadline, require_same_user
 
 def test_garbage_is_not_let_in_and_disturbs_nobody(monkeypatch):
     name, strangers = new_name(), []
-    listen = host_socket.listen
+    listen = host_socket.listen_unix
 
     def besieged(at):
         listener = listen(at)
@@ -36,7 +36,7 @@ def test_garbage_is_not_let_in_and_disturbs_nobody(monkeypatch):
             strangers.append(stranger)
         return listener
 
-    monkeypatch.setattr("torch_ring.setup.host_socket.listen", besieged)
+    monkeypatch.setattr("torch_ring.setup.host_socket.listen_unix", besieged)
     results = run_on_ranks(3, lambda rank: ranks_met(rank, 3, name=name))
     for stranger in strangers:
         stranger.close()

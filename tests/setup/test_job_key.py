@@ -178,7 +178,7 @@ def test_garbage_in_any_key_is_an_error_of_ours(kind, secret, monkeypatch):
     monkeypatch.setattr("torch_ring.setup.store_exchange._LINGER_S", 0.05)
     dice, ended = random.Random(1), set()
     names = ["0/places", "0/value/0/0", "0/value/0/1", "0/values/0/0", "0/failure", "0/decided/0"]
-    names += ["0/told/0", "0/told/1", "0/failed", "generations_ended"]
+    names += ["0/notified/0", "0/notified/1", "0/failed", "generations_ended"]
     junk = [b"", b"x", b"-5", b"9" * 5000, b"1e9", b"\xff" * 40, b"7" * 33, b"0", b"12345"]
     for case in range(40):
         store = STORES[kind]()

@@ -240,7 +240,7 @@ def test_mpi_carries_a_secret():
                 Deadline(5.0),
                 comm=comm,
                 environment=environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
-            ).secret
+            ).key.secret
         )
     assert found[0] == found[1]
     assert len(found[0]) == 64
@@ -268,7 +268,7 @@ for launcher in ("Open MPI", "Hydra", "PMI", "srun", "torchrun", "env"):
     identity = Identity(1, 2, 0, 1, launcher=launcher)
     where = {"MASTER_ADDR": "10.0.0.1"}
     place = store.locate_store(identity, Config(), Deadline(5.0), environment=where)
-    assert place.secret == ""
+    assert place.key.secret == ""
 assert "mpi4py.MPI" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -16,8 +16,9 @@ from pool import eventually, run
 
 import torch_ring as hvd
 from torch_ring.setup import connect as connecting
-from torch_ring.setup.host_socket import listen, socket_name
+from torch_ring.setup.host_socket import socket_name
 from torch_ring.setup.launchers import discover
+from torch_ring.setup.network import listen_unix
 
 NOBODY = 65534
 PORT = "29513"
@@ -207,7 +208,7 @@ def join_a_name_that_is_taken(directory: Path) -> str:
         name = socket_name(replace(discover(), node=None))
         if os.fork() == 0:
             os.setuid(NOBODY)
-            listener = listen(name)
+            listener = listen_unix(name)
             os.write(ready[1], b"r")
             os.close(done[1])
             os.read(done[0], 1)

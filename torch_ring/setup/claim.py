@@ -16,6 +16,7 @@ name for as long as the world lives. A process that comes to be the same rank as
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
@@ -23,19 +24,15 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup.launchers import LAUNCHERS, Identity
-from torch_ring.setup.network import Deadline, ForeignUserError, close_in_child, require_same_user
+from torch_ring.setup.network import Deadline, ForeignUserError, listen_unix, require_same_user
 
 __all__ = ["Claim", "Start", "ancestors", "is_stopped", "start_of", "starter"]
-
-Arg = TypeVar("Arg")
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ class Start:
         look at all processes of the host.
         """
         alike = {_command(pid) for pid in here} - {b""}
-        related = {pid for one in here for pid in _seen(ancestors, one)}
-        for pid in [int(name) for name in _seen(os.listdir, "/proc") if name.isdecimal()]:
-            if pid in here or pid in related or _command(pid) not in alike:
+        related = {*here}.union(*map(ancestors, here))
+        for pid in [int(path.name) for path in Path("/proc").glob("[0-9]*")]:
+            if pid in related or _command(pid) not in alike:
                 continue
-            if any(parent in here for parent in _seen(ancestors, pid)):
+            if any(parent in here for parent in ancestors(pid)):
                 continue
             ports = [e[12:] for e in _environment(pid) if e.startswith(b"MASTER_PORT=")]
             if ports and ports != [os.fsencode(self.port)]:
@@ -95,7 +92,7 @@ def starter(launcher: str, pid: int) -> str:
     """
     known = LAUNCHERS.get(launcher)
     prefix = known.rank.encode() + b"=" if known else None
-    with contextlib.suppress(OSError):  # no /proc, or it hides other users' processes
+    with contextlib.suppress(OSError):  # it has just ended
         for parent in ancestors(pid):
             try:
                 environment = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
@@ -107,9 +104,10 @@ def starter(launcher: str, pid: int) -> str:
 
 
 def ancestors(pid: int) -> Iterator[int]:
-    """Yield the parent of a process, its parent, and so on."""
-    while (pid := int(_stat(pid)[1])) > 0:
-        yield pid
+    """Yield the parent of a process, its parent, and so on, as far as they can be seen."""
+    with contextlib.suppress(OSError):  # they end meanwhile; no /proc, or it hides other users'
+        while (pid := int(_stat(pid)[1])) > 0:
+            yield pid
 
 
 def started_ms() -> int:
@@ -144,15 +142,6 @@ def _environment(pid: int) -> list[bytes]:
     return []
 
 
-def _seen(list_of: Callable[[Arg], Iterable[Item]], of: Arg) -> list[Item]:
-    """Return a list that is read from /proc, as far as it goes: processes end meanwhile."""
-    found: list[Item] = []
-    with contextlib.suppress(OSError):
-        found.extend(list_of(of))
-    return found
-
-
-_BACKLOG = 64
 _PAUSE_S = 0.01
 _IS_OTHERS, _IS_SAME = b"o", b"s"  # csrc/control/rank_claim.cc
 
@@ -190,14 +179,11 @@ class Claim:
         """
         number = 0
         while True:
-            listener = close_in_child(socket.socket(socket.AF_UNIX))
             try:
-                listener.bind(f"{self._prefix}/{number}")
-                listener.listen(_BACKLOG)
-                listener.setblocking(False)
-                return listener
-            except OSError:  # it is taken
-                listener.close()
+                return listen_unix(f"{self._prefix}/{number}")
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
             if not self._is_new or not self._is_free(number, deadline):
                 number += 1
 
@@ -209,7 +195,8 @@ class Claim:
                     question.settimeout(max(0.01, min(60.0, deadline.left_s())))
                     question.connect(f"{self._prefix}/{number}")
                     holder = require_same_user(question)
-                    self._require_no_child(holder)
+                    if holder in ancestors(os.getpid()):
+                        raise RingError(self._inherited(holder))
                 with socket.socket(socket.AF_UNIX) as question:
                     question.settimeout(max(0.01, min(60.0, deadline.left_s())))
                     text = f"{started_ms()}/{secrets.token_hex(8)}"
@@ -234,14 +221,10 @@ class Claim:
             time.sleep(_PAUSE_S)
         raise TimeoutError(f"another process is rank {self._rank}, and has not answered {deadline}")
 
-    def _require_no_child(self, holder: int) -> None:
-        parents: list[int] = []
-        with contextlib.suppress(OSError):
-            parents.extend(ancestors(os.getpid()))
-        if holder in parents:
-            raise RingError(
-                f"rank {self._rank} of {self._size} is process {holder}, which has started this "
-                "one: it has inherited that rank's variables. Start it without them (RANK, "
-                "WORLD_SIZE and MASTER_PORT, or those of your launcher) if it is to be alone, or "
-                "give it a rank, a size and a MASTER_PORT of its own job"
-            )
+    def _inherited(self, holder: int) -> str:
+        return (
+            f"rank {self._rank} of {self._size} is process {holder}, which has started this one: "
+            "it has inherited that rank's variables. Start it without them (RANK, WORLD_SIZE and "
+            "MASTER_PORT, or those of your launcher) if it is to be alone, or give it a rank, a "
+            "size and a MASTER_PORT of its own job"
+        )

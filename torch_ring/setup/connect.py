@@ -40,15 +40,18 @@ from torch_ring.setup import topology
 from torch_ring.setup.claim import Claim
 from torch_ring.setup.exchange import FailurePath
 from torch_ring.setup.failure import lacking
+from torch_ring.setup.frames import FrameSocket, Kind
 from torch_ring.setup.host_socket import HostFollower, HostLeader
 from torch_ring.setup.launchers import Identity, watched_launcher
 from torch_ring.setup.network import (
+    BACKLOG,
+    Deadline,
     close_in_child,
     has_loopback,
     is_loopback,
+    listen_unix,
     own_address,
     pauses,
-    receive_fds,
 )
 from torch_ring.setup.peer_info import PeerInfo, parse_table
 
@@ -66,11 +69,7 @@ __all__ = [
 _log = logging.getLogger("torch_ring")
 
 
-def _nothing() -> str:
-    return ""
-
-
-_answer: Callable[[], str] = _nothing
+_answer: Callable[[], str] = str  # nothing
 
 
 def answer_with(answer: Callable[[], str]) -> None:
@@ -120,7 +119,7 @@ class Queries:
 
     def _read(self, is_question: bool, rank: int, number: int, text: str) -> None:
         if is_question:
-            self._plane.answer(rank, number, _told(_answer))
+            self._plane.answer(rank, number, _answer_of(_answer))
             return
         with self._changed:
             if number in self._awaited:
@@ -131,7 +130,7 @@ class Queries:
             _log.warning("%s: %s", self._labels[rank], text)
 
 
-def _told(answer: Callable[[], str]) -> str:
+def _answer_of(answer: Callable[[], str]) -> str:
     try:
         text = answer()
     except Exception as error:  # of no importance but to the one who asks
@@ -149,7 +148,7 @@ class Connections:
 
     Attributes:
         rank: this process.
-        peers: what every rank has told of itself.
+        peers: what every rank has said of itself.
         host_of: the host index of each rank.
         labels: the name of each rank in messages.
         token: the same on the ranks of this world, and of no other; anybody may know it.
@@ -211,11 +210,6 @@ class Connections:
 _open: WeakSet[Connections] = WeakSet()
 
 
-def abandon_in_child(connections: Connections) -> None:
-    """Let every child that is forked from now on abandon the connections, unless it is too late."""
-    _open.add(connections)
-
-
 def before_fork() -> None:
     """Take note of what a child is about to inherit."""
     for connections in list(_open):
@@ -228,9 +222,6 @@ def abandon_all_in_child() -> None:
     for connections in list(_open):
         connections.abandon()
     _open.clear()
-
-
-_BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 
 
 @dataclass
@@ -262,14 +253,13 @@ def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[
     """
     _raise_descriptor_limit()
     shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
-    with _listen_tcp(identity, config, towards) as tcp, _listen_unix() as unix:
+    name = f"\0torch_ring/{secrets.token_hex(8)}"
+    with _listen_tcp(identity, config, towards) as tcp, listen_unix(name) as unix:
         yield Listeners(_own_info(identity, shares, tcp, unix), tcp, unix)
 
 
 def connect(
-    identity: Identity,
     config: Config,
-    host: HostLeader | HostFollower,
     table: bytes,
     listeners: Listeners,
     path: FailurePath,
@@ -278,12 +268,11 @@ def connect(
     """Connect this process to the other ranks.
 
     Args:
-        identity: this process.
         config: the settings.
-        host: the exchange of this host, over which the leader passes the memory.
         table: of all ranks, on the leader of this machine; empty on others.
         listeners: of this rank.
-        path: of failures, on other ranks and on this one.
+        path: of failures, on other ranks and on this one. Over its exchange of this host the leader
+            passes the memory.
         claim: this rank's, for as long as the world lives; None: its name tells the job from all
             others.
 
@@ -295,9 +284,9 @@ def connect(
         RingError: another rank has failed, or this one has.
         InvalidArgumentError: the settings do not allow it.
     """
-    rank, size = identity.rank, identity.size
+    rank, size = path.identity.rank, path.identity.size
     with contextlib.ExitStack() as cleanup:
-        table, fd = _share_memory(host, table, config, rank, size)
+        table, fd = _share_memory(path.host, table, config, rank, size)
         if fd >= 0:
             cleanup.enter_context(close_in_child(FileIO(fd)))
         peers, secret, is_private = parse_table(table, size)
@@ -309,7 +298,7 @@ def connect(
         labels = topology.labels(peers)
         token = hmac.digest(secret, b"token", hashlib.sha256).hex()[:32]
         connections = Connections(rank, peers, host_of, labels, token, is_private=is_private)
-        abandon_in_child(connections)
+        _open.add(connections)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:
             # Otherwise the traceback of the error would keep the memory.
@@ -318,7 +307,7 @@ def connect(
                 connections.memory = HostMemory(os.dup(fd), here, rank)
             # From here on all ranks are here, so that nobody who comes later is one of them.
             held = cleanup.enter_context(claim.take(path.deadline)) if claim else None
-            watched = watched_launcher(identity) if config.exit_with_launcher else (-1, "")
+            watched = watched_launcher(path.identity) if config.exit_with_launcher else (-1, "")
             connections.plane = ControlPlane(
                 rank,
                 host_of,
@@ -387,14 +376,13 @@ def _bytes_to_share(rank: int, config: Config) -> int:
 
 def _require_to_pass(fd: int) -> None:
     """Raise RingError if descriptors cannot be passed over Unix sockets."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        socket.send_fds(ours, [b"?"], [fd])
-        received = receive_fds(theirs, 1)
-    for copy in received:
-        os.close(copy)
-    if not received:
-        raise RingError("descriptors cannot be passed over Unix sockets")
+    ours, theirs = map(FrameSocket, socket.socketpair())
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        ours.send(Kind.DATA, Deadline(0.0), fds=[fd])
+        try:
+            os.close(theirs.receive()[0].fds[0])
+        except ValueError:
+            raise RingError("descriptors cannot be passed over Unix sockets") from None
 
 
 def _share_memory(
@@ -464,7 +452,7 @@ def _listen_tcp(identity: Identity, config: Config, towards: str | None) -> sock
     address = own_address(config.interface, towards, one_host=identity.on_one_node())
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
     except OSError as error:
         if config.interface:
             raise InvalidArgumentError(
@@ -507,11 +495,3 @@ def _require_addresses(peers: Sequence[PeerInfo]) -> None:
             f"{wrong} the ranks of other hosts do not find it: set TORCH_RING_INTERFACE there to "
             "the name or the address of an interface that they reach (`ip -br addr` lists them)"
         )
-
-
-def _listen_unix() -> socket.socket:
-    listener = close_in_child(socket.socket(socket.AF_UNIX))
-    listener.bind(f"\0torch_ring/{secrets.token_hex(8)}")
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
-    return listener

@@ -17,10 +17,12 @@ from torch_ring.setup.network import Deadline
 __all__ = [
     "Failure",
     "exited",
+    "gone",
     "lacking",
     "missing_ranks",
     "name_ranks",
     "other_size",
+    "other_version",
     "progress",
     "twice",
     "two_of_a_rank",
@@ -50,7 +52,7 @@ class Failure:
         return cls(type(error).__name__, str(error))
 
     def error(self) -> RingError:
-        """Return the error to raise on a rank that is told."""
+        """Return the error to raise on a rank that is notified."""
         kind: type[RingError] = getattr(errors, self.kind) if self.kind in _KINDS else RingError
         return kind(self.text)
 
@@ -127,6 +129,16 @@ def twice(found: str) -> str:
         f"{found}, or another job has the same MASTER_ADDR and MASTER_PORT, or one process was "
         "killed in the middle of init() and another one started in its place"
     )
+
+
+def other_version(who: str, error: Exception) -> RingError:
+    """Return the error of what `who`, a rank or a host, has sent, which cannot be read."""
+    return RingError(f"{who} runs another version of torch_ring: {error}")
+
+
+def gone(who: str, error: Exception | None = None) -> PeerLostError:
+    """Return the error of a rank, named `who`, whose connection has ended."""
+    return PeerLostError(f"{who} has exited during init{'' if error is None else f': {error}'}")
 
 
 def other_size(rank: int, size: int, others: Any) -> MismatchError:

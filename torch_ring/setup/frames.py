@@ -9,7 +9,6 @@ hosts there are none, and a tag, an HMAC-SHA256, comes before the frame
 from __future__ import annotations
 
 import array
-import contextlib
 import enum
 import os
 import select
@@ -114,7 +113,7 @@ def _header(data: bytes | bytearray) -> tuple[Kind, int, int] | None:
 class FrameSocket:
     """Frames over a connected Unix socket, which it owns.
 
-    Thread: one at a time. Blocking: `send` only.
+    Thread: one at a time. Blocking: `send`, until the deadline; `receive`, as it is asked.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -145,22 +144,30 @@ class FrameSocket:
                     sent = self.socket.send(rest, socket.MSG_NOSIGNAL)
                 rest = rest[sent:]
             except BlockingIOError:
-                self._wait_for_room(deadline)
+                if deadline.passed():
+                    raise OSError("the other end takes nothing") from None
+                self._wait(select.POLLOUT, min(1.0, 0.001 + deadline.left_s()))
 
-    def receive(self) -> list[Frame]:
-        """Return the frames that have arrived, without waiting.
+    def receive(self, wait_s: float = 0.0) -> list[Frame]:
+        """Return the frames that have arrived; wait for one, no longer, if there are none.
 
         Raises:
             EOFError: the other end has closed the connection, and all its frames were taken.
             OSError: the connection is broken.
             ValueError: what has come is no frame.
         """
+        self._wait(select.POLLIN, wait_s)
         end: Exception | None = None
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(_MOST_READS):
-                end = self._read_or_end()
-                if end is not None:
-                    break
+        for _ in range(_MOST_READS):
+            try:
+                if not self._read():
+                    end = EOFError("the connection was closed")
+            except BlockingIOError:
+                break
+            except OSError as error:  # the other end has not read everything, but may have said why
+                end = error
+            if end is not None:
+                break
         frames = []
         while (frame := self._next()) is not None:
             frames.append(frame)
@@ -173,19 +180,6 @@ class FrameSocket:
         self.socket.close()
         while self._fds:
             os.close(self._fds.pop())
-
-    def _read_or_end(self) -> Exception | None:
-        """Read once; return how the connection has ended, if it has.
-
-        It is reset if the other end has not read everything: its last words may be here all the
-        same.
-        """
-        try:
-            return None if self._read() else EOFError("the connection was closed")
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            return error
 
     def _read(self) -> int:
         room = socket.CMSG_LEN(_MOST_FDS * array.array("i").itemsize)
@@ -211,9 +205,8 @@ class FrameSocket:
         fds, self._fds = self._fds[:count], self._fds[count:]
         return Frame(kind, payload, fds)
 
-    def _wait_for_room(self, deadline: Deadline) -> None:
-        if deadline.passed():
-            raise OSError("the other end takes nothing")
-        poll = select.poll()
-        poll.register(self.socket, select.POLLOUT)
-        poll.poll(min(1000.0, 1 + 1000 * deadline.left_s()))
+    def _wait(self, event: int, seconds: float) -> None:
+        if seconds > 0:
+            poll = select.poll()
+            poll.register(self.socket, event)
+            poll.poll(1000 * seconds)

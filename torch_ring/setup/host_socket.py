@@ -28,25 +28,28 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from torch_ring.errors import PeerLostError, RingError, TimeoutError
+from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup.claim import Start, is_stopped, starter
 from torch_ring.setup.failure import (
     Failure,
+    gone,
     missing_ranks,
     name_ranks,
     other_size,
+    other_version,
     two_of_a_rank,
 )
 from torch_ring.setup.frames import Frame, FrameSocket, Kind
+from torch_ring.setup.job_key import AuthenticatedStore
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import (
     Deadline,
     ForeignUserError,
     close_in_child,
     is_loopback_name,
+    listen_unix,
     require_same_user,
 )
-from torch_ring.setup.store_client import KeyValueStore
 
 __all__ = [
     "HELLO",
@@ -55,7 +58,6 @@ __all__ = [
     "Watch",
     "connect",
     "connect_to",
-    "listen",
     "meet_on_host",
     "socket_name",
     "socket_name_by_store",
@@ -95,7 +97,7 @@ def advice_on_missing(identity: Identity, environment: Mapping[str, str] = os.en
     )
 
 
-def socket_name_by_store(store: KeyValueStore) -> str | None:
+def socket_name_by_store(store: AuthenticatedStore) -> str | None:
     """Return the name that the ranks of a store agree upon; None: the store cannot do that.
 
     Nothing else tells which ranks a store of the user's is for. Cost: one operation a rank.
@@ -132,20 +134,23 @@ class ApartError(Exception):
     """The ranks of this start are all here: they meet by themselves, at a name of their own."""
 
 
-Watch = Callable[[float], None]
-"""Handles what ranks say, on all carriers; waits seconds for it; raises their failure."""
+Watch = Callable[[float], object]
+"""Handles what ranks say, on all carriers; waits seconds for it; raises their failure.
+
+Returns what speaks against waiting for ranks that have not come, if anything does.
+"""
 
 _PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
 _SLICE_S = 1.0  # a wait is made of shorter ones
 
 
 class HostFollower:
-    """A rank that is connected to its leader; an `Exchange`.
+    """The exchange of a rank that is connected to its leader; see `exchange`.
 
     Thread: one at a time. Blocking: all but `close`, until the deadline.
 
     Attributes:
-        serve: called when other hosts need the store, which this rank 0 serves.
+        must_serve: whether other hosts need the store, which this rank 0 serves.
         failure: why this init() has failed, when it has.
         left: whether the leader has gone in peace.
         leader: the leader's name in messages; it tells its rank with its welcome.
@@ -158,15 +163,12 @@ class HostFollower:
         self.connection = connection
         self.pid = pid
         self.leader = _leader()
-        self.serve: Callable[[], object] = lambda: None
+        self.must_serve = False
         self.failure: Failure | None = None
         self.left = False
-        self._must_serve = False
         self._deadline, self._watch = deadline, watch
         self._data: deque[Frame] = deque()  # what the leader has passed down
         self._welcome = False
-        self._selector = selectors.PollSelector()
-        self._selector.register(connection, selectors.EVENT_READ)
 
     def gather(self, value: Any) -> dict[int, Any]:
         """Send this rank's value to the leader; return nothing.
@@ -178,7 +180,7 @@ class HostFollower:
             self.connection.send(Kind.VALUE, self._deadline, json.dumps(value).encode())
         except OSError as error:
             self.pump(0.0)  # it may have said why
-            raise PeerLostError(f"{self.leader} has exited during init: {error}") from None
+            raise gone(self.leader, error) from None
         return {}
 
     def receive(self) -> Frame:
@@ -200,16 +202,13 @@ class HostFollower:
             if patience.passed():
                 raise TimeoutError(f"{self.leader} has not answered {self._deadline}")
             if self.left:
-                raise PeerLostError(f"{self.leader} has exited during init")
+                raise gone(self.leader)
             self._watch(min(_SLICE_S, self._deadline.left_s() or patience.left_s()))
         return self._data.popleft()
 
     def poll(self, wait_s: float) -> None:
         """Handle what has arrived; wait for it if there is nothing. Raises another's failure."""
         self.pump(wait_s)
-        if self._must_serve:
-            self._must_serve = False
-            self.serve()
         if self.failure is not None:
             raise self.failure.error()
 
@@ -218,13 +217,11 @@ class HostFollower:
         if self.left or self.failure is not None:
             return
         try:
-            if self._selector.select(wait_s):
-                for frame in self.connection.receive():
-                    self._take(frame)
+            for frame in self.connection.receive(wait_s):
+                self._take(frame)
         except (OSError, EOFError, ValueError) as error:
             if self.failure is None and not self.left:
-                lost = PeerLostError(f"{self.leader} has exited during init: {error}")
-                self.failure = Failure.of_all(lost)
+                self.failure = Failure.of_all(gone(self.leader, error))
 
     def wait_for_welcome(self, until: Deadline) -> bool:
         """Return whether the leader has let this rank in; it may not know, or be about to go.
@@ -235,9 +232,8 @@ class HostFollower:
             EOFError: the leader has closed its door.
         """
         while not self._welcome and not until.passed():
-            if self._selector.select(min(_SLICE_S, until.left_s())):
-                for frame in self.connection.receive():
-                    self._take(frame)
+            for frame in self.connection.receive(min(_SLICE_S, until.left_s())):
+                self._take(frame)
             if self.failure is not None:
                 raise self.failure.error()
         return self._welcome
@@ -253,7 +249,6 @@ class HostFollower:
         """Close the connection; the leader knows that this end has left in peace."""
         with contextlib.suppress(OSError):
             self.connection.send(Kind.BYE, Deadline(_TELL_S))
-        self._selector.close()
         self.connection.close()
         while self._data:  # a failure came before anybody asked for it
             for fd in self._data.popleft().fds:
@@ -268,7 +263,7 @@ class HostFollower:
         elif frame.kind == Kind.DATA:
             self._data.append(frame)
         elif frame.kind == Kind.SERVE:
-            self._must_serve = True
+            self.must_serve = True
         elif frame.kind == Kind.NOTE:
             _log.info("%s", frame.payload.decode(errors="replace"))
         elif frame.kind == Kind.FAILURE:
@@ -284,7 +279,7 @@ class HostFollower:
 def connect_to(
     name: str, leader: int, rank: int, size: int, deadline: Deadline, watch: Watch
 ) -> HostFollower:
-    """Connect to the rank `leader` that listens at `name`, as it has told.
+    """Connect to the rank `leader` that listens at `name`.
 
     Raises:
         ConnectionRefusedError: nobody listens there.
@@ -302,7 +297,7 @@ def connect_to(
         except (RingError, ConnectionRefusedError, ForeignUserError):
             raise
         except (OSError, EOFError, ValueError) as error:
-            raise PeerLostError(f"{_leader(leader)} has exited during init: {error}") from None
+            raise gone(_leader(leader), error) from None
         if follower is not None:
             return follower
     raise TimeoutError(f"{_leader(leader)} has not answered {deadline}")
@@ -343,10 +338,9 @@ def _leader(rank: int | None = None) -> str:
     return "the leader of this host" + ("" if rank is None else f", rank {rank},")
 
 
-_BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 _TELL_S = 2.0  # seconds for telling others of a failure
 
-# Connections that have not told their rank, and how long they may take if others wait.
+# Connections that have not said their rank, and how long they may take if others wait.
 _STRANGERS = 1024
 _SILENCE_S = 0.25
 _SHORTAGE_S = 2.0  # seconds for which accept() may lack descriptors
@@ -356,7 +350,7 @@ _QUIET_S = 0.5  # after which nobody else comes, where their number is not known
 
 
 class HostLeader:
-    """The rank to which others of its host are connected; an `Exchange`.
+    """The exchange of the rank to which others of its host are connected; see `exchange`.
 
     A job that begins at the same time may have the same name. Ranks of another start than the
     leader's wait as long as a process of either start is on its way: with it, each start may be
@@ -364,7 +358,7 @@ class HostLeader:
     in another terminal.
 
     Thread: one at a time. Blocking: `gather` and `broadcast`, until the deadline; others for as
-    long as they are told.
+    long as they are asked.
 
     Args:
         listener: where the others find it; None: nobody can.
@@ -373,15 +367,14 @@ class HostLeader:
         watch: called while it waits.
         grace: when to go on without ranks that are late; None: they are on no other way.
         start: to which this process belongs.
-        gives_up: returns an error of ranks for which it is no use to wait; the store tells it then.
 
     Attributes:
         above: the leader of this machine, if that is another rank, whose group came first.
         followers: connections to the ranks that were let in, by rank.
         values: what they have sent, by rank.
         failure: why this init() has failed, when it has; everybody connected knows it.
-        told: ranks that know of the failure.
-        lost: ranks that have ended: they need not be told.
+        notified: ranks that know of the failure.
+        lost: ranks that have ended: they need not be notified.
         newest: when the last one was let in.
         expected: the number of ranks that meet here, if it is known.
     """
@@ -392,27 +385,24 @@ class HostLeader:
         identity: Identity,
         deadline: Deadline,
         watch: Watch,
-        grace: Deadline | None = None,
-        start: Start | None = None,
-        gives_up: Callable[[], object] = lambda: None,
+        grace: Deadline | None,
+        start: Start,
     ) -> None:
         self.above: HostFollower | None = None
         self.followers: dict[int, FrameSocket] = {}
         self.values: dict[int, bytes] = {}
         self.failure: Failure | None = None
-        self.told: set[int] = set()
+        self.notified: set[int] = set()
         self.lost: set[int] = set()
         self.newest = time.monotonic()
         self.expected = identity.size if grace is None else identity.local_size
-        self._identity, self._deadline, self._grace = identity, deadline, grace
+        self._identity, self._start = identity, start
         self._rank, self._size = identity.rank, identity.size
-        self._watch, self._gives_up = watch, gives_up
+        self._deadline, self._grace, self._watch = deadline, grace, watch
         self._strangers: dict[FrameSocket, float] = {}  # when each has come: the oldest is first
         self._short_since: float | None = None  # of descriptors
-        self._start = start or Start()
         self._waiting: dict[FrameSocket, tuple[int, int, str]] = {}  # rank, size, other start
         self._judged_at = 0.0
-        self._refused: list[FrameSocket] = []
         self._selector = selectors.PollSelector()
         self._listener: socket.socket | None = None
         if listener is not None:
@@ -427,11 +417,12 @@ class HostLeader:
         """
         self.values[self._rank] = json.dumps(value).encode()
         expected, grace = self.expected, self._grace or self._deadline
+        gives_up: object = None
         while len(self.values) < (expected or self._size):
             is_quiet = expected is None and time.monotonic() > self.newest + _QUIET_S
-            if grace.passed() or is_quiet or (self._grace is not None and self._gives_up()):
+            if grace.passed() or is_quiet or (self._grace is not None and gives_up):
                 break
-            self._watch(min(_SLICE_S, grace.left_s(), _QUIET_S))
+            gives_up = self._watch(min(_SLICE_S, grace.left_s(), _QUIET_S))
         if self._grace is not None:
             self.close_door()  # a rank that is late leads a group of its own
         # A rank that was let in will send its value: it makes its memory and its listeners first.
@@ -447,7 +438,7 @@ class HostLeader:
         try:
             return {rank: json.loads(data) for rank, data in self.values.items()}
         except (ValueError, RecursionError) as error:
-            raise RingError(f"a rank runs another version of torch_ring: {error}") from None
+            raise other_version("a rank", error) from None
 
     def broadcast(self, data: bytes = b"", fds: Sequence[int] = ()) -> None:
         """Pass bytes and descriptors to all ranks of this machine, which this rank leads.
@@ -459,7 +450,7 @@ class HostLeader:
             try:
                 follower.send(Kind.DATA, self._deadline, data, fds)
             except OSError as error:
-                raise PeerLostError(f"rank {rank} has exited during init: {error}") from None
+                raise gone(f"rank {rank}", error) from None
 
     def receive(self) -> Frame:
         """Return the broadcast of the leader above, after passing it on.
@@ -548,9 +539,9 @@ class HostLeader:
         self.failure = failure
         if self.above is not None:
             self.above.fail(failure)
-        self.told = {self._rank, *self.followers}
+        self.notified = {self._rank, *self.followers}
         deadline = Deadline(_TELL_S)
-        for follower in [*self.followers.values(), *self._refused]:
+        for follower in self.followers.values():
             if follower is not teller:
                 with contextlib.suppress(OSError):
                     follower.send(Kind.FAILURE, deadline, failure.to_bytes())
@@ -572,7 +563,7 @@ class HostLeader:
         return self._reached() >= expected
 
     def _reached(self) -> int:
-        return len(self.told | self.lost)
+        return len(self.notified | self.lost)
 
     def close(self) -> None:
         """Close all connections; the others know that this end has left in peace."""
@@ -581,10 +572,8 @@ class HostLeader:
         for follower in self.followers.values():
             with contextlib.suppress(OSError):
                 follower.send(Kind.BYE, deadline)
-        for connection in [*self.followers.values(), *self._refused]:
-            connection.close()
+            follower.close()
         self.followers.clear()
-        self._refused.clear()
         self._selector.close()
         if self.above is not None:
             self.above.close()
@@ -649,8 +638,7 @@ class HostLeader:
             elif rank in self.followers:
                 self._drop(connection)
                 self.lost.add(rank)
-                lost = PeerLostError(f"rank {rank} has exited during init: {error}")
-                self.fail(Failure.of_all(lost))
+                self.fail(Failure.of_all(gone(f"rank {rank}", error)))
 
     def _meet(self, stranger: FrameSocket, frame: Frame) -> int | None:
         """Let a rank in that says hello; return it."""
@@ -689,24 +677,22 @@ class HostLeader:
 
     def _let_in(self, stranger: FrameSocket, rank: int, size: int) -> int | None:
         """Let a rank in, or refuse it; return it if it is in."""
+        is_news = self.failure is None
+        if size != self._size:
+            self.fail(Failure.of_all(other_size(rank, size, self._size)))
+        elif rank == self._rank or rank in self.followers:
+            self.fail(Failure.of_all(two_of_a_rank(rank, size)))
         if self.failure is not None:
-            if rank not in self.told:  # else it comes to its next world, whose leader it will find
-                self.told.add(rank)
-                stranger.send(Kind.FAILURE, self._deadline, self.failure.to_bytes())
+            if is_news or rank not in self.notified:
+                with contextlib.suppress(OSError):
+                    stranger.send(Kind.FAILURE, self._deadline, self.failure.to_bytes())
+            # else it comes to its next world, whose leader it will find
+            if not is_news:
+                self.notified.add(rank)
             self._drop(stranger)
             return None
-        refusal: RingError | None = None
-        if size != self._size:
-            refusal = other_size(rank, size, self._size)
-        elif rank == self._rank or rank in self.followers:
-            refusal = two_of_a_rank(rank, size)
         self._strangers.pop(stranger, None)
         self._waiting.pop(stranger, None)
-        if refusal is not None:
-            self._selector.unregister(stranger)
-            self._refused.append(stranger)
-            self.fail(Failure.of_all(refusal))
-            return None
         self.followers[rank] = stranger
         self.newest = time.monotonic()
         with contextlib.suppress(OSError):  # it is gone: its last words may be here, and say why
@@ -733,19 +719,6 @@ class HostLeader:
         connection.close()
 
 
-def listen(name: str) -> socket.socket:
-    """Listen at the abstract Unix socket `name`. Raises OSError if it is taken."""
-    listener = close_in_child(socket.socket(socket.AF_UNIX))
-    try:
-        listener.bind(name)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
 _PAUSE_S = 0.005  # between two attempts to find the leader
 _GRACE_S = 2.0  # seconds after which a leader goes to the store without the ranks that are late
 
@@ -757,9 +730,7 @@ def meet_on_host(
     deadline: Deadline,
     watch: Watch,
     *,
-    has_store: bool = False,
-    serve: Callable[[], object] = lambda: None,
-    gives_up: Callable[[], object] = lambda: None,
+    has_store: bool,
 ) -> HostLeader | HostFollower:
     """Find the other ranks of this host, or be the first.
 
@@ -770,8 +741,6 @@ def meet_on_host(
         deadline: the deadline of init().
         watch: called while the others are awaited, from then on.
         has_store: whether ranks that do not meet here meet in a store.
-        serve: serves it, if this process does.
-        gives_up: as of `HostLeader`.
 
     Raises:
         TimeoutError: the process that has the name has not let this rank in before the deadline.
@@ -782,18 +751,19 @@ def meet_on_host(
     until, rank = grace or deadline, identity.rank
 
     def leader(listener: socket.socket | None) -> HostLeader:
-        return HostLeader(listener, identity, deadline, watch, grace, start, gives_up)
+        return HostLeader(listener, identity, deadline, watch, grace, start)
 
     if name is None:
         return leader(None)
     while True:
-        listener = _bind(name)
-        if listener is not None:
-            return leader(listener)
+        try:
+            return leader(listen_unix(name))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
         try:
             follower = connect(name, rank, identity.size, deadline, until, watch, start.name)
             if follower is not None:
-                follower.serve = serve
                 return follower
         except ApartError:
             name = f"{name}/{start.name}"
@@ -822,13 +792,3 @@ def meet_on_host(
         if until.passed():
             return leader(None)
         time.sleep(_PAUSE_S)
-
-
-def _bind(name: str) -> socket.socket | None:
-    """Return a listener, or None if somebody else has the name."""
-    try:
-        return listen(name)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise

@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from torch_ring.errors import RingError
-from torch_ring.setup.store_client import KeyValueStore
+from torch_ring.setup.store_client import StoreClient
 
 __all__ = ["AuthenticatedStore", "JobKey"]
 
@@ -32,27 +32,28 @@ class JobKey:
         job: a name of this start of the job, the same on all ranks.
 
     Attributes:
+        secret: as given.
         is_secret: whether only the job's ranks can know it.
     """
 
     def __init__(self, secret: str = "", job: str = "") -> None:
-        self.is_secret = bool(secret)
-        self._secret, self._job = secret, job
+        self.secret, self.is_secret = secret, bool(secret)
+        self._job = job
 
     def tag(self, name: str, value: bytes) -> bytes:
         """Return what proves that a rank of the job has stored `value` under `name`."""
         return self._digest("store", self._job.encode(), name.encode(), value)
 
-    def of_world(self, *told: bytes) -> bytes:
-        """Return the key of a world whose ranks have been told this.
+    def of_world(self, *sent: bytes) -> bytes:
+        """Return the key of a world whose ranks have all been sent this.
 
-        Ranks that were told different things have different keys, so that no connection is made
+        Ranks that were sent different things have different keys, so that no connection is made
         between them.
         """
-        return self._digest("world", self._job.encode(), *told)
+        return self._digest("world", self._job.encode(), *sent)
 
     def _digest(self, purpose: str, *parts: bytes) -> bytes:
-        code = hmac.new(_stretched(self._secret), purpose.encode() + b"\0", hashlib.sha256)
+        code = hmac.new(_stretched(self.secret), purpose.encode() + b"\0", hashlib.sha256)
         for part in parts:
             code.update(len(part).to_bytes(8, "big"))
             code.update(part)
@@ -76,12 +77,12 @@ class AuthenticatedStore:
         key: the key of the job.
     """
 
-    def __init__(self, store: KeyValueStore, key: JobKey) -> None:
+    def __init__(self, store: StoreClient, key: JobKey) -> None:
         self._store, self._key = store, key
 
     def set(self, name: str, value: bytes) -> None:
         """Store a value, with its tag before it."""
-        self._store.set(name, self._key.tag(name, value) + value)  # type: ignore[arg-type]
+        self._store.set(name, self._key.tag(name, value) + value)
 
     def get(self, name: str) -> bytes:
         """Return a value that a rank of the job has stored under `name`.
@@ -89,7 +90,7 @@ class AuthenticatedStore:
         Raises:
             RingError: somebody else has.
         """
-        data: bytes = self._store.get(name)
+        data = self._store.get(name)
         tag, value = data[:_TAG_BYTES], data[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._key.tag(name, value)):
             raise RingError(
@@ -106,7 +107,7 @@ class AuthenticatedStore:
             RingError: somebody has put something else in its place.
         """
         try:
-            return int(self._store.add(name, amount))
+            return self._store.add(name, amount)
         except (ValueError, IndexError) as error:  # of std::stoll
             raise RingError(f"the counter {name!r} in the store is damaged: {error}") from None
 

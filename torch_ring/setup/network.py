@@ -7,7 +7,6 @@ child holds the connections of its parent, no other rank notices the parent's de
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import ipaddress
@@ -24,6 +23,7 @@ from weakref import WeakSet
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
+    "BACKLOG",
     "Deadline",
     "ForeignUserError",
     "address_of_interface",
@@ -32,14 +32,15 @@ __all__ = [
     "has_loopback",
     "is_loopback",
     "is_loopback_name",
+    "listen_unix",
     "own_address",
     "pauses",
-    "receive_fds",
     "require_same_user",
 ]
 
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
 _IFF_UP = 1  # linux/if.h
+BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
 _ELSEWHERE = "192.0.2.1"  # a documentation address: reached by the default route, or not at all
 
 
@@ -141,19 +142,17 @@ def require_same_user(connection: socket.socket) -> int:
     return int(pid)
 
 
-def receive_fds(connection: socket.socket, count: int) -> list[int]:
-    """Receive one byte and the descriptors that come with it, `count` at most.
-
-    Child processes do not inherit the descriptors; socket.recv_fds() ignores the flag for that.
-    """
-    received = array.array("i")
-    _, ancillary, _, _ = connection.recvmsg(
-        1, socket.CMSG_LEN(count * received.itemsize), socket.MSG_CMSG_CLOEXEC
-    )
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            received.frombytes(data[: len(data) - len(data) % received.itemsize])
-    return list(received)
+def listen_unix(name: str) -> socket.socket:
+    """Listen at the abstract Unix socket `name`. Raises OSError if it is taken."""
+    listener = close_in_child(socket.socket(socket.AF_UNIX))
+    try:
+        listener.bind(name)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def is_loopback(address: str) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from torch_ring.errors import MismatchError, RingError
+from torch_ring.errors import MismatchError
+from torch_ring.setup.failure import other_version
 
 __all__ = [
     "HostInfo",
@@ -32,7 +33,7 @@ __all__ = [
 MOST_BYTES_A_RANK = 4096
 """Bytes that a rank's description has at most, as JSON; a real one has about 200."""
 
-_MOST_BYTES_BESIDE = 1 << 16  # of what is told once: names of keys, settings, failures
+_MOST_BYTES_BESIDE = 1 << 16  # of what is sent once: names of keys, settings, failures
 
 
 def pack(value: Any) -> bytes:
@@ -67,15 +68,8 @@ def unpack(data: bytes, count: int) -> Any:
 
 
 def columns(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the columns of some ranks: a list of one value, or of a value for each rank.
-
-    Raises:
-        ValueError: they have different fields.
-    """
-    fields = list(infos[0])
-    if any(info.keys() != infos[0].keys() for info in infos):
-        raise ValueError("the ranks have different fields")
-    full = {field: [info[field] for info in infos] for field in fields}
+    """Return the columns of ranks with equal fields: lists of one value, or of one for each."""
+    full = {field: [info[field] for info in infos] for field in infos[0]}
     return {
         field: values[:1] if all(_same(value, values[0]) for value in values) else values
         for field, values in full.items()
@@ -196,7 +190,7 @@ def host_info(leader: int, size: int, sent: Mapping[int, Any]) -> tuple[HostInfo
             if "machine" not in info or len(json.dumps(info)) > MOST_BYTES_A_RANK:
                 raise ValueError("its description is incomplete, or too large")
         except (ValueError, TypeError) as error:
-            raise RingError(f"rank {rank} runs another version of torch_ring: {error}") from None
+            raise other_version(f"rank {rank}", error) from None
         infos.append(info)
         texts[rank] = text
     return HostInfo(leader, size, texts[min(texts)], "", len(infos), columns(infos)), texts
@@ -215,8 +209,8 @@ def pack_table(
 ) -> bytes:
     """Return the table of all hosts; see `PeerTable`. None: a new secret."""
     text = (secret or secrets.token_bytes(_SECRET_BYTES)).hex()
-    told = [{**host.to_value(), "settings": ""} for host in hosts]  # all have the same
-    return pack({"secret": text, "private": is_private, "hosts": told})
+    sent = [{**host.to_value(), "settings": ""} for host in hosts]  # all have the same
+    return pack({"secret": text, "private": is_private, "hosts": sent})
 
 
 def difference(rank: int, text: str, other_rank: int, other_text: str) -> MismatchError:
@@ -309,7 +303,7 @@ def parse_table(table: bytes, size: int) -> PeerTable:
         if len(secret) != _SECRET_BYTES:
             raise ValueError("its secret has another length")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RingError(f"a rank runs another version of torch_ring: {error}") from None
+        raise other_version("a rank", error) from None
     is_private = value.get("private") is True
     return PeerTable([peers[rank] for rank in range(size)], secret, is_private)
 

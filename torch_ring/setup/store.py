@@ -36,12 +36,11 @@ from torch_ring.errors import (
 )
 from torch_ring.setup.claim import Claim, Start, start_of
 from torch_ring.setup.host_socket import socket_name, socket_name_by_store
-from torch_ring.setup.job_key import JobKey
+from torch_ring.setup.job_key import AuthenticatedStore, JobKey
 from torch_ring.setup.launchers import Identity, first_host
 from torch_ring.setup.network import Deadline, is_loopback, is_loopback_name, own_address
 from torch_ring.setup.store_client import (
     CONNECT_S,
-    KeyValueStore,
     StoreClient,
     addresses_of,
     finish,
@@ -67,7 +66,7 @@ _PAUSE_S = 0.001
 
 _process = os.getpid()  # children that it forks are no ranks of MPI's
 
-_secrets: dict[tuple[int, ...], str] = {}  # part -> what its rank 0 has told
+_secrets: dict[tuple[int, ...], str] = {}  # part -> what its rank 0 has sent
 # Broadcasts that have not ended: (what, part) -> the request, and what MPI may still write into.
 _begun: dict[tuple[str, tuple[int, ...]], tuple[Any, bytearray]] = {}
 _parts: dict[tuple[int, ...], Any] = {}  # part -> its communicator
@@ -144,7 +143,7 @@ def broadcast(comm: Any, identity: Identity, what: str, value: Any, deadline: De
 
 
 def forget() -> None:
-    """Forget what was told, in a forked child."""
+    """Forget what MPI has brought, in a forked child."""
     _secrets.clear()
     _inherited.extend([dict(_begun), dict(_parts)])
     _begun.clear()
@@ -175,12 +174,11 @@ class StorePlace:
         host: the host that serves the store, if known.
         serves: whether this process serves the store.
         find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
+        key: authenticates what hosts tell one another over the store.
         leave: lets go of the store when all ranks have met. None: the store outlives init().
-        secret: one that the ranks have got over MPI; empty: none.
 
     Attributes:
-        host, serves, secret: as given.
-        ends: whether the store ends with init().
+        host, serves, key: as given.
         opened: the store, when it has been opened; seen only by the ranks of this start of the job.
     """
 
@@ -188,16 +186,17 @@ class StorePlace:
         self,
         host: str | None,
         serves: bool,
-        find: Callable[[Deadline, Callable[[], None]], KeyValueStore],
+        find: Callable[[Deadline, Callable[[], None]], StoreClient],
+        key: JobKey | None = None,
         leave: Callable[[], None] | None = None,
-        secret: str = "",
     ) -> None:
-        self.host, self.serves, self.secret = host, serves, secret
-        self.ends = leave is not None
-        self.opened: KeyValueStore | None = None
+        self.host, self.serves, self.key = host, serves, key or JobKey()
+        self.opened: AuthenticatedStore | None = None
         self._find, self._leave = find, leave
 
-    def open(self, deadline: Deadline, check: Callable[[], None] = lambda: None) -> KeyValueStore:
+    def open(
+        self, deadline: Deadline, check: Callable[[], None] = lambda: None
+    ) -> AuthenticatedStore:
         """Return the store. Blocks until its server answers.
 
         Args:
@@ -209,7 +208,7 @@ class StorePlace:
             RingError: rank 0 cannot serve it.
         """
         if self.opened is None:
-            self.opened = self._find(deadline, check)
+            self.opened = AuthenticatedStore(self._find(deadline, check), self.key)
         return self.opened
 
     def leave(self) -> None:
@@ -226,14 +225,12 @@ class Rendezvous:
     Attributes:
         place: the store where hosts meet; None: all ranks are on this host.
         socket_name: of the socket where the ranks of this host meet; None: there is none.
-        key: authenticates what hosts tell one another over the store.
         start: to which this process belongs, where jobs can have one name.
         claim: this rank's claim to its name; None: another job cannot have it.
     """
 
     place: StorePlace | None
     socket_name: str | None
-    key: JobKey
     start: Start
     claim: Claim | None = None
 
@@ -268,13 +265,12 @@ def find_store(
         InvalidArgumentError: as of `locate_store`.
     """
     if store is not None:
-        place = given_store(store, identity)
-        name = socket_name_by_store(place.open(deadline))
-        return Rendezvous(place, name, JobKey(config.secret), Start())
+        place = given_store(store, identity, config.secret)
+        return Rendezvous(place, socket_name_by_store(place.open(deadline)), Start())
     found = locate_store(identity, config, deadline, comm=comm)
     on_host = identity
     if identity.on_one_node() or found is None:
-        # Two nodes of torchrun may be on one host. A secret that some ranks have is told as such.
+        # Two nodes of torchrun may be on one host. A secret that some ranks have is named as such.
         on_host = replace(identity, node=None)
     name, claim, start = None, None, start_of(identity)
     # With a store, ranks of this host that have no name meet there.
@@ -283,8 +279,7 @@ def find_store(
     if name is not None:
         claim = Claim(name, start.name, identity.rank, identity.size, is_new=is_new)
         claim.require_free(deadline)
-    secret = config.secret or (found.secret if found is not None else "")
-    return Rendezvous(found, name, JobKey(secret, identity.job), start, claim)
+    return Rendezvous(found, name, start, claim)
 
 
 # Stores, and connections to them, that the next init() uses: those of torchrun's agent and of
@@ -329,24 +324,21 @@ def locate_store(
         secret = common_secret(world, identity, deadline)
     if host:
         address = (host, port or _DEFAULT_PORT)
-    elif comm is not None:
-        address, rank = _ask_mpi(comm, identity, config, deadline), identity.rank
-        shared = False
-    elif identity.launcher == "init":
+    elif comm is None and identity.launcher == "init":
         return None
-    elif identity.launcher == "srun":
+    elif comm is None and identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
     else:
         if world is None:
             world = require_world(identity, _advice(identity))
-        secret = common_secret(world, identity, deadline)
-        address, rank = _ask_mpi(world, identity, config, deadline), identity.rank
-        shared = False
+            secret = common_secret(world, identity, deadline)
+        address = _ask_mpi(world, identity, config, deadline)
+        rank, shared = identity.rank, False
     is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     server = "torchrun's agent" if is_agents else "rank 0"
     serves = rank == 0 and not is_agents
 
-    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
+    def find(deadline: Deadline, check: Callable[[], None]) -> StoreClient:
         if serves:
             store = _serve(address, deadline, check, one_host=identity.on_one_node())
         else:
@@ -360,25 +352,24 @@ def locate_store(
         _served.discard(address)
         _mpi_addresses.clear()  # the next store has another port
 
-    ends = not (is_agents or shared)
-    place = StorePlace(address[0], serves, find, leave if ends else None, secret)
+    key = JobKey(config.secret or secret, identity.job)
+    place = StorePlace(address[0], serves, find, key, None if is_agents or shared else leave)
     if identity.part and serves:
         place.open(deadline)  # another part may need it, even if this one does not
     return place
 
 
-def given_store(store: Store, identity: Identity) -> StorePlace:
+def given_store(store: Store, identity: Identity, secret: str = "") -> StorePlace:
     """Return the place of a store that the user has given."""
     # A later world over the same store may have another size.
     view = _of_part(PrefixStore(f"torch_ring/{identity.size}", store), identity)
     served = without_prefixes(store)
-    host = host_of(store)
     where = f", at {_text((served.host, served.port))}," if isinstance(served, TCPStore) else ""
 
-    def find(deadline: Deadline, check: Callable[[], None]) -> KeyValueStore:
+    def find(deadline: Deadline, check: Callable[[], None]) -> StoreClient:
         return StoreClient(view, deadline, f"the store that was given to init(){where}", check)
 
-    return StorePlace(host, False, find)
+    return StorePlace(host_of(store), False, find, JobKey(secret))
 
 
 def _of_part(store: Store, identity: Identity) -> Store:
@@ -470,14 +461,13 @@ def _serve(
     if address not in _stores:
         listener = listener or _listen(address, one_host, deadline, check)
         # The store connects to itself, at the address that the others use.
-        call = StoreCall.serve(
-            *address, deadline.timeout_s, listener.detach() if listener else None
+        fd = listener.detach() if listener else None
+        late = (
+            f"rank 0 cannot reach the job's store, which it serves, at {_text(address)} "
+            f"{deadline}: is that an address of rank 0's host (MASTER_ADDR)?"
         )
-        if not finish(call, deadline, check):
-            raise TimeoutError(
-                f"rank 0 cannot reach the job's store, which it serves, at {_text(address)} "
-                f"{deadline}: is that an address of rank 0's host (MASTER_ADDR)?"
-            )
+        call = StoreCall.serve(*address, deadline.timeout_s, fd)
+        finish(call, deadline, check, late)
         try:
             _stores[address] = call.result()
         except RuntimeError as error:
@@ -523,13 +513,13 @@ def _connect(
 ) -> TCPStore:
     if address not in _stores:
         _wait_for_server(address, server, deadline, check)
+        late = (
+            f"{_text(address)} accepts connections, but has not answered as {server}'s store "
+            f"{deadline}: is {server} stopped, or does another program have its port "
+            "(MASTER_PORT)?"
+        )
         call = StoreCall.connect(*address, CONNECT_S)
-        if not finish(call, deadline, check):
-            raise TimeoutError(
-                f"{_text(address)} accepts connections, but has not answered as {server}'s store "
-                f"{deadline}: is {server} stopped, or does another program have its port "
-                "(MASTER_PORT)?"
-            )
+        finish(call, deadline, check, late)
         try:
             store = call.result()
         except RuntimeError as error:

@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -16,7 +16,6 @@ from torch_ring.setup.network import Deadline
 
 __all__ = [
     "CONNECT_S",
-    "KeyValueStore",
     "StoreClient",
     "addresses_of",
     "finish",
@@ -26,34 +25,12 @@ __all__ = [
 ]
 
 _SLICE_S = 0.05  # seconds between two looks at signals and at other ranks
-_LEAST_S = 2.0  # seconds that each call may take at least: failures are told after the deadline
+_LEAST_S = 2.0  # seconds that each call may take at least: failures travel after the deadline
 _GRACE_S = 0.5  # seconds in which an interrupted call must end, for another one to be made
 
 
-class KeyValueStore(Protocol):
-    """A key-value store: one of torch, or a client of one."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, 0 at first; return the sum."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys have values."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a value that is there."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write a value if it is as expected, nothing counts as ""; return what is there then."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a value; return whether there was one."""
-
-
 class StoreClient:
-    """A `KeyValueStore`: a store of torch that cannot keep its caller waiting for ever.
+    """A store of torch that cannot keep its caller waiting for ever.
 
     Calls raise TimeoutError, which names the server, if it does not answer before the deadline.
     After that, or after an interrupt, no further call is made until the server has answered.
@@ -107,32 +84,34 @@ class StoreClient:
         if self._pending is not None:
             self._silent = self._silent or not self._pending.wait(_GRACE_S)
             if self._silent:
-                raise self._silence()
+                raise TimeoutError(self._silence())
         self._pending = call = begin(self._store, *arguments)
-        if not finish(call, Deadline(max(self._deadline.left_s(), _LEAST_S)), self._check):
-            raise self._silence()
+        deadline = Deadline(max(self._deadline.left_s(), _LEAST_S))
+        finish(call, deadline, self._check, self._silence())
         self._pending = None
         return call.result()
 
-    def _silence(self) -> TimeoutError:
-        return TimeoutError(
+    def _silence(self) -> str:
+        return (
             f"{self._server} has not answered {self._deadline}: is its process stopped, or its "
             "host cut off?"
         )
 
 
-def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None]) -> bool:
-    """Return whether a call has ended before a deadline; calls `check` meanwhile. Blocks.
+def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None], late: str) -> None:
+    """Wait until a call has ended; calls `check` meanwhile.
 
     A call that begins when the time is almost over gets a little more: its caller says that nobody
     has answered, which must be so.
+
+    Raises:
+        TimeoutError: it has not ended before the deadline; says `late`.
     """
     deadline = Deadline(max(deadline.left_s(), min(_LEAST_S, deadline.timeout_s)))
     while not call.wait(min(_SLICE_S, deadline.left_s())):
         check()
         if deadline.passed():
-            return False
-    return True
+            raise TimeoutError(late)
 
 
 def addresses_of(host: str, deadline: Deadline, check: Callable[[], None]) -> list[str]:
@@ -146,9 +125,9 @@ def addresses_of(host: str, deadline: Deadline, check: Callable[[], None]) -> li
     """
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
+    late = f"the address of {host!r} was not found {deadline}: no resolver answers"
     call = StoreCall.resolve(host)
-    if not finish(call, deadline, check):
-        raise TimeoutError(f"the address of {host!r} was not found {deadline}: no resolver answers")
+    finish(call, deadline, check, late)
     text: bytes = call.result()
     return text.decode().split("\n")
 
@@ -189,9 +168,7 @@ def open_store(
 
 
 def _result(call: StoreCall, check: Callable[[], None]) -> TCPStore:
-    """Wait for a store, as long as `check` raises nothing."""
-    if not finish(call, Deadline(CONNECT_S), check):
-        raise OSError(f"it has not answered within {CONNECT_S:g} s")
+    finish(call, Deadline(CONNECT_S), check, f"it has not answered within {CONNECT_S:g} s")
     store: TCPStore = call.result()
     return store
 

@@ -8,8 +8,8 @@ operations a group, a fourth to read its value, and a few looks whether the valu
 operations less in each further round.
 
 A failure ends a generation of worlds: it stands in the place of the values that others wait for,
-and the counter jumps, so that a rank which comes later is told once, and begins a new generation
-then.
+and the counter jumps, so that a rank which comes later is notified once, and begins a new
+generation then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from torch_ring.errors import PeerLostError, RingError, first_line
-from torch_ring.setup.failure import Failure, missing_ranks, twice, two_of_a_rank
+from torch_ring.setup.failure import Failure, missing_ranks, other_version, twice, two_of_a_rank
 from torch_ring.setup.frames import Kind, decode, encode
 from torch_ring.setup.job_key import AuthenticatedStore
 from torch_ring.setup.network import Deadline
@@ -41,7 +41,7 @@ _CHUNK = "values/{}/{}/{}"  # their further chunks
 _DECIDED = "decided/{}"  # by world: how many have wanted to write those of the first round
 _FAILED = "failed"  # how many have failed
 _FAILURE = "failure"  # the first of them
-_TOLD = "told/{}"  # by rank: how often it has been told
+_NOTIFIED = "notified/{}"  # by rank: how often it has been notified
 _SEEN = "seen"  # the number of ranks that know of it
 
 _OVER = 1 << 40  # added to the places of a generation that has ended
@@ -54,7 +54,7 @@ _TOO_MANY = twice("two processes have the same rank")
 
 
 class StoreExchange:
-    """One group's side of the exchange that makes one world; an `Exchange`.
+    """One group's side of the exchange that makes one world; see `exchange`.
 
     Its methods raise PeerLostError if the store is gone, and another rank's failure.
 
@@ -82,7 +82,7 @@ class StoreExchange:
         ranks: Sequence[int],
         deadline: Deadline,
         ranks_of: Callable[[Any], Sequence[int]],
-        watch: Callable[[], None] = lambda: None,
+        watch: Callable[[], object] = lambda: None,
     ) -> None:
         self.here = list(ranks)
         self._store, self._size, self._ranks = store, size, ranks
@@ -92,13 +92,13 @@ class StoreExchange:
         self._round = 0
         self._others: list[int] = []  # the places of the other groups
         self._read: list[str] = []  # keys that nobody needs when all have joined
-        self._looked_at = 0.0
+        self._looked_at = time.monotonic()
         self._has_failed = False
         with store_errors():
             while (end := store.add(self._key(_PLACES), count)) >= _OVER:
                 if deadline.passed():
                     raise RingError(_NO_PLACE)
-                if self.mark_told(self._ranks):  # they belong to the world that has failed
+                if self.mark_notified(self._ranks):  # they belong to the world that has failed
                     raise self._first_failure()
                 self._generation += 1
             place = end - count
@@ -129,13 +129,19 @@ class StoreExchange:
 
     def poll(self, _: float = 0.0, /, *, at_once: bool = False) -> None:
         """Raise another rank's failure, if there is one; looks once a second at most."""
-        if at_once or time.monotonic() >= self._looked_at + _FAILURES_EVERY_S:
-            self._looked_at = time.monotonic()
-            with store_errors():
-                if self._store.check([self._key(_FAILURE)]):
-                    world, failure = self._stored_failure()
-                    if world <= self.world:  # a rank may be in its next world already
-                        raise self._told(failure)
+        if not at_once and time.monotonic() < self._looked_at + _FAILURES_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        with store_errors():
+            if self._store.check([self._key(_FAILURE)]):
+                world, failure = self._stored_failure()
+                # Of a complete world, a rank may be in its next one already.
+                if self._round == 0 or world <= self.world:
+                    raise self._notified(failure)
+            before = self._key(_VALUES, self.world - 1, 0)
+            if self._round == 0 and self.world > 0 and not self._store.check([before]):
+                # Nobody gets here before that world is complete, unless somebody came twice.
+                raise RingError(_TOO_MANY)
 
     def fail(self, failure: Failure) -> Failure:
         """Tell all groups why this init() has failed; return the first failure of all."""
@@ -146,7 +152,7 @@ class StoreExchange:
                 self._announce(failure)
             else:
                 failure = self._read_failure() or failure
-                self._told(failure)
+                self._notified(failure)
         return failure
 
     def close(self) -> None:
@@ -222,7 +228,7 @@ class StoreExchange:
         try:
             return unpack(data, self._size)
         except ValueError as error:
-            raise RingError(f"a host runs another version of torch_ring: {error}") from None
+            raise other_version("a host", error) from None
 
     def _write_values(self, data: bytes) -> None:
         """Give all groups the values. Raises RingError: a rank has failed before."""
@@ -243,7 +249,7 @@ class StoreExchange:
             self._key(_VALUES, self.world, self._round), Kind.VALUES, Kind.FAILURE
         )
         if kind is Kind.FAILURE:
-            raise self._told(Failure.from_bytes(data))
+            raise self._notified(Failure.from_bytes(data))
         count = int.from_bytes(data[:2], "big")
         if not 1 <= count <= _MOST_CHUNKS:
             raise RingError("the values of the ranks are damaged, or of another version")
@@ -258,27 +264,17 @@ class StoreExchange:
 
     def _wait_for(self, key: str, *kinds: Kind) -> tuple[Kind, bytes]:
         """Return a value when it is there. Cost: one operation, and looks."""
-        pause_s, looked = 0.001, time.monotonic()
+        pause_s = 0.001
         with store_errors():
             while not self._store.check([key]):
                 self._watch()
                 if self._deadline.passed():
                     raise self._late()
-                if time.monotonic() >= looked + _FAILURES_EVERY_S:
-                    looked = time.monotonic()
-                    self._look_around()
+                self.poll()
                 # Fast at first, then slower the more ranks there are.
                 time.sleep(min(pause_s, self._deadline.left_s()))
                 pause_s = min(1.5 * pause_s, min(_FAILURES_EVERY_S, 0.02 + 1e-4 * self._size))
             return self._get(key, *kinds)
-
-    def _look_around(self) -> None:
-        """Raise what other worlds of the generation tell of this one."""
-        if self._store.check([self._key(_FAILURE)]):
-            raise self._first_failure()
-        if self.world > 0 and not self._store.check([self._key(_VALUES, self.world - 1, 0)]):
-            # Nobody gets here before the world before is complete, unless somebody came twice.
-            raise RingError(_TOO_MANY)
 
     # --- failures
 
@@ -315,7 +311,7 @@ class StoreExchange:
         data = failure.to_bytes()
         self._set(self._key(_FAILURE), Kind.FAILURE, b"%d " % self.world + data)
         self._decide(Kind.FAILURE, data)
-        self.mark_told(self._ranks)
+        self.mark_notified(self._ranks)
 
     def _decide(self, kind: Kind, data: bytes) -> bool:
         """Write what has become of this world, unless somebody else does."""
@@ -328,7 +324,7 @@ class StoreExchange:
         failure = self._read_failure()
         if failure is None:
             failure = Failure("RingError", "init failed on another rank, which does not say why")
-        return self._told(failure)
+        return self._notified(failure)
 
     def _read_failure(self) -> Failure | None:
         """Return the generation's failure; wait a moment if it is being written."""
@@ -346,20 +342,20 @@ class StoreExchange:
         world, _, text = data.partition(b" ")
         return int(world) if world.isdigit() and len(world) < 20 else 0, Failure.from_bytes(text)
 
-    def _told(self, failure: Failure) -> RingError:
+    def _notified(self, failure: Failure) -> RingError:
         """Return another rank's failure, after noting that this group knows it."""
         if not self._has_failed:
             self._has_failed = True
             with store_errors():
-                self.mark_told(self._ranks)
+                self.mark_notified(self._ranks)
         return failure.error()
 
-    def mark_told(self, ranks: Sequence[int]) -> bool:
+    def mark_notified(self, ranks: Sequence[int]) -> bool:
         """Note that ranks know of the failure; return whether it is news to one of them.
 
-        A rank that comes late is told once why its world has failed; then it begins a new one.
+        A rank that comes late is notified once that its world has failed; then it begins a new one.
         """
-        new = [self._store.add(self._key(_TOLD, rank), 1) == 1 for rank in ranks]
+        new = [self._store.add(self._key(_NOTIFIED, rank), 1) == 1 for rank in ranks]
         self._store.add(self._key(_SEEN), sum(new))
         return any(new)
 

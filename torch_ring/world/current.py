@@ -20,9 +20,8 @@ from torch_ring._C import Engine, arm_failpoints, await_calls, forget_calls, kee
 from torch_ring.config import Config, failpoints, misspelt
 from torch_ring.errors import InvalidArgumentError, NotInitializedError
 from torch_ring.membership.first_world import begin, begins_with_others
-from torch_ring.setup import connect
-from torch_ring.setup import network as rendezvous_inherited
-from torch_ring.setup import store as rendezvous_store
+from torch_ring.setup import connect, network
+from torch_ring.setup import store as stores
 from torch_ring.setup.exchange import Missed
 from torch_ring.setup.launchers import is_of_inner_job
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
@@ -400,10 +399,10 @@ def _leave_parents_world() -> None:
         _world.on_end.clear()
         _is_parents = True
     connect.abandon_all_in_child()
-    rendezvous_inherited.close_all_in_child()
+    network.close_all_in_child()
     _changing = threading.RLock()
     forget_calls()
-    rendezvous_store.drop_in_child()
+    stores.drop_in_child()
 
 
 os.register_at_fork(before=_prepare_fork, after_in_child=_leave_parents_world)

@@ -156,11 +156,10 @@ def join_world(
             )
     begin = _begin if of_init else []
     if identity.size > 1:
-        common = {"process_sets": sets}
         deadline = deadline or Deadline(config.init_timeout_s, config.init_timeout_name)
-        world = _connect(identity, config, deadline, comm, store, common, begin, missed)
+        world = _connect(identity, config, deadline, comm, store, sets, begin, missed)
     else:
-        world = _alone(config, begin)
+        world = _start_engine(Connections(), config, begin)
     try:
         for ranks in sets:
             world.process_sets.add(ranks)
@@ -218,50 +217,35 @@ def static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ran
 # --- connecting
 
 
-def _alone(config: Config, begin: _Begin) -> World:
-    connections = Connections()
-    world = _world_of(connections, config, ProcessSetTable(connections, config))
-    try:
-        _begin_observing(world, begin)
-    except BaseException:
-        world.close(failed=True)
-        raise
-    return world
-
-
 def _connect(
     identity: Identity,
     config: Config,
     deadline: Deadline,
     comm: Any,
     store: Store | None,
-    common: dict[str, Any],
+    sets: list[Ranks],
     begin: _Begin,
     missed: Missed,
 ) -> World:
-    """Connect this rank to the others; `common` must be the same on all of them."""
+    """Connect this rank to the others; `sets` must be the same on all of them."""
     world = None
     try:
         found = find_store(identity, config, deadline, comm, store, is_new=not _has_joined)
-        path = FailurePath(identity, deadline, found.place, found.key, missed)
+        path = FailurePath(identity, deadline, found.place, missed)
+        path.host = meet_on_host(
+            found.socket_name,
+            found.start,
+            identity,
+            deadline,
+            path.watch,
+            has_store=found.place is not None,
+        )
         with failing_together(path):
-            path.host = meet_on_host(
-                found.socket_name,
-                found.start,
-                identity,
-                deadline,
-                path.watch,
-                has_store=found.place is not None,
-                serve=path.serve,
-                gives_up=path.missed_ranks,
-            )
             with listen(identity, config, found.towards) as listeners:
-                settings = {**config.common(), **common}
-                table = exchange_hosts(path.host, listeners.info.to_value(), settings, path)
-                connections = connect(
-                    identity, config, path.host, table, listeners, path, found.claim
-                )
-            world = _start_engine(connections, config, deadline, begin)
+                settings = {**config.common(), "process_sets": sets}
+                table = exchange_hosts(listeners.info.to_value(), settings, path)
+                connections = connect(config, table, listeners, path, found.claim)
+            world = _start_engine(connections, config, begin, deadline)
             path.leave_store()
             # Then torch.distributed may have its port. Some ranks may know of no store.
             wait_for_all(world.engine, deadline, identity.size)
@@ -290,7 +274,7 @@ def _log_world(connections: Connections, world: World) -> None:
 
 
 def _idle_cpus(sharers: int) -> str | None:
-    """Return a line for ranks that leave most of their CPUs idle without having been told to.
+    """Return a line for ranks that leave most of their CPUs idle without having been asked to.
 
     MKL, in PyTorch for x86, takes one thread where it sees variables of an MPI, also if the ranks
     are not bound to cores. Half is not idle: PyTorch takes one thread for two hardware threads.
@@ -310,9 +294,16 @@ def _idle_cpus(sharers: int) -> str | None:
 
 
 def _start_engine(
-    connections: Connections, config: Config, deadline: Deadline, begin: _Begin
+    connections: Connections, config: Config, begin: _Begin, deadline: Deadline | None = None
 ) -> World:
-    """Start the world's engine and what observes it, and wait until those of all ranks run."""
+    """Start the world's engine and what observes it; wait until those of all ranks run.
+
+    Args:
+        connections: of this process.
+        config: the settings.
+        begin: as of `on_join`.
+        deadline: of init(); None: there are no others.
+    """
     table = ProcessSetTable(connections, config)
     try:
         world = _world_of(connections, config, table)
@@ -321,7 +312,8 @@ def _start_engine(
         raise
     try:
         _begin_observing(world, begin)
-        wait_for_all(world.engine, deadline, connections.size)
+        if deadline is not None:
+            wait_for_all(world.engine, deadline, connections.size)
     except BaseException:
         world.close(failed=True)
         raise
