@@ -319,7 +319,7 @@ void ControlPlane::run() {
     for (const std::uint64_t set : ended) subscriptions_.forget(set);
     for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
-    if (!found.empty()) {  // what the ranks told before has been told on now
+    if (!found.empty()) {  // what the ranks sent before has been passed on now
       lock.lock();
       for (const std::uint64_t probe : found) probes_.erase(probe);
       lock.unlock();
@@ -532,7 +532,7 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
   if (left && news_.has_ended(message.set)) {
     ended_.push_back(message.set);
     for (const std::uint64_t number : numbers_of(message.set)) {
-      data_.close(number);  // this rank may have told that it left, and not have closed it yet
+      data_.close(number);  // this rank may have announced that it left, and not have closed it yet
       data_.forget_closed(number);
     }
   }
@@ -576,7 +576,7 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
 
 void ControlPlane::give_setup_up(const Error& error) {
   if (setup_error_) return;
-  // A lack of this process is told to all ranks.
+  // All ranks are notified of a lack of this process.
   const bool own = error.kind() == ErrorKind::kInternal;
   const std::string who = own ? "rank " + std::to_string(rank_) + ": " : "";
   setup_error_ = Error(error.kind(), who + error.what());

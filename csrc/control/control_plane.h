@@ -169,7 +169,7 @@ class ControlPlane {
   /// Answers a rank's question; of a longer text the first Message::kTextBytes. Blocking: no.
   void answer(int rank, std::uint64_t number, std::string text);
   /// Asks a rank of the world for a sign of life. When it has answered, the observers know all that
-  /// it told or passed on before. Returns the question's number, which is not 0. Blocking: no.
+  /// it sent or passed on before. Returns the question's number, which is not 0. Blocking: no.
   std::uint64_t probe(int rank);
   bool has_answered(std::uint64_t probe) const {
     const std::scoped_lock lock(mutex_);
@@ -247,7 +247,7 @@ class ControlPlane {
   std::vector<Message> pending_news_;  // for the observers
   std::vector<std::uint64_t> ended_;   // sets, of which they need no news any more
   std::vector<int> presumed_;          // departed ranks, likewise
-  std::set<std::uint64_t> connected_;  // sets whose observers are to be told
+  std::set<std::uint64_t> connected_;  // sets whose observers are to be notified
   std::optional<Farewell> farewell_;
   std::chrono::milliseconds patience_{};  // with peers that do not hear it; as fixed as farewell_
   Clock::time_point next_heartbeat_;

@@ -97,7 +97,7 @@ class ControlObserver {
   virtual ~ControlObserver() = default;
   /// `rank` of the world has died, or is silent. `how`: "rank 3 (pid 7) died: its ...", or, from
   /// another rank, "rank 1 (pid 5) says that rank 3 (pid 7) died: ...". It may be this rank itself,
-  /// which others take for lost, when it was stopped for long. A rank of which on_departed() told
+  /// which others take for lost, when it was stopped for long. A rank that on_departed() named
   /// may yet be lost.
   virtual void on_lost(int rank, const std::string& how) = 0;
   /// `rank` of the world has left the set in peace. `rounds`: those of the set's board that it has
@@ -112,7 +112,7 @@ class ControlObserver {
   virtual void on_connected() = 0;
 };
 
-/// The waits of all ranks, as they have told. The wait-for graphs of all process sets
+/// The waits of all ranks, as they have said. The wait-for graphs of all process sets
 /// (transport/wait_graph.h). Ranks are those of the world.
 ///
 /// Each rank numbers its messages, so that one which comes a second time, or after a later one of
@@ -125,7 +125,7 @@ class Waits {
   /// Takes note of a message. Returns whether it is new.
   bool learn(const Message& message);
 
-  /// Lets go of what is told of this set, which has ended.
+  /// Lets go of what is known of this set, which has ended.
   void forget(std::uint64_t set);
 
   /// Whether any rank waits in this set.
@@ -134,7 +134,7 @@ class Waits {
   /// The ends of the set's graph that `ranks` lead to; `ranks` themselves if it has none there.
   std::vector<int> ends(std::uint64_t set, std::span<const int> ranks) const;
 
-  /// The last message of each rank and set: what a new neighbour must be told.
+  /// The last message of each rank and set: what a new neighbour must be sent.
   std::vector<Message> known() const;
 
  private:
@@ -145,7 +145,7 @@ class Waits {
 /// A flood: each rank passes on, once, what it hears first, to all neighbours but the one that it
 /// has it from, and tells a new neighbour all that it knows. So every rank hears all, however many
 /// messengers die on the way; n ranks with d neighbours each need at most n (d - 1) + 1 messages.
-/// Connections keep the order, so the flood keeps causes before effects: what a rank told before
+/// Connections keep the order, so the flood keeps causes before effects: what a rank sent before
 /// its departure is known wherever its departure is known.
 ///
 /// Questions and answers are numbered, and only the next one is new. A rank that connects too late
@@ -161,10 +161,10 @@ class News {
  public:
   explicit News(int size) : fates_(static_cast<std::size_t>(size), Fate::kAlive) {}
 
-  /// Takes note of a message. Returns whether it is new: to be told and passed on.
+  /// Takes note of a message. Returns whether it is new: for the observers, and to be passed on.
   bool learn(const Message& message);
 
-  /// Takes a rank for departed until there is word about it; others are not told.
+  /// Takes a rank for departed until there is word about it; others are not notified.
   void presume_departed(int rank);
 
   bool alive(int rank) const;

@@ -1,4 +1,4 @@
-// Subscriptions: who is told which news.
+// Subscriptions: who is notified of which news.
 #pragma once
 
 #include <cstdint>
