@@ -80,11 +80,11 @@ def stop_early(device: str) -> None:
 
 def feed_training(device: str) -> None:
     size = hvd.size()
-    data = TensorDataset(torch.arange(9.0 * size - 1).reshape(-1, 1))
+    data = TensorDataset(torch.arange(21.0 * size - 1).reshape(-1, 1))
     for mode in MODES:
         sampler = ShardedSampler(data, drop_last=True)
         loader = DataLoader(data, 2, sampler=sampler)
-        pipeline = InputPipeline(loader, device, mode, cached_batches=2)
+        pipeline = InputPipeline(loader, device, mode)
         weight = torch.zeros(1, device=device, requires_grad=True)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1e-3))
         means = Means("loss", "never")
@@ -101,8 +101,8 @@ def feed_training(device: str) -> None:
             assert batch[0].device.type == device
             seen += batch[0].flatten().tolist()
             means.update(torch.tensor(2, device=device), loss=step(batch))
-        assert len(seen) == 8
-        assert len(set(seen)) == {"real": 8, "cached": 4, "synthetic": 2}[mode]
+        assert len(seen) == 20
+        assert len(set(seen)) == {"real": 20, "cached": 16, "synthetic": 2}[mode]
         values = means.compute()
         assert values["loss"] > 0
         assert values["never"] != values["never"]

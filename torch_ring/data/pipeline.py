@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,10 @@ from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["MODES", "InputPipeline", "InputReport", "Rates", "Waits"]
 
-_KEPT = 4096  # last steps that are kept at least: enough for a p95, and 32 KiB a rank to gather
+_KEPT = 4096  # last steps: enough for a p95, and 32 KiB a rank to gather
+_CACHED = 8  # batches that mode "cached" repeats
+_SMALL = 0.02  # fraction of a step below which a gap is not worth fixing
+_FEW = 50  # steps; measurements over fewer are mostly noise
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Waits:
     Attributes:
         steps: the number of steps on the rank with the fewest.
         steps_per_s: the rate of the slowest rank; time outside the loops over batches is left out.
-        mean_s, p95_s, max_s: over all ranks and the last 4096 steps or more.
+        mean_s, p95_s, max_s: over all ranks and the last 4096 steps.
         latest_s: the longest wait of any rank in a step, averaged over the steps: the time that a
             step loses, because all ranks wait for the latest.
         slowest_rank, slowest_rank_s: the rank that waits longest on average, and its mean wait.
@@ -57,78 +60,36 @@ class Waits:
     others_s: float
     first_s: float
 
+    @classmethod
+    def of(
+        cls, steps: int, rates: Tensor, firsts_s: Tensor, waits_s: Tensor, ranks: list[int]
+    ) -> Waits:
+        """Return what follows from the ranks' measurements.
 
-class WaitLog:
-    """The waits of one rank, as its caller has timed them."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._elapsed_s = 0.0
-        self._last_s = array("d")
-        self._first_s = array("d")
-
-    def add(self, wait_s: float, *, is_first: bool) -> None:
-        """Add the wait for a batch; `is_first` marks the first batch of an epoch."""
-        self._steps += 1
-        if is_first:
-            self._first_s.append(wait_s)
-            return
-        self._last_s.append(wait_s)
-        if len(self._last_s) == 2 * _KEPT:
-            del self._last_s[:_KEPT]
-
-    def add_elapsed(self, seconds: float) -> None:
-        """Add the duration of a loop over batches, its waits included."""
-        self._elapsed_s += seconds
-
-    def gather(self, process_set: ProcessSet) -> Waits:
-        """Return the waits of all ranks of the set. A collective of them."""
-        counts = torch.tensor([self._steps, len(self._last_s)], device="cpu")
-        steps, kept = allreduce(counts, op=Min, process_set=process_set).tolist()
-        rate = steps / self._elapsed_s if steps else torch.nan
-        mine = self._last_s[len(self._last_s) - kept :]  # the same steps on all ranks
-        row = _tensor([rate, _tensor(self._first_s).mean().item(), *mine])
-        table = allgather(row[None], process_set=process_set)  # [ranks, 2 + kept]
-        return summary(steps, table[:, 0], table[:, 1], table[:, 2:], process_set.ranks or [])
-
-
-def summary(
-    steps: int, rates: Tensor, firsts_s: Tensor, waits_s: Tensor, ranks: list[int]
-) -> Waits:
-    """Return the `Waits` that follow from the ranks' measurements.
-
-    Args:
-        steps: the number of steps on the rank with the fewest.
-        rates: shape [ranks]; steps a second.
-        firsts_s: shape [ranks]; mean waits for an epoch's first batch.
-        waits_s: shape [ranks, steps]; waits of the other steps.
-        ranks: the ranks of the set, ascending.
-    """
-    first_s, rate = firsts_s.max().item(), rates.min().item()
-    if waits_s.shape[1] == 0:
-        nan = torch.nan
-        return Waits(steps, rate, nan, nan, nan, nan, ranks[0], nan, nan, first_s)
-    of_ranks = waits_s.mean(1)
-    return Waits(
-        steps=steps,
-        steps_per_s=rate,
-        mean_s=waits_s.mean().item(),
-        p95_s=waits_s.flatten().sort().values[int(0.95 * (waits_s.numel() - 1))].item(),
-        max_s=waits_s.max().item(),
-        latest_s=waits_s.max(0).values.mean().item(),
-        slowest_rank=ranks[int(of_ranks.argmax())],
-        slowest_rank_s=of_ranks.max().item(),
-        others_s=of_ranks.sort().values[:-1].median().item() if len(ranks) > 1 else torch.nan,
-        first_s=first_s,
-    )
-
-
-def _tensor(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-_SMALL = 0.02  # fraction of a step below which a gap is not worth fixing
-_FEW = 50  # steps; measurements over fewer are mostly noise
+        Args:
+            steps: the number of steps on the rank with the fewest.
+            rates: shape [ranks]; steps a second.
+            firsts_s: shape [ranks]; mean waits for an epoch's first batch.
+            waits_s: shape [ranks, steps]; waits of the other steps.
+            ranks: the ranks of the set, ascending.
+        """
+        first_s, rate = firsts_s.max().item(), rates.min().item()
+        if waits_s.shape[1] == 0:
+            nan = math.nan
+            return cls(steps, rate, nan, nan, nan, nan, ranks[0], nan, nan, first_s)
+        of_ranks = waits_s.mean(1)
+        return cls(
+            steps=steps,
+            steps_per_s=rate,
+            mean_s=waits_s.mean().item(),
+            p95_s=waits_s.flatten().sort().values[int(0.95 * (waits_s.numel() - 1))].item(),
+            max_s=waits_s.max().item(),
+            latest_s=waits_s.max(0).values.mean().item(),
+            slowest_rank=ranks[int(of_ranks.argmax())],
+            slowest_rank_s=of_ranks.max().item(),
+            others_s=of_ranks.sort().values[:-1].median().item() if len(ranks) > 1 else math.nan,
+            first_s=first_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -148,16 +109,6 @@ class Rates:
     synthetic: float
     spread: float
     steps: int
-
-    @property
-    def gap(self) -> float:
-        """The part of the speed that the data cost, ``1 - real / synthetic``."""
-        return 1 - self.real / self.synthetic
-
-    @property
-    def loader_share(self) -> float:
-        """The loader's part of the gap, ``1 - real / cached``; the rest is the copy's."""
-        return 1 - self.real / self.cached
 
     @classmethod
     def of(cls, seconds: Tensor, steps: int) -> Rates:
@@ -196,13 +147,13 @@ class InputReport:
 
     @property
     def gap(self) -> float:
-        """1 - real / synthetic, of the steps a second; NaN if they were not compared."""
-        return self.rates.gap if self.rates else math.nan
+        """The part of the speed that data cost, 1 - real / synthetic; NaN if not compared."""
+        return 1 - self.rates.real / self.rates.synthetic if self.rates else math.nan
 
     @property
     def loader_share(self) -> float:
-        """1 - real / cached, of the steps a second; NaN if they were not compared."""
-        return self.rates.loader_share if self.rates else math.nan
+        """The loader's part of it, 1 - real / cached: the rest is the copy's. NaN likewise."""
+        return 1 - self.rates.real / self.rates.cached if self.rates else math.nan
 
     @property
     def advice(self) -> str:
@@ -210,7 +161,7 @@ class InputReport:
         waits, rates = self.waits, self.rates
         if (rates or waits).steps < _FEW:
             return f"too few steps to tell: measure {_FEW} or more"
-        lost = rates.gap if rates else waits.latest_s * waits.steps_per_s
+        lost = self.gap if rates else waits.latest_s * waits.steps_per_s
         if not lost > max(_SMALL, rates.spread if rates else 0.0):
             return "nothing to gain: the data keep up with the model"
         behind_s = waits.slowest_rank_s - waits.others_s
@@ -219,7 +170,7 @@ class InputReport:
                 f"rank {waits.slowest_rank} keeps the others waiting, {_ms(behind_s)} a step more "
                 "than they need: look at its host, its disk and its share of the data"
             )
-        if rates and rates.loader_share < rates.gap / 2:
+        if self.loader_share < self.gap / 2:
             return (
                 "it is the copy to the device rather than the loader: DataLoader(pin_memory=True), "
                 "and smaller types (uint8 for images)"
@@ -252,21 +203,18 @@ class InputReport:
                 f"  gap            too few steps to tell: {rates.steps} of each kind of data"
             )
         elif rates:
+            gap = f"none above the noise of +- {rates.spread:.1%}"
+            if self.gap > rates.spread:
+                gap = (
+                    f"{self.gap:.1%} +- {rates.spread:.1%} (1 - real/synthetic), "
+                    f"loader share {self.loader_share:.1%} (1 - real/cached)"
+                )
             lines += [
                 f"  steps/s        real {rates.real:.2f}, cached {rates.cached:.2f}, synthetic "
                 f"{rates.synthetic:.2f} (medians; {rates.steps} steps of each)",
-                f"  gap            {_gap(rates)}",
+                f"  gap            {gap}",
             ]
         return "\n".join([*lines, f"  advice         {self.advice}"])
-
-
-def _gap(rates: Rates) -> str:
-    if rates.gap <= rates.spread:
-        return f"none above the noise of +- {rates.spread:.1%}"
-    return (
-        f"{rates.gap:.1%} +- {rates.spread:.1%} (1 - real/synthetic), "
-        f"loader share {rates.loader_share:.1%} (1 - real/cached)"
-    )
 
 
 def _ms(seconds: float) -> str:
@@ -302,15 +250,13 @@ class InputPipeline:
         loader: a DataLoader, or an iterable of batches: tensors, or tensors in tuples, lists and
             dicts, in any nesting.
         device: the device on which batches are handed out.
-        mode: ``"real"``: the loader's batches; ``"cached"``: its first batches again and again,
+        mode: ``"real"``: the loader's batches; ``"cached"``: its first 8 batches again and again,
             copied to the device each time; ``"synthetic"``: its first batch only, kept on the
             device.
-        cached_batches: the number of batches that mode ``"cached"`` repeats.
         process_set: the ranks that train and report together; by default all.
 
     Raises:
-        ValueError: `mode` is unknown, or `cached_batches` less than 1; in an iteration: the loader
-            has no batch to repeat.
+        ValueError: `mode` is unknown; in an iteration: the loader has no batch to repeat.
         TypeError: in an iteration of cached or synthetic data: the loader has no length.
     """
 
@@ -320,20 +266,19 @@ class InputPipeline:
         device: torch.device | str = "cpu",
         mode: str = "real",
         *,
-        cached_batches: int = 8,
         process_set: ProcessSet = global_process_set,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: must be one of {', '.join(MODES)}")
-        if cached_batches < 1:
-            raise ValueError(f"cached_batches={cached_batches}: must be 1 or more")
         self.loader = loader
         self.device = torch.device(device)
         self.mode = mode
-        self.cached_batches = cached_batches
         self.process_set = process_set
         self._prefetcher = DevicePrefetcher(loader, device)
-        self._log = WaitLog()
+        self._steps = 0
+        self._elapsed_s = 0.0  # in loops over batches, waits included
+        self._first_s: list[float] = []  # waits for the first batch of an epoch
+        self._last_s: deque[float] = deque(maxlen=_KEPT)  # waits for other batches
 
     def __len__(self) -> int:
         """Return the loader's number of batches. Raises TypeError if it has none."""
@@ -341,14 +286,19 @@ class InputPipeline:
 
     def __iter__(self) -> Iterator[Any]:
         advance = _advancing(self.loader)
-        batches = self._pass(self.mode)
+        if self.mode == "real":
+            batches = iter(self._prefetcher)
+        else:
+            _ = self._synthetic  # loaded now, not while the first step waits
+            batches = islice(self._endless(self.mode), len(self))
         index, counted = -1, time.perf_counter()
         begun = counted
         try:
             for index, batch in enumerate(batches):
                 here = time.perf_counter()
-                self._log.add(here - begun, is_first=index == 0)
-                self._log.add_elapsed(here - counted)
+                (self._last_s if index else self._first_s).append(here - begun)
+                self._steps += 1
+                self._elapsed_s += here - counted
                 counted = here
                 advance(index)
                 yield batch
@@ -356,22 +306,13 @@ class InputPipeline:
             if index < 0:  # after a resume: the rest of the epoch did not fill a batch
                 advance(index)
         finally:
-            self._log.add_elapsed(time.perf_counter() - counted)
-
-    def _pass(self, mode: str) -> Iterator[Any]:
-        """Return the batches of an epoch."""
-        if mode == "real":
-            return iter(self._prefetcher)
-        if mode == "cached":
-            again = islice(cycle(self._cached), len(self))
-            return iter(DevicePrefetcher(again, self.device))
-        return repeat(self._synthetic, len(self))
+            self._elapsed_s += time.perf_counter() - counted
 
     @cached_property
     def _cached(self) -> list[Any]:
         """The first batches of a whole epoch, as the loader yields them."""
         with _whole_epochs(self.loader):
-            batches = list(islice(self.loader, self.cached_batches))
+            batches = list(islice(self.loader, _CACHED))
         if not batches:
             raise ValueError("the loader has no batch, and none can come again")
         return batches
@@ -412,12 +353,23 @@ class InputPipeline:
         """
         if steps < 1 or rounds < 1:
             raise ValueError(f"steps={steps}, rounds={rounds}: both must be 1 or more")
-        waits = self._log.gather(self.process_set)
+        waits = self._gather_waits()
         workers = getattr(self.loader, "num_workers", 0)
         counts = torch.tensor([workers, max(0, default_num_workers() - workers)], device="cpu")
         num_workers, spare = allreduce(counts, op=Min, process_set=self.process_set).tolist()
         rates = None if step is None else self._compare(step, steps, rounds)
         return InputReport(self.mode, self.process_set.size(), num_workers, spare, waits, rates)
+
+    def _gather_waits(self) -> Waits:
+        counts = torch.tensor([self._steps, len(self._last_s)], device="cpu")
+        steps, kept = allreduce(counts, op=Min, process_set=self.process_set).tolist()
+        rate = steps / self._elapsed_s if steps else math.nan
+        first_s = sum(self._first_s) / len(self._first_s) if self._first_s else math.nan
+        mine = list(self._last_s)[len(self._last_s) - kept :]  # the same steps on all ranks
+        row = torch.tensor([[rate, first_s, *mine]], dtype=torch.float64, device="cpu")
+        table = allgather(row, process_set=self.process_set)  # [ranks, 2 + kept]
+        ranks = self.process_set.ranks or []
+        return Waits.of(steps, table[:, 0], table[:, 1], table[:, 2:], ranks)
 
     def _compare(self, step: Callable[[Any], object], steps: int, rounds: int) -> Rates:
         # The same number of steps on all ranks: a step has collectives, and loaders may differ.
