@@ -5,12 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from pool import RanksFailed, run
 
 import torch_ring as hvd
@@ -18,27 +16,6 @@ import torch_ring as hvd
 
 def facts_of_rank() -> tuple[int, int, int, int]:
     return int(os.environ["RANK"]), hvd.rank(), hvd.size(), os.getpid()
-
-
-def test_returns_results_by_rank():
-    results = run(facts_of_rank, 3)
-    assert [result[:3] for result in results] == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
-    assert len({pid for *_, pid in results}) == 3
-
-
-def surroundings(variable: str) -> tuple[bool, str, int, int]:
-    return (
-        hvd.is_initialized(),
-        os.environ[variable],
-        torch.get_num_threads(),
-        threading.active_count(),
-    )
-
-
-def test_passes_arguments_and_environment_to_clean_processes():
-    results = run(surroundings, 2, args=["GREETING"], env={"GREETING": "hi"}, initialized=False)
-    assert results == [(False, "hi", 1, 1)] * 2
-    assert "GREETING" not in os.environ
 
 
 def preloaded_modules() -> list[str]:
@@ -143,12 +120,3 @@ def test_no_process_is_left_behind(tmp_path):
     assert shared_memory_names() == shared
     run(leave_a_child, 1, args=[tmp_path], initialized=False)
     assert have_ended(tmp_path)
-
-
-def unpicklable_result() -> object:
-    return lambda: None
-
-
-def test_a_result_that_cannot_be_sent_is_a_failure():
-    with pytest.raises(RanksFailed, match="pickle"):
-        run(unpicklable_result, 1, initialized=False)

@@ -39,7 +39,7 @@ def needs_namespaces(test: Callable[[Path], None]) -> Callable[[Path], None]:
 @pytest.mark.slow
 def test_programs_on_two_ranks(tmp_path: Path) -> None:
     all_of = ("--collective", *COLLECTIVES, "--shared")
-    all_of += ("--peers", "gloo", "copy", "touch", "--dtypes", "float32", "bfloat16")
+    all_of += ("--peers", "gloo", "ring-c10d", "copy", "touch", "--dtypes", "float32", "bfloat16")
     commands = [
         ("collectives", *all_of, "--max-bytes", "1024", "--rounds", "1", "--iterations", "2"),
         ("overhead", "--steps", "2", "--rounds", "2", "--compute-s", "0.01"),
@@ -96,11 +96,12 @@ def check_collectives(rows: list[dict[str, Any]]) -> None:
         assert {library: r["wrong"] for library, r in row["results"].items()} == {
             "torch_ring": 0,
             "gloo": 0,
+            "ring-c10d": 0,
             "copy": 0,
             "touch": 0,
         }
         ours = row["results"]["torch_ring"]
-        assert row["ratios"].keys() == {"gloo", "copy", "touch"}
+        assert row["ratios"].keys() == {"gloo", "ring-c10d", "copy", "touch"}
         gloo = row["results"]["gloo"]["time_us"]
         assert row["ratios"]["gloo"] == pytest.approx(gloo / ours["time_us"])
         # On two ranks: 2 (n - 1) / n is 1, (n - 1) / n a half.

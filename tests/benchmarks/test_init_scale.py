@@ -214,7 +214,6 @@ def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     ("what", "how"),
     [
         ("forked", signal.SIGTERM),
-        ("forked", signal.SIGINT),
         ("mpi", signal.SIGINT),
         ("namespaces", signal.SIGINT),
     ],

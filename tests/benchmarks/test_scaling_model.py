@@ -1,57 +1,18 @@
-"""The model of scaling: its arithmetic, its monotonicity, and what Horovod published."""
+"""The model of scaling: the buckets and the choices of torch_ring, and what Horovod published."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import pairwise
 
 import choice
 import clusters
 import pytest
 import scaling_model
 import torch
-import world_limits
-from hypothesis import given
-from hypothesis import strategies as st
-from layers import Job, Parameter, job_of, parameters_of
-from steps import FUSION_BYTES, Link, Step, horovod_step, ring_s, torch_ring_step
+from layers import Job, Parameter, job_of
+from steps import FUSION_BYTES, Step, horovod_step, torch_ring_step
 
 from torch_ring.optimizer.buckets import LAST_BUCKET_BYTES
-
-# Two layers; the second has most of the elements, the first most of the work.
-JOB = Job((Parameter(1000, 3e6), Parameter(9_000_000, 1e6)), compute_s=0.6)
-
-links = st.builds(Link, st.floats(1e8, 1e12), st.floats(1e-7, 1e-3))
-jobs = st.builds(
-    Job,
-    st.lists(
-        st.builds(Parameter, st.integers(1, 10**8), st.floats(1e3, 1e12)), min_size=1, max_size=20
-    ),
-    st.floats(1e-3, 10),
-)
-variants = st.sampled_from(sorted(clusters.VARIANTS)).map(clusters.VARIANTS.__getitem__)
-# The choice of torch_ring's own algorithms has a link of its own: with another link, more hosts may
-# choose better than fewer.
-without_choice = variants.filter(lambda v: v.allreduce_s is not clusters.own_hierarchical_s)
-machines = st.builds(
-    lambda network, local, control: replace(
-        clusters.A100, network=network, local=local, control=control
-    ),
-    links,
-    links,
-    links,
-)
-
-
-def test_horovod_fills_its_buffer() -> None:
-    numel = FUSION_BYTES // 4 // 3
-    job = Job([Parameter(numel, 1.0)] * 7, compute_s=7.0)
-    step = horovod_step(job, FUSION_BYTES)
-    assert [bucket.bytes for bucket in step.buckets] == [12.0 * numel, 12.0 * numel, 4.0 * numel]
-    assert [round(bucket.ready_s, 2) for bucket in step.buckets] == [4.34, 6.34, 7.0]
-    alone = horovod_step(Job([Parameter(FUSION_BYTES, 1.0)] * 2, 1.0), FUSION_BYTES)
-    assert len(alone.buckets) == 2  # larger than the buffer: each by itself
 
 
 def test_torch_ring_sends_its_own_plan() -> None:
@@ -64,43 +25,6 @@ def test_torch_ring_sends_its_own_plan() -> None:
     ready = [bucket.ready_s for bucket in step.buckets]
     assert ready == sorted(ready)
     assert len(ready) > 2
-
-
-def test_agreement() -> None:
-    cluster = replace(clusters.A100, control=Link(1e9, 1e-5))
-    assert clusters.board_s(100, cluster, ranks=8) == 0  # one host has shared memory
-    assert clusters.board_s(100, cluster, 32) == pytest.approx(2 * (1e-5 + 100 / 1e9))
-    # Twice the hosts: one frame more, and no longer one.
-    few, many = clusters.board_s(100, cluster, 4096), clusters.board_s(100, cluster, 8192)
-    assert many - few == pytest.approx(1e-5 + 100 / 1e9)
-    before, closing = zip(clusters.frame_bytes(8), clusters.frame_bytes(648), strict=True)
-    assert before[0] == before[1] == 152  # tests/cpp/frames_test.cc: a frame of equal entries
-    assert closing[1] == closing[0] + 640 // 8  # a bit for each parameter
-
-
-def test_needs_of_a_world() -> None:
-    link = Link(bandwidth=1e9, latency_s=1e-5)
-    one = world_limits.needs_of(8, 8, link)
-    assert (one.control, one.data, one.alltoall, one.store_operations) == (7, 0, 0, 0)
-    assert one.store_s == 0
-    # 4,096 ranks on 512 hosts: tests/cpp/control_graph_test.cc has the bound of a Chord ring.
-    many = world_limits.needs_of(4096, 8, link)
-    assert (many.control, many.data, many.alltoall) == (26, 63, 511)
-    assert many.store_operations == 4 * 512
-    assert many.table_bytes == 4096 * world_limits.TABLE_BYTES
-    assert many.store_s == pytest.approx(4 * 512 * 1e-5 + 511 * many.table_bytes / 1e9)
-
-
-def test_allreduces_are_alike_where_they_must_be() -> None:
-    """Inside one host all hierarchies are its ring; a tree never loses to a ring."""
-    for ranks in (2, 8):
-        inside = ring_s(1e8, ranks, clusters.A100.local)
-        for function in (clusters.hierarchical_s, clusters.own_hierarchical_s, clusters.nccl_s):
-            assert function(1e8, clusters.A100, ranks) == pytest.approx(inside)
-    for ranks in (16, 1024, 100_000):
-        hierarchical = clusters.hierarchical_s(1e8, clusters.A100, ranks)
-        assert clusters.nccl_s(1e8, clusters.A100, ranks) <= hierarchical
-        assert hierarchical < clusters.flat_ring_s(1e8, clusters.A100, ranks)
 
 
 def test_choice_is_that_of_the_core() -> None:
@@ -129,27 +53,6 @@ def test_choice_is_that_of_the_core() -> None:
         assert choice.choose_allgather(1, ranks) == "ring"
 
 
-@given(jobs, machines, without_choice)
-def test_efficiency_falls_with_ranks(
-    job: Job, cluster: clusters.Cluster, variant: clusters.Variant
-) -> None:
-    found = [clusters.efficiency(job, cluster, variant, 8 * 2**k, 0.02) for k in range(14)]
-    assert all(0 < value <= 1 / 1.02 + 1e-9 for value in found)
-    # Twice the hosts double a ring's steps and all but its bytes.
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(found))
-
-
-@given(jobs, machines, variants, st.integers(1, 4000))
-def test_a_better_network_is_never_worse(
-    job: Job, cluster: clusters.Cluster, variant: clusters.Variant, hosts: int
-) -> None:
-    network = cluster.network
-    better = replace(cluster, network=Link(2 * network.bandwidth, network.latency_s / 2))
-    ranks = hosts * cluster.gpus_per_host
-    before = clusters.efficiency(job, cluster, variant, ranks)
-    assert clusters.efficiency(job, better, variant, ranks) >= before * (1 - 1e-9)
-
-
 # --- with the models of torchvision
 
 
@@ -160,18 +63,6 @@ def steps() -> dict[str, Step]:
         name: horovod_step(job_of(name, scaling_model.IMAGES, rate), FUSION_BYTES)
         for name, rate in scaling_model.MODELS.items()
     }
-
-
-def test_layers_of_torchvision() -> None:
-    pytest.importorskip("torchvision")
-    # The tables of torchvision's documentation, in elements and billions of multiplications.
-    known = {"inception_v3": (27_161_264 - 3_326_696, 5.71), "vgg16": (138_357_544, 15.47)}
-    for name, (numel, work) in known.items():
-        parameters = parameters_of(name)
-        assert sum(p.numel for p in parameters) == numel
-        assert sum(p.work for p in parameters) / 1e9 == pytest.approx(work, abs=0.01)
-    *_, weight, bias = parameters_of("vgg16")
-    assert (weight.numel, bias.numel, bias.work) == (4096 * 1000, 1000, 0)
 
 
 def test_published_efficiencies(steps: dict[str, Step]) -> None:

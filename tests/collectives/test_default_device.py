@@ -250,7 +250,10 @@ def call_all(device: str, dtype: torch.dtype, manner: str) -> None:
             call_each()
     else:
         torch.set_default_device(device)
-        call_each()
+        try:
+            call_each()
+        finally:  # the process may run other tests
+            torch.set_default_device(None)
 
 
 def call_each() -> None:

@@ -20,7 +20,6 @@ from ahead_programs import (
     two_networks,
 )
 from pool import eventually
-from slow import slow
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
@@ -30,7 +29,6 @@ from torch_ring.world import current
 
 pytestmark = device_double.needed
 run_on_double = functools.partial(device_runs.run_on_double, TORCH_RING_RUN_AHEAD="1")
-on_worlds = pytest.mark.parametrize("size", [2, 3])
 
 
 def compare(program: Program, device: str) -> None:
@@ -47,10 +45,9 @@ def compare(program: Program, device: str) -> None:
         assert torch.equal(mine, other)
 
 
-@on_worlds
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_weights_are_those_of_agreed_passes(program, size):
-    run_on_double(functools.partial(compare, program), size)
+def test_weights_are_those_of_agreed_passes(program):
+    run_on_double(functools.partial(compare, program), 3)
 
 
 @pytest.mark.parametrize("bucket_bytes", ["1", "100"])
@@ -65,9 +62,8 @@ def count_planned(device: str) -> list[int]:
     return numbers
 
 
-@on_worlds
-def test_two_equal_passes_are_agreed(size):
-    assert run_on_double(count_planned, size) == [list(range(2, 14))] * size
+def test_two_equal_passes_are_agreed():
+    assert run_on_double(count_planned, 3) == [list(range(2, 14))] * 3
 
 
 def count_while_changing(device: str) -> list[int]:
@@ -77,15 +73,14 @@ def count_while_changing(device: str) -> list[int]:
     return numbers
 
 
-@on_worlds
-def test_programs_that_change_are_agreed_longer(size):
+def test_programs_that_change_are_agreed_longer():
     """A pass without the branch ends a plan, and so does its return; the next one takes longer.
 
     The passes of steps 0, 1, 7 to 10 and 17 to 24 are agreed. Where no plan follows, the step
     agrees once more, on the third branch, which has no gradient: that counts as a pass.
     """
     planned = [*range(3, 8), *range(15, 21), *range(36, 41)]
-    assert run_on_double(count_while_changing, size) == [planned] * size
+    assert run_on_double(count_while_changing, 3) == [planned] * 3
 
 
 def test_the_variable_makes_all_passes_agreed():
@@ -105,8 +100,8 @@ def dump_planned_passes(folder: Path, device: str) -> int:
     return len(numbers)
 
 
-@pytest.mark.parametrize("size", [2, slow(3)])
-def test_launches_are_in_the_flight_recorder(size: int, tmp_path: Path) -> None:
+def test_launches_are_in_the_flight_recorder(tmp_path: Path) -> None:
+    size = 2
     passes = run_on_double(functools.partial(dump_planned_passes, tmp_path), size)[0]
     text = analysed(tmp_path)
     assert "Not all ranks" not in text, text

@@ -1,19 +1,13 @@
-"""The documentation site: it builds without a warning, its links hold, and its search finds."""
+"""The documentation site: it builds without a warning, and its links hold."""
 
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -25,7 +19,6 @@ from torch_ring.config import SETTINGS
 pytestmark = pytest.mark.slow
 
 BUILD_DEADLINE_S = 300
-BROWSER_DEADLINE_S = 30
 LOADING = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src")}
 
 
@@ -80,21 +73,12 @@ def test_internal_links_lead_to_anchors(site: Path, pages: dict[Path, Page]) -> 
         for link in page.links:
             url = urlsplit(link)
             if url.scheme in ("http", "https", "mailto", "data"):
-                continue  # nobody answers here; test_external_links looks at them
+                continue  # nobody answers here
             target = (path.parent / unquote(url.path)).resolve() if url.path else path
             anchors = pages[target].anchors if target in pages else {""}
             if not target.is_file() or (url.fragment and unquote(url.fragment) not in anchors):
                 broken.append(f"{path.relative_to(site)}: {link}")
     assert not broken
-
-
-def test_external_links(site: Path, pages: dict[Path, Page]) -> None:
-    for path, page in pages.items():
-        for link in page.links:
-            url = urlsplit(link)
-            if url.scheme in ("http", "https"):
-                assert "." in (url.hostname or ""), f"{path.relative_to(site)}: {link}"
-                assert " " not in link, f"{path.relative_to(site)}: {link}"
 
 
 def test_pages_work_without_the_internet(site: Path, pages: dict[Path, Page]) -> None:
@@ -126,64 +110,3 @@ def test_settings_come_from_the_code(site: Path) -> None:
     for setting in SETTINGS:
         assert setting.variable in text
         assert f"<td><p>{setting.default}</p></td>" in text or not setting.default
-
-
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
-    """Serve the site; return its address."""
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.mark.browser
-def test_search_finds_a_function(address: str, tmp_path: Path) -> None:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if browser is None or driver is None:
-        pytest.skip("no Chromium, or no chromedriver: apt-get install chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    flags = (
-        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-        "disable-component-update disable-sync disable-dev-shm-usage window-size=1280,1024"
-    )
-    for flag in [*flags.split(), f"user-data-dir={tmp_path}"]:
-        options.add_argument(f"--{flag}")
-    chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    try:
-        chromium.set_page_load_timeout(BROWSER_DEADLINE_S)
-        waiting = WebDriverWait(chromium, BROWSER_DEADLINE_S)
-
-        def find(selector: str) -> Any:
-            return waiting.until(lambda page: page.find_elements(By.CSS_SELECTOR, selector))[0]
-
-        chromium.get(address)
-        waiting.until(lambda page: page.current_url == f"{address}docs/index.html")
-        field = find(".sidebar-search")
-        field.send_keys("allreduce")
-        field.submit()
-        page = "docs/api/collectives.html"
-        result = find(f'#search-results a[href*="{page}"][href$="#torch_ring.allreduce"]')
-        loaded = "return performance.getEntriesByType('resource').map(entry => entry.name)"
-        assert all(url.startswith(address) for url in chromium.execute_script(loaded))
-        # Not a click: results still arrive, and push this one from under the pointer.
-        chromium.get(result.get_attribute("href"))
-        assert chromium.current_url.startswith(f"{address}{page}")
-        entry = find('dt[id="torch_ring.allreduce"]')
-        assert entry.is_displayed()
-        assert "prescale_factor=1.0" in entry.text
-    finally:
-        chromium.quit()
