@@ -152,7 +152,7 @@ class InputReport:
 
     @property
     def loader_share(self) -> float:
-        """The loader's part of it, 1 - real / cached: the rest is the copy's. NaN likewise."""
+        """The loader's part of that, 1 - real / cached; the rest is the copy's."""
         return 1 - self.rates.real / self.rates.cached if self.rates else math.nan
 
     @property
