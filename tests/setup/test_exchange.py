@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 from torch_ring.errors import MismatchError, PeerLostError, RingError, TimeoutError
 from torch_ring.setup import exchange, host_socket
 from torch_ring.setup.exchange import failing_together
+from torch_ring.setup.host_socket import HostLeader
 from torch_ring.setup.job_key import JobKey
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import listen_unix
@@ -106,16 +107,16 @@ def test_those_who_come_late_form_further_groups(monkeypatch):
 def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret):
     """They have a boot id and a network namespace in common, and do not reach one another."""
     of = {0: "a", 1: "a", 2: "b", 3: "b"}  # rank -> copy
-    here = threading.local()
+    here, follow = threading.local(), HostLeader.follow
 
     def listen_on_own(name):
         return listen_unix(f"{name} of {here.copy}")
 
-    def connect_on_own(name, *rest):
-        return host_socket.connect_to(f"{name} of {here.copy}", *rest)
+    def follow_on_own(leader, name, rank):
+        follow(leader, f"{name} of {here.copy}", rank)
 
     monkeypatch.setattr(exchange, "listen_unix", listen_on_own)
-    monkeypatch.setattr(exchange, "connect_to", connect_on_own)
+    monkeypatch.setattr(HostLeader, "follow", follow_on_own)
     names, store, barrier = {copy: new_name() for copy in "ab"}, HashStore(), threading.Barrier(4)
     key = JobKey(secret)
 

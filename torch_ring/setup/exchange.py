@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch_ring.errors import PeerLostError, RingError
 from torch_ring.setup.failure import Failure, lacking, other_size, other_version, progress
-from torch_ring.setup.host_socket import HostFollower, HostLeader, connect_to
+from torch_ring.setup.host_socket import HostFollower, HostLeader
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline, ForeignUserError, listen_unix
 from torch_ring.setup.peer_info import (
@@ -351,22 +351,16 @@ def _proven(
     if not later:
         return infos
     mine = first[str(own.machine)]
-    is_there = mine.leader == own.leader or _reach(mine, own, host, path)
+    is_there = True
+    if mine.leader != own.leader:
+        try:
+            host.follow(_address(mine), mine.leader)
+        except (ConnectionRefusedError, ForeignUserError):
+            is_there = False
     assert path.hosts is not None
     reached = path.hosts.gather([own.leader, is_there])
     apart = [each for each in later if [each.leader, True] not in reached]
     return [each.apart() if each in apart else each for each in infos]
-
-
-def _reach(first: HostInfo, own: HostInfo, host: HostLeader, path: FailurePath) -> bool:
-    """Connect to the group that leads this machine; return False if it is another machine's."""
-    try:
-        host.above = connect_to(
-            _address(first), first.leader, own.leader, own.size, path.deadline, path.watch
-        )
-    except (ConnectionRefusedError, ForeignUserError):
-        return False
-    return True
 
 
 def _address(info: HostInfo) -> str:

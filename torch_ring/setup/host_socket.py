@@ -57,7 +57,6 @@ __all__ = [
     "HostLeader",
     "Watch",
     "connect",
-    "connect_to",
     "meet_on_host",
     "socket_name",
     "socket_name_by_store",
@@ -276,41 +275,13 @@ class HostFollower:
             raise ValueError(f"it has sent a {frame.kind.name}")
 
 
-def connect_to(
-    name: str, leader: int, rank: int, size: int, deadline: Deadline, watch: Watch
-) -> HostFollower:
-    """Connect to the rank `leader` that listens at `name`.
-
-    Raises:
-        ConnectionRefusedError: nobody listens there.
-        ForeignUserError: the listener is a process of another user.
-        PeerLostError: the leader has gone.
-        TimeoutError: it has not answered before the deadline.
-        RingError: this init() has failed on another rank.
-    """
-    while not deadline.passed():
-        try:
-            follower = connect(name, rank, size, deadline, deadline, watch)
-        except BlockingIOError:  # its backlog is full
-            time.sleep(_PAUSE_S)
-            continue
-        except (RingError, ConnectionRefusedError, ForeignUserError):
-            raise
-        except (OSError, EOFError, ValueError) as error:
-            raise gone(_leader(leader), error) from None
-        if follower is not None:
-            return follower
-    raise TimeoutError(f"{_leader(leader)} has not answered {deadline}")
-
-
 def connect(
     name: str,
-    rank: int,
-    size: int,
+    identity: Identity,
+    start: Start,
     deadline: Deadline,
     until: Deadline,
     watch: Watch,
-    start: str = "",
 ) -> HostFollower | None:
     """Return a connection to the leader that has let this rank in; None: it has not, in time."""
     connection = close_in_child(socket.socket(socket.AF_UNIX))
@@ -321,14 +292,15 @@ def connect(
         pid = require_same_user(connection)
         follower = HostFollower(FrameSocket(connection), deadline, watch, pid)
         cleanup.callback(follower.close)
-        follower.connection.send(Kind.HELLO, deadline, HELLO.pack(rank, size) + start.encode())
+        hello = HELLO.pack(identity.rank, identity.size) + start.name.encode()
+        follower.connection.send(Kind.HELLO, deadline, hello)
         try:
             if not follower.wait_for_welcome(until):
                 return None
         except (RingError, ApartError, OSError, EOFError, ValueError):
             raise
         except BaseException as error:  # Ctrl-C: the leader reads of it after the hello
-            follower.fail(Failure.of(error, rank))
+            follower.fail(Failure.of(error, identity.rank))
             raise
         cleanup.pop_all()
         return follower
@@ -468,6 +440,29 @@ class HostLeader:
                 os.close(fd)
             raise
         return frame
+
+    def follow(self, name: str, leader: int) -> None:
+        """Connect to the rank `leader`, which leads this machine and listens at `name`.
+
+        Raises:
+            ConnectionRefusedError: nobody listens there.
+            ForeignUserError: the listener is a process of another user.
+            PeerLostError: the leader has gone.
+            TimeoutError: it has not answered before the deadline.
+            RingError: this init() has failed on another rank.
+        """
+        deadline = self._deadline
+        while self.above is None:
+            if deadline.passed():
+                raise TimeoutError(f"{_leader(leader)} has not answered {deadline}")
+            try:
+                self.above = connect(name, self._identity, Start(), deadline, deadline, self._watch)
+            except BlockingIOError:  # its backlog is full
+                time.sleep(_PAUSE_S)
+            except (RingError, ConnectionRefusedError, ForeignUserError):
+                raise
+            except (OSError, EOFError, ValueError) as error:
+                raise gone(_leader(leader), error) from None
 
     def poll(self, wait_s: float) -> None:
         """Handle what has arrived; wait for it if there is nothing. Raises another's failure."""
@@ -677,16 +672,16 @@ class HostLeader:
 
     def _let_in(self, stranger: FrameSocket, rank: int, size: int) -> int | None:
         """Let a rank in, or refuse it; return it if it is in."""
-        is_news = self.failure is None
+        is_news = self.failure is None  # if this rank is refused
         if size != self._size:
             self.fail(Failure.of_all(other_size(rank, size, self._size)))
         elif rank == self._rank or rank in self.followers:
             self.fail(Failure.of_all(two_of_a_rank(rank, size)))
         if self.failure is not None:
+            # One that is notified comes to its next world, whose leader it will find.
             if is_news or rank not in self.notified:
                 with contextlib.suppress(OSError):
                     stranger.send(Kind.FAILURE, self._deadline, self.failure.to_bytes())
-            # else it comes to its next world, whose leader it will find
             if not is_news:
                 self.notified.add(rank)
             self._drop(stranger)
@@ -762,7 +757,7 @@ def meet_on_host(
             if error.errno != errno.EADDRINUSE:
                 raise
         try:
-            follower = connect(name, rank, identity.size, deadline, until, watch, start.name)
+            follower = connect(name, identity, start, deadline, until, watch)
             if follower is not None:
                 return follower
         except ApartError:
