@@ -20,46 +20,46 @@
 namespace torch_ring {
 
 /// A set of numbers, most of which follow one another.
-/// Memory: for each run of consecutive numbers, not for each number. Cost: O(log runs).
-class NumberRuns {
+/// Memory: for each interval of consecutive numbers, not for each number. Cost: O(log intervals).
+class IntervalSet {
  public:
   void insert(std::uint64_t number) {
     if (contains(number)) return;
-    const auto after = runs_.upper_bound(number);
-    const bool joins_after = after != runs_.end() && after->first == number + 1;
+    const auto after = intervals_.upper_bound(number);
+    const bool joins_after = after != intervals_.end() && after->first == number + 1;
     const std::uint64_t last = joins_after ? after->second : number;
     const bool joins_before =
-        after != runs_.begin() && number != 0 && std::prev(after)->second == number - 1;
+        after != intervals_.begin() && number != 0 && std::prev(after)->second == number - 1;
     if (joins_before) {
       std::prev(after)->second = last;
     } else {
-      runs_.emplace_hint(after, number, last);
+      intervals_.emplace_hint(after, number, last);
     }
-    if (joins_after) runs_.erase(after);
+    if (joins_after) intervals_.erase(after);
   }
 
   void erase(std::uint64_t number) {
     if (!contains(number)) return;
-    const auto run = std::prev(runs_.upper_bound(number));
-    const std::uint64_t last = run->second;
-    if (number < last) runs_.emplace(number + 1, last);
-    if (run->first == number) {
-      runs_.erase(run);
+    const auto interval = std::prev(intervals_.upper_bound(number));
+    const std::uint64_t last = interval->second;
+    if (number < last) intervals_.emplace(number + 1, last);
+    if (interval->first == number) {
+      intervals_.erase(interval);
     } else {
-      run->second = number - 1;
+      interval->second = number - 1;
     }
   }
 
   bool contains(std::uint64_t number) const {
-    const auto after = runs_.upper_bound(number);
-    return after != runs_.begin() && number <= std::prev(after)->second;
+    const auto after = intervals_.upper_bound(number);
+    return after != intervals_.begin() && number <= std::prev(after)->second;
   }
 
-  /// The number of runs.
-  std::size_t runs() const { return runs_.size(); }
+  /// The number of intervals.
+  std::size_t intervals() const { return intervals_.size(); }
 
  private:
-  std::map<std::uint64_t, std::uint64_t> runs_;  // first -> last
+  std::map<std::uint64_t, std::uint64_t> intervals_;  // first -> last
 };
 
 /// A set's number with one of these bits names its messages (csrc/messages): those from lower to

@@ -167,8 +167,8 @@ class DataConnections {
   void close_all() { pairs_.clear(); }
   /// The set has ended on all ranks: a connection that comes yet is not to be given to accept().
   void forget_closed(std::uint64_t set) { closed_.erase(set); }
-  /// The runs of numbers of closed sets, which is the memory that they cost.
-  std::size_t closed_runs() const { return closed_.runs(); }
+  /// The intervals of numbers of closed sets: the memory that they cost.
+  std::size_t closed_intervals() const { return closed_.intervals(); }
 
   void add_to(PollSet& polls);
   Clock::time_point due() const;
@@ -184,7 +184,7 @@ class DataConnections {
 
   const ControlOptions& options_;
   std::map<std::pair<std::uint64_t, int>, Pair> pairs_;  // by (set, peer)
-  NumberRuns closed_;  // sets are numbered from 0 on: one run, but for those that still live
+  IntervalSet closed_;  // sets are numbered from 0 on: one interval, but for those that live
   std::size_t untaken_ = 0;
   std::uint64_t taken_ = 0;
 };

@@ -262,14 +262,14 @@ TEST(data_connections_remember_closed_sets_in_little_memory) {
         if (j <= i) CHECK(!accepts(sets[j]));
       }
     }
-    CHECK_EQ(data.closed_runs(), 1u);
+    CHECK_EQ(data.closed_intervals(), 1u);
     const std::uint64_t first = seed - 1;
     for (const unsigned i : {0u, 250u, 250u, 498u, 499u}) data.forget_closed(first + i);
-    CHECK_EQ(data.closed_runs(), 2u);
+    CHECK_EQ(data.closed_intervals(), 2u);
     for (const unsigned i : {1u, 249u, 251u, 497u}) CHECK(!accepts(first + i));
     for (const unsigned i : {0u, 250u, 498u, 499u}) CHECK(accepts(first + i));
     data.close(first + 250);
-    CHECK_EQ(data.closed_runs(), 1u);
+    CHECK_EQ(data.closed_intervals(), 1u);
     CHECK(accepts(1000));
     CHECK(data.take(1000, 2, 1).size() == 1);
   }
