@@ -20,7 +20,11 @@ SIZE = 3
 
 def exchange_once(store, rank, size=SIZE, timeout_s=20.0):
     """Take part as a host of one rank; return the exchange and the ranks of all hosts."""
-    side = exchange_on(store, range(rank, rank + 1), size, timeout_s)
+    return gather_ranks(exchange_on(store, range(rank, rank + 1), size, timeout_s), rank, size)
+
+
+def gather_ranks(side, rank, size=SIZE):
+    """Gather as a host of one rank that has its place; return the exchange and all ranks."""
     try:
         values = side.gather(group(range(rank, rank + 1), size, rank).to_value())
     except RingError as error:
@@ -132,10 +136,11 @@ def test_the_first_cause_wins():
 def test_two_processes_of_one_rank_are_refused_on_all(ranks):
     """A rank too many waits in the next world, and hears of it there."""
     store = HashStore()
+    # Each takes its place before the next one comes.
+    sides = [exchange_on(store, range(rank, rank + 1), SIZE, 4.0) for rank in ranks]
 
     def on_process(index):
-        time.sleep(0.1 * index)
-        return exchange_once(store, ranks[index], timeout_s=4.0)
+        return gather_ranks(sides[index], ranks[index])
 
     began = time.monotonic()
     errors = run_on_ranks(4, on_process)
