@@ -246,7 +246,7 @@ class _DistributedOptimizer(Wrapped):
 
     _parameter_names: dict[Tensor, str]
     _reducer: Reducer | None  # None on one rank, and outside the process set
-    _backward_sync: BackwardSync  # that has made it
+    _backward_sync: BackwardSync  # that has made it; not there without one
     _settings: _Settings
     _passes_per_step: int
     _left_out: list[Tensor]  # frozen parameters without gradients to reduce
@@ -377,6 +377,7 @@ class _DistributedOptimizer(Wrapped):
         """
         if self._reducer is not None:  # the traceback of a pass that has failed may keep it alive
             self._backward_sync.remove(self._reducer)
+            del self._backward_sync  # it holds the engine of a world that may have ended
         self._reducer = None  # frees its buckets before new ones are made
         process_set = self._settings.process_set
         is_set = process_set.process_set_id is not None  # else backward_sync_of() raises
