@@ -11,8 +11,8 @@ namespace torch_ring {
 namespace {
 
 /// An interrupt whose exception waits: the first one until rethrow(). A second one does not wait.
-/// The fast path's side of interrupt_deferred() (torch_ring/world/engine.py), which sets a handler
-/// of the signal twice a pass. The fast path cannot afford those system calls, and waits in C++,
+/// The fast path's side of interrupt_deferred() (torch_ring/world/engine.py), which sets handlers
+/// of signals twice a pass. The fast path cannot afford those system calls, and waits in C++,
 /// where it calls the program's handler itself. Thread: one.
 class DeferredInterrupt {
  public:

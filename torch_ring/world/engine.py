@@ -104,23 +104,27 @@ def interrupt_deferred() -> Iterator[None]:
     given = {number: signal.getsignal(number) for number in _DEFERRED} if is_main else {}
     handlers = {number: handler for number, handler in given.items() if callable(handler)}
     came: dict[int, list[FrameType | None]] = {number: [] for number in handlers}
+    is_open = True
 
     def defer(number: int, frame: FrameType | None) -> None:
-        came[number].append(frame)
-        if len(came[number]) > 1:
+        if is_open:
+            came[number].append(frame)
+        if not is_open or len(came[number]) > 1:
             handlers[signal.Signals(number)](number, frame)
 
-    for number in handlers:
-        signal.signal(number, defer)
     try:
+        for number in handlers:
+            signal.signal(number, defer)
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        # A handler that is given back may raise before the next one is: that one defers no more.
+        is_open = False
         with contextlib.ExitStack() as calls:  # each of them, though one raises
             for which, frames in came.items():
                 if len(frames) == 1:
                     calls.callback(handlers[signal.Signals(which)], which, frames[0])
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 _NAME = "torch_ring.process_sets"
