@@ -1,6 +1,8 @@
-"""--full: the counts of an acceptance, in place of those of every day."""
+"""--full: the counts of an acceptance, in place of those of every day. And the last line of a run."""
 
 from __future__ import annotations
+
+import collections
 
 import pytest
 
@@ -15,3 +17,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """Return whether tests that depend on luck are to be repeated for hours."""
     return bool(request.config.getoption("--full"))
+
+
+@pytest.hookimpl(trylast=True)  # when there is a reporter; processes of pytest-xdist have none
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest's last line also say why tests were skipped, and that none has failed."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or config.option.collectonly:
+        return
+    pytests_own = reporter.build_summary_stats_line
+
+    def with_reasons() -> tuple[list[tuple[str, dict[str, bool]]], str]:
+        parts, color = pytests_own()
+        counts = collections.Counter(
+            report.longrepr[2].removeprefix("Skipped: ")
+            for report in reporter.stats.get("skipped", ())
+        )
+        reasons = "; ".join(f"{reason}: {count}" for reason, count in counts.most_common())
+        parts = [
+            (f"{text} ({reasons})" if text.endswith(" skipped") else text, markup)
+            for text, markup in parts
+        ]
+        if not any(text.endswith(" failed") for text, _ in parts):
+            parts.append(("0 failed", {"green": True}))
+        return parts, color
+
+    reporter.build_summary_stats_line = with_reasons

@@ -39,6 +39,7 @@ def use_both() -> None:
         assert gathered == list(range(size))
 
 
+@pytest.mark.slow
 @device_double.needed
 def test_each_tensor_goes_to_the_backend_of_its_device() -> None:
     run(use_both, 2, initialized=False)

@@ -42,6 +42,7 @@ def prefetch_during_a_step() -> None:
     assert [batch.tolist() for batch in batches] == [[1.0] * 3, [2.0] * 3]
 
 
+@pytest.mark.slow
 @device_double.needed
 def test_a_copy_is_under_way_during_a_step():
     run(prefetch_during_a_step, 1, initialized=False)

@@ -83,6 +83,7 @@ def test_every_example_is_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROGRAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_two_ranks_train_on_ring(name: str) -> None:

@@ -90,6 +90,7 @@ def log_offline(folder: str) -> None:
     callback.run.finish()
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run(log_offline, 1, args=(str(tmp_path),))
