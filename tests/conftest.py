@@ -1,4 +1,4 @@
-"""--full: the counts of an acceptance, in place of those of every day. And the last line of a run."""
+"""--full: the counts of an acceptance, not those of every day. And the last line of a run."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ def test_targets_of_the_stored_results() -> None:
     assert list(targets.targets({})) == []
 
 
+@pytest.mark.slow
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("plots")

@@ -181,6 +181,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
     text = FORKED.replace("ranks.gather(0.5)", "time.sleep(100)")
     with started("-c", text, folder=tmp_path) as program:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = ROOT / "benchmarks" / "input_pipeline.py"
 
 
+@pytest.mark.slow
 def test_from_jobs_to_curves(tmp_path: Path, monkeypatch, capsys):
     fast = ("--epoch-steps", "3", "--steps", "1", "--rounds", "1", "--workers", "0")
     small = ("--batch-size", "2", "--augment", "0", "--pretend-ms", "1", "--file", "out.jsonl")

@@ -77,6 +77,7 @@ for backend in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("autoload", "is_known"),
     [

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from slow import slow
 
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
@@ -185,8 +184,9 @@ def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
     return error_of(lambda: dist.recv(ones, 1) if how == "recv" else dist.all_reduce(ones))
 
 
+@pytest.mark.slow
 @needs_torch_2_14
-@pytest.mark.parametrize("how", ["blocking", slow("unwaited"), slow("recv")])
+@pytest.mark.parametrize("how", ["blocking", "unwaited", "recv"])
 def test_a_timeout_that_is_set_later(how: str) -> None:
     assert on_ring(later_timeout, 2, 20.0, how, timeout_s=1.0) == [("nothing", "")] * 2
     kind, text = on_ring(later_timeout, 2, 1.0, how)[0]
@@ -254,6 +254,7 @@ def receive_that_nobody_waits_for() -> tuple[float, tuple[str, str]]:
     return got.item(), error_of(work.wait)
 
 
+@pytest.mark.slow
 def test_a_receive_that_nobody_waits_for() -> None:
     (sum_0, (kind, text)), (sum_1, _) = on_ring(receive_that_nobody_waits_for, 2, timeout_s=3.0)
     assert sum_0 == sum_1 == 1.0

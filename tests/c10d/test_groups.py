@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import DEADLINE_S, error_of, eventually, run
 from tests.support.shared import NAME
+from tests.support.slow import on_shm_and_slowly_on_tcp
 from torch_ring.c10d import groups, registration
 
 
@@ -203,6 +204,7 @@ def leave_what_nobody_joins() -> list[tuple[str, str]]:
     return errors
 
 
+@pytest.mark.slow
 @needs_torch_2_14
 def test_a_group_is_left_while_it_is_connected() -> None:
     errors, _ = on_ring(leave_what_nobody_joins, 2)
@@ -535,7 +537,7 @@ def many_groups(count: int, look_at: list[int]) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_shm_and_slowly_on_tcp
 def test_groups_leave_nothing_behind(transport: str) -> None:
     # A group that is kept holds 1.2 MiB a rank: memory ended at group 2,250.
     for before, after in on_ring(many_groups, 3, 100, [50, 100], transport=transport):
@@ -562,10 +564,9 @@ def thousands_of_groups() -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_thousands_of_groups(transport: str) -> None:
+def test_thousands_of_groups() -> None:
     # As a job makes that has a group for each epoch. With 1.2 MiB a group it ended at 2,250.
-    for looks in on_ring(thousands_of_groups, 3, transport=transport, deadline_s=300.0):
+    for looks in on_ring(thousands_of_groups, 2, deadline_s=300.0):
         memory, shared = zip(*looks, strict=True)
         assert len(set(shared)) == 1, shared
         assert memory[-1] - memory[0] < 2000 * 1024, memory  # 1 KiB a group

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run
+from slow import slow
 from torch.distributed.fsdp import fully_shard
 
 import torch_ring as hvd
@@ -51,7 +52,7 @@ def in_groups(backend: str) -> tuple[float, float, float, list[float]]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backend", ["ring", "gloo"])
+@pytest.mark.parametrize("backend", ["ring", slow("gloo")])
 def test_groups_between_hosts(hosts, backend):
     """The namespaces have no default route: only that to the store leads to the other ranks."""
     env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29519"}

@@ -23,6 +23,7 @@ from torch import Tensor
 import torch_ring as hvd
 from tests.support.groups import IS_TORCH_2_14, TIMEOUT_S, default_group
 from tests.support.pool import RanksFailed, run
+from tests.support.slow import slow
 
 PROGRAMS, ALL_PROGRAMS = 3, 300
 ALONE = os.environ.get("RANDOM_COLLECTIVES")
@@ -507,7 +508,7 @@ def run_program(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size"), [("shm", 2), ("shm", 3), ("shm", 4), ("tcp", 2), ("tcp", 3)]
+    ("transport", "size"), [("shm", 2), ("shm", 3), slow("shm", 4), slow("tcp", 2), ("tcp", 3)]
 )
 def test_random_collectives(transport: str, size: int, full: bool) -> None:
     first = 1000 * size + (500 if transport == "tcp" else 0)

@@ -52,8 +52,7 @@ def check_convergence() -> None:
     assert len(set(losses.values())) == len(losses), "two compressors do the same"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@on_both_transports
+@pytest.mark.parametrize(("size", "transport"), [(3, "shm"), (2, "tcp")])
 def test_models_converge(transport, size):
     run(check_convergence, size, transport=transport)
 
@@ -96,8 +95,7 @@ def compare_all_options_with_no_compression() -> None:
     compare_with_no_compression(gradient_predivide_factor=4.0)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@on_both_transports
+@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
 def test_exact_compressors_equal_no_compression(transport, size):
     run(compare_all_options_with_no_compression, size, transport=transport)
 

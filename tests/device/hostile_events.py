@@ -298,7 +298,7 @@ def wait_elsewhere(device: str, run_ahead: bool) -> None:
 
     Hosts that run ahead wait for their devices, where nobody sees that: only the timeout ends it.
     """
-    for early in (2, 9):
+    for early in (2, 9) if run_ahead else (2,):  # before and after the first planned pass
         trainer = Trainer(device, run_ahead)
         trainer.steps(both, early)
         with pytest.raises(hvd.TimeoutError if run_ahead else hvd.MismatchError):

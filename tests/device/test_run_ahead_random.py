@@ -90,8 +90,7 @@ def run_random_programs(first: int, count: int, device: str) -> tuple[int, int]:
     return len(numbers), len(aside)
 
 
-@pytest.mark.parametrize("first", [0, 1000])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "first"), [(2, 0), (3, 1000)])
 def test_every_gradient_counts(size, first, full):
     count = ALL_PROGRAMS if full else PROGRAMS
     counts = run_ahead_on_double(

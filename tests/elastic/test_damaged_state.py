@@ -10,7 +10,7 @@ import pool
 import pytest
 import torch
 from arrivals import run_with_arrivals
-from worlds import on_both_transports
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring.collectives import objects
@@ -108,7 +108,7 @@ PARTS = {
 }
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 @pytest.mark.parametrize("part", PARTS)
 def test_a_newcomer_that_gets_something_else_is_an_error_on_all_ranks(
     part: str, transport: str

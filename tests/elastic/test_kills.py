@@ -132,7 +132,7 @@ def test_ranks_die_where_chance_has_it(tmp_path: Path, full: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "seed"), [("shm", 1), ("tcp", 2)])
 def test_ranks_die_and_come_in_one_job(transport: str, seed: int, full: bool) -> None:
-    deaths, seconds = (100, 1200) if full else (8, 100)
+    deaths, seconds = (100, 1200) if full else (4, 100)
     program = Path(__file__).with_name("kills_and_joins.py")
     done = subprocess.run(
         [sys.executable, str(program), str(deaths), str(seed), str(seconds)],

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pool
 import pytest
+from slow import slow
 
 import torch_ring as hvd
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
@@ -240,7 +241,7 @@ def test_one_that_waited_for_another_leader_hears_that_it_was_left_out() -> None
             waiting.result()
 
 
-@pytest.mark.parametrize("most", [3, 4, 9])
+@pytest.mark.parametrize("most", [slow(3), slow(4), 9])
 def test_newcomers_are_let_in_after_the_survivors(most: int) -> None:
     limits = Limits(30.0 if most > 4 else 3.0, 5.0, 1, most)
     with job(5) as processes, ThreadPoolExecutor(2) as threads:

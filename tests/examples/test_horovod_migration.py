@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pool
+import pytest
 from scripts import DEADLINE_S, ROOT, Run, run, run_script
 
 EXAMPLE = ROOT / "examples" / "horovod_migration"
@@ -31,6 +32,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert list((tmp_path / "events").rglob("*tfevents*"))
 
 
+@pytest.mark.slow
 def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     run(MIGRATED, "--epochs", "2", folder=tmp_path)
     resumed = run(MIGRATED, "--epochs", "3", "--resume", folder=tmp_path, size=3)[0]

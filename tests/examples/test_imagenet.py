@@ -63,6 +63,7 @@ def evaluate(images: Path, state: dict[str, torch.Tensor]) -> tuple[float, float
     return cross_entropy(output, wanted).item(), right
 
 
+@pytest.mark.slow
 def test_imagenet_trains_and_resumes(tmp_path: Path, images: Path) -> None:
     options = ("--data-dir", str(images), "--smoke", "--batch-size", "4", "--epochs", "2")
     more = ("--wire", "fp16", "--accumulate", "2", "--plot", "curve.png", "--tensorboard", "log")
@@ -155,6 +156,7 @@ def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dic
 
 
 # Of three ranks, in an epoch: two steps of two passes, then two batches of the test.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deaths", "left"),
     [

@@ -96,6 +96,7 @@ def test_resumes_where_it_was(tmp_path: Path) -> None:
     assert_close(train(tmp_path, 2, "--resume"), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("amp", "data"), [("bfloat16", "cached"), ("float16", "synthetic")])
 def test_16_bits_and_other_data(tmp_path: Path, amp: str, data: str) -> None:
     options = (*SMOKE, "--amp", amp, "--data", data, "--json", "log.json", "--report-steps", "0")

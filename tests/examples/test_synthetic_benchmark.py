@@ -42,6 +42,7 @@ def test_benchmark_prints_what_horovods_does(tmp_path: Path, size: int) -> None:
     assert result["img_sec_total"] == pytest.approx(size * result["img_sec_per_device"])
 
 
+@pytest.mark.slow
 def test_benchmark_compares_with_ddp(tmp_path: Path) -> None:
     options = ("--smoke", "--compare", "ddp", "--json", "out.json")
     output = run(BENCHMARK, *options, folder=tmp_path)[0].output

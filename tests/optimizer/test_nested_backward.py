@@ -167,8 +167,9 @@ def train_tied(how: str, op: hvd.ReduceOp, passes: int) -> None:
             assert (mine - other).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 2), ("tcp", 3)])
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize(
+    ("transport", "size", "op"), [("shm", 2, hvd.Average), ("tcp", 3, hvd.Sum)]
+)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(
     "how", ["always", "late", "on one rank", "in turns", "on zeros", "in the program's memory"]

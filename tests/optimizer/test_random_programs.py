@@ -106,8 +106,9 @@ def run_random_programs(op: int, sparse_as_dense: bool) -> None:
         run_random_program(seed, op, sparse_as_dense)
 
 
+@pytest.mark.parametrize(
+    ("transport", "size", "op"), [("shm", 2, hvd.Sum), ("tcp", 3, hvd.Average)], ids=["shm", "tcp"]
+)
 @pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "sparse as dense"])
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
 def test_gradients_after_every_step(transport, size, op, sparse_as_dense):
     run(run_random_programs, size, args=(op, sparse_as_dense), transport=transport)

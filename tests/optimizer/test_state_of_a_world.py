@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 from pool import FORKS, run
+from slow import slow
 from torch.optim import SGD
 from training import grads, weights
 
@@ -76,7 +77,7 @@ def end_worlds_without_collection(kind: str) -> None:
     assert held[2:] == [held[1]] * 4
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
 @pytest.mark.parametrize("kind", ["plain", "set", "groups", "compressed", "Adasum", "joined"])
 def test_a_world_goes_without_garbage_collection(transport, kind):
     size = 3 if kind == "set" else 2

@@ -136,6 +136,7 @@ def wrap_while_others_allocate() -> None:
     assert not failures
 
 
+@pytest.mark.slow
 def test_the_allocator_changes_while_other_threads_allocate():
     run(wrap_while_others_allocate, 2, env=LARGE)
 

@@ -60,7 +60,7 @@ def run_all(seeds: Sequence[int], size: int, transport: str, reports: Path) -> N
 
 @pytest.mark.parametrize(
     ("transport", "size", "part"),
-    [("shm", 2, 0), slow("shm", 3, 1), slow("tcp", 2, 2), ("tcp", 3, 3)],
+    [slow("shm", 2, 0), slow("shm", 3, 1), slow("tcp", 2, 2), ("tcp", 3, 3)],
 )
 def test_weights_and_gradients(transport, size, part, full, tmp_path):
     count = ALL_PROGRAMS if full else 4 * PROGRAMS

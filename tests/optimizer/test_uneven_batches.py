@@ -62,8 +62,7 @@ def departure(size: int, purpose: str) -> str:
     return rf"rank \d: {purpose}: (.* )?{left}\. (.*\. )?The rank that has left did "
 
 
-@pytest.mark.parametrize("env", [{}, MANY_BUCKETS])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "env"), [(2, MANY_BUCKETS), (3, {})])
 @pytest.mark.parametrize(
     ("batches", "done"),
     [(0, "0 backward passes"), (1, "1 backward pass"), (3, "3 backward passes")],

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import pytest
 import torch
 from pool import run
+from slow import slow
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from training import assert_same_weights, joined_batches, loss_of, make_model, part, train
@@ -258,12 +259,11 @@ def train_unusual(name: str, adasum: bool) -> None:
 
 
 @pytest.mark.parametrize("adasum", [False, True], ids=["average", "adasum"])
-@pytest.mark.parametrize("name", UNUSUAL)
-@on_both_transports
-def test_classes_unlike_torchs_own(transport, name, adasum):
+@pytest.mark.parametrize("name", [slow(name) if name[0].isupper() else name for name in UNUSUAL])
+def test_classes_unlike_torchs_own(name, adasum):
     if name[0].isupper():
         pytest.importorskip("pytorch_optimizer")
-    run(train_unusual, 2, args=(name, adasum), transport=transport)
+    run(train_unusual, 2, args=(name, adasum))
 
 
 class Final(SGD):

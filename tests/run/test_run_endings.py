@@ -144,6 +144,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(number):
     job.require_nothing_left()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_job_is_done():
     code, _, _ = run_job("-np", "2", "bash", "-c", f"{FAMILY} echo done")
     assert code == 0  # and run_job has seen that no process is left

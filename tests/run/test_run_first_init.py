@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from launched_jobs import run_job
-from slow import on_shm_and_slowly_on_tcp, slow
 
 pytestmark = pytest.mark.launcher
 
@@ -23,8 +22,8 @@ def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
     return code, sorted(line.partition(":")[2] for line in out.splitlines()), errors
 
 
-@on_shm_and_slowly_on_tcp
-@pytest.mark.parametrize("death", ["0:before", slow("1:told")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("death", "transport"), [("0:before", "shm"), ("1:told", "tcp")])
 def test_the_others_begin(death: str, transport: str) -> None:
     arguments = ("-np", "3", "--min-np", "2", *PROGRAM, death)
     code, lines, errors = run(*arguments, TORCH_RING_TRANSPORT=transport)

@@ -83,6 +83,7 @@ def test_the_others_go_on(capsys):
         run(fail_on_one, np=3)
 
 
+@pytest.mark.slow
 def test_a_rank_of_an_elastic_function_is_replaced():
     results = run(survive, num_proc=2, min_num_proc=1, max_num_proc=2)
     assert len(results) == 2

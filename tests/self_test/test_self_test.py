@@ -17,7 +17,6 @@ import pool
 import pytest
 import torch
 from scripts import ROOT
-from slow import slow_after
 
 import torch_ring as hvd
 from torch_ring.self_test import command, machine, rank
@@ -193,7 +192,8 @@ def test_ranks_say_why_they_cannot_begin(capsys: pytest.CaptureFixture[str]) -> 
     assert len(found["problems"]) == 2
 
 
-@pytest.mark.parametrize("sent", slow_after(1, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_its_end_is_that_of_its_ranks(sent: signal.Signals) -> None:
     process = start("--timeout", "60")
     try:

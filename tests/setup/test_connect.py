@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 from exchanges import path_on_host
+from slow import slow
 from threads import run_on_ranks
 from torch.distributed import HashStore, PrefixStore
 
@@ -115,7 +116,7 @@ def test_numbers_of_neighbours():
     assert [neighbours(size) for size in (2, 3, 8, 16, 1024)] == [1, 2, 5, 7, 19]
 
 
-@pytest.mark.parametrize("size", [2, 8, 16])
+@pytest.mark.parametrize("size", [2, slow(16)])
 @pytest.mark.parametrize("hosts", [1, 2, 0], ids=["one host", "two hosts", "a host each"])
 def test_descriptors_of_a_rank(put_on_hosts, hosts, size):
     hosts = [rank * (hosts or size) // size for rank in range(size)]
@@ -135,8 +136,7 @@ def test_descriptors_of_a_rank(put_on_hosts, hosts, size):
     close_all(everyone)
 
 
-@pytest.mark.parametrize("hosts", [[0, 1, 0, 1], [0, 1, 1], [0, 0, 1, 2]])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("hosts", "width"), [([0, 1, 0, 1], 1), ([0, 1, 1], 3), ([0, 0, 1, 2], 3)])
 def test_data_connections_are_made_when_needed(put_on_hosts, hosts, width):
     put_on_hosts(hosts)
     config = replace(CONFIG, connections=width)
@@ -295,8 +295,7 @@ def test_a_replayed_handshake_is_refused(monkeypatch):
 # --- failures
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize(("odd", "transport"), [(0, "shm"), (2, "shm"), (0, "tcp"), (1, "tcp")])
 def test_a_different_secret_is_refused_on_all_ranks(odd, transport):
     config = replace(CONFIG, transport=transport)
     errors = connect_all(3, lambda rank: replace(config, secret="odd" if rank == odd else "even"))
@@ -329,8 +328,7 @@ def replace_plane(monkeypatch, rank, instead):
     monkeypatch.setattr(connecting, "ControlPlane", plane)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("broken", [0, 1, 2])
+@pytest.mark.parametrize(("broken", "transport"), [(0, "shm"), (2, "shm"), (0, "tcp"), (1, "tcp")])
 def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, transport):
     def fail():
         raise OSError(24, "Too many open files")
@@ -345,7 +343,7 @@ def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, trans
         ), errors
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [0, slow(2)])
 def test_a_rank_that_never_connects_is_named(monkeypatch, late):
     done, waiting = threading.Event(), [0, 1, 2]
 

@@ -81,7 +81,7 @@ def test_ranks_that_have_come_but_do_not_go_on_are_the_ones_that_are_named():
     other[0].close()
 
 
-@pytest.mark.parametrize("job", ["", "4711/0"])
+@pytest.mark.parametrize("job", ["", slow("4711/0")])
 def test_ranks_that_meet_by_their_parent_are_told_so(job):
     path = path_on_host(Identity(0, 2, job=job), 0.3, None, new_name())
     with pytest.raises(TimeoutError) as raised, failing_together(path):
@@ -91,8 +91,9 @@ def test_ranks_that_meet_by_their_parent_are_told_so(job):
     assert ("meet only if MASTER_ADDR and MASTER_PORT are set" in text) == (not job)
 
 
-@pytest.mark.parametrize("job", ["", "4711/0"])
-@pytest.mark.parametrize(("address", "local_size"), [("localhost", None), slow("127.0.0.1", 1)])
+@pytest.mark.parametrize(
+    ("job", "address", "local_size"), [("", "localhost", None), slow("4711/0", "127.0.0.1", 1)]
+)
 def test_ranks_with_a_loopback_address_are_told_so(monkeypatch, job, address, local_size):
     """As an operator does that gives rank 0 its own host as "localhost"."""
     monkeypatch.setenv("MASTER_ADDR", address)

@@ -180,7 +180,7 @@ def test_garbage_in_any_key_is_an_error_of_ours(kind, secret, monkeypatch):
     names = ["0/places", "0/value/0/0", "0/value/0/1", "0/values/0/0", "0/failure", "0/decided/0"]
     names += ["0/notified/0", "0/notified/1", "0/failed", "generations_ended"]
     junk = [b"", b"x", b"-5", b"9" * 5000, b"1e9", b"\xff" * 40, b"7" * 33, b"0", b"12345"]
-    for case in range(40):
+    for case in range(20):
         store = STORES[kind]()
         key = JobKey(secret)
         for name in dice.sample(names, 2):

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from bell import Bell, a_signal_after
 from pool import error_of, eventually, run
 from ports import free_port
-from slow import slow
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
 import torch_ring as hvd
@@ -274,6 +273,7 @@ assert not call.wait(0.3)
 """
 
 
+@pytest.mark.slow
 def test_a_call_that_is_given_up_does_not_disturb_the_end_of_the_interpreter():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
@@ -332,7 +332,8 @@ def init_while_rank_0_is_stopped(when: str) -> tuple[str, float] | None:
     return text, time.monotonic() - began
 
 
-@pytest.mark.parametrize("when", ["at once", slow("later")])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["at once", "later"])
 def test_rank_0_stopped_during_init(when):
     env = on_nodes() | {"TORCH_RING_INIT_TIMEOUT": "3"}
     outcomes = run(

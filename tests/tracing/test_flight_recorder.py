@@ -66,6 +66,7 @@ def do_everything(folder: str) -> None:
     tracing.dump(folder)
 
 
+@pytest.mark.slow
 @on_shm_and_slowly_on_tcp
 def test_torchs_analyser_finds_nothing_wrong_with_equal_programs(
     tmp_path: Path, transport: str
@@ -117,6 +118,7 @@ def leave_one_out(folder: str, missing: int) -> None:
     hvd.synchronize(handle or hvd.allreduce_async(torch.ones(3), name="not on all ranks"))
 
 
+@pytest.mark.slow
 @on_shm_and_slowly_on_tcp
 def test_torchs_analyser_finds_a_missing_rank(tmp_path: Path, transport: str) -> None:
     run(leave_one_out, 3, transport=transport, args=(str(tmp_path), 1))

@@ -107,6 +107,7 @@ def counted(chromium: Any) -> int:
     )
 
 
+@pytest.mark.slow
 def test_the_page_draws_and_hovering_shows_a_bucket(chromium: Any, tmp_path: Path) -> None:
     open_page(chromium, tmp_path, timeline_events(steps=6))
     assert counted(chromium) == 6 * 3 * 2
@@ -124,6 +125,7 @@ def test_the_page_draws_and_hovering_shows_a_bucket(chromium: Any, tmp_path: Pat
     assert table[:6] == ["rank", "1", "18", "of", "18", "100%"]
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_network_and_reports_no_error(chromium: Any, tmp_path: Path) -> None:
     open_page(chromium, tmp_path, timeline_events(steps=3))
     loaded = "return performance.getEntriesByType('resource').map(entry => entry.name)"

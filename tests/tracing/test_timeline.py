@@ -343,6 +343,7 @@ def test_a_world_that_forms_anew_keeps_the_first_file(tmp_path: Path) -> None:
     assert tensors_of(read(tmp_path / "timeline.2.json"), 1) == ["world 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_the_launchers_options(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"

@@ -37,6 +37,7 @@ def use_two_groups(folder: str) -> None:
     tracing.dump(folder)
 
 
+@pytest.mark.slow
 @on_shm_and_slowly_on_tcp
 def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path, transport: str) -> None:
     on_ring(use_two_groups, 3, str(tmp_path), transport=transport)

@@ -11,6 +11,7 @@ import torch
 from logs import logged
 from pool import error_of, run
 from shared import is_shared
+from slow import slow
 from torch import nn
 from torch.optim import SGD
 
@@ -56,7 +57,7 @@ def init_with_next_to_nothing(spare: int) -> tuple[str, str]:
     return outcome
 
 
-@pytest.mark.parametrize("transport", ["", "shm"])
+@pytest.mark.parametrize("transport", ["", slow("shm")])
 def test_a_rank_without_address_space_fails_all_by_name(transport):
     failed = 0
     for spare in (1 << 20, 4 << 20, 20 << 20, 60 << 20):

@@ -24,6 +24,7 @@ def compute(parent: int) -> None:
         pass
 
 
+@pytest.mark.slow
 @on_both_transports
 def test_worlds_end_in_peace_on_a_loaded_machine(transport, full):
     """Fifty jobs of 400 rounds with --full: hours."""

@@ -57,6 +57,7 @@ def init_without_descriptors(spare: int, broken: int) -> tuple[str, str]:
     return outcome
 
 
+@pytest.mark.slow
 def test_a_rank_without_descriptors_fails_all():
     failed = 0
     for transport in ("shm", "tcp"):

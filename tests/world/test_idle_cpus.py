@@ -28,7 +28,6 @@ def lines(cpus: int, threads: int, variables: dict[str, str], bound: bool) -> li
     return [message for message in messages if "thread" in message]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(
     ("cpus", "threads", "variables", "bound", "said"),
     [
@@ -41,10 +40,8 @@ def lines(cpus: int, threads: int, variables: dict[str, str], bound: bool) -> li
         pytest.param(64, 1, {"OMP_NUM_THREADS": "1"}, False, None, id="chosen"),
     ],
 )
-def test_idle_cpus_are_told(transport, cpus, threads, variables, bound, said):
-    first, second = run(
-        lines, 2, args=(cpus, threads, variables, bound), transport=transport, initialized=False
-    )
+def test_idle_cpus_are_told(cpus, threads, variables, bound, said):
+    first, second = run(lines, 2, args=(cpus, threads, variables, bound), initialized=False)
     assert second == []
     if said is None:
         assert first == []

@@ -7,7 +7,7 @@ import namespaces
 import pytest
 import torch
 from pool import error_of, run
-from worlds import on_both_transports
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring._C import arm_failpoints
@@ -25,11 +25,12 @@ def reduce_a_little() -> None:
     assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_the_longest_times_that_the_settings_take(transport):
     run(reduce_a_little, 2, transport=transport, env=LONGEST)
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_the_longest_times_that_the_settings_take_on_two_hosts(hosts):
     env = LONGEST | {"MASTER_ADDR": f"{namespaces.NETWORK}.1"}

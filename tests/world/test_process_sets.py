@@ -147,6 +147,7 @@ def init_often() -> None:
     hvd.init()
 
 
+@pytest.mark.slow
 def test_two_hundred_inits():
     run(init_often, 3)
 

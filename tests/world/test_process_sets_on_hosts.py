@@ -9,6 +9,7 @@ import namespaces
 import pytest
 import torch
 from pool import all_have_passed, error_of, run
+from slow import slow
 
 import torch_ring as hvd
 
@@ -80,8 +81,8 @@ def use_sets(sets: list[list[int]]) -> None:
     [
         # Without the leaders of hosts (0 and 2; 0, 2 and 4); one a host; several and one.
         ([0, 0, 1, 1], [[1, 3], [1, 2, 3], [1, 2], [2, 3], [0, 3]]),
-        ([0, 0, 1, 1, 2, 2], [[1, 3, 5], [1, 2, 3, 5], [2, 3, 4, 5], [1, 3]]),
-        ([0, 1, 0, 1, 0], [[2, 3, 4], [2, 4], [1, 2, 4], [3, 4]]),
+        slow([0, 0, 1, 1, 2, 2], [[1, 3, 5], [1, 2, 3, 5], [2, 3, 4, 5], [1, 3]]),
+        slow([0, 1, 0, 1, 0], [[2, 3, 4], [2, 4], [1, 2, 4], [3, 4]]),
     ],
     ids=str,
 )
@@ -108,7 +109,7 @@ def outlive_the_leaders(leaders: list[int], passed: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "leaders"), [([0, 0, 0, 1, 1, 1], [0, 3]), ([0, 0, 1, 1, 2, 2], [0, 2])], ids=str
+    ("layout", "leaders"), [slow([0, 0, 0, 1, 1, 1], [0, 3]), ([0, 0, 1, 1, 2, 2], [0, 2])], ids=str
 )
 def test_a_set_goes_on_when_leaders_of_hosts_have_died(hosts, layout, leaders, tmp_path):
     outcomes = run_on_hosts(

@@ -10,6 +10,7 @@ import namespaces
 import pytest
 import torch
 from pool import run
+from slow import slow
 from torch import Tensor, nn
 
 import torch_ring as hvd
@@ -81,7 +82,7 @@ def require_one_result(found: list[tuple[set[str], set[str]]]) -> None:
         assert len(set.union(*results)) == 1
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), ("tcp", 5)])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), slow("tcp", 5)])
 def test_every_run_has_the_same_bits(transport, size):
     # Buckets that are sent while backward goes on, and fused if they meet.
     env = {"TORCH_RING_BUCKET_BYTES": "50000"}

@@ -77,6 +77,7 @@ class TestAddresses:
         found = outcomes(init_over_a_file, str(tmp_path / "store"), where=hosts[:2])
         assert found == [f"{namespaces.NETWORK}.1 {namespaces.NETWORK}.2"] * 2
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("address", ["0.0.0.0", "localhost"])
     def test_rank_0_that_calls_its_own_host_so(self, hosts, address):
         """As operators do that give the others its name."""
@@ -114,6 +115,7 @@ class TestAddresses:
             for host in hosts[:2]:
                 namespaces.run("ip", "-n", host, "addr", "del", "10.99.0.1/32", "dev", "eth0")
 
+    @pytest.mark.slow
     def test_a_host_without_loopback(self, hosts):
         namespaces.run("ip", "-n", hosts[2], "link", "set", "lo", "down")
         try:
@@ -126,6 +128,7 @@ class TestAddresses:
         finally:
             namespaces.run("ip", "-n", hosts[2], "link", "set", "lo", "up")
 
+    @pytest.mark.slow
     def test_a_master_addr_that_does_not_resolve(self, hosts):
         env = BRIEFLY | {"MASTER_ADDR": "no-such-host.invalid"}
         for text in outcomes(init_by_hand, where=hosts[:2], env=env):
@@ -186,6 +189,7 @@ def init_as_one_of_two_users() -> str:
     return init_by_hand()
 
 
+@pytest.mark.slow
 @needs_root
 def test_ranks_of_two_users():
     first, second = outcomes(init_as_one_of_two_users, env=BRIEFLY)

@@ -20,6 +20,7 @@ from process_set_use import (
     started_sum,
     sum_of_ranks,
 )
+from slow import on_shm_and_slowly_on_tcp
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -215,7 +216,7 @@ def come_and_go(count: int) -> None:
     assert len(offsets) == 1  # -1, or the first slot of everybody
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_five_hundred_sets_one_after_another(transport):
     run(come_and_go, 4, args=(500,), transport=transport)
 
