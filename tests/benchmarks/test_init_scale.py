@@ -214,8 +214,7 @@ def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("what", "how"),
     [
-        ("forked", signal.SIGTERM),
-        ("mpi", signal.SIGINT),
+        ("mpi", signal.SIGTERM),
         ("namespaces", signal.SIGINT),
     ],
 )

@@ -18,7 +18,6 @@ from device_training import TRAINING
 pytestmark = device_double.needed
 
 
-@pytest.mark.parametrize("size", [1, 3])  # on a device no algorithm depends on the size
 @pytest.mark.parametrize(
     "program",
     [
@@ -34,8 +33,13 @@ pytestmark = device_double.needed
     ],
     ids=lambda program: program.__name__,
 )
-def test_on_a_stand_in(program, size):
-    run_on_double(program, size)
+def test_on_a_stand_in(program):
+    run_on_double(program, 3)  # on a device no algorithm depends on the size ...
+
+
+@pytest.mark.parametrize("program", OPERATIONS, ids=lambda program: program.__name__)
+def test_alone_on_a_stand_in(program):
+    run_on_double(program, 1)  # ... but one rank has nobody to send anything to
 
 
 def test_adasum_on_a_stand_in():

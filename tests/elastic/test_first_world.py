@@ -18,7 +18,7 @@ import torch
 from arrivals import run_with_arrivals
 from deaths_in_init import PLACES, let_die
 from logs import logged
-from slow import on_shm_and_slowly_on_tcp, slow_after
+from slow import on_shm_and_slowly_on_tcp, slow, slow_after
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -337,8 +337,15 @@ def test_a_failure_in_which_nobody_dies_is_raised(tmp_path: Path) -> None:
     assert all("TORCH_RING_HEARTBEAT_TIMEOUT" in text for _, text in results)
 
 
-@pytest.mark.parametrize("place", slow_after(1, ["told", "before", "connecting", "engines"]))
-@pytest.mark.parametrize("layout", [[0, 1, 2], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [
+        ([0, 1, 2], "told"),
+        slow([0, 1, 2], "connecting"),
+        slow([0, 0, 1, 1], "before"),
+        slow([0, 0, 1, 1], "engines"),
+    ],
+)
 def test_one_dies_on_another_host(
     hosts: list[str], layout: list[int], place: str, tmp_path: Path
 ) -> None:

@@ -160,7 +160,13 @@ def silent(process: Process) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("size", "stopped", "goes_on"),
-    [(3, [2], True), (3, [0], True), (4, [2, 3], True), (4, [0, 1], False), (3, [1, 2], False)],
+    [
+        (3, [2], True),
+        slow(3, [0], True),
+        slow(4, [2, 3], True),
+        (4, [0, 1], False),
+        slow(3, [1, 2], False),
+    ],
 )
 def test_only_a_majority_goes_on_where_others_may_live(
     size: int, stopped: list[int], goes_on: bool

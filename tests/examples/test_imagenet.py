@@ -158,16 +158,15 @@ def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dic
 # Of three ranks, in an epoch: two steps of two passes, then two batches of the test.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("deaths", "left"),
+    "deaths",
     [
-        pytest.param({0: 8}, 2, id="the first rank in an accumulation"),
-        pytest.param({1: 6}, 2, id="in the test after an epoch", marks=pytest.mark.slow),
-        pytest.param({0: 3, 2: 13}, 1, id="one after the other", marks=pytest.mark.slow),
-        pytest.param({1: "means"}, 2, id="in the means of an epoch", marks=pytest.mark.slow),
+        pytest.param({0: 8}, id="the first rank in an accumulation"),
+        pytest.param({1: 6}, id="in the test after an epoch"),
+        pytest.param({1: "means"}, id="in the means of an epoch"),
     ],
 )
 def test_imagenet_trains_on_when_ranks_die(
-    tmp_path: Path, images: Path, deaths: dict[int, int | str], left: int
+    tmp_path: Path, images: Path, deaths: dict[int, int | str]
 ) -> None:
     options = ["--data-dir", str(images), "--smoke", "--elastic", "--batch-size", "2"]
     options += ["--accumulate", "2", "--plot", "curve.png"]
@@ -180,6 +179,7 @@ def test_imagenet_trains_on_when_ranks_die(
         may_die=list(deaths),
     )
     survivors = [results[rank] for rank in range(3) if rank not in deaths]
+    left = 3 - len(deaths)
     assert [survivor.code for survivor in survivors] == [None] * left
     first = survivors[0].output
     assert f"resnet18: size {left}, {24 // left // 4} steps of {4 * left} images an epoch" in first

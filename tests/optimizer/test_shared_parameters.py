@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import eventually, run
+from slow import on_shm_and_slowly_on_tcp
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -147,7 +148,7 @@ def train_with_random_delays(steps: int) -> None:
             optimizer.step()
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_many_steps_of_a_shared_trunk(transport):
     env = {"TORCH_RING_BUCKET_BYTES": "8192"}
     run(train_with_random_delays, 2, args=(100,), transport=transport, env=env)

@@ -104,25 +104,3 @@ def test_the_rate_follows_the_number_of_ranks():
     job.require_nothing_left()
     assert "on 2 ranks: rate 0.05" in job.stdout
     assert end_of(job.stdout, 2) > 0.85
-
-
-@pytest.mark.slow
-def test_a_rank_that_was_killed_is_replaced():
-    pytest.importorskip("sklearn")
-    program = [sys.executable, str(ROOT / "examples/elastic/train.py"), "--pause", "0.1"]
-    counts = ("-np", "2", "--min-np", "1", "--max-np", "2")
-    job = LaunchedJob(*counts, *program, "--epochs", "40")
-    job.wait_for("is process", 2)
-    job.wait_for("epoch 1 on 2 ranks")
-    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
-    os.kill(int(pids["0"]), signal.SIGKILL)
-    job.wait_for("on 1 ranks")
-    before = job.stdout.count("on 2 ranks")
-    job.wait_for("on 2 ranks", before + 2)
-    job.signal(signal.SIGTERM)
-    job.wait()
-    job.require_nothing_left()
-    assert "rank 0 on localhost was ended by SIGKILL: the other 1 go on" in job.stderr
-    assert "rank 0 starts on localhost again" in job.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", job.stdout)]
-    assert losses[-1] < losses[0]

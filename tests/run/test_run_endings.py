@@ -9,6 +9,7 @@ import time
 
 import pytest
 from launched_jobs import LaunchedJob, run_job
+from slow import slow
 
 from torch_ring.run import job as launched_job
 
@@ -130,7 +131,7 @@ FAMILY = (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [slow(signal.SIGKILL), signal.SIGTERM])
 def test_nothing_is_left_when_the_launcher_is_killed(number):
     job = LaunchedJob("-np", "2", "bash", "-c", f"{FAMILY} {STUBBORN}")
     job.wait_for("up", 2)
@@ -170,6 +171,7 @@ def test_ranks_do_not_outlive_an_agent_that_is_killed():
     )
 
 
+@pytest.mark.slow
 def test_an_ignored_sigint_stays_ignored():
     """As of a job that a shell has started in the background."""
 

@@ -165,7 +165,7 @@ STUBBORN = "trap '' TERM INT HUP; setsid sleep 1000 & echo up; while :; do sleep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_launcher_ends(cluster, number):
     job = cluster.launch(*on(cluster, 1, 1, 1), "bash", "-c", STUBBORN)
     job.wait_for("up", 3)

@@ -82,6 +82,7 @@ def test_ranks_without_a_name_are_groups_of_their_own():
     assert all(ranks == [0, 1, 2] for _, ranks in results)
 
 
+@pytest.mark.slow
 def test_those_who_come_late_form_further_groups(monkeypatch):
     """They get what the first leader of their machine passes down, through their own."""
     monkeypatch.setattr(host_socket, "_GRACE_S", 0.3)
@@ -189,7 +190,8 @@ def test_different_settings_are_named_on_all_ranks(hosts):
         )
 
 
-@pytest.mark.parametrize("with_store", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("with_store", [False, True])
 def test_missing_ranks_are_named_on_all_ranks(with_store):
     name, store = new_name(), HashStore() if with_store else None
     errors = run_on_ranks(

@@ -107,6 +107,7 @@ def test_ranks_with_a_loopback_address_are_told_so(monkeypatch, job, address, lo
     assert "MASTER_PORT" not in text
 
 
+@pytest.mark.slow
 def test_a_loopback_address_is_right_where_the_launcher_says_so(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     identity = Identity(0, 2, job="4711/0", local_size=2)

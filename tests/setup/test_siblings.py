@@ -155,6 +155,7 @@ def fail_with_a_misspelt_setting() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_a_misspelt_setting_is_told_where_init_fails():
     env = {"TORCH_RING_INTERFCE": "eth0", "WORLD_SIZE": "2"}
     [messages] = run(fail_with_a_misspelt_setting, 1, env=env, initialized=False)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from pool import run
 from ports import free_port
-from slow import slow
 
 import torch_ring as hvd
 from torch_ring.config import Config
@@ -80,7 +79,8 @@ def join_without_rank_0(without_address: bool) -> str | None:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("without_address", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("without_address", [True, False])
 def test_a_missing_rank_0_is_named(without_address):
     env = {
         "TORCH_RING_INIT_TIMEOUT": "1",

@@ -131,9 +131,7 @@ def test_the_first_cause_wins():
     assert second.fail(Failure("RingError", "what follows")).text.endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize(
-    "ranks", slow_after(1, [[0, 1, 1, 2], [1, 1, 2, 0], [0, 1, 2, 2], [2, 1, 1, 0]])
-)
+@pytest.mark.parametrize("ranks", slow_after(1, [[0, 1, 1, 2], [0, 1, 2, 2], [2, 1, 1, 0]]))
 def test_two_processes_of_one_rank_are_refused_on_all(ranks):
     """A rank too many waits in the next world, and hears of it there."""
     store = HashStore()

@@ -98,9 +98,9 @@ def disagree(folder: str) -> None:
     tracing.dump(folder)
 
 
-@on_shm_and_slowly_on_tcp
-def test_torchs_analyser_finds_a_mismatch(tmp_path: Path, transport: str) -> None:
-    run(disagree, 2, transport=transport, args=(str(tmp_path),))
+@pytest.mark.slow
+def test_torchs_analyser_finds_a_mismatch(tmp_path: Path) -> None:
+    run(disagree, 2, args=(str(tmp_path),))
     text = analysed(tmp_path)
     assert "SIZE_OR_SYNTAX_MISMATCH" in text, text
     assert entries(tmp_path, 1)[-1]["ring"]["state"] == "failed"
@@ -119,9 +119,8 @@ def leave_one_out(folder: str, missing: int) -> None:
 
 
 @pytest.mark.slow
-@on_shm_and_slowly_on_tcp
-def test_torchs_analyser_finds_a_missing_rank(tmp_path: Path, transport: str) -> None:
-    run(leave_one_out, 3, transport=transport, args=(str(tmp_path), 1))
+def test_torchs_analyser_finds_a_missing_rank(tmp_path: Path) -> None:
+    run(leave_one_out, 3, transport="tcp", args=(str(tmp_path), 1))
     text = analysed(tmp_path)
     assert "Not all ranks joining collective" in text, text
     assert "missing ranks: {1}" in text, text

@@ -13,7 +13,6 @@ import pytest
 import torch
 from logs import logged
 from pool import run
-from slow import on_shm_and_slowly_on_tcp
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -116,7 +115,8 @@ def take_turns() -> list[Straggler]:
     return tracing.stragglers()
 
 
-@on_shm_and_slowly_on_tcp
+@pytest.mark.slow
+@on_both_transports
 def test_ranks_that_are_late_in_turn_are_not_named(transport: str) -> None:
     assert run(take_turns, 3, transport=transport) == [[], [], []]
 

@@ -38,9 +38,8 @@ def use_two_groups(folder: str) -> None:
 
 
 @pytest.mark.slow
-@on_shm_and_slowly_on_tcp
-def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path, transport: str) -> None:
-    on_ring(use_two_groups, 3, str(tmp_path), transport=transport)
+def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path) -> None:
+    on_ring(use_two_groups, 3, str(tmp_path))
     text = analysed(tmp_path)
     assert "Not all ranks" not in text, text
     assert "errors" not in text, text
@@ -70,6 +69,7 @@ def disagree() -> str:
     return error_of(lambda: dist.all_reduce(torch.ones(3 + dist.get_rank())))[1]
 
 
+@pytest.mark.slow
 def test_an_error_writes_a_dump_in_which_the_analyser_finds_the_mismatch(tmp_path: Path) -> None:
     texts = on_ring(disagree, 2, env={"TORCH_RING_FLIGHT_DIR": str(tmp_path)})
     for rank, text in enumerate(texts):

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from pool import error_of, run
+from slow import on_shm_and_slowly_on_tcp
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -99,7 +100,7 @@ def train_until_a_rank_dies() -> tuple[str, str]:
     return "nothing", ""
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_a_rank_dies_between_two_buckets(transport):
     """Fail at each of several moments of the first steps."""
     for nth in (4, 5, 7, 10):

@@ -1,17 +1,19 @@
 """Ranks that are late: they end nothing by default, and the right one is named."""
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 import namespaces
 import pytest
 import torch
 from logs import logged
-from pool import error_of, run
+from pool import all_have_passed, error_of, run
 from slow import on_shm_and_slowly_on_tcp, slow
 
 import torch_ring as hvd
@@ -99,16 +101,22 @@ def test_the_late_ranks_of_several_hosts(hosts):
     check_warnings(logs, late, several_hosts=True)
 
 
-def outlive_a_stopped_rank(victim: int) -> str:
-    """Reduce until it fails, as the victim is stopped. Return the error."""
+def outlive_a_stopped_rank(victim: int, folder: Path) -> str:
+    """Reduce until it fails, as the victim is stopped. Return the error.
+
+    The victim is ended then: nobody waits for its departure.
+    """
     values = torch.ones(4 << 20)
-    hvd.allreduce(values)
+    pids = hvd.allgather_object(os.getpid())
     if hvd.rank() == victim:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     kind = "nothing"
     while kind == "nothing":
         kind, text = error_of(lambda: hvd.allreduce(values, name="doomed"))
     assert kind == "TimeoutError", text
+    all_have_passed(folder, hvd.size() - 1)
+    with contextlib.suppress(ProcessLookupError):  # another one was faster
+        os.kill(pids[victim], signal.SIGKILL)
     return text
 
 
@@ -117,12 +125,12 @@ def outlive_a_stopped_rank(victim: int) -> str:
     ("transport", "size", "victim"),
     [("shm", 3, 1), ("tcp", 4, 0)],
 )
-def test_a_timeout_names_the_rank_that_is_stopped(transport, size, victim):
+def test_a_timeout_names_the_rank_that_is_stopped(transport, size, victim, tmp_path):
     """The others wait for their neighbours, in a transfer or before it."""
     texts = run(
         outlive_a_stopped_rank,
         size,
-        args=(victim,),
+        args=(victim, tmp_path),
         transport=transport,
         env={"TORCH_RING_TIMEOUT": "3"},
         may_die={victim},
@@ -131,20 +139,20 @@ def test_a_timeout_names_the_rank_that_is_stopped(transport, size, victim):
         assert rank == victim or accused(text) == [victim], text
 
 
-def outlive_on_hosts(victim: int) -> str:
+def outlive_on_hosts(victim: int, folder: Path) -> str:
     hvd.init()
-    return outlive_a_stopped_rank(victim)
+    return outlive_a_stopped_rank(victim, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.netns
 @needs_namespaces
-def test_a_timeout_names_the_rank_that_is_stopped_on_one_of_several_hosts(hosts):
+def test_a_timeout_names_the_rank_that_is_stopped_on_one_of_several_hosts(hosts, tmp_path):
     victim = 2  # the first of the second host
     texts = run(
         outlive_on_hosts,
         4,
-        args=(victim,),
+        args=(victim, tmp_path),
         initialized=False,
         transport="",
         env=env_of_namespaces(TIMEOUT="3"),

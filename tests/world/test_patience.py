@@ -7,7 +7,6 @@ import namespaces
 import pytest
 import torch
 from pool import error_of, run
-from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 from torch_ring._C import arm_failpoints
@@ -25,7 +24,8 @@ def reduce_a_little() -> None:
     assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
 
 
-@on_shm_and_slowly_on_tcp
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_longest_times_that_the_settings_take(transport):
     run(reduce_a_little, 2, transport=transport, env=LONGEST)
 

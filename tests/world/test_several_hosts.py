@@ -185,7 +185,7 @@ def test_the_end_of_a_job_survives_packet_loss(hosts, full):
     except OSError as error:
         pytest.skip(f"no packets can be dropped here: {error}")
     env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": PORT}
-    for _ in range(100 if full else 2):
+    for _ in range(100 if full else 1):
         run(leave_while_packets_get_lost, 3, transport="", env=env, namespaces=hosts)
 
 

@@ -4,7 +4,7 @@ import os
 
 import torch
 from pool import eventually, run
-from worlds import on_both_transports
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 
@@ -36,6 +36,6 @@ def thread_names() -> list[str]:
     return names
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_init_and_shutdown_many_times(transport):
     run(start_over, 2, transport=transport, initialized=False)
