@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
+import pool
 import pytest
 import scripts
 from launched_jobs import LaunchedJob, run_job
@@ -74,33 +78,50 @@ def test_the_example_survives_the_death_of_rank_0(tmp_path: Path):
     assert end_of(job.stdout, 1) == pytest.approx(alone, abs=0.02)
 
 
+def train_until_a_rank_dies(script: str, epochs: int, folder: str, step: int) -> scripts.Run:
+    """Run an example as `scripts.run_script` does; rank 1 is killed at the end of a step."""
+    pause, steps = 0.001, itertools.count(1)
+
+    def sleep(seconds: float) -> None:
+        if seconds == pause and os.environ["RANK"] == "1" and next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real_sleep(seconds)
+
+    real_sleep = time.sleep
+    with mock.patch.object(time, "sleep", sleep):
+        arguments = ["--pause", str(pause), "--epochs", str(epochs)]
+        return scripts.run_script(str(ROOT / script), arguments, folder)
+
+
+def outlived(script: str, epochs: int, folder: Path, size: int, step: int) -> str:
+    """Return the output of rank 0 of an example that has lost rank 1, in processes of the pool."""
+    first, *_ = pool.run(
+        train_until_a_rank_dies,
+        size,
+        args=(script, epochs, str(folder), step),
+        transport="",
+        initialized=False,
+        may_die=[1],
+    )
+    assert first.code is None
+    return first.output
+
+
 @pytest.mark.slow
 def test_fewer_ranks_take_more_passes_and_end_with_the_same_loss(tmp_path: Path):
     pytest.importorskip("sklearn")
     script = "examples/elastic/accumulation.py"
-    program = [sys.executable, str(ROOT / script), "--pause", "0.05", "--epochs", "5"]
-    job = LaunchedJob("-np", "2", "--min-np", "1", *program)
-    job.wait_for("is process", 2)
-    job.wait_for("on 2 ranks: 2 passes")
-    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
-    os.kill(int(pids["1"]), signal.SIGKILL)
-    assert job.wait() == 0, job.stderr
-    job.require_nothing_left()
-    assert "on 1 ranks: 4 passes" in job.stdout
+    output = outlived(script, 5, tmp_path, size=2, step=30)
+    assert "on 2 ranks: 2 passes" in output
+    assert "on 1 ranks: 4 passes" in output
     alone = undisturbed(script, tmp_path, "--epochs", "5")
-    assert end_of(job.stdout, 1) == pytest.approx(alone, abs=0.0002)
+    assert end_of(output, 1) == pytest.approx(alone, abs=0.0002)
 
 
 @pytest.mark.slow
-def test_the_rate_follows_the_number_of_ranks():
+def test_the_rate_follows_the_number_of_ranks(tmp_path: Path):
     pytest.importorskip("sklearn")
-    program = [sys.executable, str(ROOT / "examples/elastic/scaled_rate.py"), "--pause", "0.02"]
-    job = LaunchedJob("-np", "3", "--min-np", "1", *program, "--epochs", "6")
-    job.wait_for("is process", 3)
-    job.wait_for("on 3 ranks: rate 0.075")
-    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
-    os.kill(int(pids["1"]), signal.SIGKILL)
-    assert job.wait() == 0, job.stderr
-    job.require_nothing_left()
-    assert "on 2 ranks: rate 0.05" in job.stdout
-    assert end_of(job.stdout, 2) > 0.85
+    output = outlived("examples/elastic/scaled_rate.py", 6, tmp_path, size=3, step=40)
+    assert "on 3 ranks: rate 0.075" in output
+    assert "on 2 ranks: rate 0.05" in output
+    assert end_of(output, 2) > 0.85
