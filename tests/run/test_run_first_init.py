@@ -23,30 +23,12 @@ def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
 
 
 @pytest.mark.slow
-def test_the_others_begin() -> None:
-    code, lines, errors = run("-np", "3", "--min-np", "2", *PROGRAM, "0:before")
-    victim = "0"
-    left = [rank for rank in "012" if rank != victim]
-    assert code == 0, errors
-    assert lines == [f"process {rank}.1 is rank {i} of 2" for i, rank in enumerate(left)]
-    assert f"rank {victim} on localhost was ended by SIGKILL: the other 2 go on" in errors
-
-
-@pytest.mark.slow
 def test_a_replacement_comes() -> None:
     arguments = ("-np", "2", "--min-np", "1", "--max-np", "2", *PROGRAM, "0:connecting")
     code, lines, errors = run(*arguments, GROWS_TO="2")
     assert code == 0, errors
     assert lines == ["process 0.2 is rank 1 of 2", "process 1.1 is rank 0 of 2"]
     assert "rank 0 starts on localhost again" in errors
-
-
-@pytest.mark.slow
-def test_a_standby_process_comes() -> None:
-    arguments = ("-np", "2", "--min-np", "1", "--max-np", "2", "--standby", "1")
-    code, lines, errors = run(*arguments, *PROGRAM, "1:engines", GROWS_TO="2")
-    assert code == 0, errors
-    assert lines == ["process 0.1 is rank 0 of 2", "process 1.2 is rank 1 of 2"]
 
 
 @pytest.mark.slow
