@@ -60,7 +60,7 @@ class Outcome:
     failure: str | None = None
 
 
-def eventually(holds: Callable[[], bool], deadline_s: float = 1.0) -> bool:
+def eventually(holds: Callable[[], bool], deadline_s: float = DEADLINE_S / 2) -> bool:
     """Return whether a condition holds before the deadline: other threads may take their time."""
     end = time.monotonic() + deadline_s
     while not (held := holds()) and time.monotonic() < end:
@@ -75,10 +75,21 @@ def all_have_passed(directory: Path, size: int) -> None:
     by the rank that dies.
 
     Args:
-        directory: an empty one, of this call.
+        directory: of this call; it is made, or empty.
     """
+    directory.mkdir(exist_ok=True)
     (directory / f"{os.getpid()}").touch()
-    assert eventually(lambda: len(list(directory.iterdir())) == size, DEADLINE_S / 2)
+    assert eventually(lambda: len(list(directory.iterdir())) == size)
+
+
+def has_asked() -> bool:
+    """Return whether this rank has asked for an operation of the world that is not done.
+
+    For another thread than the one that waits for it.
+    """
+    from torch_ring.world import current
+
+    return any(not record.finished_ns for record in current.engine().records())
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
@@ -204,7 +215,15 @@ class _Process:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGCONT)
             os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.5)
+            written = -1
+
+            def is_written() -> bool:
+                nonlocal written
+                before, written = written, os.stat(self.stacks.name).st_size
+                time.sleep(0.1)
+                return 0 < before == written
+
+            eventually(is_written, 10.0)
         self.stacks.seek(0)
         return Outcome(failure=f"{how}:\n{self.stacks.read()}")
 

@@ -15,7 +15,7 @@ from pool import error_of, eventually, run
 
 import torch_ring as hvd
 
-PATIENCE_S = 4.0  # of the other end, which leaves then: a later error than that of the connection
+PATIENCE_S = 15.0  # of the other end, which leaves then: a later error than that of the connection
 
 
 def tcp_sockets() -> set[tuple[int, str]]:

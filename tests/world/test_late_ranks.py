@@ -13,7 +13,7 @@ import namespaces
 import pytest
 import torch
 from logs import logged
-from pool import all_have_passed, error_of, run
+from pool import all_have_passed, error_of, eventually, run
 from slow import on_shm_and_slowly_on_tcp, slow
 
 import torch_ring as hvd
@@ -35,19 +35,33 @@ def accused(text: str) -> list[int]:
     return sorted(int(rank) for rank in ranks)
 
 
-def come_late(late: list[int], init: bool) -> list[str]:
-    """Reduce on all ranks but the late ones, which come later. Return what is logged."""
+def come_late(late: list[int], init: bool, folder: Path) -> list[str]:
+    """Reduce on all ranks; the late ones come when the others have told of them. Return the log."""
     if init:
         hvd.init()
     values = torch.ones(3)
     hvd.barrier()
-    if hvd.rank() in late:
-        time.sleep(LATE_S)
+    told = {rank: folder / f"told-{rank}" for rank in range(hvd.size()) if rank not in late}
     with logged() as messages:
+
+        def warnings() -> list[str]:
+            return [text for text in messages if "'x'" in text and " has waited " in text]
+
+        def has_told() -> bool:
+            # On several hosts some name those of the own one alone.
+            lines = warnings()
+            return len(lines) >= 2 and (init or late in map(accused, lines))
+
+        if hvd.rank() in late:
+            assert eventually(lambda: all(path.exists() for path in told.values()))
+        else:
+            mine = told[hvd.rank()]
+            threading.Thread(target=lambda: eventually(has_told) and mine.touch()).start()
         assert hvd.allreduce(values, op=hvd.Sum, name="x").tolist() == [hvd.size()] * 3
+        lines = warnings()
     if init:
         hvd.shutdown()
-    return [text for text in messages if "'x'" in text and " has waited " in text]
+    return lines
 
 
 def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: bool = False) -> None:
@@ -73,9 +87,9 @@ def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: boo
         slow("tcp", 5, [2, 3]),
     ],
 )
-def test_a_warning_names_the_late_ranks_and_repeats(transport, size, late):
+def test_a_warning_names_the_late_ranks_and_repeats(transport, size, late, tmp_path):
     env = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_STALL_WARNING": str(WARN_S)}
-    logs = run(come_late, size, args=(late, False), transport=transport, env=env)
+    logs = run(come_late, size, args=(late, False, tmp_path), transport=transport, env=env)
     check_warnings(logs, late)
 
 
@@ -87,12 +101,12 @@ def env_of_namespaces(**settings: str) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.netns
 @needs_namespaces
-def test_the_late_ranks_of_several_hosts(hosts):
+def test_the_late_ranks_of_several_hosts(hosts, tmp_path):
     layout, late = [0, 1, 1, 2], [0, 3]
     logs = run(
         come_late,
         len(layout),
-        args=(late, True),
+        args=(late, True, tmp_path),
         initialized=False,
         transport="",
         env=env_of_namespaces(TIMEOUT="0", STALL_WARNING=str(WARN_S)),
@@ -108,13 +122,14 @@ def outlive_a_stopped_rank(victim: int, folder: Path) -> str:
     """
     values = torch.ones(4 << 20)
     pids = hvd.allgather_object(os.getpid())
+    all_have_passed(folder / "here", hvd.size())
     if hvd.rank() == victim:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     kind = "nothing"
     while kind == "nothing":
         kind, text = error_of(lambda: hvd.allreduce(values, name="doomed"))
     assert kind == "TimeoutError", text
-    all_have_passed(folder, hvd.size() - 1)
+    all_have_passed(folder / "over", hvd.size() - 1)
     with contextlib.suppress(ProcessLookupError):  # another one was faster
         os.kill(pids[victim], signal.SIGKILL)
     return text

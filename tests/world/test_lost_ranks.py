@@ -8,10 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from pool import error_of, run
+from pool import all_have_passed, error_of, eventually, has_asked, run
 from scripts import ROOT
 from slow import slow
 from worlds import on_both_transports
@@ -19,10 +20,11 @@ from worlds import on_both_transports
 import torch_ring as hvd
 
 
-def outlive(victim: int, how: str, bytes_each: int) -> tuple[str, str, float]:
-    """Reduce until it fails, as the victim ends. Return the error and its time."""
+def outlive(victim: int, how: str, bytes_each: int, passed: Path) -> tuple[str, str]:
+    """Reduce until it fails, as the victim ends. Return the error."""
     tensor = torch.ones(bytes_each // 4)
     hvd.allreduce(tensor)
+    all_have_passed(passed, hvd.size())
     if hvd.rank() == victim:
         if how == "kill":
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -35,30 +37,29 @@ def outlive(victim: int, how: str, bytes_each: int) -> tuple[str, str, float]:
     kind = "nothing"
     while kind == "nothing":
         kind, text = error_of(lambda: hvd.allreduce(tensor, name="doomed"))
-    failed = time.time()
     again, _ = error_of(lambda: hvd.allreduce(tensor, name="later"))
     assert again == kind
     begin = time.monotonic()
     hvd.shutdown()
     assert time.monotonic() - begin < 5
     assert threading.active_count() == 1
-    return kind, text, failed
+    return kind, text
 
 
 @on_both_transports
 @pytest.mark.parametrize("bytes_each", [slow(256), 1 << 22])
 @pytest.mark.parametrize("how", ["kill", "leave", "stop"])
-def test_a_lost_rank_is_named(how, bytes_each, transport):
+def test_a_lost_rank_is_named(how, bytes_each, transport, tmp_path):
     size, victim = 3, 2
     results = run(
         outlive,
         size,
-        args=(victim, how, bytes_each),
+        args=(victim, how, bytes_each, tmp_path),
         transport=transport,
         env={"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"},
         may_die={victim},
     )
-    for kind, text, _ in results[:victim]:
+    for kind, text in results[:victim]:
         assert kind == "PeerLostError", text
         assert f"rank {victim} (pid " in text, text
         # The second: it died between two of them.
@@ -76,20 +77,25 @@ def lines_logged(call: Callable[[], object]) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def reduce_on_rank_0(others: str) -> tuple[list[str], list[str]]:
-    """Reduce on rank 0 only, and again. Return its errors, as tracebacks show them, and its log."""
+def reduce_on_rank_0(others: str, folder: Path) -> tuple[list[str], list[str]]:
+    """Reduce on rank 0 only, and again. Return its errors, as tracebacks show them, and its log.
+
+    Rank 1 has called what it calls before that, and comes when rank 0 has given up.
+    """
     loss = torch.ones(3)
     if others == "gather":  # both wait for each other: rank 0 must be the first to give up
         hvd.shutdown()
         os.environ["TORCH_RING_TIMEOUT"] = "2.5" if os.environ["RANK"] == "0" else "20"
         hvd.init()
     hvd.barrier()
+    called, given_up = folder / "called", folder / "given up"
     if hvd.rank() != 0:
         if others == "leave":
             hvd.shutdown()
         elif others == "gather":
             hvd.allgather_async(torch.ones(1, 2), name="rows")
-        time.sleep(4)
+        called.touch()
+        assert eventually(given_up.exists)
         kind, _ = error_of(lambda: hvd.allreduce(loss, name="loss"))  # late
         assert kind in ("TimeoutError", "PeerLostError", "NotInitializedError"), kind
         return [], []
@@ -98,9 +104,11 @@ def reduce_on_rank_0(others: str) -> tuple[list[str], list[str]]:
     def reduce() -> None:
         errors.append("{}: {}".format(*error_of(lambda: hvd.allreduce(loss, name="loss"))))
 
+    assert eventually(called.exists)
     # Without where the late rank is, which comes when that rank has answered.
     log = [line for line in lines_logged(reduce) if "its main thread is" not in line]
     reduce()
+    given_up.touch()
     return errors, log
 
 
@@ -114,10 +122,11 @@ def without_numbers(text: str) -> str:
 @pytest.mark.parametrize(
     ("others", "transport"), [("compute", "tcp"), ("gather", "shm"), ("leave", "shm")]
 )
-def test_rank_0_calls_a_collective_alone(others, transport):
+def test_rank_0_calls_a_collective_alone(others, transport, tmp_path):
     """The texts are those of docs/errors.md."""
     env = {"TORCH_RING_TIMEOUT": "2.5", "TORCH_RING_STALL_WARNING": "2"}
-    (errors, log), *_ = run(reduce_on_rank_0, 2, args=(others,), transport=transport, env=env)
+    args = (others, tmp_path)
+    (errors, log), *_ = run(reduce_on_rank_0, 2, args=args, transport=transport, env=env)
     found = [without_numbers(text) for text in (*errors, *log)]
     request = "allreduce 'loss' float32 [3] Average: "
     must_call = "All ranks must call it, in the same order"
@@ -166,15 +175,22 @@ def test_the_text_of_a_death_is_that_of_the_page():
     assert text in without_numbers((ROOT / "docs" / "errors.md").read_text())
 
 
-def pass_a_barrier_late() -> str:
+def has_come_to_rest(pid: int) -> bool:
+    """Return whether the main thread of a process sleeps, or has been stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("S", "T"))
+
+
+def pass_a_barrier_late(waits: Path) -> str:
     """Return the error of a rank that runs again when another one has passed its barrier, and died.
 
     Rank 1 waits in the barrier, and is stopped; rank 0 completes it, and dies; rank 2 sees to it
     that rank 1 runs again.
     """
     pids = hvd.allgather_object(os.getpid())
-    if hvd.rank() != 1:
-        time.sleep(0.3)  # rank 1 waits now
+    if hvd.rank() == 1:
+        threading.Thread(target=lambda: eventually(has_asked) and waits.touch()).start()
+    else:
+        assert eventually(lambda: waits.exists() and has_come_to_rest(pids[1]))
     if hvd.rank() == 0:
         os.kill(pids[1], signal.SIGSTOP)
     error = error_of(hvd.barrier)[1]
@@ -186,8 +202,9 @@ def pass_a_barrier_late() -> str:
     return error
 
 
-def test_what_all_ranks_have_come_to_is_done_though_one_has_died_since():
-    assert run(pass_a_barrier_late, 3, may_die={0})[1:] == ["", ""]
+def test_what_all_ranks_have_come_to_is_done_though_one_has_died_since(tmp_path):
+    args = (tmp_path / "waits",)
+    assert run(pass_a_barrier_late, 3, args=args, may_die={0})[1:] == ["", ""]
 
 
 def disagree() -> str:

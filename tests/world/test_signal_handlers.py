@@ -1,16 +1,33 @@
 """Signal handlers that communicate or shut down while their thread waits for a collective."""
 
+import contextlib
 import signal
-import time
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pool import error_of, run
+from pool import error_of, eventually, has_asked, run
 from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.world.engine import interrupt_deferred
+
+
+@contextlib.contextmanager
+def alarm_once_it_waits() -> Iterator[None]:
+    """Let SIGALRM come to this thread when it waits for an operation."""
+    waiting = threading.get_ident()
+
+    def ring() -> None:
+        if eventually(has_asked):
+            signal.pthread_kill(waiting, signal.SIGALRM)
+
+    thread = threading.Thread(target=ring)
+    thread.start()
+    yield
+    thread.join()
 
 
 def communicate_in_a_handler() -> None:
@@ -25,13 +42,11 @@ def communicate_in_a_handler() -> None:
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        if rank == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-        else:
-            time.sleep(0.3)
+        if rank != 0:
             handler()
             hvd.broadcast_object(None, 0, name="again")
-        assert hvd.allreduce(torch.ones(3), name="main").tolist() == [1.0] * 3
+        with alarm_once_it_waits() if rank == 0 else contextlib.nullcontext():
+            assert hvd.allreduce(torch.ones(3), name="main").tolist() == [1.0] * 3
     finally:
         signal.signal(signal.SIGALRM, before)
     assert seen == [[float(size)] * 2] + [[1.0]] * (rank == 0)
@@ -45,8 +60,8 @@ def test_a_signal_handler_may_communicate(transport):
 def shut_down_in_a_handler() -> None:
     if hvd.rank() == 0:
         before = signal.signal(signal.SIGALRM, lambda *_: hvd.shutdown())
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        kind, text = error_of(lambda: hvd.allreduce(torch.ones(2)))
+        with alarm_once_it_waits():
+            kind, text = error_of(lambda: hvd.allreduce(torch.ones(2)))
         signal.signal(signal.SIGALRM, before)
         assert (kind, "shut down" in text) == ("RingError", True), text
         assert not hvd.is_initialized()

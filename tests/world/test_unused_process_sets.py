@@ -134,8 +134,8 @@ def use_some_on_some_ranks() -> None:
     for each in used:
         assert sum_of_ranks(each) == sum(each.ranks or [])
     hvd.barrier()
-    threads = resources()[1] - before[1]
-    assert threads == len(used)
+    # Threads that connected may take their time to end.
+    assert eventually(lambda: resources()[1] - before[1] == len(used)), more_than(before)
     if rank == 3:
         assert holds_no_more_than(before), more_than(before)
     hvd.barrier()
