@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
             for text, markup in parts
         ]
         if not any(text.endswith(" failed") for text, _ in parts):
-            parts.append(("0 failed", {"green": True}))
+            parts.insert(0, ("0 failed", {"green": True}))
         return parts, color
 
     reporter.build_summary_stats_line = with_reasons

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import ROOT, Run, run
+from slow import slow
 
 EXAMPLES = ROOT / "examples"
 FUNCTION = EXAMPLES / "function_approximation" / "train.py"
@@ -30,7 +31,7 @@ def weights(checkpoint: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in model.values()])
 
 
-@pytest.mark.parametrize("script", [FUNCTION, PINN], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("script", [FUNCTION, slow(PINN)], ids=lambda path: path.parent.name)
 def test_smoke(script: Path, tmp_path: Path) -> None:
     (alone,) = run(script, "--smoke", folder=tmp_path, size=1)
     assert alone.output.count("loss") + alone.output.count("residual") > 0
@@ -70,7 +71,7 @@ def test_many_ranks_do_what_one_does_on_all_points(script: Path, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize(("script", "length"), [(FUNCTION, "--steps"), (PINN, "--iterations")])
+@pytest.mark.parametrize(("script", "length"), [(FUNCTION, "--steps"), slow(PINN, "--iterations")])
 def test_resumes(script: Path, length: str, tmp_path: Path) -> None:
     def train(count: int, *more: str, size: int = 2) -> list[str]:
         options = ("--every", "5", length, str(count), *more)
