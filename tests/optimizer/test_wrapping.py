@@ -262,7 +262,7 @@ def train_unusual(name: str, adasum: bool) -> None:
 @pytest.mark.parametrize("name", [slow(name) if name[0].isupper() else name for name in UNUSUAL])
 def test_classes_unlike_torchs_own(name, adasum):
     if name[0].isupper():
-        pytest.importorskip("pytorch_optimizer")
+        pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is not installed")
     run(train_unusual, 2, args=(name, adasum))
 
 

@@ -92,6 +92,6 @@ def log_offline(folder: str) -> None:
 
 @pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="wandb is not installed")
     run(log_offline, 1, args=(str(tmp_path),))
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
