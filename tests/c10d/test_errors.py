@@ -157,8 +157,10 @@ def test_splits_that_do_not_fit(differ: Any, row: int, transport: str) -> None:
 
 def late_rank() -> tuple[str, str]:
     if dist.get_rank() == 0:
-        return error_of(lambda: dist.all_reduce(torch.ones(1)))
-    time.sleep(3)
+        error = error_of(lambda: dist.all_reduce(torch.ones(1)))
+        group_store().set("gave up", "")
+        return error
+    group_store().wait(["gave up"])
     return "", ""
 
 
@@ -169,19 +171,25 @@ def test_a_late_rank() -> None:
 
 
 def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
-    """Rank 1 is 2 s late."""
+    """Rank 1 is later than the group's first timeout, or comes when rank 0 has given up."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
     ones = torch.ones(1)
     if dist.get_rank() == 1:
-        time.sleep(2)
+        if timeout_s > 2:
+            time.sleep(2)
+        else:
+            group_store().wait(["gave up"])
         return error_of(lambda: dist.send(ones, 0) if how == "recv" else dist.all_reduce(ones))
     if how == "unwaited":
         work = dist.all_reduce(ones, async_op=True)
         assert work is not None
         while not work.is_completed():
             time.sleep(0.01)
-        return error_of(work.wait)
-    return error_of(lambda: dist.recv(ones, 1) if how == "recv" else dist.all_reduce(ones))
+        error = error_of(work.wait)
+    else:
+        error = error_of(lambda: dist.recv(ones, 1) if how == "recv" else dist.all_reduce(ones))
+    group_store().set("gave up", "")
+    return error
 
 
 @pytest.mark.slow
@@ -264,9 +272,11 @@ def test_a_receive_that_nobody_waits_for() -> None:
 def monitored() -> tuple[str, str]:
     rank = dist.get_rank()
     if rank == 1:
-        time.sleep(2)
+        group_store().wait(["0 gave up", "2 gave up"])
         return "", ""
-    return error_of(lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
+    error = error_of(lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
+    group_store().set(f"{rank} gave up", "")
+    return error
 
 
 @needs_torch_2_14
@@ -338,12 +348,15 @@ def abort_in_a_thread() -> tuple[str, str]:
     with default_group():
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         if dist.get_rank() == 1:
-            time.sleep(1.5)
+            group_store().wait(["aborted"])
             return error_of(lambda: dist.all_reduce(torch.ones(1)))
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
         thread = threading.Timer(0.5, backend.abort)
         thread.start()
-        error = error_of(lambda: dist.all_reduce(torch.ones(1)))
+        error = error_of(work.wait)
         thread.join()
+        group_store().set("aborted", "")
         return error
 
 
@@ -389,10 +402,10 @@ def interrupted() -> str:
         dist.barrier()
         return "done"
     signal.signal(signal.SIGALRM, _raise_interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
         dist.recv(torch.empty(1), 1)
     except KeyboardInterrupt:
         work.wait()

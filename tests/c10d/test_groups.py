@@ -112,7 +112,8 @@ def many() -> None:
     assert eventually(has_no_more, 10), (before, held())
     assert total(groups[50]) == 1
     assert total(groups[499]) == 1
-    assert held()["threads"] <= before["threads"] + 2  # those that are used have one each
+    # Those that are used have one each.
+    assert eventually(lambda: held()["threads"] <= before["threads"] + 2), (before, held())
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -381,7 +382,7 @@ def late_member() -> tuple[float, list[str]]:
     if dist.get_rank() == 1:
         group_store().wait(["told"])
     group = dist.new_group([0, 1], use_local_synchronization=True)
-    return total(group), telling.lines[:1]
+    return total(group), [line for line in telling.lines if "have not made it" in line][:1]
 
 
 def test_a_member_may_be_as_late_as_the_groups_timeout_allows() -> None:
@@ -507,7 +508,7 @@ def connections_of_an_unused_group() -> None:
         assert eventually(lambda: held()["connections"] > before, DEADLINE_S)
         dist.destroy_process_group(group)
         shared_world().let_go()
-        assert held()["connections"] == before
+        assert eventually(lambda: held()["connections"] == before)
     dist.barrier()
     if work is not None:
         assert error_of(work.wait)[0] == "PeerLostError"

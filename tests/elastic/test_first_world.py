@@ -382,7 +382,7 @@ def die_before_run(folder_name: str, victim: int) -> tuple[int, int, float]:
     assert pool.eventually(lambda: len(list(folder.glob("ready-*"))) == 3, PATIENCE_S)
     if name == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert pool.eventually(lambda: current.world().process_sets.lost_ranks() == [victim], 5.0)
+    assert pool.eventually(lambda: current.world().process_sets.lost_ranks() == [victim])
 
     @hvd.elastic.run
     def train(state: Any) -> None:

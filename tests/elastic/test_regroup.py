@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest import mock
 
 import pool
@@ -15,6 +16,7 @@ import pytest
 from slow import slow
 
 import torch_ring as hvd
+from torch_ring.elastic import regroup as regroup_module
 from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
 from torch_ring.membership import member as member_module
 from torch_ring.membership.directory import Directory, ask_directory, tell_directory
@@ -171,11 +173,23 @@ def silent(process: Process) -> Iterator[None]:
 def test_only_a_majority_goes_on_where_others_may_live(
     size: int, stopped: list[int], goes_on: bool
 ) -> None:
+    def hurried(call: Any) -> Any:
+        """Give those that are stopped little time to answer, and the others all of it."""
+
+        def ask(member: Member, key: bytes, answer_s: float, **more: Any) -> Any:
+            is_stopped = member in [processes[index].member for index in stopped]
+            return call(member, key, 0.5 if is_stopped else answer_s, **more)
+
+        return ask
+
     with job(size) as processes, contextlib.ExitStack() as stack:
         for index in stopped:
             stack.enter_context(silent(processes[index]))
+        for call in (dial, reach):
+            patch = mock.patch.object(regroup_module, call.__name__, hurried(call))
+            stack.enter_context(patch)
         living = [process for process in processes if processes.index(process) not in stopped]
-        for outcome in outcomes(living, Limits(30.0, 0.5, 1)):
+        for outcome in outcomes(living, Limits(30.0, 20.0, 1)):
             assert isinstance(outcome, Group if goes_on else LeftOutError), outcome
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pool
 import pytest
 import scripts
-from launched_jobs import LaunchedJob, run_job
+from launched_jobs import LaunchedJob
 from scripts import ROOT
 
 pytestmark = pytest.mark.launcher
@@ -24,21 +24,33 @@ def said(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("torch_ring.run: ")]
 
 
-def test_the_others_go_on():
-    script = "if [ $RANK = 1 ]; then exit 3; fi; sleep 1; echo $TORCH_RING_MIN_RANKS"
-    code, out, errors = run_job("-np", "3", "--min-np", "2", "sh", "-c", script)
-    assert code == 0
-    assert sorted(out.splitlines()) == ["[0]<stdout>:2", "[2]<stdout>:2"]
-    assert said(errors) == [
+WHEN_TOLD = "until [ -e go ]; do sleep 0.05; done"
+
+
+def test_the_others_go_on(tmp_path: Path):
+    script = f"if [ $RANK = 1 ]; then exit 3; fi; {WHEN_TOLD}; echo $TORCH_RING_MIN_RANKS"
+    job = LaunchedJob("-np", "3", "--min-np", "2", "sh", "-c", script, folder=tmp_path)
+    job.wait_for_error("the other 2 go on")
+    (tmp_path / "go").touch()
+    assert job.wait() == 0
+    job.require_nothing_left()
+    assert sorted(job.stdout.splitlines()) == ["[0]<stdout>:2", "[2]<stdout>:2"]
+    assert said(job.stderr) == [
         "torch_ring.run: rank 1 on localhost failed with exit code 3: the other 2 go on"
     ]
 
 
-def test_too_few_are_ended():
-    script = "if [ $RANK != 0 ]; then sleep $RANK; exit $RANK; fi; exec sleep 1000"
-    code, _, errors = run_job("-np", "3", "--min-np", "2", "sh", "-c", script)
-    assert code == 2
-    assert said(errors) == [
+def test_too_few_are_ended(tmp_path: Path):
+    script = (
+        f"if [ $RANK = 0 ]; then exec sleep 1000; fi; if [ $RANK = 2 ]; then {WHEN_TOLD}; fi; "
+        "exit $RANK"
+    )
+    job = LaunchedJob("-np", "3", "--min-np", "2", "sh", "-c", script, folder=tmp_path)
+    job.wait_for_error("the other 2 go on")
+    (tmp_path / "go").touch()
+    assert job.wait() == 2
+    job.require_nothing_left()
+    assert said(job.stderr) == [
         "torch_ring.run: rank 1 on localhost failed with exit code 1: the other 2 go on",
         "torch_ring.run: rank 2 on localhost failed with exit code 2: the other ranks are ended",
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import pytest
 from launched_jobs import LaunchedJob, run_job
@@ -118,9 +117,9 @@ def test_ranks_that_end_by_the_signal_give_its_exit_code():
 def test_a_second_signal_ends_ranks_that_ignore_the_first():
     job = LaunchedJob("-np", "2", "bash", "-c", STUBBORN)
     job.wait_for("up", 2)
-    for _ in range(2):
-        job.signal(signal.SIGINT)
-        time.sleep(0.3)  # two signals at once are one
+    job.signal(signal.SIGINT)
+    job.wait_for_error("SIGINT is passed on")  # two signals at once are one
+    job.signal(signal.SIGINT)
     assert job.wait() == 128 + signal.SIGINT
     job.require_nothing_left()
 
@@ -138,8 +137,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(number):
     assert sum("sleep 1000" in command for command in job.processes().values()) >= 6
     job.signal(number)
     if number == signal.SIGTERM:
-        job.signal(signal.SIGTERM)
-        time.sleep(0.3)
+        job.wait_for_error("SIGTERM is passed on")
         job.signal(signal.SIGTERM)
     assert job.wait() == (-9 if number == signal.SIGKILL else 128 + 15)
     job.require_nothing_left()

@@ -210,26 +210,34 @@ def test_a_limit_of_resets(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_wait_to_be_let_in_are_no_living_ranks():
+def test_processes_that_wait_to_be_let_in_are_no_living_ranks(tmp_path):
     script = (
-        "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then exec sleep 1000; fi; "
-        "if [ $RANK = 0 ]; then exec sleep 1000; fi; sleep $RANK; exit $RANK"
+        "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then echo waits; exec sleep 1000; fi; "
+        "if [ $RANK = 0 ]; then exec sleep 1000; fi; "
+        "if [ $RANK = 2 ]; then until [ -e go ]; do sleep 0.05; done; fi; exit $RANK"
     )
     counts = ("-np", "3", "--min-np", "2", "--max-np", "3")
-    code, _, errors = run_job(*counts, "sh", "-c", script)
-    assert code == 2
-    assert errors.splitlines() == [
+    job = LaunchedJob(*counts, "sh", "-c", script, folder=tmp_path)
+    job.wait_for("waits")
+    (tmp_path / "go").touch()
+    assert job.wait() == 2
+    job.require_nothing_left()
+    assert job.stderr.splitlines() == [
         "torch_ring.run: rank 1 on localhost failed with exit code 1: the other 2 go on",
         "torch_ring.run: rank 1 starts on localhost again",
         "torch_ring.run: rank 2 on localhost failed with exit code 2: the other ranks are ended",
     ]
 
 
-def test_a_job_ends_without_the_processes_that_wait_to_be_let_in():
+def test_a_job_ends_without_the_processes_that_wait_to_be_let_in(tmp_path):
     script = (
         "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then echo waits; exec sleep 1000; fi; "
-        "if [ $RANK = 1 ]; then exit 1; fi; sleep 1"
+        "if [ $RANK = 1 ]; then exit 1; fi; until [ -e go ]; do sleep 0.05; done"
     )
     counts = ("-np", "2", "--min-np", "1", "--max-np", "2")
-    code, out, _ = run_job(*counts, "sh", "-c", script)
-    assert (code, out) == (0, "[1]<stdout>:waits\n")
+    job = LaunchedJob(*counts, "sh", "-c", script, folder=tmp_path)
+    job.wait_for("waits")
+    (tmp_path / "go").touch()
+    assert job.wait() == 0
+    job.require_nothing_left()
+    assert job.stdout == "[1]<stdout>:waits\n"

@@ -171,7 +171,7 @@ def test_nothing_is_left_when_the_launcher_ends(cluster, number):
     job.wait_for("up", 3)
     job.signal(number)
     if number != signal.SIGKILL:
-        time.sleep(0.3)
+        job.wait_for_error(f"{number.name} is passed on")
         job.signal(number)
     assert job.wait() == (-9 if number == signal.SIGKILL else 128 + number)
     job.require_nothing_left()

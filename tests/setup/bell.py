@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+
+from pool import eventually
 
 
 class Bell(BaseException):
@@ -12,16 +15,27 @@ class Bell(BaseException):
 
 
 @contextlib.contextmanager
-def a_signal_after(seconds: float) -> Iterator[None]:
-    """Let a signal's handler raise Bell in this thread, which is the process's first."""
+def a_signal_after(seconds: float, once: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Let a signal's handler raise Bell in this thread, which is the process's first.
+
+    Args:
+        seconds: how long after that.
+        once: what is to hold before; another thread asks.
+    """
 
     def ring(*_: object) -> None:
         raise Bell
 
+    def set_timer() -> None:
+        if eventually(once):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    thread = threading.Thread(target=set_timer)
+    thread.start()
     try:
         yield
     finally:
+        thread.join()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

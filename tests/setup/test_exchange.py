@@ -16,6 +16,7 @@ from exchanges import (
     place_of,
     ranks_met,
 )
+from pool import eventually
 from slow import slow
 from threads import run_on_ranks
 from torch.distributed import HashStore
@@ -82,14 +83,42 @@ def test_ranks_without_a_name_are_groups_of_their_own():
     assert all(ranks == [0, 1, 2] for _, ranks in results)
 
 
+@pytest.fixture
+def closed_doors(monkeypatch):
+    """Events by pair of ranks: its leader lets in nobody else."""
+    doors, close = [threading.Event() for _ in range(3)], HostLeader.close_door
+
+    def close_and_tell(leader):
+        close(leader)
+        doors[leader._rank // 2].set()
+
+    monkeypatch.setattr(HostLeader, "close_door", close_and_tell)
+    return doors
+
+
 @pytest.mark.slow
-def test_those_who_come_late_form_further_groups(monkeypatch):
+def test_those_who_come_late_form_further_groups(monkeypatch, closed_doors):
     """They get what the first leader of their machine passes down, through their own."""
-    monkeypatch.setattr(host_socket, "_GRACE_S", 0.3)
-    name, store, barrier = new_name(), HashStore(), threading.Barrier(5)
+    monkeypatch.setattr(host_socket, "_GRACE_S", 30.0)
+    name, store, barrier, gather = new_name(), HashStore(), threading.Barrier(5), HostLeader.gather
+
+    def gather_a_pair(leader, value):
+        watch = leader._watch
+
+        def watch_for_the_other(wait_s):
+            found = watch(wait_s)
+            if len(leader.values) == (1 if leader._rank == 4 else 2):
+                leader._grace.end()
+            return found
+
+        leader._watch = watch_for_the_other
+        return gather(leader, value)
+
+    monkeypatch.setattr(HostLeader, "gather", gather_a_pair)
 
     def on_rank(rank):
-        time.sleep(rank // 2 * 0.8)
+        if rank > 1:
+            assert closed_doors[rank // 2 - 1].wait(20)
         with meet(rank, 5, name=name, store=store, local_size=5) as (path, peers, leads):
             data = pass_on(path, b"memory") if leads else path.host.receive().payload
             barrier.wait(20)
@@ -139,13 +168,14 @@ def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret)
     assert len({secret for _, secret, _ in results}) == 1
 
 
-def test_one_host_has_a_key_that_was_never_in_the_store(monkeypatch):
+def test_one_host_has_a_key_that_was_never_in_the_store(monkeypatch, closed_doors):
     """Although a rank came so late that it had to go by the store."""
     monkeypatch.setattr(host_socket, "_GRACE_S", 0.3)
     name, store, barrier = new_name(), RecordingStore(), threading.Barrier(2)
 
     def on_rank(rank):
-        time.sleep(rank * 0.8)
+        if rank == 1:
+            assert closed_doors[0].wait(20)
         identity = Identity(rank, 2)
         with failing_together(path_on_host(identity, 20.0, place_of(store), name)) as path:
             table, _ = exchange_on(path)
@@ -288,22 +318,43 @@ def test_a_rank_that_dies_is_noticed(dies):
 
 @pytest.mark.slow
 def test_progress_is_logged_on_rank_0(monkeypatch, caplog):
-    monkeypatch.setattr(exchange, "_PROGRESS_S", 0.4)
+    monkeypatch.setattr(exchange, "_PROGRESS_S", 0.1)
     caplog.set_level(logging.INFO, "torch_ring")
-    name = new_name()
+    name, listen, leads = new_name(), host_socket.listen_unix, threading.Event()
+
+    def listen_and_tell(at):
+        listener = listen(at)
+        leads.set()
+        return listener
+
+    monkeypatch.setattr(host_socket, "listen_unix", listen_and_tell)
+
+    def lines():
+        return [record.getMessage() for record in caplog.records]
+
+    def say(begin, end=""):
+        return any(begin in line and line.endswith(end) for line in lines())
+
+    def two_are_here():
+        begin = "2 of 20 are here (ranks 0, 1), 18 missing (ranks 2, 3,"
+        return say(begin, "16, 17 and 2 more)")
+
+    def three_are_here():
+        return say("3 of 20 are here (ranks 0, 1, 2), 17 missing")
 
     def on_rank(rank):
-        time.sleep(1.0 if rank == 2 else 0.1 * (1 - rank))  # rank 0 does not lead
-        return ranks_met(rank, 20, name=name, timeout_s=2.0)
+        if rank == 0:  # does not lead
+            assert leads.wait(20)
+        if rank == 2:
+            assert eventually(two_are_here), lines()
+        if rank < 3:
+            return ranks_met(rank, 20, name=name)
+        is_told = eventually(three_are_here)
+        with failing_together(path_on_host(Identity(3, 20), 20.0, None, name)):
+            raise RingError("that is all" if is_told else str(lines()))
 
-    run_on_ranks(3, on_rank)
-    lines = [record.getMessage() for record in caplog.records]
-    assert any(
-        "2 of 20 are here (ranks 0, 1), 18 missing (ranks 2, 3," in line
-        and line.endswith("16, 17 and 2 more)")
-        for line in lines
-    ), lines
-    assert any("3 of 20 are here (ranks 0, 1, 2), 17 missing" in line for line in lines), lines
+    for error in run_on_ranks(4, on_rank):
+        assert "that is all" in str(error)
 
 
 def test_waiting_can_be_interrupted(monkeypatch):

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from bell import Bell, a_signal_after
-from pool import error_of, eventually, run
+from pool import all_have_passed, error_of, eventually, run
 from ports import free_port
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
@@ -346,14 +347,19 @@ def test_rank_0_stopped_during_init(when):
         assert seconds < 15
 
 
-def init_again_while_rank_0_is_stopped() -> tuple[str, float] | None:
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+
+
+def init_again_while_rank_0_is_stopped(passed: Path) -> tuple[str, float] | None:
     rank = become_a_node()
     hvd.init()
-    hvd.barrier()
+    first, *_ = hvd.allgather_object(os.getpid())
+    all_have_passed(passed, hvd.size())
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
-    time.sleep(0.5)
+    assert eventually(lambda: is_stopped(first))
     hvd.shutdown()
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3"
     began = time.monotonic()
@@ -362,9 +368,15 @@ def init_again_while_rank_0_is_stopped() -> tuple[str, float] | None:
 
 
 @pytest.mark.slow
-def test_rank_0_stopped_in_a_running_job():
-    env = on_nodes()
-    outcomes = run(init_again_while_rank_0_is_stopped, 3, initialized=False, env=env, may_die=[0])
+def test_rank_0_stopped_in_a_running_job(tmp_path):
+    outcomes = run(
+        init_again_while_rank_0_is_stopped,
+        3,
+        args=(tmp_path,),
+        initialized=False,
+        env=on_nodes(),
+        may_die=[0],
+    )
     for text, seconds in outcomes[1:]:
         assert "rank 0 did not arrive within 3 s" in text or "rank 0 of 3 did not arrive" in text
         assert seconds < 15

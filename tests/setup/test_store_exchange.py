@@ -11,6 +11,7 @@ from threads import run_on_ranks
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from torch_ring.errors import MismatchError, RingError, TimeoutError
+from torch_ring.setup import store_exchange
 from torch_ring.setup.failure import Failure, name_ranks
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.store_exchange import StoreExchange, linger
@@ -244,16 +245,19 @@ def test_waiting_looks_seldom_and_notices_what_happens_meanwhile():
     assert store.counts["check"] < 30
 
 
-def test_the_server_waits_until_all_know_of_a_failure():
+def test_the_server_waits_until_all_know_of_a_failure(monkeypatch):
+    monkeypatch.setattr(store_exchange, "_LINGER_S", 60.0)
     store = HashStore()
     failing, other = (exchange_on(store, range(rank, rank + 1), SIZE) for rank in range(2))
     failing.fail(Failure("RingError", "so it is"))
-    hears = threading.Timer(0.3, lambda: run_on_ranks(1, lambda _: other.gather("")))
-    hears.start()
-    began = time.monotonic()
-    linger(store)
-    assert 0.2 < time.monotonic() - began < 1.9
-    hears.join()
+    server = threading.Thread(target=linger, args=(store,))
+    server.start()
+    server.join(0.2)
+    assert server.is_alive()
+    with pytest.raises(RingError, match="so it is"):
+        other.gather("")
+    server.join(30)
+    assert not server.is_alive()
 
 
 def test_many_ranks_are_named_in_short():
