@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from logs import logged
-from pool import all_have_passed, error_of, run
+from pool import all_have_passed, error_of, eventually, run
 from slow import slow
 from torch.optim import SGD
 from training import make_model
@@ -140,26 +139,29 @@ def test_a_rank_in_another_collective(elsewhere, transport):
     assert REMEDY not in waits[1]
 
 
-def come_late() -> tuple[tuple[str, str], list[str]]:
+def come_late(given_up: Path) -> tuple[tuple[str, str], list[str]]:
     step = make_step("one")
     step()
     if hvd.rank() == 1:
-        time.sleep(2.5)
+        assert eventually(given_up.exists)
     with logged() as messages:
-        return error_of(step), messages
+        error = error_of(step)
+    given_up.touch()
+    return error, messages
 
 
 @pytest.mark.parametrize(("transport", "env"), [("shm", {}), slow("tcp", MANY_BUCKETS)])
-def test_a_late_rank(transport, env):
+def test_a_late_rank(transport, env, tmp_path):
     timeouts = {"TORCH_RING_TIMEOUT": "1.5", "TORCH_RING_STALL_WARNING": "0.5"}
-    ((kind, text), messages), _ = run(come_late, 2, transport=transport, env=timeouts | env)
+    args, env = (tmp_path / "given up",), timeouts | env
+    ((kind, text), messages), _ = run(come_late, 2, args=args, transport=transport, env=env)
     assert kind == "TimeoutError", text
     assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text), (
         text
     )
     assert text.endswith(f"All ranks have done 1 backward pass, one does not do the next: {REMEDY}")
     assert messages
-    where = [message for message in messages if "its main thread is in come_late" in message]
+    where = [message for message in messages if "its main thread is in " in message]
     for message in messages:
         assert message in where or "for averaging the gradients of backward pass 2" in message
     for line in (text, *messages):

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from torch_ring.world import current
 
 def load_a_batch(until: Path) -> None:
     """Be late until there is a file."""
-    assert eventually(until.exists, 30.0)
+    until.with_name("late").touch()
+    assert eventually(until.exists)
 
 
 def report_of_a_late_rank(seen: Path) -> list[RankReport] | None:
@@ -36,9 +36,11 @@ def report_of_a_late_rank(seen: Path) -> list[RankReport] | None:
         hvd.allreduce(torch.ones(3), name="loss")
         return None
     handle = hvd.allreduce_async(torch.ones(3), name="loss")
+    seen.with_name(f"asked-{hvd.rank()}").touch()
     found = []
     if hvd.rank() == 0:
-        time.sleep(0.5)  # all ranks are where they are to be
+        places = [seen.with_name(name) for name in ("late", "asked-2")]
+        assert eventually(lambda: all(place.exists() for place in places))
         found = tracing.report()
         seen.touch()
     hvd.synchronize(handle)

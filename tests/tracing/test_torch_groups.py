@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from slow import on_shm_and_slowly_on_tcp
 
-from tests.support.groups import default_group, on_ring
+from tests.support.groups import default_group, group_store, on_ring
 from tests.support.pool import error_of, run
 from tests.tracing.test_flight_recorder import analysed
 from torch_ring import tracing
@@ -130,9 +130,10 @@ def test_the_snapshot_counts_groups(transport: str) -> None:
 
 def report_of_all() -> list[tracing.RankReport]:
     work = dist.all_reduce(torch.ones(3), async_op=True) if dist.get_rank() else None
+    group_store().set(f"asked-{dist.get_rank()}", "")
     found = []
     if dist.get_rank() == 0:
-        time.sleep(0.3)  # the others wait
+        group_store().wait(["asked-1", "asked-2"])
         found = tracing.report()
         work = dist.all_reduce(torch.ones(3), async_op=True)
     assert work is not None

@@ -5,12 +5,13 @@ import logging
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import namespaces
 import pytest
 import torch
 from packet_loss import losing_packets
-from pool import error_of, run
+from pool import all_have_passed, error_of, run
 from slow import slow
 
 import torch_ring as hvd
@@ -130,10 +131,11 @@ def test_layouts_of_ranks_on_hosts(hosts, layout, connections):
     assert lines[1:] == [""] * (len(layout) - 1)
 
 
-def cut_the_last_rank_off() -> str:
+def cut_the_last_rank_off(passed: Path) -> str:
     """Cut the link of the last rank while all ranks reduce."""
     tensor = torch.ones(1 << 18)
     hvd.allreduce(tensor)
+    all_have_passed(passed, hvd.size())
     if hvd.rank() == hvd.size() - 1:
         pull = ("ip", "link", "set", "eth0", "down")
         threading.Timer(0.3, namespaces.run, pull).start()
@@ -144,7 +146,7 @@ def cut_the_last_rank_off() -> str:
         return str(error)
 
 
-def test_a_cut_link_is_noticed(hosts):
+def test_a_cut_link_is_noticed(hosts, tmp_path):
     env = {
         "MASTER_ADDR": f"{namespaces.NETWORK}.1",
         "MASTER_PORT": PORT,
@@ -152,7 +154,12 @@ def test_a_cut_link_is_noticed(hosts):
     }
     try:
         errors = run(
-            cut_the_last_rank_off, 2, transport="", env=env, namespaces=[hosts[0], hosts[2]]
+            cut_the_last_rank_off,
+            2,
+            args=(tmp_path,),
+            transport="",
+            env=env,
+            namespaces=[hosts[0], hosts[2]],
         )
     finally:
         namespaces.run("ip", "-n", hosts[2], "link", "set", "eth0", "up")
