@@ -93,16 +93,6 @@ def test_a_rank_whose_host_goes_stays_while_too_few_would_be_left(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_more_ranks_than_are_wanted(tmp_path):
-    job = ElasticJob(tmp_path, "-np", "1", "--max-np", "2", hosts="localhost:1")
-    job.wait_for("is rank 0 of 1")
-    job.list(f"localhost:4 {OTHER}:4")
-    job.wait_for("is rank 1 of 2")
-    assert job.end() == 0, job.stderr
-    assert [line for line in said(job) if "starts" in line] == ["rank 1 starts on localhost"]
-
-
-@pytest.mark.slow
 def test_a_host_whose_ranks_keep_failing_is_left_out(tmp_path):
     job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost", FAILS_ON=OTHER)
     job.wait_for("is rank 0 of 1")
@@ -134,23 +124,19 @@ def test_a_script_that_fails_at_once_ends_the_job():
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_later_leaves_the_hosts_as_they_are(tmp_path):
-    job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost")
-    job.wait_for("is rank 0 of 1")
-    job.hosts.unlink()
-    job.wait_for_error("No such file or directory; the hosts of its last answer stay")
-    job.list(f"localhost {OTHER}")
-    job.wait_for("is rank 1 of 2")
-    assert job.end() == 0, job.stderr
-
-
-@pytest.mark.slow
-def test_a_job_waits_for_hosts_enough(tmp_path):
-    job = ElasticJob(tmp_path, "-np", "2", hosts="")
+def test_a_job_waits_for_hosts_and_has_no_more_ranks_than_are_wanted(tmp_path):
+    """Nor does it lose hosts when its script fails later."""
+    counts = ("-np", "2", "--min-np", "2", "--max-np", "3")
+    job = ElasticJob(tmp_path, *counts, hosts="")
     job.wait_for_error("has found no hosts: waits for slots for 2 ranks")
     job.list("localhost:2")
     job.wait_for("is rank 1 of 2")
+    job.hosts.unlink()
+    job.wait_for_error("No such file or directory; the hosts of its last answer stay")
+    job.list(f"localhost:4 {OTHER}:4")
+    job.wait_for("is rank 2 of 3")
     assert job.end() == 0, job.stderr
+    assert [line for line in said(job) if "starts" in line] == ["rank 2 starts on localhost"]
     line = ("-np", "2", "--elastic-timeout", "0.3", "--host-discovery-script", "echo a")
     code, _, errors = run_job(*line, "echo", "never")
     assert code == 1
