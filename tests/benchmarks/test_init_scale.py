@@ -244,7 +244,7 @@ def test_an_interrupted_program_leaves_nothing(
         _, errors = program.communicate(timeout=END_S)
         assert program.returncode == 1
         assert errors.strip().splitlines()[-1] == "init_scale.py: ended"
-        assert eventually(lambda: not alive(ranks), 5)
+        assert eventually(lambda: not alive(ranks))
     assert f"bench{program.pid}" not in namespaces_now()
     for folder in ("/dev/shm", tempfile.gettempdir()):
         assert not list(Path(folder).glob(f"mpi_ranks{program.pid}-*"))

@@ -293,9 +293,13 @@ def interrupt_a_wait() -> None:
 
     signal.signal(signal.SIGALRM, raise_alarm)
     work = engine.receive(into, 1, 2)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait_until_it_rings() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         work.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_until_it_rings()
     engine.send(torch.ones(3), 1, 1).wait()
     assert work.wait() == 1
     assert into.tolist() == [1.0] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -317,6 +318,23 @@ def test_reach() -> None:
         with silent(process):
             assert reach(process.member, KEY, 0.2) is Reach.SILENT
         assert reach(process.member, KEY, 5.0) is Reach.GONE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="sockets that vanish need root")
+def test_a_process_that_dies_while_it_is_called_is_gone() -> None:
+    """Its host says nothing of a connection that it has just taken for it."""
+
+    def vanish() -> None:
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, 19, 1)  # TCP_REPAIR: it is closed silently
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=vanish)
+        thread.start()
+        member = Member("p0", *listener.getsockname())
+        assert reach(member, KEY, 20.0) is Reach.GONE
+        thread.join()
 
 
 def test_a_stranger_is_not_answered() -> None:

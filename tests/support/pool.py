@@ -282,7 +282,7 @@ def _environment(size: int, namespaces: Sequence[str]) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{next(_runs)}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCH_RING_INIT_TIMEOUT": "20",
-        "TORCH_RING_TIMEOUT": "20",
+        "TORCH_RING_TIMEOUT": "40",
         "TORCH_RING_DIRECT_GRADIENT_BYTES": "64",  # both kinds of gradients in every model
         "OMP_NUM_THREADS": "1",
     }

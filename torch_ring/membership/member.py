@@ -282,6 +282,20 @@ def reach(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = Fal
     return Reach.ALIVE
 
 
+# Linux may say nothing of a connection that it takes while the listening process dies: this end
+# would wait for a word as for that of a stopped process. Asked, the host denies the connection. As
+# often as can be, for a host that does not answer is left to whoever waits for the answer.
+_KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),  # seconds
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 127),
+)
+
+
 def _connect(member: Member, is_suspect: bool) -> socket.socket:
     timeout_s = _SILENT_CONNECT_S if is_suspect else _CONNECT_S
-    return socket.create_connection((member.host, member.port), timeout_s)
+    connection = socket.create_connection((member.host, member.port), timeout_s)
+    for level, option, value in _KEEP_ALIVE:
+        connection.setsockopt(level, option, value)
+    return connection
