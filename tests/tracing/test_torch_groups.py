@@ -94,7 +94,7 @@ def be_late(late: int) -> list[Straggler]:
             time.sleep(0.1)
         dist.all_reduce(torch.ones(3))
     dist.barrier()  # with which it is known who was last
-    return tracing.stragglers(min_lag_s=0.03)
+    return tracing.stragglers(min_lag_s=0.05)
 
 
 @on_shm_and_slowly_on_tcp
@@ -163,7 +163,7 @@ def be_late_in_one_of_two_groups() -> list[Straggler]:
         for group in groups:
             if dist.get_rank(group) >= 0:
                 dist.barrier(group)
-        found = tracing.stragglers(min_lag_s=0.03) if rank == 0 else []
+        found = tracing.stragglers(min_lag_s=0.05) if rank == 0 else []
         dist.barrier()
     return found
 
