@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.groups import default_group
-from tests.support.pool import error_of
+from tests.support.pool import all_have_passed, error_of
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (7, 11), (30_011,)]
 DTYPES = [torch.float32, torch.float16, torch.int64, torch.uint8]
@@ -266,18 +266,17 @@ def train_in_a_group(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def lose_a_rank_of_a_group(device: str) -> str:
+def lose_a_rank_of_a_group(passed: Path, device: str) -> str:
     """Kill rank 1 while other ranks' streams run a collective; return the error of those ranks."""
     mine = torch.ones(100_000, device=device)
     dist.all_reduce(mine)
-    dist.barrier()
     if dist.get_rank() == 1:
         busy(device, 5000)  # its stream comes late
-        dist.all_reduce(mine)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(mine)
     assert not torch.accelerator.current_stream().query()
+    all_have_passed(passed, dist.get_world_size())
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     torch.accelerator.synchronize()  # the collective never completes: it must be aborted
     kind, text = error_of(lambda: dist.all_reduce(mine))
     assert kind == "PeerLostError", text

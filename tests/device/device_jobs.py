@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from device_operations import busy
 from device_training import train_like_one_process
+from pool import all_have_passed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -135,18 +136,17 @@ def init_again(device: str) -> None:
     assert mine.tolist() == [hvd.size() ** 3] * 5
 
 
-def lose_a_rank(device: str) -> str:
+def lose_a_rank(passed: Path, device: str) -> str:
     """Kill rank 1 while other ranks' streams run a collective; return the error of those ranks."""
     mine = torch.ones(100_000, device=device)
     hvd.allreduce(mine, op=hvd.Sum)
-    hvd.barrier()
     if hvd.rank() == 1:
         busy(device, 5000)  # its stream comes late
-        hvd.allreduce(mine, op=hvd.Sum)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
     hvd.allreduce(mine, op=hvd.Sum)
     assert not torch.accelerator.current_stream().query()
+    all_have_passed(passed, hvd.size())
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     torch.accelerator.synchronize()  # the collective never completes: it must be aborted
     with pytest.raises(hvd.PeerLostError) as failure:
         hvd.allreduce(mine, name="next")

@@ -88,14 +88,16 @@ def run(program: Callable[[str], object], size: int, **options: Any) -> list[Any
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_rank_is_named_and_nobody_waits_for_it(size):
-    texts = run(lose_a_rank, size, may_die={1}, deadline_s=60)
+def test_a_killed_rank_is_named_and_nobody_waits_for_it(size, tmp_path):
+    program = functools.partial(lose_a_rank, tmp_path)
+    texts = run(program, size, may_die={1}, deadline_s=60)
     for rank in set(range(size)) - {1}:
         assert "rank 1 (pid " in texts[rank], texts
 
 
-def test_a_killed_rank_of_a_group():
-    texts = run_in_group(lose_a_rank_of_a_group, 3, may_die={1}, deadline_s=60)
+def test_a_killed_rank_of_a_group(tmp_path):
+    program = functools.partial(lose_a_rank_of_a_group, tmp_path)
+    texts = run_in_group(program, 3, may_die={1}, deadline_s=60)
     for rank in (0, 2):
         assert "rank 1 (pid " in texts[rank], texts
 

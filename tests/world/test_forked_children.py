@@ -6,10 +6,11 @@ import signal
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
-from pool import error_of, run
+from pool import all_have_passed, error_of, run
 from process_set_use import check_process_set
 from worlds import on_both_transports
 
@@ -80,12 +81,14 @@ def fork_a_worker_and_die() -> None:
         rank, pid = queue.get()
         assert rank == 1
         hvd.allreduce(torch.ones(3))
+        all_have_passed(Path(os.environ["WORKER_PID"]).with_name("passed"), hvd.size())
         # The worker lives on; the other rank must notice the death of its parent all the same.
         threading.Timer(20, os.kill, (pid, signal.SIGKILL)).start()
         with open(os.environ["WORKER_PID"], "w") as file:
             file.write(str(pid))
         os.kill(os.getpid(), signal.SIGKILL)
     hvd.allreduce(torch.ones(3))
+    all_have_passed(Path(os.environ["WORKER_PID"]).with_name("passed"), hvd.size())
     begin = time.monotonic()
     kind, text = error_of(lambda: hvd.allreduce(torch.ones(3)))
     assert kind == "PeerLostError", text
