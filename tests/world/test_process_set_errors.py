@@ -92,7 +92,7 @@ def test_a_member_without_memory(broken):
     run(add_without_memory, 4, args=(broken,))
 
 
-def use_without_engine(broken: int, how: str) -> None:
+def use_without_engine(broken: int, how: str, limited: Path) -> None:
     from torch_ring.world import process_set_table
 
     everyone = [*range(hvd.size())]
@@ -103,12 +103,16 @@ def use_without_engine(broken: int, how: str) -> None:
     def fails(*args: Any) -> Any:
         raise hvd.RingError("no memory left")
 
+    for slow in everyone:  # the world's engine opens its doorbells when it first sleeps, and rings
+        time.sleep(0.05 * (hvd.rank() == slow))
+        hvd.barrier()
     if hvd.rank() == broken:
         if how == "memory":
             process_set_table.make_engine = fails
         else:
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    hvd.barrier()
+        limited.mkdir()  # needs no descriptor
+    assert eventually(lambda: os.access(limited, os.F_OK))  # nor does this
     reason = "no memory left" if how == "memory" else "Too many open files"
     for _ in range(2):
         for each in (pair, late):
@@ -130,8 +134,8 @@ def use_without_engine(broken: int, how: str) -> None:
 
 @pytest.mark.parametrize(("how", "transport"), [("memory", "shm"), ("descriptors", "tcp")])
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_member_whose_engine_cannot_be_made(broken, how, transport):
-    run(use_without_engine, 4, args=(broken, how), transport=transport)
+def test_a_member_whose_engine_cannot_be_made(broken, how, transport, tmp_path):
+    run(use_without_engine, 4, args=(broken, how, tmp_path / "limited"), transport=transport)
 
 
 def lose_a_member(passed: Path) -> tuple[str, str]:
