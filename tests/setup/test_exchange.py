@@ -85,14 +85,15 @@ def test_ranks_without_a_name_are_groups_of_their_own():
 
 @pytest.fixture
 def closed_doors(monkeypatch):
-    """Events by pair of ranks: its leader lets in nobody else."""
-    doors, close = [threading.Event() for _ in range(3)], HostLeader.close_door
+    """Events by pair of ranks: its leader lets in nobody else, and has its place in the store."""
+    doors, take_place = [threading.Event() for _ in range(3)], exchange.StoreExchange
 
-    def close_and_tell(leader):
-        close(leader)
-        doors[leader._rank // 2].set()
+    def take_place_and_tell(store, size, ranks, *more):
+        place = take_place(store, size, ranks, *more)
+        doors[min(ranks) // 2].set()
+        return place
 
-    monkeypatch.setattr(HostLeader, "close_door", close_and_tell)
+    monkeypatch.setattr(exchange, "StoreExchange", take_place_and_tell)
     return doors
 
 
