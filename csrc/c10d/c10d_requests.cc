@@ -79,7 +79,7 @@ at::Tensor flat_over(const std::vector<at::Tensor>& tensors) {
   return first.detach().as_strided({elements_of(tensors)}, {1}, first.storage_offset());
 }
 
-void copy(const at::Tensor& to, const at::Tensor& from) {
+void copy_to(const at::Tensor& to, const at::Tensor& from) {
   // Not by torch's copy_(): its threads would compete with the program's, and these copies run on
   // the progress thread.
   if (to.is_cpu() && from.is_cpu() && is_plain(to) && is_plain(from)) {
@@ -113,7 +113,7 @@ JoinedTensors JoinedTensors::inputs(const std::vector<at::Tensor>& tensors, cons
   std::int64_t offset = 0;
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor values = values_of(tensor.detach());
-    copy(joined.flat_.narrow(0, offset, values.numel()), values.view({values.numel()}));
+    copy_to(joined.flat_.narrow(0, offset, values.numel()), values.view({values.numel()}));
     offset += values.numel();
   }
   joined.tensors_.clear();
@@ -139,7 +139,7 @@ void JoinedTensors::write_back() const {
   const ForCaller for_caller(tensors_.front().is_inference());
   std::int64_t offset = 0;
   for (const at::Tensor& tensor : tensors_) {
-    copy(tensor, flat_.narrow(0, offset, tensor.numel()));
+    copy_to(tensor, flat_.narrow(0, offset, tensor.numel()));
     offset += tensor.numel();
   }
 }

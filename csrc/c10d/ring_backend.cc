@@ -217,7 +217,6 @@ bool all_done(const std::vector<std::shared_ptr<Work>>& works) {
   return std::ranges::all_of(works, [](const auto& work) { return work->done(); });
 }
 
-constexpr milliseconds kInterrupts{50};
 constexpr Clock::time_point kNever = Clock::time_point::max();
 
 /// The profiler's span of an operation that runs in this thread. The constructor of c10d::Work

@@ -140,8 +140,6 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kInterrupts{50};
-
 /// The exception of an interrupt when the operation's deadline has passed.
 struct DeadlinePassed {};
 

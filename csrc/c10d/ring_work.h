@@ -67,6 +67,9 @@ using OperationDeadline = std::optional<std::chrono::steady_clock::time_point>;
 /// Python knows, and watches the deadline.
 Engine::Interrupt interrupt_at(OperationDeadline deadline);
 
+/// The time after which a wait without an engine calls it again.
+inline constexpr std::chrono::milliseconds kInterrupts{50};
+
 /// An operation that has been asked for: a collective, or a message.
 /// Thread: any, without the GIL.
 class PendingOperation {

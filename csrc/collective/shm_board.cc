@@ -19,7 +19,7 @@ struct SlotHeader {
 static_assert(sizeof(SlotHeader) + Slot::kEntryBytes <= Slot::kEntrySlotBytes);
 
 /// Writes a part, and returns its padded end.
-std::byte* put(std::byte* to, ByteSpan part) {
+std::byte* put_part(std::byte* to, ByteSpan part) {
   if (!part.empty()) std::memcpy(to, part.data(), part.size());
   return to + padded(part.size());
 }
@@ -45,7 +45,7 @@ void ShmBoard::post(const Post& entry) {
                           entry.most_us,
                           0};
   std::memcpy(to, &header, sizeof header);
-  put(put(put(to + sizeof header, entry.common), entry.own), entry.local);
+  put_part(put_part(put_part(to + sizeof header, entry.common), entry.own), entry.local);
   open_ = true;
   host_.publish(host_.own().posted, round_);
 }

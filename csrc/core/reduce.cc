@@ -14,7 +14,7 @@ namespace {
 
 // Elements of a block: intermediate results between two loops stay in the first-level cache.
 constexpr std::size_t kBlock = 1024;
-constexpr std::size_t kBlockBytes = kBlock * size_of(DType::kInt128);
+constexpr std::size_t kScratchBytes = kBlock * size_of(DType::kInt128);
 
 template <class T>
 constexpr bool kConverts = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
@@ -163,8 +163,8 @@ class Block {
 
   const Reduction& reduction_;
   const Kernels kernels_;
-  alignas(64) std::byte partial_[kBlockBytes];
-  alignas(64) std::byte other_[kBlockBytes];
+  alignas(64) std::byte partial_[kScratchBytes];
+  alignas(64) std::byte other_[kScratchBytes];
 };
 
 template <class Fn>

@@ -12,9 +12,6 @@ namespace {
 using Word = std::uint32_t;
 using ByteSpan = std::span<const std::byte>;
 
-constexpr std::size_t kBlockBytes = 64;
-using Block = std::array<std::byte, kBlockBytes>;
-
 // The first 32 bits of the fractional parts of the cube roots of the first 64 primes.
 constexpr std::array<Word, 64> kConstants = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -49,6 +46,9 @@ void store(Integer value, std::byte* to) {
 /// The hash of a message that comes in parts.
 class Hash {
  public:
+  static constexpr std::size_t kBlockBytes = 64;
+  using Block = std::array<std::byte, kBlockBytes>;
+
   void add(ByteSpan part) {
     total_bytes_ += part.size();
     while (!part.empty()) {
@@ -112,13 +112,13 @@ Sha256 sha256(ByteSpan message) {
 }
 
 Sha256 hmac_sha256(ByteSpan key, std::initializer_list<ByteSpan> message) {
-  Block inner_key{};
-  if (key.size() > kBlockBytes) {
+  Hash::Block inner_key{};
+  if (key.size() > Hash::kBlockBytes) {
     std::ranges::copy(sha256(key), inner_key.begin());
   } else {
     std::ranges::copy(key, inner_key.begin());
   }
-  Block outer_key = inner_key;
+  Hash::Block outer_key = inner_key;
   for (std::byte& byte : inner_key) byte ^= std::byte{0x36};
   for (std::byte& byte : outer_key) byte ^= std::byte{0x5c};
 

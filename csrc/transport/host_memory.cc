@@ -18,12 +18,13 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::uint64_t kMagic = 0x676e69725f686374;  // "tch_ring"
-constexpr std::uint32_t kVersion = 1;
 constexpr std::size_t kTable = 4096;  // where the table begins
 
 /// The begin of the first page.
 struct Header {
+  static constexpr std::uint64_t kMagic = 0x676e69725f686374;  // "tch_ring"
+  static constexpr std::uint32_t kVersion = 1;
+
   std::uint64_t magic;
   std::uint32_t version;
   std::uint32_t ranks;
@@ -91,9 +92,9 @@ Header checked_header(int fd) {
 
   Header header{};
   if (!read_all(fd, 0, std::as_writable_bytes(std::span(&header, 1)))) refuse("is too short");
-  if (header.magic != kMagic) refuse("begins with something else");
-  if (header.version != kVersion) {
-    refuse("has version " + std::to_string(header.version) + ", not " + std::to_string(kVersion));
+  if (header.magic != Header::kMagic) refuse("begins with something else");
+  if (header.version != Header::kVersion) {
+    refuse("has version " + std::to_string(header.version) + ", not " + std::to_string(Header::kVersion));
   }
   // In this order no sum or product can overflow: each number is known to be at most `bytes`.
   const bool adds_up = header.ranks >= 1 && header.ranks <= HostMemory::kMostRanks &&
@@ -151,7 +152,7 @@ Fd HostMemory::create(int ranks, std::span<const std::byte> table, std::size_t a
   const std::size_t bytes = first + static_cast<std::size_t>(ranks) * stride;
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("ftruncate");
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) throw_errno("F_ADD_SEALS");
-  const Header header{kMagic, kVersion, static_cast<std::uint32_t>(ranks), stride, table.size()};
+  const Header header{Header::kMagic, Header::kVersion, static_cast<std::uint32_t>(ranks), stride, table.size()};
   write_all(fd.get(), 0, std::as_bytes(std::span(&header, 1)));
   write_all(fd.get(), kTable, table);
   for (std::size_t at = first; at < bytes; at += stride) {
