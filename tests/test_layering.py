@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -59,6 +60,16 @@ FORBIDDEN = {
     "c10d": r"<cuda.*>",
 }
 
+# The headers of torch that take a second or less to compile. Those of autograd, c10d and pybind11
+# take 3 to 13: they are for .cc files.
+LIGHT = r"<(ATen/core/.*|c10/.*)>"
+# The backend, its works and options are classes of c10d: their bases must be complete.
+DERIVED = {
+    "c10d/ring_backend.h": {"Backend", "Store"},
+    "c10d/ring_work.h": {"Work"},
+    "c10d/c10d_requests.h": {"Types"},
+}
+
 FILES = sorted(p for suffix in ("h", "cc", "inc") for p in CSRC.glob(f"*/*.{suffix}"))
 
 
@@ -75,6 +86,32 @@ def test_includes(path):
         assert header in allowed or header.split("/")[0] in allowed, f"{path.name} sees {header}"
     for header in re.findall(r"#include (<[^>]+>)", text):
         assert not re.fullmatch(FORBIDDEN[folder], header), f"{path.name} sees {header}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [each for each in FILES if each.parent.name in ABOVE_TORCH and each.suffix == ".h"],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_headers_are_light(path):
+    name = f"{path.parent.name}/{path.name}"
+    found = re.findall(r"#include (<(?:torch|ATen|c10|pybind11)/[^>]+>)", path.read_text())
+    heavy = {header for header in found if not re.fullmatch(LIGHT, header)}
+    derived = {f"<torch/csrc/distributed/c10d/{base}.hpp>" for base in DERIVED.get(name, ())}
+    assert heavy == derived
+
+
+def test_each_folder_is_compiled_once():
+    """Those that do without torch go into one library (csrc/build_core.py), others into modules."""
+    core = runpy.run_path(str(CSRC / "build_core.py"))["FOLDERS"]
+    assert sorted([*core, *ABOVE_TORCH]) == sorted(MAY_INCLUDE)
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    (above,) = (
+        ast.literal_eval(each.value)
+        for each in tree.body
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "TORCH_FOLDERS"
+    )
+    assert above == ABOVE_TORCH
 
 
 def test_nothing_includes_in_a_circle():

@@ -1,7 +1,9 @@
 #include "bindings/accelerator.h"
 
-#include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/remainder.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,13 +1,25 @@
 // CountedCall and BlockingCall: the part of a call from Python that runs without the GIL.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 #include <atomic>
 #include <chrono>
 #include <thread>
 
 namespace torch_ring {
+
+/// Releases the GIL for its lifetime. Thread: any, with the GIL.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
 
 /// Counts calls that run without the GIL. When the interpreter ends, threads that wait for the GIL
 /// are ended by pthread_exit(), which must not happen below frames of C++: it would call
@@ -26,7 +38,7 @@ class CountedCall {
   /// `patience` at most. Thread: with the GIL.
   static bool await_all(std::chrono::milliseconds patience) {
     if (running_.load() == 0) return true;
-    const pybind11::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     const auto deadline = std::chrono::steady_clock::now() + patience;
     while (running_.load() > 0) {
       if (std::chrono::steady_clock::now() >= deadline) return false;
@@ -55,7 +67,7 @@ class BlockingCall {
 
  private:
   CountedCall counted_;  // the first member: it counts until the GIL is back
-  pybind11::gil_scoped_release no_gil_;
+  WithoutGil no_gil_;
 };
 
 }  // namespace torch_ring

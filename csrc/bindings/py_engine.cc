@@ -1,21 +1,34 @@
 #include "bindings/py_engine.h"
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Dtype.h>
 #include <unistd.h>
 
 #include <utility>
 
 #include "bindings/blocking_call.h"
+#include "bindings/py_world.h"
 #include "bindings/requests.h"
 #include "bindings/spans.h"
-#include "bindings/text.h"
 #include "collective/make_communicator.h"
 
 namespace py = pybind11;
 
 namespace torch_ring {
 
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 namespace {
+
+/// Whether Python has other threads than this one: they may yet submit something.
+bool has_other_threads() {
+  const py::gil_scoped_acquire gil;
+  PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+  return PyThreadState_Next(first) != nullptr;
+}
 
 Engine::Mode mode_of(bool blocking) {
   return blocking ? Engine::Mode::kBlocking : Engine::Mode::kAsynchronous;

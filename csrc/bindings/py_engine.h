@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
 #include <sys/types.h>
 
 #include <chrono>
@@ -24,22 +23,18 @@
 #include "engine/engine.h"
 #include "messages/point_to_point.h"
 
+namespace pybind11 {
+class function;
+class module_;
+class object;
+}  // namespace pybind11
+
 namespace torch_ring {
 
 /// Runs Python's signal handlers (Ctrl-C) while a thread waits without the GIL.
-inline void check_signals() {
-  const pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
-}
+void check_signals();
 
 inline const Engine::Interrupt kCheckSignals = check_signals;
-
-/// Whether Python has other threads than this one: they may yet submit something.
-inline bool has_other_threads() {
-  const pybind11::gil_scoped_acquire gil;
-  PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
-  return PyThreadState_Next(first) != nullptr;
-}
 
 /// A pending result as Python sees it. A work, its engine, and its result.
 class PyWork {

@@ -1,13 +1,16 @@
 // PyMessage, totals_of(): messages as Python sees them.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <memory>
 #include <optional>
 #include <utility>
 
 #include "messages/message_request.h"
+
+namespace pybind11 {
+class dict;
+class module_;
+}  // namespace pybind11
 
 namespace torch_ring {
 

@@ -10,11 +10,9 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <string_view>
 #include <tuple>
 #include <utility>
 
-#include "bindings/text.h"
 #include "control/news.h"
 #include "core/at.h"
 #include "core/error.h"
@@ -23,6 +21,13 @@
 namespace py = pybind11;
 
 namespace torch_ring {
+
+py::str as_text(std::string_view bytes) {
+  PyObject* const text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
 
 namespace {
 

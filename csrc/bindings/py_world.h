@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -17,12 +18,9 @@
 #include "core/config.h"
 
 namespace pybind11 {
-class module_;
-}
-
-namespace pybind11 {
 class function;
 class module_;
+class str;
 }  // namespace pybind11
 
 namespace torch_ring {
@@ -115,6 +113,10 @@ std::shared_ptr<WaitGraph> waits_of(const std::shared_ptr<ControlPlane>& plane, 
                                     std::vector<int> members, std::chrono::milliseconds patience);
 
 void bind_control_plane(pybind11::module_& module);
+
+/// A string of Python of bytes that another program may have sent; those that are no UTF-8 are
+/// replaced. Thread: with the GIL.
+pybind11::str as_text(std::string_view bytes);
 
 /// The settings, from seconds; a timeout is rounded up to milliseconds.
 EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double stall_warning_s,

@@ -1,13 +1,16 @@
 // follow_with_span(): the spans of collectives in torch.profiler.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <string>
 
 #include "engine/recorder.h"
 #include "engine/request.h"
+
+namespace pybind11 {
+class dict;
+class module_;
+}  // namespace pybind11
 
 namespace torch_ring {
 

@@ -5,8 +5,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +17,8 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
+#include <variant>
+#include <vector>
 
 #include "bindings/blocking_call.h"
 #include "core/error.h"
@@ -21,6 +26,35 @@
 namespace py = pybind11;
 
 namespace torch_ring {
+
+namespace {
+
+/// The stores of torch wait for their server, and the system for a host's address, without a
+/// deadline of ours, and no signal interrupts them. So each call has a thread, which does not know
+/// Python: one that is given up sleeps on until its server answers or the process ends, and
+/// disturbs neither a fork nor the end of the interpreter.
+///
+/// Thread: one at a time. Blocking: wait().
+class StoreCall {
+ public:
+  using Bytes = std::vector<std::uint8_t>;
+  using Result =
+      std::variant<std::monostate, bool, std::int64_t, Bytes, c10::intrusive_ptr<c10d::Store>>;
+
+  /// Begins `call`, which owns what it uses. Errors: std::system_error if there is no thread for
+  /// it.
+  explicit StoreCall(std::function<Result()> call);
+
+  /// Whether the call has ended; waits for that at most so long.
+  bool wait(std::chrono::duration<double> time) const;
+
+  /// Its result, to be called once, after it has ended. Errors: those of the call.
+  Result result();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
 
 struct StoreCall::State {
   std::mutex mutex;
@@ -59,8 +93,6 @@ StoreCall::Result StoreCall::result() {
   if (const auto error = std::exchange(state_->error, nullptr)) std::rethrow_exception(error);
   return std::move(state_->result);
 }
-
-namespace {
 
 using Store = c10::intrusive_ptr<c10d::Store>;
 

@@ -633,7 +633,7 @@ void RingBackend::shutdown() {
   // The callbacks of the pool's threads need the GIL, which the destructor's caller may have.
   // PyGILState_Check() says yes when the interpreter has ended.
   if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
-    const pybind11::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     pool_->stop();
   } else {
     pool_->stop();

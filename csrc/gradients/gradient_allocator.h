@@ -1,12 +1,14 @@
 // DirectGradient: lets autograd compute a large gradient in the memory in which it is reduced.
 #pragma once
 
-#include <torch/csrc/autograd/variable.h>
-
 #include <cstddef>
 #include <memory>
 
 #include "memory/block_pool.h"
+
+namespace torch::autograd {
+struct Node;
+}
 
 namespace torch_ring {
 

@@ -1,11 +1,12 @@
 #include "gradients/gradient_hooks.h"
 
-#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <limits>
@@ -16,7 +17,30 @@
 
 namespace torch_ring {
 
+BackwardPass BackwardPass::current() {
+  const auto node = torch::autograd::get_current_node();
+  return {torch::autograd::get_current_graph_task_id(), std::this_thread::get_id(),
+          node && !node->device().is_cpu(), false};
+}
+
 namespace {
+
+/// Whether the graph that autograd runs in this thread is nested in another backward pass, as a
+/// reentrant checkpoint's is. Call it from a hook or a callback of that graph.
+///
+/// Torch keeps the depth in the graph's task, and gives away the address of that task's exec_info_
+/// alone.
+bool is_nested() {
+  const auto* const info = torch::autograd::get_current_graph_task_exec_info();
+  if (info == nullptr) return false;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof"
+  constexpr std::size_t offset = offsetof(torch::autograd::GraphTask, exec_info_);
+#pragma GCC diagnostic pop
+  const auto* const task = reinterpret_cast<const torch::autograd::GraphTask*>(
+      reinterpret_cast<const std::byte*>(info) - offset);
+  return task->reentrant_depth_ > 0;
+}
 
 constexpr const char* kTwoThreads =
     "two threads run backward passes of wrapped optimizers at the same time, and the ranks cannot "
@@ -239,6 +263,8 @@ class GradientHooks::PassEnd {
   const std::uint64_t number_;
   bool goes_on_ = false;
 };
+
+GradientHooks::~GradientHooks() = default;
 
 std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> parameters,
                                                    std::vector<std::string> names,

@@ -1,9 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
 #include <cstddef>
@@ -23,24 +20,11 @@
 #include "gradients/pass_agreement.h"
 #include "memory/block_pool.h"
 
-namespace torch_ring {
-
-/// Whether the graph that autograd runs in this thread is nested in another backward pass, as a
-/// reentrant checkpoint's is. Call it from a hook or a callback of that graph.
-///
-/// Torch keeps the depth in the graph's task, and gives away the address of that task's exec_info_
-/// alone.
-inline bool is_nested() {
-  const auto* const info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr) return false;
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Winvalid-offsetof"
-  constexpr std::size_t offset = offsetof(torch::autograd::GraphTask, exec_info_);
-#pragma GCC diagnostic pop
-  const auto* const task = reinterpret_cast<const torch::autograd::GraphTask*>(
-      reinterpret_cast<const std::byte*>(info) - offset);
-  return task->reentrant_depth_ > 0;
+namespace pybind11 {
+class module_;
 }
+
+namespace torch_ring {
 
 /// Tells the backward passes of a process apart. A backward pass as one of its threads sees it.
 struct BackwardPass {
@@ -49,11 +33,7 @@ struct BackwardPass {
   bool on_device;           // seen by a thread of a device, which autograd has for all passes
   bool has_nested = false;  // it has brought gradients of a nested one, and may bring them again
 
-  static BackwardPass current() {
-    const auto node = torch::autograd::get_current_node();
-    return {torch::autograd::get_current_graph_task_id(), std::this_thread::get_id(),
-            node && !node->device().is_cpu(), false};
-  }
+  static BackwardPass current();
 
   /// Whether `other` runs at the same time as this pass, which has not ended. One thread runs
   /// several passes if they are nested, as in reentrant checkpoints: they are one pass, and `task`
@@ -130,6 +110,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     std::shared_ptr<BlockPool> blocks;                         // null if every bucket has memory
     std::shared_ptr<PassAgreement> agreement;                  // of the process set
   };
+
+  ~GradientHooks();  // the headers do not know autograd's nodes, which end with it
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
                                              std::vector<std::string> names, Options options);

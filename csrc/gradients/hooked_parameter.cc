@@ -1,9 +1,9 @@
 #include "gradients/hooked_parameter.h"
 
-#include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/strides.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
 #include <utility>

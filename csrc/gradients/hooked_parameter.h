@@ -3,13 +3,14 @@
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "gradients/gradient_allocator.h"
@@ -18,7 +19,7 @@ namespace torch_ring {
 
 /// The node that accumulates the gradient of a parameter. The kind of pointer depends on torch's
 /// version.
-using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
+using Accumulator = std::remove_cvref_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
 /// One gradient's part of a bucket. A part of a bucket and the layout of a gradient in it (DDP:
 /// gradient_as_bucket_view).

@@ -1,7 +1,7 @@
 #include "gradients/run_ahead.h"
 
-#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 
 #include "bindings/accelerator.h"
 #include "bindings/requests.h"
