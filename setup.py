@@ -41,10 +41,15 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
-CORE_MINUTES = 4  # that g++ 12 takes for the sources
+# Of g++ 12 for all sources, on an AMD EPYC of 2 cores, idle and beside other work; and the least,
+# with any number of cores.
+CORE_MINUTES = (2.2, 4.5)
+LEAST_MINUTES = 0.6
+TORCH_FOLDERS = ("bindings", "gradients", "c10d")  # of csrc; the others do without torch
+LIBRARY = ROOT / "build" / "core" / "libtorch_ring_core.a"
 
-# Relative to this file, as setuptools wants them; sorted, so that builds repeat.
-SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cc"))
+sys.path.insert(0, str(ROOT / "csrc"))
+import build_core  # noqa: E402
 
 # A folder with modules for several versions of torch (torch_2_14/_C.*.so), which go into one wheel.
 BUILT_BEFORE = os.environ.get("TORCH_RING_NATIVE_MODULES")
@@ -155,18 +160,19 @@ class Progress:
 
     INTERVAL_S = 20
 
-    def __init__(self, objects, torch_version):
+    def __init__(self, sources, objects, torch_version):
+        self.sources = sources
         self.objects = objects
         self.torch_version = torch_version
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.report, daemon=True)
 
     def __enter__(self):
-        jobs = os.environ.get("MAX_JOBS", "")  # torch, too, ignores one that is no number
-        cores = max(1, int(jobs)) if jobs.isdecimal() else len(os.sched_getaffinity(0))
+        cores = build_core.jobs()
+        least, most = (max(LEAST_MINUTES, minutes / cores) for minutes in CORE_MINUTES)
         say(
-            f"compiling for torch {self.torch_version}, files at a time: {cores}; about "
-            f"{-(-CORE_MINUTES // cores)} min, less if some are compiled already"
+            f"compiling for torch {self.torch_version}, files at a time: {cores}; {least:.1f} to "
+            f"{most:.1f} min on an AMD EPYC, less if some are compiled already"
         )
         self.began = time.time()
         self.thread.start()
@@ -177,9 +183,17 @@ class Progress:
 
     def report(self):
         while not self.ended.wait(self.INTERVAL_S):
-            times = [path.stat().st_mtime for path in self.objects.glob("**/*.o")]
-            compiled = sum(written >= self.began for written in times)
-            say(f"compiled {compiled} files, of {len(SOURCES)} at most")
+            objects = [path for folder in self.objects for path in folder.glob("**/*.o")]
+            compiled = sum(path.stat().st_mtime >= self.began for path in objects)
+            say(f"compiled {compiled} of at most {self.sources} files")
+
+
+def torch_sources():
+    """Return the files of csrc to compile for a version of torch."""
+    groups = build_core.by_folder(TORCH_FOLDERS)
+    # Together, for they share the headers of autograd, which take longest.
+    groups["gradients"] += [*groups.pop("c10d"), build_core.CSRC / "module.cc"]
+    return build_core.files_to_compile(groups, ROOT / "build" / "joined")
 
 
 def compiled_module(torch):
@@ -206,20 +220,26 @@ def compiled_module(torch):
                 for other in native.glob("torch_*"):
                     shutil.rmtree(other)
                 (native / module.name.split(".")[-2]).mkdir()
-            with Progress(Path(self.build_temp), torch.__version__):
+            folders = [Path(self.build_temp), LIBRARY.parent]
+            files = len(sources) + len(build_core.core_files(LIBRARY))
+            with Progress(files, folders, torch.__version__):
+                build_core.build(LIBRARY)
                 super().run()
 
+    # Relative to this file, as setuptools wants them.
+    sources = [os.path.relpath(path, ROOT) for path in torch_sources()]
     module = CppExtension(
         module_name(minor(torch.__version__)),
-        SOURCES,
+        sources,
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=[
             "-std=c++20",
-            "-O3",
+            "-O2",
             "-g0",
             "-fvisibility=hidden",
-            "-fno-trapping-math",  # or GCC does not vectorise csrc/core/half.h
         ],
+        extra_objects=[str(LIBRARY)],
+        depends=[str(LIBRARY)],  # which was made anew: link
     )
     return module, Compile
 
@@ -253,7 +273,7 @@ def native_modules():
                 "torch_ring needs torch {}.{} or newer, and this is {}: pip install --upgrade "
                 "torch".format(*OLDEST_TORCH, torch.__version__)
             )
-        if not SOURCES:
+        if not torch_sources():
             raise SystemExit("torch_ring: there are no sources in csrc/: is this tree complete?")
         module, command = compiled_module(torch)
         return {

@@ -79,7 +79,8 @@ class ProgressRole {
   /// lock; the driver is used without it. The role must be free, or this thread's own in a pause.
   class Turn {
    public:
-    Turn(ProgressRole& role, const Lock& lock) : role_(role), nested_(role.taken_) {
+    Turn(ProgressRole& role, [[maybe_unused]] const Lock& lock)
+        : role_(role), nested_(role.taken_) {
       assert(lock.owns_lock() && (!nested_ || role.is_paused_here(lock)));
       role_.taken_ = true;
       role_.thread_ = std::this_thread::get_id();

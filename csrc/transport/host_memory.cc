@@ -94,7 +94,8 @@ Header checked_header(int fd) {
   if (!read_all(fd, 0, std::as_writable_bytes(std::span(&header, 1)))) refuse("is too short");
   if (header.magic != Header::kMagic) refuse("begins with something else");
   if (header.version != Header::kVersion) {
-    refuse("has version " + std::to_string(header.version) + ", not " + std::to_string(Header::kVersion));
+    refuse("has version " + std::to_string(header.version) + ", not " +
+           std::to_string(Header::kVersion));
   }
   // In this order no sum or product can overflow: each number is known to be at most `bytes`.
   const bool adds_up = header.ranks >= 1 && header.ranks <= HostMemory::kMostRanks &&
@@ -152,7 +153,8 @@ Fd HostMemory::create(int ranks, std::span<const std::byte> table, std::size_t a
   const std::size_t bytes = first + static_cast<std::size_t>(ranks) * stride;
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("ftruncate");
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) throw_errno("F_ADD_SEALS");
-  const Header header{Header::kMagic, Header::kVersion, static_cast<std::uint32_t>(ranks), stride, table.size()};
+  const Header header{Header::kMagic, Header::kVersion, static_cast<std::uint32_t>(ranks), stride,
+                      table.size()};
   write_all(fd.get(), 0, std::as_bytes(std::span(&header, 1)));
   write_all(fd.get(), kTable, table);
   for (std::size_t at = first; at < bytes; at += stride) {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "build" / "cpp" / "plain" / "core_tests"
+PROGRAM = Path(__file__).parents[2] / "build" / "cpp" / "plain" / "hot_path"
 CALLS = 1000
 # Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, complete, write it down.
 # That was 4712 before the flight recorder; at most 5 % more.
@@ -20,7 +20,7 @@ MOST_INSTRUCTIONS = 4950
 @pytest.mark.parametrize("program", ["hot_path_on_one_rank", "hot_path_with_spans_that_are_off"])
 def test_instructions_of_a_blocking_allreduce(tmp_path: Path, program: str) -> None:
     if not PROGRAM.exists():
-        pytest.skip("make test-cpp has not built the C++ tests")
+        pytest.skip("make programs has not built it")
     done = subprocess.run(
         [
             *("valgrind", "--tool=callgrind", "--toggle-collect=torch_ring_hot_path"),

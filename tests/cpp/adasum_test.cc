@@ -4,7 +4,7 @@
 #include "elements.h"
 #include "test_world.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::adasum_test {
 namespace {
 
 /// A rank's tensors, one after the other.
@@ -130,4 +130,4 @@ TEST(adasum_range_halves_are_disjoint_and_cover_all_elements) {
   }
 }
 
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::adasum_test

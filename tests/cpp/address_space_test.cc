@@ -12,7 +12,7 @@
 #include "transport/host_memory.h"
 #include "transport/slot.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::address_space_test {
 namespace {
 
 /// Up to 64 ranks on 2 TiB, and on machines of any other size.
@@ -90,4 +90,4 @@ TEST(host_memory_leaves_half_of_a_limited_address_space) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::address_space_test

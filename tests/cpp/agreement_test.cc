@@ -8,7 +8,7 @@
 #include "entries.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::agreement_test {
 namespace {
 
 TEST(buffers_are_shared_if_those_of_all_hosts_are) {
@@ -266,4 +266,4 @@ TEST(plan_fusion_groups_requests_by_dtype_and_size) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::agreement_test

@@ -2,7 +2,7 @@
 #include "engine/request.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::backward_messages_test {
 namespace {
 
 std::string words(const std::string& name) { return in_words(name).value_or("(none)"); }
@@ -62,4 +62,4 @@ TEST(requests_for_gradients_are_described_in_words) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::backward_messages_test

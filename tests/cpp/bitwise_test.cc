@@ -5,8 +5,7 @@
 #include "core/reduce.h"
 #include "engine/entry.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::bitwise_test {
 
 namespace {
 
@@ -141,3 +140,5 @@ TEST(bitwise_operators_of_tensors_on_a_device_run_on_the_host) {
   fingerprint.op = ReduceOp::kMax;
   CHECK(!fingerprint.on_host());
 }
+
+}  // namespace torch_ring::test::bitwise_test

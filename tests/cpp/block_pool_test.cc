@@ -9,7 +9,7 @@
 
 #include "harness.h"
 
-using namespace torch_ring;
+namespace torch_ring::test::block_pool_test {
 
 namespace {
 
@@ -119,3 +119,5 @@ TEST(block_pool_gives_no_blocks_in_a_forked_child) {
   CHECK_EQ(::waitpid(child, &status, 0), child);
   CHECK_EQ(status, 0);
 }
+
+}  // namespace torch_ring::test::block_pool_test

@@ -6,7 +6,7 @@
 
 #include "harness.h"
 
-using namespace torch_ring;
+namespace torch_ring::test::cache_lines_test {
 
 TEST(copy_nontemporal_writes_exactly_its_target_range) {
   constexpr std::size_t kMost = 5 * kCacheLine;
@@ -27,3 +27,5 @@ TEST(copy_nontemporal_writes_exactly_its_target_range) {
     }
   }
 }
+
+}  // namespace torch_ring::test::cache_lines_test

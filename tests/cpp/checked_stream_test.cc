@@ -9,7 +9,7 @@
 #include "elements.h"
 #include "engine_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::checked_stream_test {
 namespace {
 
 void check_crc(const Bytes& bytes, std::uint32_t expected) {
@@ -177,4 +177,4 @@ TEST(checked_stream_engines_all_fail_when_a_bit_flips) {
   }
 }
 
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::checked_stream_test

@@ -6,8 +6,7 @@
 
 #include "harness.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::choice_test {
 
 namespace {
 
@@ -163,3 +162,5 @@ TEST(choice_time_counts_steps_bytes_and_reduction) {
   CHECK_EQ(time_ps(AllreducePath::kScattered, 800, 8, kReductionAlone), 800u);
   CHECK_EQ(time_ps(AllreducePath::kGathered, 800, 8, kReductionAlone), 6400u);
 }
+
+}  // namespace torch_ring::test::choice_test

@@ -9,8 +9,7 @@
 #include "communicator_suite.h"
 #include "memory/cache_lines.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::communicator_test {
 
 namespace {
 
@@ -165,3 +164,5 @@ TEST(shm_large_results_by_nontemporal_copies_are_right) {
     CHECK(same(output, expected));
   });
 }
+
+}  // namespace torch_ring::test::communicator_test

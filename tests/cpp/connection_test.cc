@@ -6,8 +6,7 @@
 #include "elements.h"
 #include "test_world.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::connection_test {
 
 namespace {
 
@@ -218,3 +217,5 @@ TEST(connection_exchange_throws_the_abort_cause) {
     }
   });
 }
+
+}  // namespace torch_ring::test::connection_test

@@ -8,10 +8,10 @@
 
 #include "control/news.h"
 #include "control/outgoing.h"
-#include "control_recorder.h"
 #include "planes.h"
+#include "recording_observer.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::control_data_test {
 namespace {
 
 constexpr std::uint64_t kSet = 5;
@@ -84,13 +84,13 @@ TEST(control_plane_makes_no_data_connection_that_the_higher_rank_does_not_need) 
 
 TEST(control_plane_keeps_data_connections_of_a_set_that_nobody_uses_yet) {
   const Planes planes = make_planes({0, 1});
-  Recorder high_recorder;
+  RecordingObserver high_recorder;
   planes[1]->subscribe(kSet, {0, 1}, high_recorder);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 3);
   const auto ours = take_all(*high, 0, true);
   CHECK_EQ(high_recorder.times("connected"), 1);  // when all three were there
   // Rank 0 subscribes to it afterwards.
-  Recorder recorder;
+  RecordingObserver recorder;
   planes[0]->subscribe(kSet, {0, 1}, recorder);
   const auto low = planes[0]->sockets(kSet, {0, 1}, 3);
   check_same_order(ours, take_all(*low, 1, false));
@@ -138,7 +138,7 @@ TEST(control_plane_knows_the_end_also_of_a_set_that_has_long_been_left) {
 
 TEST(control_plane_tells_an_observer_of_its_data_connections) {
   const Planes planes = make_planes({0, 0});
-  Recorder recorder;
+  RecordingObserver recorder;
   planes[0]->subscribe(kSet, {0, 1}, recorder);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
   const auto other = planes[1]->sockets(kSet + 1, {0, 1}, 1);
@@ -167,7 +167,7 @@ TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
 
 TEST(control_plane_makes_no_data_connection_to_a_rank_that_is_gone) {
   Planes planes = make_planes({0, 0});
-  Recorder recorder;
+  RecordingObserver recorder;
   planes[1]->subscribe(kSet, {0, 1}, recorder);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
   planes[0].reset();
@@ -183,7 +183,7 @@ TEST(control_plane_keeps_the_last_data_of_a_rank_that_has_left) {
   for (const int sender : {0, 1}) {  // the rank that accepts, and the one that connects
     Planes planes = make_planes({0, 1, 2});
     const int receiver = 1 - sender;
-    Recorder recorder;
+    RecordingObserver recorder;
     at(planes, receiver)->subscribe(kSet, {0, 1}, recorder);
     const auto from = at(planes, sender)->sockets(kSet, {0, 1}, 1);
     const auto to = at(planes, receiver)->sockets(kSet, {0, 1}, 1);
@@ -301,4 +301,4 @@ TEST(data_connections_are_limited_to_sane_names) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::control_data_test

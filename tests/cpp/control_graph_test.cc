@@ -5,7 +5,7 @@
 #include "core/at.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::control_graph_test {
 namespace {
 
 std::vector<int> hosts_in_turns(int size, int hosts) {
@@ -116,4 +116,4 @@ TEST(neighbourhood_replaces_the_lost_at_once_and_the_departed_later) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::control_graph_test

@@ -4,7 +4,7 @@
 #include "control/message.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::control_message_test {
 namespace {
 
 std::vector<Message> parse(int size, const std::string& bytes, std::size_t step) {
@@ -106,4 +106,4 @@ TEST(control_messages_of_waits_are_checked) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::control_message_test

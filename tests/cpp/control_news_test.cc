@@ -8,7 +8,7 @@
 #include "core/at.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::control_news_test {
 namespace {
 
 class Simulation {
@@ -310,4 +310,4 @@ TEST(news_has_one_fate_for_a_rank) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::control_news_test

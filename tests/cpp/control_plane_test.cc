@@ -10,10 +10,10 @@
 #include <set>
 
 #include "armed.h"
-#include "control_recorder.h"
 #include "planes.h"
+#include "recording_observer.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::control_plane_test {
 namespace {
 
 constexpr std::uint64_t kWorld = 0;
@@ -61,7 +61,7 @@ struct Watched {
     at(planes, rank).reset();
   }
 
-  std::vector<Recorder> recorders;  // before the planes: they use them
+  std::vector<RecordingObserver> recorders;  // before the planes: they use them
   Planes planes;
 };
 
@@ -189,7 +189,7 @@ TEST(control_plane_takes_who_leaves_with_all_others_for_departed) {
 
 TEST(control_plane_tells_a_set_s_failure_to_its_members) {
   Watched world(host_of(12, 2));
-  std::vector<Recorder> recorders(12);
+  std::vector<RecordingObserver> recorders(12);
   const std::vector<int> members{2, 5, 7, 11};
   for (const int rank : members) {
     if (rank != 7) at(world.planes, rank)->subscribe(3, members, at(recorders, rank));
@@ -204,7 +204,7 @@ TEST(control_plane_tells_a_set_s_failure_to_its_members) {
   // Rank 7 uses the set only now.
   wait_until(
       [&] {
-        Recorder late;
+        RecordingObserver late;
         at(world.planes, 7)->subscribe(3, members, late);
         at(world.planes, 7)->unsubscribe(3);
         return late.times(event) == 1;
@@ -238,10 +238,10 @@ TEST(control_plane_tells_a_late_observer_what_happened) {
   Watched world(host_of(4, 1));
   world.kill(2);
   world.wait_for_all("lost 2");
-  Recorder late;
+  RecordingObserver late;
   world.planes[0]->subscribe(9, {0, 1, 2}, late);
   CHECK_EQ(late.events(), std::vector<std::string>{"lost 2"});
-  Recorder of_others;
+  RecordingObserver of_others;
   world.planes[0]->subscribe(10, {0, 1, 3}, of_others);
   CHECK(of_others.events().empty());
   CHECK_THROWS(world.planes[0]->subscribe(10, {0}, of_others), ErrorKind::kInvalidArgument,
@@ -376,4 +376,4 @@ TEST(control_plane_with_another_key_says_so) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::control_plane_test

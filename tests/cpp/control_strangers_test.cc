@@ -10,10 +10,10 @@
 #include "control/message.h"
 #include "control/options.h"
 #include "control/outgoing.h"
-#include "control_recorder.h"
 #include "planes.h"
+#include "recording_observer.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::control_strangers_test {
 namespace {
 
 Key the_key() {
@@ -92,7 +92,7 @@ struct Alone {
     wait_until([&] { return recorder.times(event) > 0; }, event);
   }
 
-  Recorder recorder;
+  RecordingObserver recorder;
   std::vector<ControlOptions> all;  // of the others: they listen
   Address address;
   std::unique_ptr<ControlPlane> plane;
@@ -348,4 +348,4 @@ TEST(control_plane_loses_a_neighbour_to_be_that_has_died) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::control_strangers_test

@@ -3,7 +3,7 @@
 #include "harness.h"
 #include "transport/wait_graph.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::control_waits_test {
 namespace {
 
 using Ranks = std::vector<int>;
@@ -121,4 +121,4 @@ TEST(a_new_neighbour_is_told_of_all_waits) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::control_waits_test

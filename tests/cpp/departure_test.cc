@@ -6,11 +6,11 @@
 
 #include "armed.h"
 #include "control/message.h"
-#include "control_recorder.h"
 #include "engine_ranks.h"
 #include "forked.h"
+#include "recording_observer.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::departure_test {
 namespace {
 
 /// The ranks of one process have more descriptors than those of many.
@@ -24,7 +24,7 @@ void raise_descriptor_limit() {
 TEST(departing_rank_waits_until_a_slow_peer_has_heard_all) {
   const Armed armed("control.receive:0:late=400");
   Planes planes = make_planes({0, 1});
-  Recorder recorder;
+  RecordingObserver recorder;
   planes[0]->subscribe(0, {0, 1}, recorder);
   // More than the buffers of a connection take.
   const Error cause(ErrorKind::kInternal, std::string(Message::kTextBytes, 'x'));
@@ -38,7 +38,7 @@ TEST(departing_rank_waits_until_a_slow_peer_has_heard_all) {
 TEST(departing_rank_that_says_no_goodbye_is_lost) {
   const Armed armed("departure:1:close");
   Planes planes = make_planes({0, 1});
-  Recorder recorder;
+  RecordingObserver recorder;
   planes[0]->subscribe(0, {0, 1}, recorder);
   CHECK(planes[0]->lost().empty());
   planes[1]->stop();
@@ -50,12 +50,12 @@ TEST(departing_rank_that_says_no_goodbye_is_lost) {
 TEST(departing_rank_that_waits_for_nobody_is_heard_all_the_same) {
   const Armed armed("departed:1:close");
   Planes planes = make_planes({0, 1, 2});
-  std::vector<Recorder> recorders(2);
+  std::vector<RecordingObserver> recorders(2);
   planes[0]->subscribe(0, {0, 1, 2}, recorders[0]);
   planes[2]->subscribe(0, {0, 1, 2}, recorders[1]);
   planes[1]->stop();
   planes[1].reset();
-  for (const Recorder& recorder : recorders) {
+  for (const RecordingObserver& recorder : recorders) {
     wait_until([&] { return !recorder.events().empty(); }, "rank 1 is gone");
     CHECK_EQ(recorder.events(), std::vector<std::string>{"departed 1"});
   }
@@ -157,7 +157,7 @@ TEST(departure_is_an_error_of_those_who_miss_the_rank_and_of_no_others) {
 bool leave_in_peace_after_a_barrier(int size) {
   raise_descriptor_limit();
   const std::vector<int> host_of = one_rank_a_host(size);
-  std::vector<Recorder> recorders(host_of.size());
+  std::vector<RecordingObserver> recorders(host_of.size());
   std::vector<World> worlds = make_worlds(host_of, Sockets::kTcp);
   Planes planes = make_planes(host_of);
   constexpr std::uint64_t kObserved = 1;  // the engines have set 0
@@ -170,7 +170,7 @@ bool leave_in_peace_after_a_barrier(int size) {
     barrier.fingerprint.collective = Collective::kBarrier;
     self.engine().submit_and_wait(barrier, {});
   });
-  for (const Recorder& recorder : recorders) {
+  for (const RecordingObserver& recorder : recorders) {
     for (const std::string& event : recorder.events()) CHECK(event.starts_with("departed "));
   }
   return true;
@@ -181,4 +181,4 @@ TEST(departures_of_64_ranks_over_tcp_disturb_no_barrier) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::departure_test

@@ -10,7 +10,7 @@
 #include "core/at.h"
 #include "engine_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::device_poll_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -79,4 +79,4 @@ TEST(engine_polls_a_device_that_became_idle_and_busy_again_in_one_turn) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::device_poll_test

@@ -22,7 +22,7 @@
 
 #include "test_world.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::doorbell_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -368,4 +368,4 @@ TEST(doorbell_without_descriptors_is_an_error) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::doorbell_test

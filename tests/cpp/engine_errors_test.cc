@@ -7,7 +7,7 @@
 
 #include "engine_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::engine_errors_test {
 namespace {
 
 const bool kMismatch = on_all_layouts(
@@ -405,4 +405,4 @@ TEST(log_handler_that_waits_for_a_work_gets_an_error) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::engine_errors_test

@@ -9,7 +9,7 @@
 
 #include "engine_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::engine_test {
 namespace {
 
 const bool kBlocking = on_all_layouts("blocking requests of many sizes", [](Rank& rank) {
@@ -408,4 +408,4 @@ const bool kGroups = on_all_layouts("a group is submitted whole or not at all", 
 });
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::engine_test

@@ -6,7 +6,7 @@
 #include "entries.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::entry_test {
 namespace {
 
 TEST(fingerprint_is_equal_after_encode_and_decode) {
@@ -74,4 +74,4 @@ TEST(entries_are_equal_wherever_their_shared_buffers_lie) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::entry_test

@@ -11,7 +11,7 @@
 #include "core/error.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::failpoint_test {
 namespace {
 
 TEST(failpoint_does_nothing_unless_armed) {
@@ -80,4 +80,4 @@ TEST(failpoint_refuses_what_it_does_not_know) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::failpoint_test

@@ -5,7 +5,7 @@
 
 #include "simulated_members.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::frames_fuzz_test {
 namespace {
 
 constexpr std::size_t kCapacity = 1000;
@@ -166,4 +166,4 @@ TEST(frames_fuzz_a_header_alone_allocates_little) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::frames_fuzz_test

@@ -7,7 +7,7 @@
 
 #include "simulated_members.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::frames_test {
 namespace {
 
 ByteSpan bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
@@ -133,4 +133,4 @@ TEST(frames_know_whose_entries_are_here) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::frames_test

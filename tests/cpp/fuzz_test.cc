@@ -9,8 +9,7 @@
 #include "engine/entry.h"
 #include "handshake_pair.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::fuzz_test {
 
 namespace {
 
@@ -325,3 +324,5 @@ TEST(fuzz_handshake_with_a_stranger_is_never_done) {
   });
   CHECK(answered > 100);  // hellos that were valid, so that proofs were tried, too
 }
+
+}  // namespace torch_ring::test::fuzz_test

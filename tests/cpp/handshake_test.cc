@@ -7,8 +7,7 @@
 
 #include "handshake_pair.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::handshake_test {
 
 namespace {
 
@@ -289,3 +288,5 @@ TEST(handshake_waits_for_the_rest_of_a_message) {
     CHECK(accepting.outgoing().empty() && !accepting.done());
   }
 }
+
+}  // namespace torch_ring::test::handshake_test

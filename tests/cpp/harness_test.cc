@@ -3,8 +3,7 @@
 #include <atomic>
 #include <vector>
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::harness_test {
 
 namespace {
 
@@ -39,3 +38,5 @@ TEST(harness_run_ranks_runs_all_ranks_and_names_the_failed) {
   CHECK(has(errors, "rank 1: "));
   CHECK(!has(errors, "rank 0: "));
 }
+
+}  // namespace torch_ring::test::harness_test

@@ -9,7 +9,7 @@
 
 #include "test_world.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::hierarchical_board_test {
 namespace {
 
 /// A member of a host reads its leader's world slot, in which the leader has written these words.
@@ -44,4 +44,4 @@ TEST(hierarchical_board_believes_no_size_of_its_leader) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::hierarchical_board_test

@@ -13,6 +13,7 @@
 #include <memory>
 #include <random>
 #include <span>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,7 +24,7 @@
 #include "test_world.h"
 #include "transport/shared_memory.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::host_memory_test {
 namespace {
 
 constexpr std::size_t kArenaBytes = 16u << 20;
@@ -119,14 +120,22 @@ TEST(host_memory_is_address_space_until_a_rank_commits_its_part) {
   CHECK_EQ(committed(fd), 6 * kPage);
 }
 
-/// Whether this process has mapped, or has a descriptor of, a memory of torch_ring.
-bool holds_memory() {
+/// Whether this process has mapped a file, or has a descriptor of it.
+bool holds(ino_t file) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
-    if (line.find("memfd:torch_ring") != std::string::npos) return true;
+    std::istringstream fields(line);
+    std::string range, access, offset, device, inode;
+    fields >> range >> access >> offset >> device >> inode;
+    if (inode == std::to_string(file) && line.find("memfd:torch_ring") != std::string::npos) {
+      return true;
+    }
   }
   for (int fd = 0; fd < 1024; ++fd) {
-    if (::fcntl(fd, F_GET_SEALS) > 0) return true;
+    struct stat status{};
+    if (::fstat(fd, &status) == 0 && status.st_ino == file && ::fcntl(fd, F_GET_SEALS) > 0) {
+      return true;
+    }
   }
   return false;
 }
@@ -134,16 +143,18 @@ bool holds_memory() {
 /// The memory of the ranks of a host must not stay because a child of one of them does.
 TEST(host_memory_is_left_to_the_parent_by_a_forked_child) {
   if (kEmulated) return;  // QEMU shows a list of mappings of its own
-  HostMemory host(HostMemory::create(2, bytes_of("table"), kArenaBytes));
+  Fd made = HostMemory::create(2, bytes_of("table"), kArenaBytes);
+  const ino_t file = status_of(made).st_ino;
+  HostMemory host(std::move(made));
   std::byte* const own = host.rank_begin(1) + Slot::kBytes;
   host.commit(1, Slot::kBytes, kPage);
   std::memset(own, 1, kPage);
-  CHECK(holds_memory());
+  CHECK(holds(file));
   CHECK(holds_in_child([&] {
-    CHECK(holds_memory());
+    CHECK(holds(file));
     CHECK(own[0] == std::byte{1});
     host.leave_to_parent();
-    CHECK(!holds_memory());
+    CHECK(!holds(file));
     CHECK(is_zero(own, kPage));
     std::memset(own, 2, kPage);
     CHECK(own[7] == std::byte{2});
@@ -224,4 +235,4 @@ TEST(host_memory_refuses_mutated_headers) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::host_memory_test

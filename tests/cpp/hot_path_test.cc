@@ -7,7 +7,7 @@
 #include "engine/recorder.h"
 #include "engine_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::hot_path_test {
 
 /// 1000 blocking allreduces of 1 KB, and nothing else.
 extern "C" __attribute__((noinline)) void torch_ring_hot_path(Rank& rank,
@@ -124,4 +124,4 @@ TEST(hot_path_inline_limit_is_larger_between_hosts_and_for_a_single_request) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::hot_path_test

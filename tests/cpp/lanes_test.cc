@@ -48,7 +48,7 @@
     Lanes::store_pair(to, pair);                          \
   }
 
-namespace torch_ring::test {
+namespace torch_ring::test::lanes_test {
 namespace {
 
 #pragma GCC push_options
@@ -154,5 +154,5 @@ TEST(avx512_lanes_convert_like_half_h) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::lanes_test
 #endif

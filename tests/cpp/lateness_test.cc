@@ -2,7 +2,7 @@
 #include "engine/watchdog.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::lateness_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -40,4 +40,4 @@ TEST(lateness_is_silent_without_a_majority_or_a_notable_wait) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::lateness_test

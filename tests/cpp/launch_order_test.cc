@@ -14,7 +14,7 @@
 #include "engine/device.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::launch_order_test {
 namespace {
 
 using Place = LaunchOrder::Place;
@@ -137,4 +137,4 @@ TEST(turns_of_sets_in_a_circle_come_in_one_order_on_all_ranks) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::launch_order_test

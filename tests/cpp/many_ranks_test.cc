@@ -6,8 +6,7 @@
 #include "collective/choice.h"
 #include "communicator_suite.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::many_ranks_test {
 
 namespace {
 
@@ -103,3 +102,5 @@ TEST(many_ranks_learn_that_one_has_left_while_they_exchange) {
               CHECK_THROWS(allreduce(), ErrorKind::kPeerLost, "connection to rank ");
             });
 }
+
+}  // namespace torch_ring::test::many_ranks_test

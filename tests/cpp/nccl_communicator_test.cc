@@ -10,8 +10,7 @@
 #include "doubles/nccl_streams.h"
 #include "planes.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::nccl_communicator_test {
 using nccl::NcclCommunicator;
 
 namespace {
@@ -354,3 +353,5 @@ TEST(nccl_load_refuses_missing_and_old_libraries) {
                "tensors on GPUs need NCCL, which cannot be loaded: /nowhere/libnccl.so");
   CHECK_THROWS(nccl::load("libm.so.6"), ErrorKind::kInvalidArgument, "has no ncclGetVersion");
 }
+
+}  // namespace torch_ring::test::nccl_communicator_test

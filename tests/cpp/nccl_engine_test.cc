@@ -1,7 +1,7 @@
 // Engine with a device: NCCL's double, and host memory whose copies run on the double's streams.
 #include "nccl_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::nccl_engine_test {
 namespace {
 
 TEST(device_and_host_requests_are_matched_by_name) {
@@ -119,4 +119,4 @@ TEST(hanging_stream_is_aborted_when_a_rank_fails) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::nccl_engine_test

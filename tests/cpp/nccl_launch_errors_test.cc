@@ -4,7 +4,7 @@
 
 #include "nccl_launches.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::nccl_launch_errors_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -170,4 +170,4 @@ TEST(launch_that_hangs_inside_the_device_ends_the_job_after_the_timeout) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::nccl_launch_errors_test

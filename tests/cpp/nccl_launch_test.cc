@@ -6,7 +6,7 @@
 
 #include "nccl_launches.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::nccl_launch_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -237,4 +237,4 @@ TEST(launches_are_recorded_in_an_order_of_their_own) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::nccl_launch_test

@@ -6,7 +6,7 @@
 
 #include "set_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::nccl_order_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -272,4 +272,4 @@ TEST(random_programs_on_random_sets) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::nccl_order_test

@@ -12,7 +12,7 @@
 #include "harness.h"
 #include "memory/huge_pages.h"
 
-using namespace torch_ring;
+namespace torch_ring::test::page_pool_test {
 
 namespace {
 
@@ -186,3 +186,5 @@ TEST(page_pool_kept_pages_are_not_copied_on_write_after_fork) {
   pages.give_back(block);
 }
 #endif
+
+}  // namespace torch_ring::test::page_pool_test

@@ -10,8 +10,7 @@
 #include "core/at.h"
 #include "harness.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::plan_test {
 
 namespace {
 
@@ -227,3 +226,5 @@ TEST(rotated_ranges_begin_with_the_next_rank_and_skip_the_own) {
   CHECK_EQ(ranges[0].count, 5u);
   CHECK_EQ(ranges[1].count, 0u);
 }
+
+}  // namespace torch_ring::test::plan_test

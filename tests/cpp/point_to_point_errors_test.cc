@@ -4,7 +4,7 @@
 #include "control/news.h"
 #include "message_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::point_to_point_errors_test {
 namespace {
 
 constexpr std::size_t kWhole = MessageStream::kWholeBytes;
@@ -285,4 +285,4 @@ TEST(a_request_that_waits_for_long_is_in_the_log) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::point_to_point_errors_test

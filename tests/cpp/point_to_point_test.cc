@@ -5,7 +5,7 @@
 
 #include "message_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::point_to_point_test {
 namespace {
 
 constexpr std::size_t kWhole = MessageStream::kWholeBytes;
@@ -276,4 +276,4 @@ TEST(a_short_message_does_not_wait_for_a_rank_that_never_uses_messages) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::point_to_point_test

@@ -4,7 +4,7 @@
 #include "engine/engine.h"
 #include "test_world.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::progress_role_test {
 namespace {
 
 /// A role and all that its driver needs; notes what the driver calls.
@@ -132,4 +132,4 @@ TEST(role_is_kept_in_a_pause_in_which_its_thread_may_take_a_turn_or_lend_it) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::progress_role_test

@@ -13,7 +13,7 @@
 
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::rank_claim_test {
 
 namespace {
 
@@ -83,4 +83,4 @@ TEST(a_rank_that_was_started_later_is_anothers) {
   CHECK(!answer.ends_the_world);
 }
 
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::rank_claim_test

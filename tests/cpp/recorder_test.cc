@@ -6,7 +6,7 @@
 #include "engine_ranks.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::recorder_test {
 namespace {
 
 using State = OperationRecord::State;
@@ -186,4 +186,4 @@ TEST(recorder_shows_an_operation_that_one_rank_alone_asks_for) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::recorder_test

@@ -13,8 +13,7 @@
 #include "elements.h"
 #include "harness.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::reduce_test {
 
 namespace {
 
@@ -390,3 +389,5 @@ TEST(bfloat16_rounds_to_nearest_even) {
   CHECK(std::isnan(to_float(to_bfloat16(of_bits(0x7f800001)))));  // would round to infinity
   CHECK(std::isnan(to_float(to_bfloat16(of_bits(0xffffffff)))));  // would wrap around
 }
+
+}  // namespace torch_ring::test::reduce_test

@@ -5,7 +5,7 @@
 
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::request_queue_test {
 namespace {
 
 using Works = std::deque<std::shared_ptr<Work>>;
@@ -174,4 +174,4 @@ TEST(queue_loses_nothing_between_threads) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::request_queue_test

@@ -3,8 +3,7 @@
 #include "elements.h"
 #include "test_world.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::ring_communicator_test {
 
 namespace {
 
@@ -60,3 +59,5 @@ TEST(ring_error_names_the_rank_lost_in_a_transfer_and_the_progress) {
     }
   });
 }
+
+}  // namespace torch_ring::test::ring_communicator_test

@@ -5,7 +5,7 @@
 #include "engine/request.h"
 #include "engine_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::rooted_test {
 namespace {
 
 /// A request of a collective with a root, of `count` float32 a part.
@@ -214,4 +214,4 @@ const bool kJoined = on_all_layouts(
     2);
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::rooted_test

@@ -6,8 +6,7 @@
 #include "core/at.h"
 #include "harness.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::routed_alltoall_test {
 
 namespace {
 
@@ -103,3 +102,5 @@ TEST(alltoall_hops_deliver_every_part_to_its_receiver) {
     }
   }
 }
+
+}  // namespace torch_ring::test::routed_alltoall_test

@@ -6,7 +6,7 @@
 
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::runs_test {
 namespace {
 
 ByteSpan bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
@@ -166,4 +166,4 @@ TEST(runs_that_do_not_fit_a_slot_are_an_error_for_its_readers) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::runs_test

@@ -9,7 +9,7 @@
 #include "elements.h"
 #include "engine_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::same_bits_test {
 namespace {
 
 /// Numbers of very different magnitudes: in another order of additions they have another sum.
@@ -153,4 +153,4 @@ const bool kAdasum = on_all_layouts("the same bits of Adasum, whatever is fused"
 });
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::same_bits_test

@@ -6,8 +6,7 @@
 
 #include "harness.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::sha256_test {
 
 namespace {
 
@@ -117,3 +116,5 @@ TEST(equal_in_constant_time_sees_each_bit_and_the_sizes) {
     b[bit / 8] ^= mask;
   }
 }
+
+}  // namespace torch_ring::test::sha256_test

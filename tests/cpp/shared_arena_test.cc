@@ -22,7 +22,7 @@
 #include "harness.h"
 #include "memory/huge_pages.h"
 
-using namespace torch_ring;
+namespace torch_ring::test::shared_arena_test {
 
 namespace {
 
@@ -262,3 +262,5 @@ TEST(arena_gives_nothing_when_full) {
   memory.arena.free(all);
   CHECK_EQ(memory.huge_pages(), std::size_t{0});
 }
+
+}  // namespace torch_ring::test::shared_arena_test

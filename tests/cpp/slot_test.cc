@@ -16,7 +16,7 @@
 #include "transport/shared_arena.h"
 #include "transport/shared_memory.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::slot_test {
 namespace {
 
 constexpr std::size_t kArenaBytes = 16u << 20;
@@ -219,4 +219,4 @@ TEST(slots_must_be_as_many_as_the_ranks_of_a_host) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::slot_test

@@ -5,8 +5,7 @@
 #include "board_suite.h"
 #include "test_world.h"
 
-using namespace torch_ring;
-using namespace torch_ring::test;
+namespace torch_ring::test::tcp_board_test {
 
 namespace {
 
@@ -124,3 +123,5 @@ TEST(tcp_board_polls_the_sockets_that_the_round_needs) {
   }
   CHECK(peer.board->complete());
 }
+
+}  // namespace torch_ring::test::tcp_board_test

@@ -8,7 +8,7 @@
 
 #include "message_ranks.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::timeline_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -320,4 +320,4 @@ TEST(clocks_of_hosts_are_aligned) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::timeline_test

@@ -1,7 +1,7 @@
 #include "collective/world.h"
 #include "harness.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::topology_test {
 namespace {
 
 using Ranks = std::vector<int>;
@@ -22,4 +22,4 @@ TEST(topology_has_as_many_lanes_as_the_smallest_host_has_ranks) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::topology_test

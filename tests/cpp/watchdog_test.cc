@@ -6,7 +6,7 @@
 
 #include "planes.h"
 
-namespace torch_ring::test {
+namespace torch_ring::test::watchdog_test {
 namespace {
 
 constexpr std::uint64_t kSet = 5;
@@ -260,4 +260,4 @@ TEST(watchdog_of_one_rank_has_no_plane) {
 }
 
 }  // namespace
-}  // namespace torch_ring::test
+}  // namespace torch_ring::test::watchdog_test

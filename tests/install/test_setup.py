@@ -209,19 +209,6 @@ def test_a_compiler_that_links_its_own_runtime(
     assert b"libstdc++.so.6" in built.read_bytes()
 
 
-@pytest.mark.parametrize("jobs", ["", "0", "many"])
-@pytest.mark.parametrize("compiler", ["", "env g++ -O1"])
-def test_variables_that_say_nothing_or_more(
-    environment: Environment, jobs: str, compiler: str
-) -> None:
-    """The build begins; this torch has no headers."""
-    environment.install_torch("2.13.0+cpu")
-    status, output = environment.run("setup.py", "build_ext", MAX_JOBS=jobs, CXX=compiler)
-    assert status == 1
-    assert "compiling for torch 2.13.0+cpu, files at a time: " in output
-    assert "Traceback" not in output
-
-
 def test_without_the_headers_of_python(
     setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

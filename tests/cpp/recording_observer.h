@@ -1,4 +1,4 @@
-// Recorder: an observer that writes down what it is told.
+// RecordingObserver: an observer that writes down what it is told.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace torch_ring::test {
 
-class Recorder : public ControlObserver {
+class RecordingObserver : public ControlObserver {
  public:
   void on_lost(int rank, const std::string& how) override {
     add("lost " + std::to_string(rank), how);
