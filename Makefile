@@ -15,13 +15,17 @@
 #
 # Settings:
 #   TORCH=torch==2.13.0   another torch (default: the newest)
+#   CPU=1                 a torch without CUDA: 0.2 GB in place of 3
 #   VENV=.venv            another environment (default: one for each TORCH)
 #   PYTHON=python3        the Python that makes it, and that a wheel is for
 #   TORCHES="2.13.0 2.14.1"   the versions of torch that a wheel is for
 #   ARGS="--dataset digits"   arguments for mnist, pytest or bench
 
+SHELL := bash
 TORCH ?= torch
-VENV ?= .venv$(patsubst torch%,%,$(subst ==,-,$(TORCH)))
+CPU ?=
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV ?= .venv$(patsubst torch%,%,$(subst ==,-,$(TORCH)))$(if $(CPU),-cpu)
 PYTHON ?= python3
 ARGS ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
@@ -32,14 +36,14 @@ PY := $(BIN)/python
 # One at a time, also below make -j: two that install into one environment at once break it.
 PIP = flock $(STAMPS) $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
-SOURCES := $(wildcard csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
+SOURCES := $(wildcard csrc/*.cc csrc/*.py csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
 # Alone with all processors; below a make that has some, with those. ARGS are not for these tests.
 CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j $(JOBS)) -C tests/cpp ARGS=
 
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d doubles lint docs bench wheels \
+.PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d programs doubles lint docs bench wheels \
   sdist clean FORCE
 .DEFAULT_GOAL := help
 
@@ -49,32 +53,46 @@ help:
 mnist: $(STAMPS)/extension $(STAMPS)/examples
 	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/mnist/train.py $(ARGS)
 
-# Side by side: where ranks in Python wait, those in C++ compute. For the same reason pytest has
-# more processes than there may be cores.
-test: doubles
-	@$(MAKE) --no-print-directory -j $(JOBS) test-cpp test-python
-	@$(MAKE) --no-print-directory test-mpi
+# The programs first. Then side by side: where ranks in Python wait, those in C++ compute. For the same
+# reason pytest has more processes than there may be cores. At last one line with the counts of all.
+test: $(STAMPS)/extension $(STAMPS)/test $(if $(SLOW),doubles) programs
+	@rm -rf $(COUNTS)
+	@$(MAKE) --no-print-directory --keep-going -j $(JOBS) test-cpp test-python test-mpi; status=$$?; \
+	  echo "make test: $$(cat $(COUNTS)/* | paste -sd'|' | sed 's/|/ | /g')"; exit $$status
 
 # What takes longest, too: the C++ tests under sanitizers, and tests in Python marked `slow`.
 test-all:
 	@+$(MAKE) --no-print-directory test SLOW=1
 
-test-cpp:
-	@+$(CPP) --silent $(if $(SLOW),check,headers test)
+# $(call counted,COMMAND,NAME): runs a command, and keeps its last line for that of `make test`.
+COUNTS := build/counts
+define counted
+@mkdir -p $(COUNTS)
+@+set -o pipefail; $(1) | tee $(COUNTS)/$(2).log; status=$$?; \
+  sed -E 's/\x1b\[[0-9;]*m//g' $(COUNTS)/$(2).log | \
+    sed -nE 's/^=* *((.*, )?[0-9]+ passed.*[^= ]) *=*$$/$(2): \1/p' | tail -n $(3) > $(COUNTS)/$(2); \
+  rm $(COUNTS)/$(2).log; exit $$status
+endef
+
+test-cpp: programs
+	$(call counted,$(CPP) --silent $(if $(SLOW),check,test) PYTHON=$(abspath $(PY)),C++,$(if $(SLOW),3,1))
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench $(STAMPS)/docs \
-  $(if $(SLOW),$(STAMPS)/integrations) doubles
-	$(PY) -m pytest --numprocesses 3 --dist loadfile $(if $(SLOW),,-m "not slow") $(ARGS)
+  $(if $(SLOW),$(STAMPS)/integrations doubles) programs
+	$(call counted,$(PY) -m pytest --numprocesses 4 --dist loadfile $(if $(SLOW),,-m "not slow") $(ARGS),Python,1)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
-	$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi
+	$(call counted,$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi,MPI,1)
 
 # ARGS="--backend gloo", "--ranks 3", "-k all_reduce".
 test-c10d: $(STAMPS)/extension $(STAMPS)/test
 	$(PY) tests/c10d/distributed_suite.py $(ARGS)
 
-doubles: $(STAMPS)/torch build/venv
-	+$(CPP) all device PYTHON=$(abspath $(PY))
+# The C++ tests, which tests in Python run, too; and the stand-in for a GPU, which only slow ones need.
+programs: $(STAMPS)/extension
+	+@$(CPP) --silent all PYTHON=$(abspath $(PY))
+doubles: programs build/venv
+	+@$(CPP) --silent device PYTHON=$(abspath $(PY))
 
 lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/ruff check .
@@ -109,7 +127,8 @@ $(STAMPS)/venv:
 # torchvision is made for one torch only, the newest: without it the example has its own data set.
 $(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/wanted
 	$(PIP) --upgrade "$(TORCH)" $(if $(filter torch,$(TORCH)),torchvision) \
-	  "setuptools>=77" ninja numpy
+	  $(if $(CPU),--index-url $(CPU_INDEX))
+	$(PIP) --upgrade "setuptools>=77" ninja numpy
 	touch $@
 
 $(STAMPS)/extension: $(STAMPS)/torch build/venv $(SOURCES)
@@ -120,7 +139,7 @@ $(STAMPS)/extension: $(STAMPS)/torch build/venv $(SOURCES)
 # These two change when what they say does: which torch to install in this environment, and which
 # environment the extension in the source tree was built in.
 $(STAMPS)/wanted: FORCE | $(STAMPS)/venv
-	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+	@echo '$(TORCH) $(CPU)' | cmp -s - $@ || echo '$(TORCH) $(CPU)' > $@
 
 build/venv: FORCE
 	@mkdir -p build
@@ -137,7 +156,7 @@ $(STAMPS)/test: $(STAMPS)/torch
 
 # 0.7 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
 $(STAMPS)/integrations: $(STAMPS)/torch
-	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer; do \
+	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb; do \
 	  $(PIP) "$$package" || echo "make: $$package is not installed: its test will be skipped"; \
 	done
 	touch $@

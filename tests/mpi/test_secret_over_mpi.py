@@ -28,7 +28,7 @@ def _hosts(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     monkeypatch.setattr(store_module, "is_loopback_name", lambda _: False)
     host = f"host {MPI.COMM_WORLD.rank} of {os.getppid()}"
-    monkeypatch.setattr(store_module, "socket_name", lambda _: host)
+    monkeypatch.setattr(store_module, "socket_name", lambda _: f"\0{host}")
     make = connect.PeerInfo
     monkeypatch.setattr(connect, "PeerInfo", lambda **fields: make(**fields | {"machine": host}))
     monkeypatch.setattr(connect, "_require_addresses", lambda _: None)

@@ -36,16 +36,17 @@ def let_die(place: str) -> None:
     """Let this process be killed at a place of the next init(), as `current.init` calls it."""
     owner, name, when, nth = PLACES[place]
     function: Callable[..., Any] = getattr(owner, name)
-    calls = 0
+    counts = {"before": 0, "after": 0}  # calls that begin, and those that do not raise
+
+    def reached(moment: str) -> None:
+        counts[moment] += 1
+        if moment == when and counts[moment] == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if when == "before" and calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+        reached("before")
         result = function(*args, **kwargs)
-        if when == "after" and calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+        reached("after")
         return result
 
     mock.patch.object(owner, name, call).start()
