@@ -7,7 +7,9 @@ programs on GPUs, with ``init_process_group("ring")``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import device_double
 import pytest
@@ -39,11 +41,11 @@ def test_in_a_group(program: Callable[[str], None], size: int) -> None:
     run(call_in_group, size, args=(program,), env=ENVIRONMENT, initialized=False, kind=DEVICE)
 
 
-def test_a_killed_rank_of_a_group() -> None:
+def test_a_killed_rank_of_a_group(tmp_path: Path) -> None:
     texts = run(
         call_in_group,
         3,
-        args=(lose_a_rank_of_a_group,),
+        args=(functools.partial(lose_a_rank_of_a_group, tmp_path),),
         env=ENVIRONMENT,
         initialized=False,
         may_die={1},
