@@ -48,6 +48,8 @@ LEAST_MINUTES = 0.6
 TORCH_FOLDERS = ("bindings", "gradients", "c10d")  # of csrc; the others do without torch
 LIBRARY = ROOT / "build" / "core" / "libtorch_ring_core.a"
 
+if not (ROOT / "csrc" / "build_core.py").exists():
+    raise SystemExit("torch_ring: there are no sources in csrc/: is this tree complete?")
 sys.path.insert(0, str(ROOT / "csrc"))
 import build_core  # noqa: E402
 
@@ -273,8 +275,6 @@ def native_modules():
                 "torch_ring needs torch {}.{} or newer, and this is {}: pip install --upgrade "
                 "torch".format(*OLDEST_TORCH, torch.__version__)
             )
-        if not torch_sources():
-            raise SystemExit("torch_ring: there are no sources in csrc/: is this tree complete?")
         module, command = compiled_module(torch)
         return {
             "ext_modules": [module],

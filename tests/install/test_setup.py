@@ -209,6 +209,31 @@ def test_a_compiler_that_links_its_own_runtime(
     assert b"libstdc++.so.6" in built.read_bytes()
 
 
+def test_a_compiler_with_arguments(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env g++ -O1")
+    setup["check_tools"]()
+
+
+def test_a_build_says_what_it_is_about_to_do(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    monkeypatch.setitem(setup["Progress"].__enter__.__globals__, "say", said.append)
+    monkeypatch.setenv("MAX_JOBS", "1")
+    with setup["Progress"](11, [tmp_path], "2.13.0+cpu"):
+        pass
+    assert said[0].startswith("compiling for torch 2.13.0+cpu, files at a time: 1; 2.2 to 4.5 min")
+
+
+def test_an_incomplete_tree_is_named(environment: Environment) -> None:
+    shutil.rmtree(environment.tree / "csrc")
+    status, output = environment.run("setup.py", "build_ext")
+    assert status == 1
+    assert last_line(output) == (
+        "torch_ring: there are no sources in csrc/: is this tree complete?"
+    )
+
+
 def test_without_the_headers_of_python(
     setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
