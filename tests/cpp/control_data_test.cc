@@ -155,14 +155,17 @@ TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
   const auto ours = take_all(*planes[1]->sockets(kSet, {0, 1}, 1), 0, true);
   wait_until([&] { return planes[0]->descriptors().size() == 5; }, "it is accepted");
   planes[0]->unsubscribe(kSet);
-  char byte = 0;
-  CHECK_EQ(::recv(ours[0].get(), &byte, 1, 0), 0);  // closed
   CHECK_EQ(planes[0]->descriptors().size(), 4u);
+  const auto closed = [](const Fd& socket) {
+    char byte = 0;
+    return ::recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
+  };
+  wait_until([&] { return closed(ours[0]); }, "its end");
   // A later one is refused: its end closes.
   planes[1]->unsubscribe(kSet + 1);
   CHECK(planes[1]->sockets(kSet + 1, {0, 1}, 1)->take(0, true).empty());
   const auto late = take_all(*planes[1]->sockets(kSet, {0, 1}, 1), 0, true);
-  CHECK_EQ(::recv(late[0].get(), &byte, 1, 0), 0);
+  wait_until([&] { return closed(late[0]); }, "the end of the later one");
 }
 
 TEST(control_plane_makes_no_data_connection_to_a_rank_that_is_gone) {
