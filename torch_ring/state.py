@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -212,30 +213,31 @@ def copy_optimizer_state(
         "the ranks have different optimizers",
         process_set,
     )
-    if world.rank() == root_rank:
-        tensors: list[Tensor] = []
-        packed = _pack(_contents(optimizer, parameters), tensors)
-        send(packed)
-        _broadcast_all(_numbered(tensors), root_rank, process_set)
-        return
-    packed = send(None)
-    received: dict[int, Tensor] = {}
-    state = {
-        (parameters[key] if isinstance(key, int) else key): _unpack(
-            value, _device(parameters[key : key + 1] if isinstance(key, int) else ()), received
-        )
-        for key, value in packed["state"].items()
-    }
-    hyper = [
-        _unpack(values, _device(group["params"]), received)
-        for values, group in zip(packed["param_groups"], groups, strict=True)
-    ]
-    numbered = _numbered(received[index] for index in range(len(received)))
-    _broadcast_all(numbered, root_rank, process_set)
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, values in zip(groups, hyper, strict=True):
-        group.update(values)
+    with getattr(optimizer, "_replaced_state", contextlib.nullcontext)():  # of a sharded one
+        if world.rank() == root_rank:
+            tensors: list[Tensor] = []
+            packed = _pack(_contents(optimizer, parameters), tensors)
+            send(packed)
+            _broadcast_all(_numbered(tensors), root_rank, process_set)
+            return
+        packed = send(None)
+        received: dict[int, Tensor] = {}
+        state = {
+            (parameters[key] if isinstance(key, int) else key): _unpack(
+                value, _device(parameters[key : key + 1] if isinstance(key, int) else ()), received
+            )
+            for key, value in packed["state"].items()
+        }
+        hyper = [
+            _unpack(values, _device(group["params"]), received)
+            for values, group in zip(packed["param_groups"], groups, strict=True)
+        ]
+        numbered = _numbered(received[index] for index in range(len(received)))
+        _broadcast_all(numbered, root_rank, process_set)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, values in zip(groups, hyper, strict=True):
+            group.update(values)
 
 
 def broadcast_nested(

@@ -159,11 +159,15 @@ class Reaper:
             yield
 
 
-def train(plan: Plan, epochs: int, folder: str) -> tuple[int, list[float]]:
+def train(
+    plan: Plan, epochs: int, folder: str, shard_state: bool = False
+) -> tuple[int, list[float]]:
     """Train while ranks die; return the number of ranks that are left, and the weights."""
     reaper = Reaper(*plan.get(hvd.rank(), ("", 0)))
     model, optimizer = make()
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), groups=3)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), groups=3, shard_state=shard_state
+    )
     # After one of the buckets has been sent, and before another.
     model.weights[1].register_hook(lambda _: reaper.at("bucket"))
     sampler = hvd.elastic.ElasticSampler(Samples())

@@ -28,12 +28,12 @@ from torch_ring.world import current
 EPOCHS = 3
 
 
-def check(plan: Plan, size: int, transport: str, folder: Path) -> int:
+def check(plan: Plan, size: int, transport: str, folder: Path, *, shard_state: bool = False) -> int:
     """Train with deaths, check the weights; return the number of ranks that are left."""
     results = pool.run(
         mortal_training.train,
         size,
-        args=(plan, EPOCHS, str(folder)),
+        args=(plan, EPOCHS, str(folder), shard_state),
         transport=transport,
         may_die=list(plan),
     )

@@ -27,7 +27,7 @@ from torch_ring.collectives.objects import (
 from torch_ring.elastic.sampler import ElasticSampler
 from torch_ring.errors import HostsUpdatedInterrupt, PeerLostError, RingError, StateDamagedError
 from torch_ring.optimizer.adasum_optimizer import AdasumOptimizer
-from torch_ring.optimizer.distributed_optimizer import follow_world
+from torch_ring.optimizer.distributed_optimizer import follow_world, require_survivors
 from torch_ring.state import broadcast_parameters, copy_optimizer_state
 from torch_ring.world import current
 from torch_ring.world.process_set import global_process_set
@@ -296,6 +296,7 @@ class OptimizerStateHandler(StateHandler):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, AdasumOptimizer):  # takes a step of its own before it fails
             raise ValueError("elastic training does not go with op=Adasum")
+        require_survivors(optimizer)
         super().__init__(optimizer)
         self._settings: list[dict[str, Any]] | None = None  # after its last step of the batch
         self.save()
@@ -703,7 +704,7 @@ class TorchState(ObjectState):
             f"all ranks go back to the last commit: since then {_steps(theirs.taken)} taken, and "
             "the state says of no step how far the training is"
         )
-        if self._is_whole:
+        if self._is_whole and world.rank() == root:  # others may share its memory
             self.restore()
         self._copy_from(root, models=True)
         _, self._steps, _, self._changes = theirs.progress
@@ -926,7 +927,7 @@ def _moves_between_passes(optimizer: torch.optim.Optimizer) -> bool:
 
     Those of torch call it once, first, but for LBFGS.
     """
-    module = type(optimizer).step.__module__
+    module = getattr(type(optimizer), "_user_class", type(optimizer)).step.__module__
     return not module.startswith("torch.optim.") or module == "torch.optim.lbfgs"
 
 

@@ -34,6 +34,7 @@ class ReductionSettings:
             gradient.
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
         run_ahead: whether passes on devices may end without an agreement (`RunAhead`).
+        shard_state: whether each rank steps a part of the parameters (`ShardedState`).
     """
 
     op: ReduceOp
@@ -43,6 +44,7 @@ class ReductionSettings:
     direct_bytes: int = 0
     sparse_as_dense: bool = False
     run_ahead: bool = True
+    shard_state: bool = False
 
     def __post_init__(self) -> None:
         kind = self.compression
@@ -70,6 +72,7 @@ class ReductionSettings:
             f"{self.op.name}, gradient_predivide_factor={self.predivide_factor}, {name}, "
             f"bucket_bytes={self.bucket_bytes}, direct_bytes={self.direct_bytes}, "
             f"sparse_as_dense={self.sparse_as_dense}, run_ahead={self.run_ahead}"
+            f"{', shard_state=True' if self.shard_state else ''}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import operator
 import warnings
@@ -20,12 +21,13 @@ from torch_ring.collectives.compare import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.errors import ProcessSetLostError
+from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.buckets import split_evenly
 from torch_ring.optimizer.reducer import Reducer, has_gradients
+from torch_ring.optimizer.sharded_state import ShardedState, can_cut, require_dense
 from torch_ring.optimizer.wrapping import (
     Copied,
     Wrapped,
@@ -36,7 +38,7 @@ from torch_ring.optimizer.wrapping import (
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set, require_whole
 
-__all__ = ["DistributedOptimizer", "follow_world"]
+__all__ = ["DistributedOptimizer", "follow_world", "require_survivors"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -57,6 +59,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     run_ahead: bool | None = None,
+    shard_state: bool = False,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are averaged over all ranks.
 
@@ -123,6 +126,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         run_ahead: whether backward passes on GPUs end without waiting for other hosts while they
             repeat themselves (docs/gpu.md). False: the ranks agree on each pass. None: as
             TORCH_RING_RUN_AHEAD says, which means yes. The same on all ranks.
+        shard_state: whether each rank steps a part of the parameters only, so that the optimizer's
+            state is there once a host, on CPUs the parameters, too (docs/sharding.md). For torch's
+            elementwise optimizers, Adafactor and Muon; the same on all ranks.
 
     Returns:
         `optimizer`.
@@ -150,6 +156,13 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         raise ValueError(f"process_set must be a ProcessSet, not {process_set!r}")
     names = checked_names(optimizer, named_parameters)
     op = checked_op(op, (Average, Sum, Adasum))
+    if shard_state:
+        if op == Adasum:
+            raise ValueError(
+                "shard_state=True does not go with op=Adasum: each rank has its own state"
+            )
+        may_cut = can_cut(optimizer)
+        require_dense(names)
     if op == Adasum:
         if gradient_predivide_factor != 1.0:
             raise ValueError("gradient_predivide_factor needs op=Average")
@@ -163,11 +176,19 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         current.config().direct_gradient_bytes,
         sparse_as_dense,
         current.config().run_ahead if run_ahead is None else bool(run_ahead),
+        bool(shard_state),
     )
     groups = _groups_of(groups, num_groups, list(names))
     settings = _Settings(reduction, groups, process_set, current.config().check_every)
-    with wrapped(optimizer, _DistributedOptimizer) as made:
-        made._start(names, settings, backward_passes_per_step)
+    if shard_state:
+        with wrapped(optimizer, _ShardedOptimizer) as sharded:
+            sharded._shards = ShardedState(process_set, may_cut=may_cut)
+            sharded._step_by_class()
+            sharded._start(names, settings, backward_passes_per_step)
+        made: _DistributedOptimizer = sharded
+    else:
+        with wrapped(optimizer, _DistributedOptimizer) as made:
+            made._start(names, settings, backward_passes_per_step)
     if (
         made._reducer
         and torch.__future__.get_swap_module_params_on_conversion()
@@ -189,6 +210,15 @@ def follow_world(optimizer: torch.optim.Optimizer) -> None:
     """
     if isinstance(optimizer, _DistributedOptimizer):
         optimizer._follow_world()
+
+
+def require_survivors(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if a rank that dies takes a part of the optimizer's state with it."""
+    if isinstance(optimizer, _ShardedOptimizer) and optimizer._shards.is_divided:
+        raise ValueError(
+            "elastic training goes with shard_state=True only where the ranks of a host share "
+            "memory: here a rank that dies takes its part of the optimizer's state with it"
+        )
 
 
 @dataclass(frozen=True)
@@ -398,6 +428,78 @@ class _DistributedOptimizer(Wrapped):
         self._reducer, self._backward_sync = reducer, sync
 
 
+class _ShardedOptimizer(_DistributedOptimizer):
+    """The methods with ``shard_state=True``: each rank steps its part of the parameters."""
+
+    _shards: ShardedState
+
+    def _start(self, names: dict[Tensor, str], settings: _Settings, passes_per_step: int) -> None:
+        super()._start(names, settings, passes_per_step)
+        self.register_step_pre_hook(_enter_step)  # before hooks of those who note that it begins
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's part of the parameters, and wait for the others'. Collective."""
+        raw = inspect.unwrap(self._user_class.step, stop=lambda f: not hasattr(f, "hooked"))
+        if not self._shards.is_active:
+            return raw(self, closure)
+        return self._shards.step(self, raw, closure)
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def state_dict(self, root_rank: int | None = None) -> dict[str, Any]:
+        """Return the whole state, in the format of the optimizer that is not sharded. Collective.
+
+        Args:
+            root_rank: the global rank that gets it; on others there is no state. None: all get it.
+        """
+        with self._shards.whole(self):
+            found = self._user_class.state_dict(self)
+        return found if root_rank in (None, current.rank()) else {**found, "state": {}}
+
+    def _after_load_state_dict(self) -> None:
+        super()._after_load_state_dict()
+        self._shards.note_replaced()
+
+    def _replaced_state(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the whole state is there, and all ranks get another one. Collective."""
+        return self._shards.whole(self, is_replaced=True)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self._shards.is_divided:
+            raise InvalidArgumentError(
+                f"rank {current.rank()}: the state of this {type(self).__name__} is divided among "
+                "the ranks: copy its state_dict(), on all ranks"
+            )
+        return super().__reduce_ex__(protocol)
+
+    def _step_by_class(self) -> None:
+        """Let a scheduler that has wrapped ``step()`` before call the one of this class."""
+        if "step" not in vars(self):
+            return
+        if not hasattr(self.step, "_wrapped_by_lr_sched"):
+            raise InvalidArgumentError(
+                f"the step() of this {type(self).__name__} has been replaced: wrap the optimizer "
+                "first"
+            )
+        reference = weakref.ref(self)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer: Any = reference()
+            optimizer._opt_called = True  # which the scheduler looks for
+            return type(optimizer).step(optimizer, *args, **kwargs)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self.step = step  # type: ignore[method-assign]
+
+    def _make_reducer(self) -> None:
+        super()._make_reducer()
+        if self._reducer is None:
+            self._shards.leave(self)
+        else:
+            self._shards.place(self, self._reducer.index)
+
+
 def _leave(sync: BackwardSync, reference: weakref.ref[Reducer], _owner: object) -> None:
     reducer = reference()
     if reducer is not None:
@@ -425,6 +527,15 @@ def _before_step(
         return args, {**kwargs, "closure": _joint(kwargs["closure"], optimizer)}
     optimizer._backward_sync.reduce_pending(reducer)
     return None
+
+
+def _enter_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Step pre-hook of sharded optimizers, after `_before_step`. A closure comes first."""
+    assert isinstance(optimizer, _ShardedOptimizer)
+    if not any(map(callable, (*args[1:], *kwargs.values()))):
+        optimizer._shards.enter(optimizer)
 
 
 def _joint(closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> _JointClosure:

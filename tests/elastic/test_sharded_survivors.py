@@ -1,0 +1,149 @@
+"""Ranks of an optimizer with shard_state=True die or come: the others have their parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pool
+import pytest
+import torch
+from arrivals import run_with_arrivals
+from mortal_training import AFTER_A_DEATH, IN_A_STEP
+from slow import slow_after
+from test_kills import check
+
+import torch_ring as hvd
+
+STEPS = 8
+
+
+def make() -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(50, 60), torch.nn.Linear(60, 50)).double()
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def gradients(model: torch.nn.Module, step: int) -> torch.Tensor:
+    """Return a loss that is the same on all ranks, so that their number does not matter."""
+    generator = torch.Generator().manual_seed(step)
+    batch = torch.randn(4, 50, dtype=torch.float64, generator=generator)
+    return (model(batch) - batch).square().mean()
+
+
+def undisturbed() -> list[torch.Tensor]:
+    model, optimizer = make()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        gradients(model, step).backward()
+        optimizer.step()
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return [*(p.detach() for p in model.parameters()), *state]
+
+
+def train(place: str, victim: int) -> tuple[int, bool, int]:
+    """Train; a rank dies in step 4; return how many commits were gone back to, and more."""
+    model, optimizer = make()
+    optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    name, begins = hvd.rank(), []
+    shards = optimizer._shards
+    addresses: list[list[int]] = []
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> None:
+        begins.append(state.step)
+        while state.step < STEPS:
+            addresses.append([parameter.data_ptr() for parameter in model.parameters()])
+            optimizer.zero_grad()
+            if (name, state.step) == (victim, 4) and hvd.size() == 3:
+                if place == "before its part":
+                    shards.enter = die
+                elif place == "after its part":
+                    shards._leave = die
+                elif place == "in its part":
+                    shards._groups = die
+                else:
+                    die()
+            gradients(model, state.step).backward()
+            optimizer.step()
+            state.step += 1
+            if state.step == 2:
+                state.commit()
+
+    go_on(state)
+    assert shards.is_active == (hvd.size() > 1)
+    found = [*(p.detach() for p in model.parameters())]
+    found += [value for values in optimizer.state.values() for value in values.values()]
+    for ours, theirs in zip(found, undisturbed(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    copied = any(each != addresses[0] for each in addresses)
+    return begins[-1], copied, hvd.size()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("place", ["backward", "before its part"])
+def test_survivors_have_the_parts_of_a_dead_rank(place: str, victim: int) -> None:
+    """They go on with that step, and copy nothing."""
+    found = pool.run(train, 3, args=(place, victim), may_die=[victim])
+    assert [each for each in found if each] == [(4, False, 2)] * 2
+
+
+@pytest.mark.parametrize("place", ["in its part", "after its part"])
+def test_a_torn_step_is_taken_back(place: str) -> None:
+    """Nobody knows how far a dead rank has come with its part: all go back to the last commit."""
+    found = pool.run(train, 3, args=(place, 1), may_die=[1])
+    assert [each for each in found if each] == [(2, False, 2)] * 2
+
+
+def train_with_newcomers() -> tuple[int, bool, int]:
+    model, optimizer = make()
+    optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    @hvd.elastic.run
+    def go_on(state: Any) -> None:
+        while state.step < STEPS or hvd.size() < 3:
+            optimizer.zero_grad()
+            if state.step < STEPS:
+                gradients(model, state.step).backward()
+                optimizer.step()
+                state.step += 1
+            state.commit()
+
+    go_on(state)
+    found = [*(p.detach() for p in model.parameters())]
+    found += [value for values in optimizer.state.values() for value in values.values()]
+    for ours, theirs in zip(found, undisturbed(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    shards = optimizer._shards
+    return hvd.size(), shards.is_shared, len(shards._owners)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_newcomers_share_the_memory_of_their_host(size: int) -> None:
+    found = run_with_arrivals(train_with_newcomers, size, 3 - size)
+    assert found == [(3, True, 3)] * 3
+
+
+@pytest.mark.parametrize(
+    ("victim", "place"), slow_after(4, [(i % 3, p) for i, p in enumerate(IN_A_STEP)])
+)
+def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
+    victim = 0 if place == "checkpoint" else victim  # which rank 0 writes
+    plan = {victim: (place, IN_A_STEP[place] + 1)}
+    assert check(plan, 3, "shm", tmp_path, shard_state=True) == 2
+
+
+@pytest.mark.parametrize(
+    ("victim", "place"), slow_after(2, [(i % 2, p) for i, p in enumerate(AFTER_A_DEATH)])
+)
+def test_another_rank_dies_in_the_recovery(victim: int, place: str, tmp_path: Path) -> None:
+    victim = 0 if place == "leading" else victim  # which the lowest does
+    plan = {2: ("bucket", 3), victim: (place, 1)}
+    assert check(plan, 4, "shm", tmp_path, shard_state=True) == 2

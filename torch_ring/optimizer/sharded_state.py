@@ -1,0 +1,838 @@
+"""ShardedState: the ranks step a part of the parameters each, and keep the state of that part only.
+
+ZeRO-1: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020. On CPUs the ranks of a host have the parameters and the state of the optimizer in
+memory that they share (`Segment`), once: each writes its part there, and nothing is sent. Between
+hosts gradients are averaged, so each host has a whole copy. Elsewhere (devices, ranks that share no
+memory) the parts are divided among all ranks, and broadcast after each step.
+
+Cost of a step besides its own: two allreduces of some bytes, of which the first waits until no rank
+reads the parameters any more, and the second until all parts are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import inspect
+import logging
+import math
+import mmap
+import os
+import secrets
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from torch_ring._C import Engine
+from torch_ring.collectives.compare import hyper_parameters_of, require_same
+from torch_ring.collectives.objects import allgather_object
+from torch_ring.collectives.reduce_op import Sum
+from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
+from torch_ring.world import current
+from torch_ring.world.process_set import ProcessSet, engine_of
+
+__all__ = ["Part", "ShardedState", "can_cut", "plan_parts", "require_dense"]
+
+_log = logging.getLogger("torch_ring")
+
+_ELEMENTWISE = (
+    ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
+)  # fmt: skip
+_BY_TENSOR = (Adafactor, Muon)
+_CUT = 1024  # elements: parts begin where whole vectors of a kernel do, and cache lines
+_LEAST_CUT = 16  # a tensor of a smaller fraction of a rank's fair part stays in one piece
+_LINE = 64  # bytes
+
+
+def can_cut(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may step a part of a tensor; else it takes whole tensors only.
+
+    Raises:
+        ValueError: it cannot step some of its tensors without the others.
+    """
+    cls = type(optimizer)
+    kinds: list[Any] = [*_ELEMENTWISE, *_BY_TENSOR]
+    step = inspect.unwrap(cls.step)
+    found = next((k for k in kinds if issubclass(cls, k) and inspect.unwrap(k.step) is step), None)
+    if found is None:
+        raise ValueError(
+            f"shard_state=True: {cls.__name__} is none of the optimizers that step each tensor by "
+            f"itself ({', '.join(sorted(kind.__name__ for kind in kinds))}, and subclasses with "
+            "the same step()): wrap it with shard_state=False"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("shard_state=True: a step of differentiable=True cannot be divided")
+    return found in _ELEMENTWISE
+
+
+def require_dense(names: Mapping[Tensor, str]) -> None:
+    """Raise ValueError for a parameter whose elements overlap, or do not fill their memory."""
+    for parameter, name in names.items():
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            raise ValueError(
+                f"shard_state=True: '{name}' of shape {list(parameter.shape)} has strides "
+                f"{parameter.stride()}, which do not fill its memory: make it contiguous()"
+            )
+
+
+class Part(NamedTuple):
+    """The elements [begin, end) of a parameter, in the order of memory, that a rank steps."""
+
+    parameter: int
+    begin: int
+    end: int
+    owner: int  # index of the rank
+    is_whole: bool
+
+
+def plan_parts(sizes: Sequence[tuple[int, int]], ranks: int, *, may_cut: bool) -> list[Part]:
+    """Divide parameters among ranks: consecutive ones, as many bytes for each rank as can be.
+
+    A parameter that reaches over a border between two ranks' fair parts is cut there, if it may be
+    and is not small; else it belongs to the rank in whose fair part its middle lies.
+
+    Args:
+        sizes: the elements of each parameter, and the bytes of an element.
+        ranks: their number.
+        may_cut: whether parameters may be cut.
+    """
+    fair = sum(numel * itemsize for numel, itemsize in sizes) / ranks
+    parts = []
+    begin_bytes = 0
+    for index, (numel, itemsize) in enumerate(sizes):
+        nbytes = numel * itemsize
+        edges = {0, numel}
+        if may_cut and nbytes * _LEAST_CUT >= fair:
+            inner = (k * fair - begin_bytes for k in range(1, ranks))
+            edges |= {round(at / itemsize / _CUT) * _CUT for at in inner if 0 < at < nbytes}
+        inside = sorted(edge for edge in edges if edge <= numel)
+        for begin, end in pairwise(inside) if numel else [(0, 0)]:
+            middle = begin_bytes + (begin + end) / 2 * itemsize
+            owner = min(int(middle / fair), ranks - 1) if fair else 0
+            parts.append(Part(index, begin, end, owner, end - begin == numel))
+        begin_bytes += nbytes
+    return parts
+
+
+class Spec(NamedTuple):
+    """Shape, strides and dtype of a tensor, as ranks tell each other."""
+
+    shape: list[int]
+    stride: list[int]
+    dtype: str
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spec:
+        """Return those of a tensor; its elements fill their memory."""
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return Spec(list(tensor.shape), list(stride), str(tensor.dtype).removeprefix("torch."))
+
+    def in_memory(self, memory: mmap.mmap, offset: int) -> Tensor:
+        """Return a tensor in that memory, which it keeps."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        count = math.prod(self.shape)
+        if not count:
+            return torch.empty(self.shape, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+        return flat.as_strided(self.shape, self.stride)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+class Segment:
+    """Memory of a host that a rank makes and the others open: a memfd, which has no name.
+
+    It lives until the last process has let go of the last tensor in it, however processes end. It
+    begins with a token that tells it from any other.
+
+    Args:
+        fd: the rank's own descriptor; closed with this object. The mapping has one of its own.
+        token: of the memory.
+    """
+
+    def __init__(self, fd: int, token: bytes) -> None:
+        self._fd = fd
+        self.token = token
+        self.memory = mmap.mmap(fd, 0)
+
+    @staticmethod
+    def make(nbytes: int) -> Segment:
+        """Make memory. Raises OSError if the host has no more."""
+        fd = os.memfd_create("torch_ring.sharded", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            token = secrets.token_bytes(16)
+            os.pwrite(fd, token, 0)
+            return Segment(fd, token)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def offer(self) -> tuple[int, int, str]:
+        """Return how another process of this user finds it."""
+        return os.getpid(), self._fd, self.token.hex()
+
+    @staticmethod
+    def open(offer: Sequence[Any]) -> Segment:
+        """Open the memory that another process offers. Raises OSError."""
+        pid, number, token = offer
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.pread(fd, 16, 0) != bytes.fromhex(token):
+                raise OSError(f"/proc/{pid}/fd/{number} is something else: other containers?")
+            return Segment(fd, bytes.fromhex(token))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Close the descriptor; tensors keep the mapping."""
+        os.close(self._fd)
+
+
+class _Told(NamedTuple):
+    """The description of its parameters and state that a rank sends to the others."""
+
+    steps: int
+    on_cpu: bool
+    has_lost: bool  # the parts of ranks of a world before
+    is_new: bool  # the whole state has been replaced
+    has_parts: bool  # of the state
+    things: list[list[Any]]  # number of the parameter, key of its state or "", spec or value
+    homes: list[tuple[str, int] | None]  # of the tensors among them in shared memory
+
+    def parameters(self) -> list[list[Any]]:
+        """Return the specs of the parameters."""
+        return [thing for thing in self.things if thing[1] == ""]
+
+    def home_of(self) -> dict[tuple[int, str], tuple[str, int] | None]:
+        """Return the homes by number and key."""
+        pairs = zip(self.things, self.homes, strict=True)
+        return {(index, key): home for (index, key, *_), home in pairs}
+
+
+class ShardedState:
+    """The division of an optimizer's parameters among the ranks, and the memory where they lie.
+
+    Between steps ``optimizer.state`` is whole on each rank if the memory is shared, in the format
+    of an optimizer that is not sharded; else it is empty, and each rank has the state of its part
+    here. Whatever replaces it, or the memory of a parameter (load_state_dict(), model.to()), counts
+    from the next step on: its first allreduce tells all ranks, which divide everything anew.
+
+    Thread: the one that steps. Errors: RingError, of the collectives.
+
+    Args:
+        process_set: the ranks.
+        may_cut: whether parameters may be cut.
+
+    Attributes:
+        is_shared: whether the ranks of a host have the parameters in shared memory.
+        is_active: whether there is more than one rank.
+    """
+
+    def __init__(self, process_set: ProcessSet, *, may_cut: bool) -> None:
+        self._process_set = process_set
+        self._may_cut = may_cut
+        self._steps = 0  # that this rank has taken
+        self.is_shared = False
+        self.is_active = False
+        self._engine: Engine = None  # type: ignore[assignment]  # place() has it
+        self._ranks: list[int] = []
+        self._owners: Sequence[int] = []  # the ranks that divide the parameters
+        self._parameters: list[Tensor] = []
+        self._pointers: list[int] = []  # of their memory
+        self._whole: dict[Tensor, dict[str, Any]] = {}  # the state in shared memory
+        self._homes: dict[int, tuple[str, int]] = {}  # of tensors, by address: token and offset
+        self._kept: list[Tensor] = []  # those tensors, so that no other gets their addresses
+        self._parts: list[tuple[Part, Tensor]] = []  # all; or this rank's, if memory is shared
+        self._mine: list[tuple[Part, Tensor]] = []
+        self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # of this rank's parts
+        self._has_entered = False  # a step
+        self._is_replaced = False  # the whole state, as far as is known
+        self._known: dict[Tensor, tuple[int, ...]] = {}  # ids of those of them in shared memory
+
+    # --- where parameters and state lie
+
+    def place(self, optimizer: Optimizer, index: int) -> None:
+        """Divide parameters and state among the ranks. Collective.
+
+        Within a host, those of one rank count: one that has them in shared memory already (others
+        are new), and has taken most steps. If all have them there, nothing is copied.
+
+        Args:
+            optimizer: whose parameters and state they are; another one's parameters come last.
+            index: of the optimizer on the process set.
+
+        Raises:
+            MismatchError: the ranks of a host have other parameters.
+        """
+        self._name, self._count, self._has_entered = f"sharded.{index}", 0, False
+        before, self._engine = self._engine, engine_of(self._process_set)
+        has_parts = self.is_divided and bool(self._state)
+        has_lost = has_parts and before is not self._engine
+        self._ranks = list(self._process_set.ranks or ())
+        self._rank = current.rank()
+        host_of = current.world().host_of
+        host = [rank for rank in self._ranks if host_of[rank] == host_of[self._rank]]
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        things = self._things(optimizer)
+        described = [[*key, *spec] for key, spec, _ in things]
+        homes = [None if v is None else self._homes.get(v.data_ptr()) for *_, v in things]
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
+        is_new = self._is_dirty(optimizer)
+        own = _Told(self._steps, on_cpu, has_lost, is_new, has_parts, described, homes)
+        gathered = self._exchange(tuple(own))
+        every = {r: _Told(*told) for r, told in zip(self._ranks, gathered, strict=True)}
+        if any(told.has_lost for told in every.values()):
+            self._refuse(
+                "ranks have gone with their parts of the state of an optimizer (shard_state=True "
+                "without shared memory): begin again from a checkpoint"
+            )
+        if any(told.has_parts for told in every.values()):
+            self._collect(optimizer, [told.is_new for told in every.values()])
+            things = self._things(optimizer)
+        could_share = len({host_of[rank] for rank in self._ranks}) < len(self._ranks)
+        self.is_shared = could_share and all(told.on_cpu for told in every.values())
+        if self.is_shared:
+            self._share(optimizer, {rank: every[rank] for rank in host}, things)
+        self._divide(optimizer, host if self.is_shared else self._ranks)
+        self.is_active = True
+        self._sum([0], "placed")  # no rank steps before all have taken what is theirs
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank has the state of its part only."""
+        return self.is_active and not self.is_shared
+
+    def note_replaced(self) -> None:
+        """Note that ``optimizer.state`` is another one now, or empty."""
+        self._is_replaced = True
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """End the division: this rank is alone now, with the whole state."""
+        if self.is_divided and self._state:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: the other ranks have gone with their parts of the state of a "
+                f"{type(optimizer).__name__} (shard_state=True without shared memory): begin again "
+                "from a checkpoint"
+            )
+        self.is_active = False
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return allgather_object(value, process_set=self._process_set)
+
+    def _things(self, optimizer: Optimizer) -> list[tuple[tuple[int, str], Any, Tensor | None]]:
+        """Return parameters and state: key, spec or other value, and the tensor."""
+        things: list[tuple[tuple[int, str], Any, Tensor | None]] = []
+        for index, parameter in enumerate(self._parameters):
+            things.append(((index, ""), Spec.of(parameter), parameter.detach()))
+            for key, value in optimizer.state.get(parameter, {}).items():
+                is_tensor = isinstance(value, Tensor)
+                spec = self._spec_of_state(parameter, value) if is_tensor else (value,)
+                things.append(((index, key), spec, value if is_tensor else None))
+        return things
+
+    @staticmethod
+    def _spec_of_state(parameter: Tensor, value: Tensor) -> Spec:
+        """Return the spec of a state, whose elements lie as those of its parameter."""
+        like = parameter.detach() if value.shape == parameter.shape else value
+        return Spec.of(like)._replace(dtype=Spec.of(value).dtype)
+
+    def _is_dirty(self, optimizer: Optimizer) -> bool:
+        """Return whether somebody has replaced the state of a parameter."""
+        state = optimizer.state
+        if self._is_replaced or not self.is_shared:
+            return self._is_replaced or any(state.values())
+        return any(v is not self._whole.get(p) for p, v in state.items() if v) or any(
+            parameter not in state for parameter in self._whole
+        )
+
+    def _share(
+        self,
+        optimizer: Optimizer,
+        host: Mapping[int, _Told],
+        things: list[tuple[tuple[int, str], Any, Tensor | None]],
+    ) -> None:
+        """Move parameters and state into shared memory, where they do not lie on all ranks."""
+        holder = max(host, key=lambda rank: (any(host[rank].homes), host[rank].steps, -rank))
+        described, homes = host[holder].things, host[holder].homes
+        for rank, told in host.items():
+            if told.parameters() != host[holder].parameters():
+                raise MismatchError(
+                    f"rank {self._rank}: ranks {holder} and {rank} of a host have parameters of "
+                    "other shapes or dtypes: convert the model alike on all ranks"
+                )
+        own = {key: tensor for key, _, tensor in things}
+        at = [told.home_of() for told in host.values()]
+        new: list[tuple[tuple[int, str], Spec]] = []
+        state: dict[int, dict[str, Any]] = {}
+        shared: dict[tuple[int, str], Tensor] = {}
+        for line, home in zip(described, homes, strict=True):
+            key: tuple[int, str] = (line[0], line[1])
+            if len(line) == 3:
+                state.setdefault(key[0], {})[key[1]] = line[2]
+                continue
+            if key[1]:
+                state.setdefault(key[0], {})[key[1]] = None  # in this order
+            tensor = own.get(key)
+            if tensor is not None and home and all(each.get(key) == home for each in at):
+                shared[key] = tensor
+            else:
+                new.append((key, Spec(*line[2:])))
+        values = [own[key] for key, _ in new] if self._rank == holder else None
+        made = self._segment([spec for _, spec in new], holder, values)
+        if made is None:
+            self.is_shared = False
+            return
+        kept = {tensor.data_ptr() for tensor in shared.values()}
+        self._homes = {at: home for at, home in self._homes.items() if at in kept}
+        self._homes.update((tensor.data_ptr(), home) for tensor, home in made)
+        self._kept = [*shared.values(), *(tensor for tensor, _ in made)]
+        for (key, _), (tensor, _) in zip(new, made, strict=True):
+            shared[key] = tensor
+            if key[1] == "":
+                self._parameters[key[0]].data = tensor
+        self._whole = {}
+        for index, values_of in state.items():
+            whole = {k: shared.get((index, k), v) for k, v in values_of.items()}
+            self._whole[self._parameters[index]] = whole
+        self._show(optimizer)
+
+    def _show(self, optimizer: Optimizer) -> None:
+        """Let the optimizer have the state in shared memory."""
+        for parameter in self._parameters:  # in the order that it would have
+            optimizer.state.pop(parameter, None)
+            if parameter in self._whole:
+                optimizer.state[parameter] = self._whole[parameter]
+
+    def _segment(
+        self, layout: Sequence[Spec], holder: int, values: Sequence[Tensor | None] | None
+    ) -> list[tuple[Tensor, tuple[str, int]]] | None:
+        """Return tensors in memory that the rank `holder` makes for its host. Collective.
+
+        Args:
+            layout: the same on all ranks of the host.
+            holder: of this host.
+            values: of the tensors, on the holder; None: they are undefined.
+
+        Returns:
+            Each with its token and offset; None, on all ranks of the set: one has no such memory.
+        """
+        offsets = []
+        end = _LINE
+        for spec in layout:
+            offsets.append(end)
+            end += -(-spec.nbytes // _LINE) * _LINE
+        segment: Segment | None = None
+        made: list[tuple[Tensor, tuple[str, int]]] = []
+        problem = ""
+
+        def fill(found: Segment) -> None:
+            token = found.token.hex()
+            for spec, at in zip(layout, offsets, strict=True):
+                made.append((spec.in_memory(found.memory, at), (token, at)))
+
+        try:
+            try:
+                if self._rank == holder and layout:
+                    segment = Segment.make(end)
+                    fill(segment)
+                    for (tensor, _), value in zip(made, values or (), strict=False):
+                        if value is not None:
+                            tensor.copy_(value)
+            except (OSError, ValueError) as error:
+                problem = f"rank {self._rank} cannot make {end} bytes: {error}"
+            offers = self._exchange(None if problem or segment is None else segment.offer())
+            offer = offers[self._ranks.index(holder)]
+            try:
+                if self._rank != holder and layout and offer is not None:
+                    segment = Segment.open(offer)
+                    fill(segment)
+            except (OSError, ValueError) as error:
+                problem = f"rank {self._rank} cannot open the memory of rank {holder}: {error}"
+            problems = [each for each in self._exchange(problem) if each]
+        finally:
+            if segment is not None:
+                segment.close()
+        if not problems:
+            return made
+        if self._rank == self._ranks[0]:
+            _log.warning("shard_state=True without shared memory: %s", problems[0])
+        return None
+
+    def _divide(self, optimizer: Optimizer, group: Sequence[int]) -> None:
+        """Give each rank of the group its parts, and this one the state of its own."""
+        sizes = [(p.numel(), p.element_size()) for p in self._parameters]
+        plan = plan_parts(sizes, len(group), may_cut=self._may_cut)
+        self._owners = group
+        own = group.index(self._rank)
+        self._parts = [
+            (part, _cut(self._parameters[part.parameter].detach(), part))
+            for part in plan
+            if part.owner == own or not self.is_shared
+        ]
+        self._mine = [(part, tensor) for part, tensor in self._parts if part.owner == own]
+        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+        self._state, self._known, self._is_replaced = defaultdict(dict), {}, False
+        for part, tensor in self._mine:
+            parameter = self._parameters[part.parameter]
+            whole = optimizer.state.get(parameter, {})
+            if whole:
+                self._state[tensor] = {
+                    key: self._own(value, part, parameter) if isinstance(value, Tensor) else value
+                    for key, value in whole.items()
+                }
+            self._known[tensor] = _ids(self._state.get(tensor))
+        if not self.is_shared:
+            self._whole, self._homes, self._kept = {}, {}, []
+            for parameter in self._parameters:
+                optimizer.state.pop(parameter, None)
+
+    def _own(self, value: Tensor, part: Part, parameter: Tensor) -> Tensor:
+        """Return a part's state, of the state of the whole parameter."""
+        if not part.is_whole and value.shape == parameter.shape:
+            own = _cut(value.detach(), part, parameter)
+            return own if self.is_shared else own.clone()
+        # The first part's number of steps, say, is that of the whole parameter.
+        return value if part.begin == 0 else value.clone()
+
+    # --- a step
+
+    def step(
+        self, optimizer: Optimizer, raw: Callable[..., Any], closure: Callable[[], Any] | None
+    ) -> Any:
+        """Step this rank's part, and wait for the others'. Collective.
+
+        Args:
+            optimizer: whose gradients are reduced.
+            raw: the ``step`` of its class, without hooks.
+            closure: computes and reduces gradients, and returns the loss; None: they are there.
+
+        Raises:
+            MismatchError: on all ranks: they have other gradients or hyper-parameters.
+            InvalidArgumentError: on all ranks: one of them cannot step.
+            RingError: on all other ranks: a step has failed on one, parts of which are taken.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.enter(optimizer)
+        self._has_entered = False
+        stepped: Any = object.__new__(type(optimizer))
+        groups = self._groups(optimizer)
+        vars(stepped).update(vars(optimizer), param_groups=groups, state=self._state)
+        failure: BaseException | None = None
+        try:
+            raw(stepped)
+        except BaseException as error:  # Ctrl-C, too: the other ranks wait
+            failure = error
+        for _, tensor in self._mine:
+            tensor.grad = None
+        self._leave(optimizer, failure)
+        self._steps += 1
+        torch.autograd.graph.increment_version(
+            [parameter for parameter in self._parameters if parameter.grad is not None]
+        )
+        return loss
+
+    def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Return the groups with this rank's parts, with their gradients, as parameters."""
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        for part, tensor in self._mine:
+            parameter = self._parameters[part.parameter]
+            gradient = parameter.grad
+            if gradient is not None:
+                tensor.grad = _cut(gradient.detach(), part, parameter)
+            groups[group_of[part.parameter]]["params"].append(tensor)
+        return groups
+
+    def _sum(self, numbers: Sequence[int], what: str) -> list[int]:
+        self._count += 1
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        name = f"{self._name}.{self._count}.{what}"
+        total: list[int] = self._engine.allreduce_and_wait(
+            tensor, None, name, Sum, 1.0, 1.0
+        ).tolist()
+        return total
+
+    def enter(self, optimizer: Optimizer) -> None:
+        """Wait until all ranks are about to step: none of them reads the parameters then.
+
+        A step hook may have done so before: if a rank is lost here, nothing has changed. Errors: as
+        of `step`.
+        """
+        if self._has_entered or not self.is_active:
+            return
+        problem = self._problem()
+        lines = self._lines(optimizer)
+        digest = zlib.crc32(repr(lines).encode()) >> 8
+        is_new = self._is_dirty(optimizer) or any(
+            parameter.data_ptr() != pointer
+            for parameter, pointer in zip(self._parameters, self._pointers, strict=True)
+        )
+        size = len(self._ranks)
+        here, problems, who, new, digests, squares = self._sum(
+            [1, bool(problem), self._rank if problem else 0, is_new, digest, digest * digest],
+            "enter",
+        )
+        if here != size:
+            self._refuse(
+                f"{size - here} ranks have called join(), and step no more: with shard_state=True "
+                "their parts of the parameters would stay. Give all ranks as many batches"
+            )
+        if problems:
+            self._refuse(problem or f"rank {who} cannot step: see its error")
+        if digests * digests != size * squares:  # equal only if all digests are
+            require_same(lines, "the ranks step differently", self._process_set)
+        if new:
+            if new != size:
+                self._refuse(
+                    f"{new} of {size} ranks have got another optimizer state, or other memory of "
+                    "parameters, since the last step: call load_state_dict(), model.to() and the "
+                    "like on all ranks, or broadcast_optimizer_state() after it"
+                )
+            self.place(optimizer, int(self._name.rpartition(".")[2]))
+        self._has_entered = True
+
+    def _refuse(self, why: str) -> None:
+        raise InvalidArgumentError(f"rank {self._rank}: {why}")
+
+    def _problem(self) -> str:
+        """Return why this rank cannot step; "" if it can."""
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                return (
+                    f"the gradient of parameter {index} of the optimizer is sparse, which "
+                    "shard_state=True does not take: use sparse_as_dense=True and "
+                    "Embedding(sparse=False)"
+                )
+            if gradient.dtype != parameter.dtype:
+                return f"the gradient of parameter {index} has another dtype: {gradient.dtype}"
+        return ""
+
+    def _lines(self, optimizer: Optimizer) -> list[str]:
+        """Return what must be the same on all ranks: a part is stepped by one of them only."""
+        without = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
+        settings = [f"{each.name} is {each.value!r}" for each in hyper_parameters_of(optimizer)]
+        return [f"parameters {without} of the optimizer have no gradient", *settings]
+
+    def _leave(self, optimizer: Optimizer, failure: BaseException | None) -> None:
+        """Wait until all parts are stepped."""
+        is_new = self.is_shared and any(
+            _ids(self._state.get(tensor)) != self._known[tensor] for _, tensor in self._mine
+        )
+        try:
+            failed, new = self._sum([failure is not None, is_new and failure is None], "leave")
+        except RingError as error:
+            raise failure or error from None
+        if failure is not None:
+            raise failure
+        if failed:
+            raise RingError(
+                f"rank {self._rank}: {failed} other ranks have failed to step their parts of the "
+                "parameters: some are stepped, others are not. Begin again from a checkpoint"
+            )
+        if new:
+            self._adopt(optimizer)
+        if not self.is_shared:
+            works = [
+                self._engine.broadcast(
+                    tensor.detach(),
+                    tensor.detach(),
+                    self._ranks.index(self._owners[part.owner]),
+                    f"{self._name}.{self._count}.{position}",
+                )
+                for position, (part, tensor) in enumerate(self._parts)
+            ]
+            for work in works:
+                work.wait()
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Move the state that a step has made into shared memory. Collective."""
+        changed = [
+            (part, tensor)
+            for part, tensor in self._mine
+            if _ids(self._state.get(tensor)) != self._known[tensor]
+        ]
+        told: list[tuple[int, list[Any]]] = []
+        for part, tensor in changed:
+            if part.begin == 0:
+                parameter = self._parameters[part.parameter]
+                items: list[Any] = []
+                for key, value in self._state[tensor].items():
+                    if not isinstance(value, Tensor):
+                        items.append([key, value])
+                        continue
+                    spec = Spec.of(value)
+                    if not part.is_whole and value.shape == tensor.shape:
+                        spec = Spec.of(parameter)._replace(dtype=spec.dtype)
+                    elif value.shape == parameter.shape:
+                        spec = self._spec_of_state(parameter, value)
+                    items.append([key, *spec])
+                told.append((part.parameter, items))
+        every = dict(zip(self._ranks, self._exchange(told), strict=True))
+        new: list[tuple[int, str, Spec]] = []
+        for index, items in sorted(each for rank in self._owners for each in every[rank]):
+            whole = self._whole.setdefault(self._parameters[index], {})
+            for key, *spec in items:
+                if len(spec) == 1:
+                    whole[key] = spec[0]
+                    continue
+                before = whole.get(key)
+                if not isinstance(before, Tensor) or Spec.of(before) != Spec(*spec):
+                    whole[key] = None  # in this order
+                    new.append((index, key, Spec(*spec)))
+        made = self._segment([spec for *_, spec in new], self._owners[0], None)
+        if made is None:
+            raise RingError(f"rank {self._rank}: no shared memory for the state of the optimizer")
+        for (index, key, _), (tensor, home) in zip(new, made, strict=True):
+            self._whole[self._parameters[index]][key] = tensor
+            self._homes[tensor.data_ptr()] = home
+            self._kept.append(tensor)
+        for part, tensor in changed:
+            parameter = self._parameters[part.parameter]
+            state = self._state[tensor]
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    own = self._own(self._whole[parameter][key], part, parameter)
+                    own.copy_(value)
+                    state[key] = own
+            self._known[tensor] = _ids(state)
+        self._show(optimizer)
+        self._sum([0], "adopted")
+
+    # --- the whole state
+
+    @contextlib.contextmanager
+    def whole(self, optimizer: Optimizer, *, is_replaced: bool = False) -> Iterator[None]:
+        """Context in which ``optimizer.state`` is whole. Collective, if memory is not shared.
+
+        Args:
+            optimizer: as of `place`.
+            is_replaced: whether all ranks get another state there, which counts from then on.
+        """
+        if not self.is_active or (self.is_shared and not is_replaced):
+            yield
+            return
+        collected = False
+        if not self.is_shared:
+            dirty = self._exchange(self._is_dirty(optimizer))
+            collected = self._collect(optimizer, dirty, to_cpu=True)
+        try:
+            yield
+        finally:
+            if is_replaced:
+                self.note_replaced()
+            elif collected:
+                for parameter in self._parameters:
+                    optimizer.state.pop(parameter, None)
+
+    def _collect(
+        self, optimizer: Optimizer, dirty: Sequence[bool], *, to_cpu: bool = False
+    ) -> bool:
+        """Give ``optimizer.state`` the parts of all ranks, unless it has been replaced. Collective.
+
+        Args:
+            optimizer: as of `place`.
+            dirty: whether each rank's has been replaced.
+            to_cpu: whether it is to lie on the CPU; else where the parts do.
+
+        Returns:
+            Whether it has them now.
+        """
+        if any(dirty):
+            return False
+        own: list[Any] = []
+        sent: list[Tensor] = []
+        for part, tensor in self._mine:
+            for key, value in self._state.get(tensor, {}).items():
+                line: list[Any] = [part.parameter, part.begin, part.end, part.is_whole, key]
+                if isinstance(value, Tensor):
+                    sent.append(value)
+                    is_cut = not part.is_whole and value.shape == tensor.shape
+                    line += [is_cut, value.device.type == "cpu", *Spec.of(value)]
+                else:
+                    line.append(value)
+                own.append(line)
+        for owner, lines in enumerate(self._exchange(own)):
+            mine = iter(sent)
+            for number, (index, begin, end, is_whole, key, *rest) in enumerate(lines):
+                parameter = self._parameters[index]
+                state = optimizer.state[parameter]
+                if len(rest) == 1:
+                    state[key] = rest[0]
+                    continue
+                is_cut, on_cpu, *described = rest
+                spec = Spec(*described)
+                device = torch.device("cpu") if on_cpu else parameter.device
+                dtype = getattr(torch, spec.dtype)
+                if self._ranks[owner] == self._rank:
+                    value = next(mine)
+                else:
+                    value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
+                flat = _flat(value)
+                name = f"{self._name}.{self._count}.state.{owner}.{number}"
+                self._engine.broadcast(flat, flat, owner, name, blocking=True).wait()
+                if to_cpu:
+                    value = value.cpu()
+                if is_cut:
+                    if key not in state:
+                        like = parameter.detach()
+                        state[key] = torch.empty_like(like, dtype=dtype, device=value.device)
+                    part = Part(index, begin, end, owner, is_whole)
+                    _cut(state[key], part).copy_(value)
+                elif begin == 0:
+                    state[key] = value.clone()
+        self._count += 1
+        return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements in the order of memory, which they fill."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _cut(tensor: Tensor, part: Part, like: Tensor | None = None) -> Tensor:
+    """Return a part of a tensor, whose elements lie as those of `like`, or are copied to lie so."""
+    if part.is_whole:
+        return tensor
+    if like is not None and tensor.stride() != like.stride():
+        tensor = torch.empty_like(like.detach(), dtype=tensor.dtype).copy_(tensor)
+    return _flat(tensor)[part.begin : part.end]
+
+
+def _ids(state: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Return what changes when a tensor of a state is another one."""
+    return tuple(id(value) for value in (state or {}).values() if isinstance(value, Tensor))
