@@ -16,8 +16,8 @@ import torch_ring as hvd
 VARIANTS = ("torch", "torch_ring", "ddp")
 """No communication; DistributedOptimizer; DistributedDataParallel with its defaults.
 
-Further variants: "ddp_ring" is DDP over the backend ring; "barrier" sends nothing, but waits for
-all ranks after each backward pass.
+Further variants: "nan_check" is DistributedOptimizer with that; "ddp_ring" is DDP over the backend
+ring; "barrier" sends nothing, but waits for all ranks after each backward pass.
 """
 
 
@@ -33,8 +33,9 @@ class Replica:
             self._model = DistributedDataParallel(model, process_group=group)
         self.optimizer = workload.make_optimizer(model.parameters())
         self._waits = variant == "barrier"
-        if variant == "torch_ring":
-            hvd.DistributedOptimizer(self.optimizer, model.named_parameters())
+        if variant in ("torch_ring", "nan_check"):
+            named, looks = model.named_parameters(), variant == "nan_check"
+            hvd.DistributedOptimizer(self.optimizer, named, nan_check=looks)
         self.parameters: list[Tensor] = list(model.parameters())
 
     def step(self) -> None:

@@ -820,6 +820,18 @@ class Due:
     everything: Due
     """All; also those that were assigned or written by hand."""
 
+class Worst:
+    """The worst of some floating-point numbers; a later one is worse."""
+
+    finite: Worst
+    large: Worst
+    """A magnitude above a limit."""
+
+    infinite: Worst
+    nan: Worst
+    value: int
+    def __init__(self, value: int) -> None: ...
+
 class GradientHooks:
     """Moves gradients into buckets as autograd produces them (csrc/gradients/gradient_hooks.h).
 
@@ -837,6 +849,7 @@ class GradientHooks:
         agreement: of the process set.
         run_ahead: of the process set; None: no pass will be planned.
         blocks: memory of gradients that fill a bucket alone.
+        largest: the largest magnitude that `not_finite` takes for finite; None: it finds nothing.
     """
 
     def __init__(
@@ -852,6 +865,7 @@ class GradientHooks:
         blocks: BlockPool | None,
         agreement: PassAgreement,
         run_ahead: RunAhead | None,
+        largest: float | None,
     ) -> None: ...
     def set_buckets(
         self, buckets: Sequence[Tensor], slots: Sequence[tuple[int, int]], early: Sequence[bool]
@@ -868,6 +882,12 @@ class GradientHooks:
         Then: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
         first; whether each parameter is due, or was reduced since the step began; whether some
         gradients have come again, after they had been sent.
+        """
+
+    def not_finite(self, due: bytes) -> list[tuple[int, Worst, bool]]:
+        """Return the gradients of a bitmap that are not finite, as they are before the reduction.
+
+        And the worst of their numbers, and whether they contain already reduced gradients.
         """
 
     def set_by_hand(self) -> list[int]:

@@ -12,6 +12,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "InvalidArgumentError",
     "MismatchError",
+    "NonFiniteGradientError",
     "NotInitializedError",
     "PeerLostError",
     "ProcessSetLostError",
@@ -92,6 +93,13 @@ class NotInitializedError(ValueError, RuntimeError):
 
     def __init__(self, what: str = "torch_ring has not been initialized: call init() first"):
         super().__init__(what)
+
+
+class NonFiniteGradientError(FloatingPointError, RuntimeError):
+    """A rank's gradient has a NaN or an infinity; no rank has stepped, the job may go on.
+
+    Only with ``nan_check``. No RingError: nothing has failed that shutdown() and init() would mend.
+    """
 
 
 def first_line(error: BaseException) -> str:

@@ -108,6 +108,11 @@ void bind_gradients(py::module_& module) {
           py::arg("optimizer"), py::arg("hooks"), Release())
       .def("launch_rest", &RunAhead::launch_rest, Release())
       .def("wait", &RunAhead::wait, Release());
+  py::enum_<Worst>(module, "Worst")
+      .value("finite", Worst::kFinite)
+      .value("large", Worst::kLarge)
+      .value("infinite", Worst::kInfinite)
+      .value("nan", Worst::kNaN);
   py::enum_<GradientHooks::Due>(module, "Due")
       .value("now", GradientHooks::Due::kNow)
       .value("started", GradientHooks::Due::kStarted)
@@ -117,7 +122,7 @@ void bind_gradients(py::module_& module) {
                        double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
                        py::object new_memory, py::object fail, std::shared_ptr<BlockPool> blocks,
                        std::shared_ptr<PassAgreement> agreement,
-                       const std::shared_ptr<RunAhead>& run_ahead) {
+                       const std::shared_ptr<RunAhead>& run_ahead, std::optional<double> largest) {
              return GradientHooks::make(
                  std::move(parameters), std::move(names),
                  {reduced_scale, callback<void>(std::move(on_backward_end)),
@@ -130,11 +135,12 @@ void bind_gradients(py::module_& module) {
                   },
                   callback<at::Tensor, std::size_t>(std::move(new_memory)),
                   callback<void, const std::string&>(std::move(fail)), std::move(blocks),
-                  std::move(agreement)});
+                  std::move(agreement), largest});
            }),
            py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
            py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("new_memory"),
-           py::arg("fail"), py::arg("blocks"), py::arg("agreement"), py::arg("run_ahead"))
+           py::arg("fail"), py::arg("blocks"), py::arg("agreement"), py::arg("run_ahead"),
+           py::arg("largest"))
       .def(
           "set_buckets",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
@@ -158,6 +164,16 @@ void bind_gradients(py::module_& module) {
                               pending.again);
           },
           py::arg("which"))
+      .def(
+          "not_finite",
+          [](GradientHooks& hooks, const GradientHooks::Bitmap& due) {
+            std::vector<std::tuple<std::size_t, Worst, bool>> found;
+            for (const auto& [index, worst, on_base] : hooks.not_finite(due)) {
+              found.emplace_back(index, worst, on_base);
+            }
+            return found;
+          },
+          py::arg("due"), Release())
       .def("set_by_hand", &GradientHooks::set_by_hand, Release())
       .def("share", &GradientHooks::share, py::arg("other"), Release())
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())

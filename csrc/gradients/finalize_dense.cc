@@ -62,6 +62,7 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
   if (pending.due != everything_ || any_sparse || pending.accumulating || pending.unready) {
     return std::nullopt;
   }
+  if (hooks_->looks_at_gradients() && !hooks_->not_finite(everything_).empty()) return std::nullopt;
   std::string gathered = agreement.gather(engine, report, interrupt);
   const bool all_are_here = gathered.size() == report.size() * static_cast<std::size_t>(size);
   if (!all_are_here || !all_sent(gathered, report)) return gathered;

@@ -31,11 +31,10 @@ class DenseFinalizer {
 
   /// Sends `report` to the other ranks, and reduces the gradients if all ranks report the same.
   ///
-  /// Returns nullopt if a gradient is not due here; nothing was sent then. Returns the ranks'
-  /// reports, one after the other, if they differ or a rank has joined; nothing was reduced then,
-  /// and Python goes on.
-  /// Returns an empty string if all gradients are reduced and `agreement` has finished; so it has
-  /// if the interrupt throws meanwhile.
+  /// Returns nullopt if a gradient is not due here, or not finite; nothing was sent then. Returns
+  /// the ranks' reports, one after the other, if they differ or a rank has joined; nothing was
+  /// reduced then, and Python goes on. Returns an empty string if all gradients are reduced and
+  /// `agreement` has finished; so it has if the interrupt throws meanwhile.
   std::optional<std::string> run(Engine& engine, int size, PassAgreement& agreement,
                                  const std::string& report,
                                  const Engine::Interrupt& interrupt) const;

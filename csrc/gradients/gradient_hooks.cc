@@ -9,11 +9,13 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <unordered_map>
 #include <utility>
 
 #include "bindings/accelerator.h"
+#include "bindings/dtypes.h"
 
 namespace torch_ring {
 
@@ -204,6 +206,22 @@ void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index
 
 void set(std::string& bitmap, std::size_t i) {
   bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
+}
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// Whether the elements of a tensor on the host are those of its memory, in some order.
+bool has_plain_memory(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor._is_zerotensor() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+/// The worst of numbers of which this is the largest magnitude, or a NaN.
+Worst worst_of(double largest, double limit) {
+  return std::isnan(largest)   ? Worst::kNaN
+         : std::isinf(largest) ? Worst::kInfinite
+         : largest > limit     ? Worst::kLarge
+                               : Worst::kFinite;
 }
 
 /// Throws if a parameter has another shape than when it was wrapped: the next pass would fail in
@@ -397,6 +415,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     }
     bucket_full = count_arrival(index, parameter.on_gradient(gradient, is_new), gradient);
     if (bucket_full) complete(lock, bucket);
+    if (bucket_full && looks_at_gradients()) look(members_[bucket], looked_at_);
     sent_ = sent_ || bucket_full;
     is_planned = planned_.has_value();
     const auto shared = sharers_.find(index);
@@ -615,6 +634,7 @@ void GradientHooks::close(bool failed) {
   sent_ = false;
   pass_.reset();
   arrived_.clear();
+  looked_at_ = {};
   for (Producers& producers : producers_) producers.clear();
   if (failed && std::exchange(again_, false)) aside_.clear();
   for (HookedParameter& parameter : parameters_) {
@@ -707,6 +727,65 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   return pending;
 }
 
+std::vector<GradientHooks::NotFinite> GradientHooks::not_finite(const Bitmap& due) {
+  if (!looks_at_gradients()) return {};
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::size_t> rest;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!get(due, i) || looked_at_.has(i)) continue;
+    parameters_[i].refresh();
+    rest.push_back(i);
+  }
+  Looks looks = looked_at_;
+  look(rest, looks);
+  for (const auto& [dtype, on_device] : looks.on_device) {
+    const at::Tensor largest = at::stack(on_device.largest).to(at::kCPU, at::kDouble);
+    const auto* const values = largest.const_data_ptr<double>();
+    for (std::size_t k = 0; k < on_device.parameters.size(); ++k) {
+      looks.worst[on_device.parameters[k]] = worst_of(values[k], *options_.largest);
+    }
+  }
+  std::vector<NotFinite> found;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!get(due, i) || !looks.has(i) || looks.worst[i] == Worst::kFinite) continue;
+    found.push_back({i, *looks.worst[i], parameters_[i].on_base});
+  }
+  return found;
+}
+
+/// Looks at gradients that are about to be sent. On a device their largest magnitudes are enqueued
+/// on the current stream, which follows those on which they were made. A sparse gradient is not
+/// compressed, and never sent before the end of the pass.
+void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& looks) const {
+  const at::NoGradGuard no_grad;
+  looks.worst.resize(parameters_.size());
+  for (const std::size_t i : parameters) {
+    looks.worst[i] = Worst::kFinite;
+    at::Tensor values = parameters_[i].to_send();
+    if (!values.defined()) continue;
+    const bool is_sparse = values.is_sparse();
+    const double limit = is_sparse ? kInfinity : *options_.largest;
+    if (is_sparse) values = values._values();
+    if (values.layout() != at::kStrided || values.numel() == 0) continue;
+    if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
+    if (values.is_cpu() && has_plain_memory(values)) {
+      const auto count = static_cast<std::size_t>(values.numel());
+      looks.worst[i] = worst_of(values.const_data_ptr(), count, dtype_of(values), limit);
+    } else if (values.is_cpu() || is_sparse) {
+      looks.worst[i] = worst_of(at::linalg_vector_norm(values, kInfinity).item<double>(), limit);
+    } else {
+      Looks::OnDevice& others = looks.on_device[values.scalar_type()];
+      others.parameters.push_back(i);
+      others.gradients.push_back(values);
+    }
+  }
+  for (auto& [dtype, others] : looks.on_device) {
+    if (others.gradients.empty()) continue;
+    const auto largest = at::_foreach_norm(std::exchange(others.gradients, {}), kInfinity);
+    others.largest.insert(others.largest.end(), largest.begin(), largest.end());
+  }
+}
+
 std::vector<std::size_t> GradientHooks::set_by_hand() {
   const std::scoped_lock lock(mutex_);
   std::vector<std::size_t> found;
@@ -759,6 +838,7 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
   {
     const std::scoped_lock lock(mutex_);
     sent_ = false;
+    looked_at_ = {};
     BatchedCopy copies;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!get(touched, i)) continue;
@@ -897,8 +977,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched) {
     parameter.refresh();
     if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
     at::Tensor& grad = parameter.variable.mutable_grad();
-    const bool is_in_view = parameter.bucket_view.defined() || parameter.outside.defined();
-    if (parameter.arrived && is_in_view && !parameter.sparse.defined()) {
+    if (parameter.is_settled()) {
       // Its bucket may be in flight already, whatever `grad` was set to since.
       parameter.bring_in(copies);
       if (!parameter.is_given()) grad = parameter.bucket_view;
@@ -1049,6 +1128,7 @@ void GradientHooks::take_up_aside(bool again) {
       parameter.outside_stream.reset();
       parameter.base_reduced = false;
     } else {
+      parameter.on_base = parameter.on_base || (again && parameter.base_reduced);
       if (!parameter.unreduced) rescale_reduced(parameter);
       if (grad.is_sparse()) grad = grad.to_dense();
       grad.add_(kept.to(grad.device()));

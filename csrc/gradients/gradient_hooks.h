@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bindings/accelerator.h"
+#include "core/finite.h"
 #include "gradients/hooked_parameter.h"
 #include "gradients/pass_agreement.h"
 #include "memory/block_pool.h"
@@ -109,6 +110,16 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     std::function<void(const std::string& why)> fail;          // ends the job: it throws
     std::shared_ptr<BlockPool> blocks;                         // null if every bucket has memory
     std::shared_ptr<PassAgreement> agreement;                  // of the process set
+    // Gradients are looked at before they are sent (not_finite()), and a magnitude above this is as
+    // bad as an infinity. None: they are not.
+    std::optional<double> largest;
+  };
+
+  /// A gradient with a number that is not finite, or too large.
+  struct NotFinite {
+    std::size_t index;
+    Worst worst;   // of its numbers
+    bool on_base;  // it contains an already reduced gradient
   };
 
   ~GradientHooks();  // the headers do not know autograd's nodes, which end with it
@@ -136,6 +147,13 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// The parameters whose gradient a step would take though it is not reduced: the program has set
   /// or written it. A write that torch does not count (through `.data`, say) is not seen.
   std::vector<std::size_t> set_by_hand();
+
+  /// Whether not_finite() finds any.
+  bool looks_at_gradients() const { return options_.largest.has_value(); }
+
+  /// The gradients of `due` that are not finite, as they are before they are reduced. One whose
+  /// bucket has been sent in this pass was looked at before that. Waits for a device's.
+  std::vector<NotFinite> not_finite(const Bitmap& due);
 
   /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
   /// failed after a part of it was sent.
@@ -258,6 +276,21 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     std::size_t index;  // the parameter's there
   };
 
+  /// The worst numbers of some gradients.
+  struct Looks {
+    /// Gradients on a device, of one dtype: theirs are not known yet.
+    struct OnDevice {
+      std::vector<std::size_t> parameters;
+      std::vector<at::Tensor> gradients;
+      std::vector<at::Tensor> largest;  // magnitudes; of the first ones
+    };
+
+    bool has(std::size_t i) const { return i < worst.size() && worst[i]; }
+
+    std::vector<std::optional<Worst>> worst;  // by parameter
+    std::map<at::ScalarType, OnDevice> on_device;
+  };
+
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                 Options options);
   void close_pass(std::uint64_t number, bool failed);
@@ -279,6 +312,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
+  void look(const std::vector<std::size_t>& parameters, Looks& looks) const;
   bool is_shared(std::size_t bucket) const;
   double scale() const { return options_.reduced_scale * base_scale_; }
   void keep_sent(std::size_t index);
@@ -317,6 +351,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::map<std::size_t, at::Tensor> aside_;  // by parameter: what was put aside
   bool again_ = false;                       // ... as it came again, after its bucket was sent
   at::Tensor kept_;                          // what kept() has given
+  Looks looked_at_;                          // gradients whose buckets have been sent in this pass
   std::set<std::size_t> repeated_;  // parameters that have got several gradients in one pass
   int passes_per_step_ = 1;
   bool synchronizing_ = true;

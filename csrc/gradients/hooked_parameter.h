@@ -133,6 +133,18 @@ struct HookedParameter {
   /// since.
   void bring_in(BatchedCopy& copies);
 
+  /// Whether the gradient that has arrived in this pass is reduced, whatever `grad` was set to
+  /// since.
+  bool is_settled() const {
+    return arrived && (bucket_view.defined() || outside.defined()) && !sparse.defined();
+  }
+
+  /// The gradient that will be reduced; undefined if there is none.
+  const at::Tensor& to_send() const {
+    if (!is_settled()) return variable.grad();
+    return outside.defined() ? outside : bucket_view;
+  }
+
   /// Makes `grad` a tensor of zeros over the view.
   void make_zero(BatchedCopy& copies);
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from many_parameters import NUMEL, backward, make_parameters
+from many_parameters import NUMEL, backward, make_parameters, zero_loss
 from torch import Tensor, nn
 
 import torch_ring as hvd
@@ -174,6 +174,34 @@ def leave_gradients_out(device: str) -> None:
         assert parameters[5].grad is None
 
 
+def name_the_culprit(device: str) -> None:
+    """A gradient that is not finite is named before the step, in buckets that are sent early."""
+    for dtype in (torch.float32, torch.float16, torch.complex64):
+        parameters = [nn.Parameter(p.detach().to(dtype)) for p in make_parameters(device, 6)]
+        named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+        sgd = torch.optim.SGD(parameters, lr=0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, named, nan_check=True)
+        last = hvd.size() - 1
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            values = [1.0] * 6
+            if step % 2 == 0 and hvd.rank() == last:
+                values[4], values[1] = float("nan" if step == 2 else "inf"), float("inf")
+            pairs = zip(parameters, values, strict=True)
+            loss = torch.stack([zero_loss([parameter], value) for parameter, value in pairs]).sum()
+            loss.real.backward()
+            if step % 2:
+                optimizer.step()
+                continue
+            with pytest.raises(hvd.NonFiniteGradientError) as raised:
+                optimizer.step()
+            # Autograd goes from the last term to the first.
+            has = "a NaN" if step == 2 else "an infinity"
+            name = f"rank {last}: the gradient of 'p4' has {has}, step {step // 2 + 1} (1 other"
+            assert str(raised.value).startswith(name), raised.value
+            assert all(bool(p.isfinite().all()) for p in parameters)
+
+
 GRADIENTS: list[Callable[[str], None]] = [
     keep_gradients,
     accumulate_gradients,
@@ -182,4 +210,5 @@ GRADIENTS: list[Callable[[str], None]] = [
     give_gradients,
     lay_out_gradients,
     leave_gradients_out,
+    name_the_culprit,
 ]

@@ -11,8 +11,9 @@ from torch.optim import SGD
 from training import grads, weights
 
 import torch_ring as hvd
+from torch_ring._C import Worst
 from torch_ring.optimizer.backward_sync import BackwardSync
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
+from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, NotFinite
 
 ALIGNED = 16  # float32 elements from the beginning of one gradient to that of the next
 
@@ -92,8 +93,13 @@ def test_bytes_of_a_report():
     body = struct.pack("<IBIII", 2, accumulating | has_digest, 1, 1, 2)
     body += b"\x05" + b"\x04" + struct.pack("<II", 2, 0) + digest
     body += struct.pack("<IBIII", 3, 0, 1, 0, 0) + b"\x01"
-    encoded = struct.pack("<IQI", 16 + len(body), 7, 2) + body
-    report = BackwardReport(7, (first, later))
+    found = (NotFinite(0, 5, Worst.nan, True), NotFinite(8, 5, Worst.infinite, False))
+    spoilt = GradientReport(4, 0b1_0000_0001, not_finite=found)
+    not_finite = 64
+    body += struct.pack("<IBIII", 4, not_finite, 2, 0, 0) + b"\x01\x01"
+    body += struct.pack("<IIIB?IIB?", 2, 0, 5, 3, True, 8, 5, 2, False)
+    encoded = struct.pack("<IQI", 16 + len(body), 7, 3) + body
+    report = BackwardReport(7, (first, later, spoilt))
     assert report.encode() == encoded
     other = BackwardReport(8)
     assert list(BackwardReport.decode_all(memoryview(encoded + other.encode()))) == [report, other]

@@ -186,6 +186,7 @@ class Config:
     address_space_bytes: int = 32 << 40
     check_every: int = 0
     run_ahead: bool = True
+    nan_check: bool = False
     autotune: bool = False
     autotune_log: str = ""
     as_gloo: bool = False
@@ -395,6 +396,15 @@ SETTINGS = (
         switch,
         "1: backward passes on GPUs end without waiting for other hosts while they repeat "
         "themselves; 0: the ranks agree on each pass; run_ahead=... of an optimizer comes first",
+        common=True,
+    ),
+    Setting(
+        "nan_check",
+        "TORCH_RING_NAN_CHECK",
+        switch,
+        "1: a DistributedOptimizer looks at each rank's gradients, and step() is an error on all "
+        "ranks that names the first NaN or infinity (docs/errors.md); nan_check=... of an "
+        "optimizer comes first",
         common=True,
     ),
     Setting(

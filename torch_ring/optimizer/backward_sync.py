@@ -252,6 +252,7 @@ class BackwardSync:
             self._reduce_all(list(BackwardReport.decode_all(memoryview(differing))))
         else:
             reducer.nothing_pending = True
+            reducer.not_finite = {}  # as all gradients are new
         return True
 
     def reduce_pending(self, reducer: Reducer) -> None:
@@ -283,6 +284,7 @@ class BackwardSync:
     def drop_gradients(self, reducer: Reducer) -> None:
         """Drop what an optimizer has accumulated: its gradients are zero or gone."""
         reducer.nothing_pending = False
+        reducer.not_finite = {}
         reducer.hooks.reset(gradients=True)
         if reducer.hooks.parameters_moved():
             self._follow_parameters(reducer)
@@ -307,6 +309,7 @@ class BackwardSync:
         for reducer in self._reducers.values():
             reducer.nothing_pending = False
             reducer.steps = 0
+            reducer.not_finite = {}
             reducer.hooks.set_base_scale(1.0)
             reducer.stop_tuning()
             reducer.comparison.restart(self._since)  # a rank that had joined has not stepped
@@ -457,7 +460,8 @@ class BackwardSync:
             touched[report.optimizer] = touched.get(report.optimizer, 0) | report.due
         dense = dict.fromkeys(touched, 0)
         accumulating = set()
-        for report in (report for rank in distinct for report in rank.gradients):
+        told = [report for rank in distinct for report in rank.gradients]
+        for report in told:
             index = report.optimizer
             is_here = touched.get(index, 0)
             if is_here:
@@ -476,6 +480,9 @@ class BackwardSync:
         ]
         self._follow_joins(ranks, touched)
         for index, reducer, due in reduced:
+            found = [each for r in told if r.optimizer == index for each in r.not_finite]
+            if found or reducer.not_finite:
+                reducer.note_not_finite(due, found)
             reducer.prepare(due, due & ~dense[index], number)
         for _, reducer, _ in reduced:
             reducer.start(number)
@@ -485,15 +492,15 @@ class BackwardSync:
             is_steady = everybody and not (accumulating or is_of_step) and dense == touched
             self.run_ahead.learn(number, touched if is_steady else {})
         covered = {index for index, reducer, due in reduced if reducer.is_all(due)}
-        lacking = {r.optimizer for rank in distinct for r in rank.gradients if r.incomplete}
+        lacking = {report.optimizer for report in told if report.incomplete}
         incomplete = lacking - covered
         left = accumulating if self.run_ahead.is_planned else accumulating | incomplete
         # An optimizer whose gradients only accumulate may be here no more, and elsewhere still: one
         # that a program has dropped is told of until Python collects garbage.
-        for report in (report for rank in distinct for report in rank.gradients):
-            found = self._reducers.get(report.optimizer)
-            if found is not None and (report.due or report.accumulating or report.stepping):
-                found.nothing_pending = report.optimizer not in left
+        for report in told:
+            known = self._reducers.get(report.optimizer)
+            if known is not None and (report.due or report.accumulating or report.stepping):
+                known.nothing_pending = report.optimizer not in left
 
 
 def _distinct(ranks: Sequence[BackwardReport]) -> list[BackwardReport]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ class ReductionSettings:
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
         run_ahead: whether passes on devices may end without an agreement (`RunAhead`).
         shard_state: whether each rank steps a part of the parameters (`ShardedState`).
+        nan_check: whether the ranks look for gradients that are not finite.
     """
 
     op: ReduceOp
@@ -45,6 +47,7 @@ class ReductionSettings:
     sparse_as_dense: bool = False
     run_ahead: bool = True
     shard_state: bool = False
+    nan_check: bool = False
 
     def __post_init__(self) -> None:
         kind = self.compression
@@ -71,9 +74,17 @@ class ReductionSettings:
         return (
             f"{self.op.name}, gradient_predivide_factor={self.predivide_factor}, {name}, "
             f"bucket_bytes={self.bucket_bytes}, direct_bytes={self.direct_bytes}, "
-            f"sparse_as_dense={self.sparse_as_dense}, run_ahead={self.run_ahead}"
-            f"{', shard_state=True' if self.shard_state else ''}"
+            f"sparse_as_dense={self.sparse_as_dense}, run_ahead={self.run_ahead}, "
+            f"nan_check={self.nan_check}{', shard_state=True' if self.shard_state else ''}"
         )
+
+    @property
+    def largest(self) -> float | None:
+        """The largest magnitude that may be sent; None: nobody looks."""
+        if not self.nan_check:
+            return None
+        wire_dtype = getattr(self.compression, "wire_dtype", None)
+        return torch.finfo(wire_dtype).max if wire_dtype == torch.float16 else math.inf
 
 
 FinishStage = Callable[[], bool]

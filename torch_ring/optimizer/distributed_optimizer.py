@@ -17,15 +17,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torch_ring._C import Worst
 from torch_ring.collectives.compare import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
+from torch_ring.errors import InvalidArgumentError, NonFiniteGradientError, ProcessSetLostError
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.buckets import split_evenly
+from torch_ring.optimizer.gradient_report import NotFinite, culprit
 from torch_ring.optimizer.reducer import Reducer, has_gradients
 from torch_ring.optimizer.sharded_state import ShardedState, can_cut, require_dense
 from torch_ring.optimizer.wrapping import (
@@ -60,6 +62,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     process_set: ProcessSet = global_process_set,
     run_ahead: bool | None = None,
     shard_state: bool = False,
+    nan_check: bool | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are averaged over all ranks.
 
@@ -129,6 +132,11 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         shard_state: whether each rank steps a part of the parameters only, so that the optimizer's
             state is there once a host, on CPUs the parameters, too (docs/sharding.md). For torch's
             elementwise optimizers, Adafactor and Muon; the same on all ranks.
+        nan_check: whether each rank looks at its gradients before they are averaged. If one has a
+            NaN or an infinity, or a number too large for ``Compression.fp16``, ``step()`` raises
+            NonFiniteGradientError on all ranks: it names the ranks, the parameter and the step
+            (docs/errors.md). A step that ``GradScaler`` skips raises nothing: it looks for
+            overflows itself. Not with Adasum. None: as TORCH_RING_NAN_CHECK says, which means no.
 
     Returns:
         `optimizer`.
@@ -163,7 +171,11 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             )
         may_cut = can_cut(optimizer)
         require_dense(names)
+    config = current.config()
+    nan_check = config.nan_check if nan_check is None else bool(nan_check)
     if op == Adasum:
+        if nan_check:
+            raise ValueError("nan_check (TORCH_RING_NAN_CHECK) needs op=Average or Sum")
         if gradient_predivide_factor != 1.0:
             raise ValueError("gradient_predivide_factor needs op=Average")
         wrap_adasum(optimizer, names, compression, process_set, backward_passes_per_step)
@@ -172,14 +184,15 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         _checked_with(gradient_predivide_factor, op),
         gradient_predivide_factor,
         compression,
-        current.config().bucket_bytes,
-        current.config().direct_gradient_bytes,
+        config.bucket_bytes,
+        config.direct_gradient_bytes,
         sparse_as_dense,
-        current.config().run_ahead if run_ahead is None else bool(run_ahead),
+        config.run_ahead if run_ahead is None else bool(run_ahead),
         bool(shard_state),
+        nan_check,
     )
     groups = _groups_of(groups, num_groups, list(names))
-    settings = _Settings(reduction, groups, process_set, current.config().check_every)
+    settings = _Settings(reduction, groups, process_set, config.check_every)
     if shard_state:
         with wrapped(optimizer, _ShardedOptimizer) as sharded:
             sharded._shards = ShardedState(process_set, may_cut=may_cut)
@@ -249,6 +262,7 @@ class _JointClosure:
         loss = self._closure()
         reducer = self._reducer
         self._optimizer._backward_sync.reduce_pending(reducer)
+        self._optimizer._require_finite()
         if loss is None:
             return None
         if isinstance(loss, Tensor):
@@ -282,6 +296,7 @@ class _DistributedOptimizer(Wrapped):
     _left_out: list[Tensor]  # frozen parameters without gradients to reduce
     _skip_synchronize: bool
     _step_is_open: bool
+    _steps_alone: int  # without other ranks
     _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
 
     def _start(self, names: dict[Tensor, str], settings: _Settings, passes_per_step: int) -> None:
@@ -292,6 +307,7 @@ class _DistributedOptimizer(Wrapped):
         self._passes_per_step = passes_per_step
         self._skip_synchronize = False
         self._step_is_open = False
+        self._steps_alone = 0
         self._checked_groups = []
         self._make_reducer()
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
@@ -382,6 +398,28 @@ class _DistributedOptimizer(Wrapped):
                 f"first is param_groups[{number}]['params'][{index}]"
             )
         self._checked_groups = [list(params) for params in groups]
+
+    def _require_finite(self) -> None:
+        """Raise NonFiniteGradientError, if that is wanted and a gradient is not finite.
+
+        An optimizer that takes a GradScaler's finding in ``step()`` skips such a step itself.
+        """
+        if not self._settings.reduction.nan_check or getattr(self, "found_inf", None) is not None:
+            return
+        if self._reducer:
+            self._reducer.require_finite()
+            return
+        found = [
+            (name, Worst.nan if values.isnan().any() else Worst.infinite)
+            for parameter, name in reversed(self._parameter_names.items())
+            if parameter.grad is not None
+            for values in [_values_of(parameter.grad)]
+            if not values.isfinite().all()
+        ]
+        if found:
+            (name, worst), *others = found
+            mine = NotFinite(0, current.rank(), worst, on_base=False)
+            raise NonFiniteGradientError(culprit(name, [mine], len(others), self._steps_alone + 1))
 
     def _after_add_param_group(self) -> None:
         """Reduce the new parameters from now on. Collective."""
@@ -517,6 +555,7 @@ def _before_step(
         require_whole(optimizer._settings.process_set)
         if reducer is not None:
             reducer.begin_unreduced_step()
+        optimizer._require_finite()
         return None
     optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
@@ -526,7 +565,12 @@ def _before_step(
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": _joint(kwargs["closure"], optimizer)}
     optimizer._backward_sync.reduce_pending(reducer)
+    optimizer._require_finite()
     return None
+
+
+def _values_of(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _enter_step(
@@ -547,6 +591,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     assert isinstance(optimizer, _DistributedOptimizer)
     is_open, optimizer._step_is_open = optimizer._step_is_open, False
     reducer = optimizer._reducer
+    optimizer._steps_alone += is_open and reducer is None
     if is_open and reducer:
         optimizer._backward_sync.finish_step(reducer)
         settings = optimizer._settings

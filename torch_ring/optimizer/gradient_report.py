@@ -7,10 +7,12 @@ import logging
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed
 from torch import Tensor
 
+from torch_ring._C import Worst
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 
 __all__ = [
@@ -24,7 +26,24 @@ __all__ = [
 
 # The flags of a report.
 _ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN, _ON_BASE = 1, 2, 4, 8, 16, 32
+_NOT_FINITE = 64
 _DIGEST_BYTES = 8
+
+
+class NotFinite(NamedTuple):
+    """A gradient of one rank with a number that is not finite, or too large to be sent.
+
+    Attributes:
+        parameter: its index.
+        rank: in the world.
+        worst: of its numbers.
+        on_base: whether it contains an averaged gradient, which may be the cause.
+    """
+
+    parameter: int
+    rank: int
+    worst: Worst
+    on_base: bool
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,7 @@ class GradientReport:
         again: whether some of `due` lack a part, which came when they had been sent: the ranks
             agree once more, as soon as these are reduced.
         on_base: whether some that accumulate were added to averaged ones.
+        not_finite: those of `due` that are not finite, if the ranks look for them.
     """
 
     optimizer: int
@@ -57,6 +77,7 @@ class GradientReport:
     stepping: bool = False
     again: bool = False
     on_base: bool = False
+    not_finite: tuple[NotFinite, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,8 @@ class BackwardReport:
     _HEADER = struct.Struct("<IQI")  # bytes in all, steps, optimizers
     # optimizer, flags, bytes of due and of sparse, elements of order
     _REPORT = struct.Struct("<IBIII")
+    _COUNT = struct.Struct("<I")  # of gradients that are not finite
+    _GRADIENT = struct.Struct("<IIB?")
 
     @property
     def is_of_step(self) -> bool:
@@ -99,11 +122,16 @@ class BackwardReport:
             flags = _ACCUMULATING * report.accumulating | _HAS_DIGEST * bool(report.digest)
             flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping
             flags |= _AGAIN * report.again | _ON_BASE * report.on_base
+            flags |= _NOT_FINITE * bool(report.not_finite)
             body += self._REPORT.pack(
                 report.optimizer, flags, len(due), len(sparse), len(report.order)
             )
             body += due + sparse + struct.pack(f"<{len(report.order)}I", *report.order)
             body += report.digest
+            if report.not_finite:
+                body += self._COUNT.pack(len(report.not_finite))
+            for parameter, rank, worst, on_base in report.not_finite:
+                body += self._GRADIENT.pack(parameter, rank, worst.value, on_base)
         total = self._HEADER.size + len(body)
         return self._HEADER.pack(total, self.steps, len(self.gradients)) + bytes(body)
 
@@ -132,6 +160,14 @@ class BackwardReport:
             data = data[4 * order_count :]
             digest_bytes = _DIGEST_BYTES if flags & _HAS_DIGEST else 0
             digest, data = bytes(data[:digest_bytes]), data[digest_bytes:]
+            not_finite: list[NotFinite] = []
+            if flags & _NOT_FINITE:
+                (count_here,) = cls._COUNT.unpack_from(data)
+                end = cls._COUNT.size + count_here * cls._GRADIENT.size
+                for each in cls._GRADIENT.iter_unpack(data[cls._COUNT.size : end]):
+                    parameter, rank, worst, on_base = each
+                    not_finite.append(NotFinite(parameter, rank, Worst(worst), on_base))
+                data = data[end:]
             yield GradientReport(
                 optimizer,
                 _decode_bitmap(due),
@@ -143,6 +179,7 @@ class BackwardReport:
                 bool(flags & _STEPPING),
                 bool(flags & _AGAIN),
                 bool(flags & _ON_BASE),
+                tuple(not_finite),
             )
 
 
@@ -205,6 +242,35 @@ def refuse_sharded(names: Iterable[tuple[str, Tensor]]) -> None:
                 f"'{name}' is {kind}: this rank has only a part of it, and torch reduces its "
                 "gradient already. Do not wrap its optimizer, or do not shard the model"
             )
+
+
+def culprit(name: str, found: Sequence[NotFinite], others: int, step: int) -> str:
+    """Return the text of an error that names a gradient which is not finite.
+
+    Args:
+        name: its parameter's.
+        found: those of some ranks; not empty.
+        others: the number of other parameters with such gradients.
+        step: counts from 1.
+    """
+    worst = max((each.worst for each in found), key=lambda worst: worst.value)
+    ranks = sorted({each.rank for each in found if each.worst == worst})
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
+    who += f" and {len(ranks) - 8} others" if len(ranks) > 8 else ""
+    has = {
+        Worst.nan: "has a NaN",
+        Worst.infinite: "has an infinity",
+        Worst.large: "has a number too large for float16, in which it is sent",
+    }[worst]
+    rest = ""
+    if others:
+        plural = "s" if others > 1 else ""
+        rest = f" ({others} other parameter{plural} also; this one's gradient comes first)"
+    return (
+        f"{who}: the gradient of '{name}' {has}, step {step}{rest}. No rank has stepped: call "
+        "zero_grad() to go on without this batch. To find the operation, run backward() under "
+        "torch.autograd.set_detect_anomaly(True)"
+    )
 
 
 _REMEDY = (

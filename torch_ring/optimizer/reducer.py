@@ -28,7 +28,7 @@ from torch_ring.collectives.compare import require_same
 from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, NonFiniteGradientError
 from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, untunable
 from torch_ring.optimizer.bucket_wire import (
     BucketWire,
@@ -38,7 +38,13 @@ from torch_ring.optimizer.bucket_wire import (
     wire_maker,
 )
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
-from torch_ring.optimizer.gradient_report import GradientReport, refuse_sharded, warn_of_ddp
+from torch_ring.optimizer.gradient_report import (
+    GradientReport,
+    NotFinite,
+    culprit,
+    refuse_sharded,
+    warn_of_ddp,
+)
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
@@ -171,6 +177,8 @@ class Reducer:
         fast_path: once the buckets are in their final order, and where there is one.
         comparison: of the ranks' weights.
         steps: that the optimizer has taken, since the start or since join().
+        not_finite: averaged gradients of this step that are not finite, by parameter, and whose
+            gradients were not; if the ranks look for them.
         hooks: those of the parameters.
     """
 
@@ -193,6 +201,7 @@ class Reducer:
         self.index = index
         self._agreement = agreement
         self._engine = engine_of(process_set)
+        self._rank = current.rank()
         self._size = process_set.size()
         self._parameters = parameters
         self.names = names
@@ -208,6 +217,7 @@ class Reducer:
         self._direct = self._large_ones()
         self.nothing_pending = False
         self.steps = 0
+        self.not_finite: dict[int, list[NotFinite]] = {}
         self._steps_alone = False  # the step that is under way, with this rank's gradients
         self.fast_path: FastPath | None = None
         self.owner: weakref.ref[object] | None = None  # the optimizer; removes this when it goes
@@ -224,6 +234,7 @@ class Reducer:
             blocks=blocks,
             agreement=agreement,
             run_ahead=run_ahead,
+            largest=settings.largest,
         )
         self._plan: tuple[Bucket, ...] = ()
         self._wires: list[BucketWire] = []
@@ -245,6 +256,7 @@ class Reducer:
         """Begin the next step: nothing of it is reduced yet."""
         self.steps += 1
         self.nothing_pending = False
+        self.not_finite = {}
         self.hooks.reset(gradients=False)
         is_alone, self._steps_alone = self._steps_alone, False
         if not self.comparison.has_begun:
@@ -282,6 +294,10 @@ class Reducer:
         if not (bitmap or accumulating or again or is_stepping):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
+        not_finite = (
+            NotFinite(parameter, self._rank, worst, on_base)
+            for parameter, worst, on_base in self.hooks.not_finite(due)
+        )
         return GradientReport(
             self.index,
             bitmap,
@@ -292,7 +308,40 @@ class Reducer:
             again=again,
             on_base=accumulating and self.hooks.has_base(),
             order=order,
+            not_finite=tuple(not_finite),
         )
+
+    def note_not_finite(self, touched: int, found: Sequence[NotFinite]) -> None:
+        """Take note of gradients that are not finite, which are about to be reduced.
+
+        Args:
+            touched: the parameters that are about to be, as a bitmap.
+            found: those of all ranks; some may be reduced later, and are reported again then.
+        """
+        added_to = {each.parameter for each in found if each.on_base}
+        self.not_finite = {
+            parameter: before
+            for parameter, before in self.not_finite.items()
+            if not touched >> parameter & 1 or parameter in added_to
+        }
+        known = frozenset(self.not_finite)
+        for each in found:
+            if touched >> each.parameter & 1 and each.parameter not in known:
+                self.not_finite.setdefault(each.parameter, []).append(each)
+
+    def require_finite(self) -> None:
+        """Raise, on all ranks alike, if an averaged gradient of this step is not finite.
+
+        Raises:
+            NonFiniteGradientError: one is; names the first that backward passes make, and the ranks
+                whose gradients were not.
+        """
+        if self.not_finite:
+            first = min(self.not_finite, key=self._order.index)
+            name, others = self.names[first], len(self.not_finite) - 1
+            raise NonFiniteGradientError(
+                culprit(name, self.not_finite[first], others, self.steps + 1)
+            )
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket all of which is due here: other ranks will follow."""
@@ -490,6 +539,7 @@ class Reducer:
         """Whether the buckets can be reduced without an agreement."""
         return (
             self._settings.run_ahead
+            and not self._settings.nan_check  # whose errors come before the step
             and self._order_is_real
             and all(bucket.device.type != "cpu" for bucket in self._plan)
             and all(wire.is_launchable for wire in self._wires)

@@ -1,0 +1,351 @@
+"""nan_check: the first gradient that is not finite is named on all ranks, and no rank steps."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import error_of, run
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+from training import weights
+
+import torch_ring as hvd
+
+ERROR = "NonFiniteGradientError"
+on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+
+class Spoiler:
+    """Adds a value to the gradient that layer `at` hands back, and so to those of earlier ones."""
+
+    def __init__(self, model: nn.Sequential, at: int) -> None:
+        self.value = 0.0
+        for parameter in model[at].parameters():
+            parameter.register_hook(lambda gradient: gradient + self.value)
+        model[at].register_full_backward_hook(lambda _module, inputs, _: self._spoilt(inputs))
+
+    def _spoilt(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return tuple(each + self.value for each in inputs) if self.value else None
+
+
+def make_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Return four layers, of 256 weights each and 64 KiB in the last but one."""
+    torch.manual_seed(1)
+    sizes = [(8, 32), (32, 8), (8, 2048), (2048, 4)]
+    return nn.Sequential(*(nn.Linear(*size, bias=False, dtype=dtype) for size in sizes))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+    dtype = next(model.parameters()).dtype
+    model(torch.rand(4, 8, generator=generator).to(dtype).requires_grad_()).sum().backward()
+
+
+def expect(optimizer: Optimizer, *words: str) -> str:
+    """Step, which is an error with these words on all ranks, and changes nothing."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in parameters]
+    kind, text = error_of(optimizer.step)
+    assert kind == ERROR, (kind, text)
+    assert all(map(torch.equal, before, parameters))
+    assert set(hvd.allgather_object(text)) == {text}
+    assert all(word in text for word in words), text
+    return text
+
+
+def name_the_culprit(value: float, has: str, dtype: torch.dtype, shard_state: bool = False) -> None:
+    """A rank's third step is spoilt in its second layer; then training goes on without that."""
+    model, without = make_layers(dtype), make_layers(dtype)
+    named = list(model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        SGD(model.parameters(), lr=0.01), named, nan_check=True, shard_state=shard_state
+    )
+    other = hvd.DistributedOptimizer(SGD(without.parameters(), lr=0.01))
+    spoiler = Spoiler(model, at=1)
+    last = hvd.size() - 1
+    for step in (0, 1, 2, 3):
+        spoiler.value = value if step == 2 and hvd.rank() == last else 0.0
+        optimizer.zero_grad()
+        backward(model, step)
+        if step == 2:
+            begin = f"rank {last}: the gradient of '1.weight' {has}, step 3 (1 other parameter "
+            assert expect(optimizer).startswith(begin)
+            assert expect(optimizer).startswith(begin)  # until zero_grad()
+            continue
+        optimizer.step()
+        other.zero_grad()
+        backward(without, step)
+        other.step()
+    for ours, theirs in zip(model.parameters(), without.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_both_transports
+@pytest.mark.parametrize("bucket_bytes", ["1024", "26214400"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_gradient_is_named(transport, bucket_bytes, size):
+    env = {"TORCH_RING_BUCKET_BYTES": bucket_bytes, "TORCH_RING_DIRECT_GRADIENT_BYTES": "16384"}
+    for value, has in ((float("nan"), "has a NaN"), (-float("inf"), "has an infinity")):
+        for dtype in (torch.float32, torch.bfloat16):
+            args = (value, has, dtype)
+            run(name_the_culprit, size, args=args, transport=transport, env=env)
+
+
+@on_both_transports
+def test_the_first_gradient_is_named_with_a_sharded_state(transport):
+    args = (float("nan"), "has a NaN", torch.float32, True)
+    run(name_the_culprit, 3, args=args, transport=transport)
+
+
+def spoil_several() -> None:
+    """Two ranks at once; a rank's gradients that accumulate; those that a program sets itself."""
+    a, b = parameters = weights(1, 2)
+    named = [("a", a), ("b", b)]
+    rank = hvd.rank()
+
+    def wrap(**options: object) -> Optimizer:
+        return hvd.DistributedOptimizer(SGD(parameters, lr=0.1), named, nan_check=True, **options)
+
+    def spoil(on: set[int], value: float = float("nan")) -> Tensor:
+        return a * (value if rank in on else 1.0) + b
+
+    optimizer = wrap()
+    spoil({0, 2}).backward()
+    assert expect(optimizer).startswith("ranks 0, 2: the gradient of 'a' has a NaN, step 1. No")
+    optimizer.zero_grad()
+    (spoil({0}, float("inf")) if rank else spoil({0})).backward()
+    expect(optimizer, "rank 0: the gradient of 'a' has a NaN")
+    spoil({1}).backward()  # on top of averages that are not finite
+    expect(optimizer, "rank 0: ")
+    for parameter in parameters:
+        parameter.grad = None
+    spoil({1}, float("inf")).backward()
+    expect(optimizer, "rank 1: the gradient of 'a' has an infinity")
+    for parameter in parameters:
+        parameter.grad = None
+    spoil(set()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    a.grad, b.grad = torch.ones(1), torch.tensor([float("nan") if rank == 2 else 1.0])
+    expect(optimizer, "rank 2: the gradient of 'b' has a NaN, step 2")
+    optimizer.zero_grad()
+    spoil({0}).backward()  # of one parameter of a step, in a pass of its own, like the other one
+    (b * 2).backward()
+    expect(optimizer, "rank 0: the gradient of 'a' has a NaN")
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        spoil({1}).backward()
+    spoil(set()).backward()
+    expect(optimizer, "rank 1: the gradient of 'a' has a NaN")
+    optimizer.zero_grad()
+    spoil({1}).backward()
+    with optimizer.skip_synchronize():
+        expect(optimizer, "rank 1: ")
+
+    optimizer.zero_grad()
+    optimizer = wrap(backward_passes_per_step=2)
+    spoil({1}).backward()
+    spoil(set()).backward()
+    expect(optimizer, "rank 1: the gradient of 'a' has a NaN, step 1")
+
+
+@on_both_transports
+def test_gradients_from_elsewhere_are_named(transport):
+    run(spoil_several, 3, transport=transport)
+
+
+def spoil_kinds_of_gradients() -> None:
+    """Sparse and complex gradients, given memory, groups, compression, and a closure."""
+    rank, last = hvd.rank(), hvd.size() - 1
+    nan = float("nan") if rank == last else 1.0
+    named = f"rank {last}: the gradient of 'x' has a NaN"
+
+    def check(x: nn.Parameter, loss: Callable[[], Tensor], text: str = named, **options) -> None:
+        parameters = [x, *weights(1)]
+        wrapped = hvd.DistributedOptimizer(
+            SGD(parameters, lr=0.1), [("x", x), ("y", parameters[1])], nan_check=True, **options
+        )
+        for _ in range(2):
+            wrapped.zero_grad(set_to_none=x.grad is None)
+            (loss() + parameters[1]).sum().backward()
+            expect(wrapped, text)
+
+    def plain(count: int = 5) -> nn.Parameter:
+        return nn.Parameter(torch.ones(count))
+
+    for options in ({}, {"sparse_as_dense": True}):
+        rows = nn.Embedding(6, 3, sparse=True)
+        check(rows.weight, lambda rows=rows: rows(torch.tensor([rank, 2])) * nan, **options)
+    x = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    check(x, lambda x=x: (x * complex(1.0, nan)).abs())
+    x = plain(6)
+    x.grad = torch.zeros(12)[::2]  # strides of its own
+    check(x, lambda x=x: x * nan)
+    x = plain()
+    check(x, lambda x=x: x * nan, groups=[[x]])
+    for compression in (
+        hvd.Compression.fp16,
+        hvd.Compression.bf16,
+        hvd.Compression.int8(),
+        hvd.Compression.powersgd(),
+    ):
+        x = nn.Parameter(torch.ones(64, 64))
+        check(x, lambda x=x: x * nan, compression=compression)
+    x = plain()
+    large = f"rank {last}: the gradient of 'x' has a number too large for float16"
+    check(x, lambda: x * (7e4 if rank == last else 6e4), large, compression=hvd.Compression.fp16)
+
+    x = plain()
+    optimizer = hvd.DistributedOptimizer(LBFGS([x]), [("x", x)], nan_check=True)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (x * nan).square().sum()
+        loss.backward()
+        return loss
+
+    kind, text = error_of(lambda: optimizer.step(closure))
+    assert kind == ERROR
+    assert text.startswith(named)
+
+
+@on_both_transports
+def test_all_kinds_of_gradients_are_looked_at(transport):
+    run(spoil_kinds_of_gradients, 2, transport=transport)
+
+
+def come_again() -> None:
+    """A layer has two gradients in a pass, and the bucket may have been sent: one is spoilt."""
+    for first in (True, False):
+        layer = nn.Linear(4, 4, bias=False)
+        named = [("layer", layer.weight)]
+        optimizer = hvd.DistributedOptimizer(SGD([layer.weight], lr=0.1), named, nan_check=True)
+        spoilt = float("nan") if hvd.rank() == 1 else 1.0
+        rows = torch.ones(2, 4, requires_grad=True)
+        inner = checkpoint(layer, rows, use_reentrant=True) * (spoilt if first else 1.0)
+        # The gradient of the outer use comes first.
+        (layer(inner) * (1.0 if first else spoilt)).sum().backward()
+        expect(optimizer, "rank 1: the gradient of 'layer' has a NaN")
+
+
+@on_both_transports
+def test_gradients_that_come_again_are_named(transport):
+    run(come_again, 2, transport=transport)
+
+
+def leave_it_to_a_scaler(
+    make: Callable[[list[nn.Parameter]], Optimizer], unscales: bool, enabled: bool
+) -> None:
+    """One rank overflows in the second step, which the scaler skips on all; then they go on."""
+    x = nn.Parameter(torch.ones(3))
+    optimizer = hvd.DistributedOptimizer(make([x]), [("x", x)], nan_check=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100, enabled=enabled)
+    for step in range(4):
+        optimizer.zero_grad()
+        spoilt = step == 1 and hvd.rank() == 1
+        scaler.scale((x * (float("inf") if spoilt else 1.0)).sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        before = x.detach().clone()
+        if step == 1 and not enabled:
+            assert error_of(lambda: scaler.step(optimizer))[0] == ERROR
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, x) == (step == 1)
+        assert x.isfinite().all()
+    assert scaler.get_scale() == (2.0 if enabled else 1.0)
+
+
+def plain_sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.1)
+
+
+def fused_adam(parameters: list[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("make", [plain_sgd, fused_adam])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_that_a_scaler_skips_is_no_error(make, unscales, enabled):
+    run(leave_it_to_a_scaler, 2, args=(make, unscales, enabled))
+
+
+def join_and_spoil() -> None:
+    """The ranks that are left have other places among themselves, and keep their names."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.1), [("x", x)], nan_check=True)
+    (x * 1).backward()
+    optimizer.step()
+    if hvd.rank() > 0:
+        optimizer.zero_grad()
+        (x * (float("nan") if hvd.rank() == 2 else 1.0)).backward()
+        kind, text = error_of(optimizer.step)
+        assert kind == ERROR
+        assert text.startswith("rank 2: the gradient of 'x' has a NaN, step 2")
+        optimizer.zero_grad()
+    hvd.join()
+    (x * 1).backward()
+    optimizer.step()
+
+
+def spoil_in_a_set() -> None:
+    members = hvd.add_process_set([1, 2])
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(
+        SGD([x], lr=0.1), [("x", x)], nan_check=True, process_set=members
+    )
+    (x * (float("nan") if hvd.rank() != 1 else 1.0)).backward()
+    kind, text = error_of(optimizer.step)  # rank 0 steps alone
+    assert kind == ERROR
+    assert text.startswith(f"rank {0 if hvd.rank() == 0 else 2}: the gradient of 'x' has a NaN")
+
+
+@on_both_transports
+@pytest.mark.parametrize("function", [join_and_spoil, spoil_in_a_set])
+def test_ranks_have_their_numbers_in_the_world(transport, function):
+    run(function, 3, transport=transport)
+
+
+def differ_when_wrapping() -> None:
+    (x,) = weights(1)
+    kind, text = error_of(
+        lambda: hvd.DistributedOptimizer(SGD([x], lr=0.1), nan_check=hvd.rank() == 1)
+    )
+    assert kind == "MismatchError"
+    assert "nan_check=False" in text
+    assert "nan_check=True" in text
+    with pytest.raises(ValueError, match=r"nan_check .* needs op=Average or Sum"):
+        hvd.DistributedOptimizer(SGD([x], lr=0.1), nan_check=True, op=hvd.Adasum)
+
+
+def test_the_argument_is_the_same_on_all_ranks():
+    run(differ_when_wrapping, 2)
+
+
+def step_with(nan_check: bool | None, is_error: bool) -> None:
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.1), [("x", x)], nan_check=nan_check)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        (x * (float("nan") if step == 2 else 1.0)).backward()
+        if step == 2 and is_error:
+            kind, text = error_of(optimizer.step)
+            assert kind == ERROR
+            who = ", ".join(map(str, range(hvd.size())))
+            assert text.startswith(f"rank{'s' * (hvd.size() > 1)} {who}: the gradient of 'x' has a")
+            assert "NaN, step 2" in text
+        else:
+            optimizer.step()
+    assert x.isfinite().all() == is_error
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("variable", "argument", "is_error"),
+    [("", None, False), ("1", None, True), ("1", False, False), ("0", True, True)],
+)
+def test_the_variable_and_the_argument(size, variable, argument, is_error):
+    run(step_with, size, args=(argument, is_error), env={"TORCH_RING_NAN_CHECK": variable})
