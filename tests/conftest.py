@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import collections
 
+import hypothesis
 import pytest
+
+# No stopwatch: a machine may be busy with other work.
+hypothesis.settings.register_profile(
+    "no_stopwatch", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("no_stopwatch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
