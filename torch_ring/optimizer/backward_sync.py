@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -18,12 +19,15 @@ from torch_ring.optimizer.gradient_report import (
 )
 from torch_ring.optimizer.planned_pass import RunAhead
 from torch_ring.optimizer.reducer import Reducer, Reducers, require_same_parameters, weakly
+from torch_ring.optimizer.slow_links import AFTER_STEPS, advice
 from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world import current
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.process_set import ProcessSet, engine_of, membership
 
 __all__ = ["BackwardSync", "backward_sync_of"]
+
+_log = logging.getLogger("torch_ring")
 
 
 class BackwardSync:
@@ -86,6 +90,7 @@ class BackwardSync:
         self._size = process_set.size()
         self._active = self._size  # ranks that had not joined in the last agreement
         self._added = 0  # reducers so far
+        self._has_advised = False
         # Its objects must not keep it: a world ends also where Python collects no garbage.
         self._reducers = Reducers(self._rank, self._engine.end)
         self._weights = WeightReports(self._engine, self._reducers.comparison)
@@ -277,9 +282,25 @@ class BackwardSync:
         """Count a step of an optimizer, and begin the next."""
         self.steps += 1
         reducer.finish_step()
+        if reducer.steps == AFTER_STEPS:
+            self._advise()
         if self._added > 1 and not self.run_ahead.is_planned:
             for other in self._reducers.values():
                 other.nothing_pending = False
+
+    def _advise(self) -> None:
+        """Log on rank 0 whether steps wait for the network; once in a world of several hosts."""
+        world = current.find_world()
+        if self._rank > 0 or world is None or world.engine is not self._world_engine:
+            return
+        hosts = len({world.host_of[rank] for rank in self._record.ranks})
+        syncs = [record.owned.get(BackwardSync) for record in world.process_sets.records]
+        if hosts == 1 or any(sync is not None and sync._has_advised for sync in syncs):
+            return
+        self._has_advised = True
+        line = advice(self._engine.records(), self.steps, self.number, hosts)
+        if line is not None:
+            _log.warning("%s", line)
 
     def drop_gradients(self, reducer: Reducer) -> None:
         """Drop what an optimizer has accumulated: its gradients are zero or gone."""
