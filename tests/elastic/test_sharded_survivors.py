@@ -16,6 +16,7 @@ from slow import slow_after
 from test_kills import check
 
 import torch_ring as hvd
+from torch_ring.errors import PeerLostError
 
 STEPS = 8
 
@@ -55,6 +56,11 @@ def train(place: str, victim: int) -> tuple[int, bool, int]:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def fail(*_: object) -> None:
+        """Fail before the first write, as if the victim had died before that."""
+        del shards._note_write
+        raise PeerLostError("rank 1 is lost")
+
     @hvd.elastic.run
     def go_on(state: Any) -> None:
         begins.append(state.step)
@@ -63,13 +69,15 @@ def train(place: str, victim: int) -> tuple[int, bool, int]:
             optimizer.zero_grad()
             if (name, state.step) == (victim, 4) and hvd.size() == 3:
                 if place == "before its part":
-                    shards.enter = die
+                    shards._enter = die
                 elif place == "after its part":
                     shards._leave = die
-                elif place == "in its part":
+                elif place in ("in its part", "unheard"):
                     shards._groups = die
                 else:
                     die()
+            if (name, state.step, place) == (0, 4, "unheard") and hvd.size() == 3:
+                shards._note_write = fail
             gradients(model, state.step).backward()
             optimizer.step()
             state.step += 1
@@ -94,9 +102,12 @@ def test_survivors_have_the_parts_of_a_dead_rank(place: str, victim: int) -> Non
     assert [each for each in found if each] == [(4, False, 2)] * 2
 
 
-@pytest.mark.parametrize("place", ["in its part", "after its part"])
+@pytest.mark.parametrize("place", ["in its part", "after its part", "unheard"])
 def test_a_torn_step_is_taken_back(place: str) -> None:
-    """Nobody knows how far a dead rank has come with its part: all go back to the last commit."""
+    """Nobody knows how far a dead rank has come with its part: all go back to the last commit.
+
+    Also if one of them has not begun to write when it hears of the death, and another has.
+    """
     found = pool.run(train, 3, args=(place, 1), may_die=[1])
     assert [each for each in found if each] == [(2, False, 2)] * 2
 

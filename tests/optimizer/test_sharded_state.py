@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import namespaces
 import pytest
 import torch
-from pool import error_of, run
+from pool import error_of, eventually, has_asked, run
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from training import assert_same_on_all_ranks, joined_batches, loss_of, part
@@ -469,6 +470,40 @@ def test_copies_have_memory_of_their_own() -> None:
     run(copy_and_average, 2)
 
 
+def read_late(folder: str) -> None:
+    """Rank 0 reads the parameters, in a hook of its step, while rank 1 waits to write its part."""
+    model, waits = make_model(), Path(folder) / "rank 1 waits"
+    optimizer = sharded(model)
+    step(model, optimizer, joined_batches(1)[0])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    seen = []
+
+    def look(*_: object) -> None:
+        assert eventually(waits.exists)
+        seen.extend(map(torch.equal, before, model.parameters()))
+
+    def watch() -> None:
+        assert eventually(has_asked)
+        waits.touch()
+
+    optimizer.zero_grad()
+    loss_of(model, part(joined_batches(1)[0])).backward()
+    if hvd.rank() == 0:
+        optimizer.register_step_pre_hook(look)
+        optimizer.step()
+        assert seen == [True] * len(before)
+    else:
+        thread = threading.Thread(target=watch)
+        thread.start()
+        optimizer.step()
+        thread.join()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_no_rank_writes_while_another_may_read(tmp_path: Path) -> None:
+    run(read_late, 2, args=(str(tmp_path),))
+
+
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
     """Batches that a model makes in the workers of a DataLoader."""
 
@@ -665,7 +700,7 @@ def die_in_a_step(place: str) -> str:
     step(model, optimizer, joined_batches(1)[0])
     loss_of(model, part(joined_batches(1)[0])).backward()
     if hvd.rank() == 1:
-        name = {"before": "enter", "after": "_leave"}[place]
+        name = {"before": "_enter", "after": "_leave"}[place]
         setattr(optimizer._shards, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     kind, text = error_of(optimizer.step)
     hvd.shutdown()

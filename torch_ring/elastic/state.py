@@ -27,7 +27,11 @@ from torch_ring.collectives.objects import (
 from torch_ring.elastic.sampler import ElasticSampler
 from torch_ring.errors import HostsUpdatedInterrupt, PeerLostError, RingError, StateDamagedError
 from torch_ring.optimizer.adasum_optimizer import AdasumOptimizer
-from torch_ring.optimizer.distributed_optimizer import follow_world, require_survivors
+from torch_ring.optimizer.distributed_optimizer import (
+    follow_world,
+    has_moved,
+    require_survivors,
+)
 from torch_ring.state import broadcast_parameters, copy_optimizer_state
 from torch_ring.world import current
 from torch_ring.world.process_set import global_process_set
@@ -887,7 +891,7 @@ class TorchState(ObjectState):
             if begun.steps == self._steps:
                 if begun.before is not None:
                     begun.before.restore()
-                else:
+                elif has_moved(self._handlers[begun.name].value):
                     self._is_whole = False
         self._begun = []
 

@@ -40,7 +40,7 @@ from torch_ring.optimizer.wrapping import (
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set, require_whole
 
-__all__ = ["DistributedOptimizer", "follow_world", "require_survivors"]
+__all__ = ["DistributedOptimizer", "follow_world", "has_moved", "require_survivors"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -232,6 +232,11 @@ def require_survivors(optimizer: torch.optim.Optimizer) -> None:
             "elastic training goes with shard_state=True only where the ranks of a host share "
             "memory: here a rank that dies takes its part of the optimizer's state with it"
         )
+
+
+def has_moved(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step that has failed in the last world may have changed something."""
+    return not isinstance(optimizer, _ShardedOptimizer) or optimizer._shards.has_moved
 
 
 @dataclass(frozen=True)
@@ -471,10 +476,6 @@ class _ShardedOptimizer(_DistributedOptimizer):
 
     _shards: ShardedState
 
-    def _start(self, names: dict[Tensor, str], settings: _Settings, passes_per_step: int) -> None:
-        super()._start(names, settings, passes_per_step)
-        self.register_step_pre_hook(_enter_step)  # before hooks of those who note that it begins
-
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's part of the parameters, and wait for the others'. Collective."""
@@ -571,15 +572,6 @@ def _before_step(
 
 def _values_of(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
-
-
-def _enter_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Step pre-hook of sharded optimizers, after `_before_step`. A closure comes first."""
-    assert isinstance(optimizer, _ShardedOptimizer)
-    if not any(map(callable, (*args[1:], *kwargs.values()))):
-        optimizer._shards.enter(optimizer)
 
 
 def _joint(closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> _JointClosure:

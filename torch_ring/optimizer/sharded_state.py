@@ -217,6 +217,9 @@ class Segment:
         os.close(self._fd)
 
 
+_NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+
 class _Told(NamedTuple):
     """The description of its parameters and state that a rank sends to the others."""
 
@@ -255,6 +258,8 @@ class ShardedState:
     Attributes:
         is_shared: whether the ranks of a host have the parameters in shared memory.
         is_active: whether there is more than one rank.
+        has_moved: whether a rank of this host had begun to write its part of a step that has failed
+            since. It is known when `place` or `leave` has been called: no rank is in that step.
     """
 
     def __init__(self, process_set: ProcessSet, *, may_cut: bool) -> None:
@@ -263,6 +268,7 @@ class ShardedState:
         self._steps = 0  # that this rank has taken
         self.is_shared = False
         self.is_active = False
+        self.has_moved = False
         self._engine: Engine = None  # type: ignore[assignment]  # place() has it
         self._ranks: list[int] = []
         self._owners: Sequence[int] = []  # the ranks that divide the parameters
@@ -274,7 +280,8 @@ class ShardedState:
         self._parts: list[tuple[Part, Tensor]] = []  # all; or this rank's, if memory is shared
         self._mine: list[tuple[Part, Tensor]] = []
         self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # of this rank's parts
-        self._has_entered = False  # a step
+        self._written = _NONE  # by rank of the host: its steps times two, odd while it writes
+        self._steps_here = 0  # since that began
         self._is_replaced = False  # the whole state, as far as is known
         self._known: dict[Tensor, tuple[int, ...]] = {}  # ids of those of them in shared memory
 
@@ -293,7 +300,8 @@ class ShardedState:
         Raises:
             MismatchError: the ranks of a host have other parameters.
         """
-        self._name, self._count, self._has_entered = f"sharded.{index}", 0, False
+        self._name, self._count = f"sharded.{index}", 0
+        self._look_for_writes()
         before, self._engine = self._engine, engine_of(self._process_set)
         has_parts = self.is_divided and bool(self._state)
         has_lost = has_parts and before is not self._engine
@@ -343,7 +351,17 @@ class ShardedState:
                 f"{type(optimizer).__name__} (shard_state=True without shared memory): begin again "
                 "from a checkpoint"
             )
+        self._look_for_writes()
         self.is_active = False
+
+    def _look_for_writes(self) -> None:
+        """Find out whether the ranks of a host are in one step, between two of them.
+
+        The ranks that are left may have ended it in different places, and the dead ones anywhere.
+        """
+        if any(written != 2 * self._steps_here for written in self._written.tolist()):
+            self.has_moved = True
+        self._written, self._steps_here = _NONE, 0
 
     def _exchange(self, value: Any) -> list[Any]:
         return allgather_object(value, process_set=self._process_set)
@@ -406,11 +424,15 @@ class ShardedState:
                 shared[key] = tensor
             else:
                 new.append((key, Spec(*line[2:])))
-        values = [own[key] for key, _ in new] if self._rank == holder else None
-        made = self._segment([spec for _, spec in new], holder, values)
+        is_holder = self._rank == holder
+        values: list[Tensor | None] | None = [own[key] for key, _ in new] if is_holder else None
+        counts = Spec([len(host)], [1], "int64")  # new memory is zero
+        values = [*values, None] if values is not None else None
+        made = self._segment([*(spec for _, spec in new), counts], holder, values)
         if made is None:
             self.is_shared = False
             return
+        self._written, _ = made.pop()
         kept = {tensor.data_ptr() for tensor in shared.values()}
         self._homes = {at: home for at, home in self._homes.items() if at in kept}
         self._homes.update((tensor.data_ptr(), home) for tensor, home in made)
@@ -544,20 +566,23 @@ class ShardedState:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.enter(optimizer)
-        self._has_entered = False
+        self._enter(optimizer)
+        self.has_moved = False
         stepped: Any = object.__new__(type(optimizer))
         groups = self._groups(optimizer)
         vars(stepped).update(vars(optimizer), param_groups=groups, state=self._state)
         failure: BaseException | None = None
+        self._note_write(2 * self._steps_here + 1)
         try:
             raw(stepped)
+            self._note_write(2 * self._steps_here + 2)
         except BaseException as error:  # Ctrl-C, too: the other ranks wait
             failure = error
         for _, tensor in self._mine:
             tensor.grad = None
         self._leave(optimizer, failure)
         self._steps += 1
+        self._steps_here += 1
         torch.autograd.graph.increment_version(
             [parameter for parameter in self._parameters if parameter.grad is not None]
         )
@@ -575,6 +600,10 @@ class ShardedState:
             groups[group_of[part.parameter]]["params"].append(tensor)
         return groups
 
+    def _note_write(self, number: int) -> None:
+        if self.is_shared:
+            self._written[self._owners.index(self._rank)] = number
+
     def _sum(self, numbers: Sequence[int], what: str) -> list[int]:
         self._count += 1
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -584,14 +613,8 @@ class ShardedState:
         ).tolist()
         return total
 
-    def enter(self, optimizer: Optimizer) -> None:
-        """Wait until all ranks are about to step: none of them reads the parameters then.
-
-        A step hook may have done so before: if a rank is lost here, nothing has changed. Errors: as
-        of `step`.
-        """
-        if self._has_entered or not self.is_active:
-            return
+    def _enter(self, optimizer: Optimizer) -> None:
+        """Wait until all ranks are about to step: none of them reads the parameters then."""
         problem = self._problem()
         lines = self._lines(optimizer)
         digest = zlib.crc32(repr(lines).encode()) >> 8
@@ -621,7 +644,6 @@ class ShardedState:
                     "like on all ranks, or broadcast_optimizer_state() after it"
                 )
             self.place(optimizer, int(self._name.rpartition(".")[2]))
-        self._has_entered = True
 
     def _refuse(self, why: str) -> None:
         raise InvalidArgumentError(f"rank {self._rank}: {why}")
