@@ -20,7 +20,7 @@ from torch_ring.errors import (
     TimeoutError,
 )
 from torch_ring.mpi_ops import *
-from torch_ring.optimizer import DistributedOptimizer
+from torch_ring.optimizer import DiLoCo, DistributedOptimizer, LocalSGD
 from torch_ring.state import broadcast_buffers, broadcast_optimizer_state, broadcast_parameters
 from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from torch_ring.tracing.exporter import export_metrics
@@ -29,11 +29,13 @@ from torch_ring.tracing.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Compressor",
+    "DiLoCo",
     "DistributedOptimizer",
     "ErrorFeedback",
     "Gather",
     "HostsUpdatedInterrupt",
     "InvalidArgumentError",
+    "LocalSGD",
     "MismatchError",
     "NonFiniteGradientError",
     "NotInitializedError",

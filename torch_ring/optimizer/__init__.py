@@ -1,8 +1,9 @@
-"""DistributedOptimizer, and the reduction of gradients behind it.
+"""DistributedOptimizer, LocalSGD and DiLoCo, and the reduction of gradients behind them.
 
-Open first: `distributed_optimizer`, `backward_sync`, then `reducer`.
+Open first: `distributed_optimizer`, `backward_sync`, then `reducer`; `local_steps` for the rest.
 """
 
 from torch_ring.optimizer.distributed_optimizer import DistributedOptimizer, _DistributedOptimizer
+from torch_ring.optimizer.local_steps import DiLoCo, LocalSGD
 
-__all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
+__all__ = ["DiLoCo", "DistributedOptimizer", "LocalSGD", "_DistributedOptimizer"]

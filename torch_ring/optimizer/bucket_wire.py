@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_ring._C import Engine, GradientHooks, Work
+from torch_ring._C import Engine, Work
 from torch_ring.collectives.reduce_op import Average, ReduceOp, Sum
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
@@ -117,8 +117,8 @@ class BucketWire(Protocol):
         """
 
 
-WireMaker = Callable[[Bucket, GradientHooks], BucketWire]
-"""Makes the wire of a bucket; the hooks are those of the optimizer's parameters."""
+WireMaker = Callable[[Bucket, Callable[[int], Tensor]], BucketWire]
+"""Makes the wire of a bucket; the function returns the part of its memory for a parameter."""
 
 
 class _RunBucket(ABC):
@@ -229,13 +229,13 @@ def wire_maker(
         shared = BucketCompression(
             compression, named_parameters, engine, settings.mean_arguments(size), scale
         )
-        return lambda bucket, hooks: StatefulBucket(shared, bucket, hooks)
+        return lambda bucket, view_of: StatefulBucket(shared, bucket, view_of)
     if compression is Compression.none:
         return lambda bucket, _: PlainBucket(bucket, allreduce)
     stateless = compression  # known not to be stateful, in the function below too
     wire_dtype: torch.dtype | None = getattr(compression, "wire_dtype", None)
 
-    def make(bucket: Bucket, _: GradientHooks) -> BucketWire:
+    def make(bucket: Bucket, _: Callable[[int], Tensor]) -> BucketWire:
         if wire_dtype is None or wire_dtype == bucket.dtype:
             return CompressedBucket(bucket, allreduce, stateless)
         return CastBucket(bucket, allreduce, bucket_memory(engine, bucket, wire_dtype))

@@ -594,7 +594,7 @@ class Reducer:
         if plan == self._plan:
             return
         self._plan = plan
-        self._wires = [self._make_wire(bucket, self.hooks) for bucket in plan]
+        self._wires = [self._make_wire(bucket, self.hooks.bucket_view) for bucket in plan]
         slots: dict[int, tuple[int, int]] = {
             slot.parameter: (index, slot.offset)
             for index, bucket in enumerate(plan)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ring._C import Engine, GradientHooks, Work, all_sent, empty_result_like
+from torch_ring._C import Engine, Work, all_sent, empty_result_like
 from torch_ring.collectives.compare import require_same_lines
 from torch_ring.collectives.reduce_op import ReduceOp
 from torch_ring.compression.stateful import Gather, Reduce, Request, State, StatefulCompressor
@@ -270,18 +270,18 @@ class StatefulBucket:
     Args:
         compression: shared by the buckets of an optimizer.
         bucket: this one.
-        hooks: of the optimizer's parameters.
+        view_of: returns the gradient of a parameter, by its index, in the bucket's memory.
     """
 
     is_launchable = False
     buffer: Tensor | None = None
 
     def __init__(
-        self, compression: BucketCompression, bucket: Bucket, hooks: GradientHooks
+        self, compression: BucketCompression, bucket: Bucket, view_of: Callable[[int], Tensor]
     ) -> None:
         self._compression = compression
         self._bucket = bucket
-        self._hooks = hooks
+        self._view_of = view_of
 
     def start(
         self,
@@ -296,7 +296,7 @@ class StatefulBucket:
         for slot in self._bucket.slots:
             if touched >> slot.parameter & 1 and slot.numel:
                 parameter_name, _ = self._compression.named_parameters[slot.parameter]
-                view = self._hooks.bucket_view(slot.parameter)
+                view = self._view_of(slot.parameter)
                 gradients[parameter_name] = torch.view_as_real(view) if view.is_complex() else view
         return [_StatefulReduction(self._compression, name(0), gradients).advance]
 

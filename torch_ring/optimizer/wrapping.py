@@ -63,10 +63,12 @@ _COPY_HOOK = -1  # the number of _refuse_copy() among the step's hooks; torch co
 class Wrapped(torch.optim.Optimizer):
     """The base class of methods that :func:`wrapped` adds to a user's class.
 
-    Where a method of torch's needs something done after it, `_after_` and its name does that.
+    Where a method of torch's needs something done after it, `_after_` and its name does that. An
+    optimizer may be wrapped by two of them (`DiLoCo(DistributedOptimizer(...))`): the methods of
+    both are called then, those of the inner one first.
     """
 
-    _user_class: type[torch.optim.Optimizer]  # of the optimizer before
+    _user_class: type[torch.optim.Optimizer]  # of the optimizer before any was added
 
     def _after_zero_grad(self) -> None:
         pass
@@ -151,10 +153,11 @@ def _class_of(cls: type, addition: type) -> Any:
     those of `cls`.
     """
     described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    extended = {name: _extended(cls, name) for name in _EXTENDED}
+    extended = {name: _extended(cls, name, addition) for name in _EXTENDED}
     added = {name: value for name, value in vars(addition).items() if name not in _OF_A_CLASS}
     bases = (addition,) if issubclass(addition, cls) else (cls, addition)
-    namespace = {**extended, **added, **described, "_user_class": cls}
+    user_class = getattr(cls, "_user_class", cls)
+    namespace = {**extended, **added, **described, "_user_class": user_class}
     return type(cls)(cls.__name__, bases, namespace)
 
 
@@ -162,13 +165,13 @@ _EXTENDED = ("zero_grad", "load_state_dict", "add_param_group")
 _OF_A_CLASS = frozenset(vars(type("_", (), {})))
 
 
-def _extended(cls: type, name: str) -> Callable[..., Any]:
-    method = getattr(cls, name)
+def _extended(cls: type, name: str, addition: type[Wrapped]) -> Callable[..., Any]:
+    method, after = getattr(cls, name), getattr(addition, f"_after_{name}")
 
     @functools.wraps(method, updated=())
     def extended(self: Wrapped, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        getattr(self, f"_after_{name}")()
+        after(self)
         return result
 
     return extended

@@ -20,6 +20,7 @@ from torch_ring.world.process_set import (
     _basics,
     add_process_set,
     global_process_set,
+    hierarchy,
     remove_process_set,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "global_process_set",
+    "hierarchy",
     "init",
     "is_homogeneous",
     "is_initialized",

@@ -19,6 +19,7 @@ __all__ = [
     "add_process_set",
     "engine_of",
     "global_process_set",
+    "hierarchy",
     "lose",
     "membership",
     "remove_process_set",
@@ -232,6 +233,37 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _require_process_set(process_set)
     require_whole(process_set)
     return current.world().process_sets.remove(tuple(process_set.ranks or ()))
+
+
+def hierarchy() -> tuple[ProcessSet, ProcessSet]:
+    """Make the process sets of a hierarchy: ranks that share a host, and one rank of each host.
+
+    For algorithms that send less between hosts than inside one, as :func:`DiLoCo` of a
+    ``DistributedOptimizer``. A collective of all ranks. Sets that exist already are used again.
+
+    Returns:
+        The set of the ranks on this rank's host; and that of the lowest rank of each host, to which
+        this rank need not belong. One of them is the global set if all ranks are on one host, or
+        each on a host of its own.
+
+    Raises:
+        NotInitializedError: there is no world, or only the one of this process's parent.
+        RingError: as :func:`add_process_set`.
+    """
+    world = current.world()
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(world.host_of):
+        by_host.setdefault(host, []).append(rank)
+    first_ranks = [ranks[0] for ranks in by_host.values()]
+    *hosts, one_of_each = [_existing_or_added(tuple(r)) for r in (*by_host.values(), first_ranks)]
+    return next(each for each in hosts if current.rank() in (each.ranks or ())), one_of_each
+
+
+def _existing_or_added(ranks: Ranks) -> ProcessSet:
+    if len(ranks) == current.size():
+        return global_process_set
+    is_there = current.world().process_sets.find(ranks) is not None
+    return ProcessSet(ranks) if is_there else add_process_set(ranks)
 
 
 def engine_of(process_set: ProcessSet) -> Engine:

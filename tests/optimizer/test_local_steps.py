@@ -1,0 +1,492 @@
+"""LocalSGD and DiLoCo: quadratic losses, whose parameters follow from a formula on one process."""
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from logs import logged
+from pool import error_of, run
+from torch.optim import SGD, AdamW
+from training import (
+    assert_same_on_all_ranks,
+    assert_same_weights,
+    joined_batches,
+    make_model,
+    train,
+    weights,
+)
+from training import part as part_of
+from worlds import on_both_transports, on_most_worlds
+
+import torch_ring as hvd
+from torch_ring.tracing.counters import snapshot
+
+RATE, TARGETS, SIZES = 0.125, (1.0, -2.0, 3.0, 0.5), (3, 2, 5, 1, 4)
+
+
+def shaped_weights() -> list[torch.nn.Parameter]:
+    """Return parameters of several sizes, the same on all ranks."""
+    return [torch.nn.Parameter(torch.arange(n, dtype=torch.float64) / 4 + n) for n in SIZES]
+
+
+def local_step(parameters: list[torch.Tensor], target: float) -> None:
+    """Take the step of SGD on the sum of (p - target)**2 / 2, by its formula."""
+    for parameter in parameters:
+        parameter -= RATE * (parameter - target)
+
+
+class Model:
+    """All ranks of DiLoCo on one process, in the words of the papers."""
+
+    def __init__(
+        self, targets: Sequence[float], every: int, fragments: int, delay: int, outer: dict
+    ) -> None:
+        self.targets = targets
+        self.ranks = [[p.detach().clone() for p in shaped_weights()] for _ in targets]
+        self.agreed = [p.detach().clone() for p in shaped_weights()]
+        self.velocity = [torch.zeros_like(p) for p in self.agreed]
+        self.outer, self.every, self.delay = outer, every, delay
+        self.parts = {1: [[0, 1, 2, 3, 4]], 2: [[0, 1, 2], [3, 4]], 3: [[0, 1], [2], [3, 4]]}[
+            fragments
+        ]
+        self.on_their_way: dict[int, tuple[int, list, list]] = {}
+        self.steps = 0
+
+    def step(self) -> None:
+        for own, target in zip(self.ranks, self.targets, strict=True):
+            local_step(own, target)
+        self.steps += 1
+        for number, part in enumerate(self.parts):
+            if number in self.on_their_way and self.on_their_way[number][0] == self.steps:
+                self.end(number)
+            if self.steps % self.every == self.every * (number + 1) // len(self.parts) % self.every:
+                sent = [[own[i].clone() for i in part] for own in self.ranks]
+                mean = [
+                    sum(self.agreed[i] - s[k] for s in sent) / len(sent) for k, i in enumerate(part)
+                ]
+                self.on_their_way[number] = (self.steps + self.delay, mean, sent)
+                if not self.delay:
+                    self.end(number)
+
+    def end(self, number: int) -> None:
+        _, mean, sent = self.on_their_way.pop(number)
+        momentum, rate = self.outer.get("momentum", 0), self.outer["lr"]
+        for k, i in enumerate(self.parts[number]):
+            self.velocity[i] = momentum * self.velocity[i] + mean[k]
+            nesterov = self.outer.get("nesterov", False)
+            change = mean[k] + momentum * self.velocity[i] if nesterov else self.velocity[i]
+            self.agreed[i] = self.agreed[i] - rate * change
+            for own, before in zip(self.ranks, sent, strict=True):
+                own[i] += self.agreed[i] - before[k]
+
+
+NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def take_steps(parameters, optimizer, count: int) -> None:
+    target = TARGETS[hvd.rank()]
+    for _ in range(count):
+        optimizer.zero_grad()
+        sum((p - target).square().sum() / 2 for p in parameters).backward()
+        optimizer.step()
+
+
+def check_diloco(every: int, fragments: int, delay: int, outer: dict | None) -> None:
+    model = Model(TARGETS[: hvd.size()], every, fragments, delay, outer or NESTEROV)
+    parameters = shaped_weights()
+    optimizer = hvd.DiLoCo(
+        SGD(parameters, lr=RATE),
+        outer_options=outer,
+        every=every,
+        fragments=fragments,
+        delay=delay,
+    )
+    assert isinstance(optimizer, SGD)
+    for _ in range(3 * every + 2):
+        take_steps(parameters, optimizer, 1)
+        model.step()
+        for ours, expected in zip(parameters, model.ranks[hvd.rank()], strict=True):
+            torch.testing.assert_close(ours.detach(), expected, rtol=1e-12, atol=1e-12)
+    optimizer.end_round()
+    if not delay:
+        assert_same_on_all_ranks(*parameters)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (1, 1, 0, {"lr": 1.0}),
+        (4, 1, 0, None),
+        (4, 2, 0, {"lr": 0.5, "momentum": 0.5}),
+        (5, 3, 0, None),
+        (4, 1, 3, None),
+        (5, 3, 2, None),
+        (3, 2, 1, {"lr": 1.0}),
+    ],
+)
+@on_most_worlds
+def test_parameters_are_those_of_the_papers(transport, size, options):
+    run(check_diloco, size, args=options, transport=transport)
+
+
+def check_local_sgd(every: int) -> None:
+    parameters = shaped_weights()
+    expected = [[p.detach().clone() for p in parameters] for _ in range(hvd.size())]
+    optimizer = hvd.LocalSGD(SGD(parameters, lr=RATE), every=every)
+    assert optimizer.outer is None
+    for step in range(1, 2 * every + 2):
+        take_steps(parameters, optimizer, 1)
+        for rank, own in enumerate(expected):
+            local_step(own, TARGETS[rank])
+        if step % every == 0:
+            mean = [sum(each) / len(expected) for each in zip(*expected, strict=True)]
+            expected = [[m.clone() for m in mean] for _ in expected]
+            assert_same_on_all_ranks(*parameters)
+        for ours, own in zip(parameters, expected[hvd.rank()], strict=True):
+            torch.testing.assert_close(ours.detach(), own, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@on_most_worlds
+def test_local_sgd_averages_parameters(transport, size, every):
+    run(check_local_sgd, size, args=(every,), transport=transport)
+
+
+def check_every_step() -> None:
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    models = [make_model() for _ in range(3)]
+    local = hvd.LocalSGD(SGD(models[0].parameters(), **options), every=1)
+    outer = hvd.DiLoCo(SGD(models[1].parameters(), **options), outer_options={"lr": 1.0}, every=1)
+    usual = hvd.DistributedOptimizer(SGD(models[2].parameters(), **options))
+    batches = joined_batches(8)
+    for model, optimizer in zip(models, (local, outer, usual), strict=True):
+        train(model, optimizer, map(part_of, batches))
+    for model in models[:2]:
+        assert_same_weights(model, models[2])
+
+
+@on_most_worlds
+def test_an_average_in_every_step_is_that_of_gradients(transport, size):
+    run(check_every_step, size, transport=transport)
+
+
+def check_hierarchy(delay: int) -> None:
+    """Two hosts of two ranks: gradients in each, DiLoCo between them."""
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
+    mine, one_of_each = sets[hvd.rank() // 2], sets[2]
+    parameters = shaped_weights()
+    optimizer = hvd.DiLoCo(
+        hvd.DistributedOptimizer(SGD(parameters, lr=RATE), process_set=mine),
+        every=3,
+        delay=delay,
+        process_set=one_of_each,
+    )
+    # The gradient of a host is that towards the mean of its targets.
+    hosts = [(TARGETS[0] + TARGETS[1]) / 2, (TARGETS[2] + TARGETS[3]) / 2]
+    model = Model(hosts, 3, 1, delay, NESTEROV)
+    for _ in range(10):
+        take_steps(parameters, optimizer, 1)
+        model.step()
+        for ours, expected in zip(parameters, model.ranks[hvd.rank() // 2], strict=True):
+            torch.testing.assert_close(ours.detach(), expected, rtol=1e-12, atol=1e-12)
+    optimizer.end_round()
+    if not delay:
+        assert_same_on_all_ranks(*parameters)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_gradients_inside_hosts_and_rounds_between_them(delay):
+    run(check_hierarchy, 4, args=(delay,))
+
+
+# --- what is sent
+
+
+def check_compression(name: str) -> None:
+    compression = {
+        "bf16": hvd.Compression.bf16,
+        "int8": hvd.Compression.int8(4),
+        "powersgd": hvd.Compression.powersgd(1),
+    }[name]
+    torch.manual_seed(hvd.rank())
+    start, end = torch.zeros(6, 6), torch.outer(torch.arange(6.0), torch.ones(6))
+    matrix = torch.nn.Parameter(start.clone())
+    optimizer = hvd.DiLoCo(
+        SGD([matrix], lr=0.5),
+        outer_options={"lr": 1.0},
+        every=2,
+        delay=1,
+        compression=compression,
+        named_parameters=[("matrix", matrix)],
+    )
+    for _ in range(30):
+        optimizer.zero_grad()
+        ((matrix - end * (1 + hvd.rank())).square().sum() / 2).backward()
+        optimizer.step()
+    optimizer.end_round()
+    (agreed,) = optimizer.outer.param_groups[0]["params"]
+    assert_same_on_all_ranks(agreed)
+    expected = end * (1 + hvd.size()) / 2
+    assert (agreed - expected).abs().max() < 0.05 * expected.max()
+    if name != "bf16":  # error feedback: the compressor has a state of the parameter
+        assert set(compression.states) == {"matrix"}
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "powersgd"])
+@on_both_transports
+def test_compressed_differences_lead_to_the_mean(transport, name):
+    run(check_compression, 3, args=(name,), transport=transport)
+
+
+def what_is_sent(fragments: int) -> tuple[int, int]:
+    """Return how many allreduces 16 steps make, and of how many bytes."""
+    parameters = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(2)]
+    optimizer = hvd.DiLoCo(SGD(parameters, lr=1.0), every=8, fragments=fragments)
+    before = snapshot().sets[0].operations.get("allreduce")
+    for _ in range(16):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    after = snapshot().sets[0].operations["allreduce"]
+    return after.operations - (before.operations if before else 0), after.bytes
+
+
+def test_a_round_sends_each_parameter_once():
+    assert run(what_is_sent, 2, args=(1,)) == [(2, 2 * 2 * 4 << 16)] * 2
+    assert run(what_is_sent, 2, args=(2,)) == [(4, 2 * 2 * 4 << 16)] * 2
+
+
+def frozen_and_added() -> list[int]:
+    base, adapter, later = (torch.nn.Parameter(torch.full((n,), 1.0)) for n in (1000, 2, 3))
+    base.requires_grad_(False)
+    optimizer = hvd.DiLoCo(SGD([base, adapter], lr=0.5), outer_options={"lr": 1.0}, every=2)
+    optimizer.add_param_group({"params": [later], "lr": 0.25})
+    assert [p.numel() for g in optimizer.outer.param_groups for p in g["params"]] == [2, 3]
+    for _ in range(4):
+        adapter.grad, later.grad = (torch.full_like(p, 1.0 + hvd.rank()) for p in (adapter, later))
+        optimizer.step()
+    mean = 1 + (hvd.size() - 1) / 2
+    torch.testing.assert_close(adapter.detach(), torch.full((2,), 1 - 4 * 0.5 * mean))
+    torch.testing.assert_close(later.detach(), torch.full((3,), 1 - 4 * 0.25 * mean))
+    base.requires_grad_(True)
+    name, text = error_of(optimizer.step)
+    assert (name, "'allreduce.noname.0.0' requires a gradient now" in text) == ("ValueError", True)
+
+
+@on_both_transports
+def test_frozen_parameters_stay_and_added_ones_take_part(transport):
+    run(frozen_and_added, 2, transport=transport)
+
+
+# --- how it is used
+
+
+def use_with_a_scaler(fused: bool) -> list[float]:
+    """A step that one rank skips counts as one: the rounds of all ranks end together."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = hvd.LocalSGD(AdamW([parameter], lr=0.1, fused=fused), every=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(12):
+        optimizer.zero_grad()
+        factor = torch.inf if hvd.rank() == 1 and step in (2, 3, 10) else 1.0
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.end_round()
+    assert_same_on_all_ranks(parameter)
+    assert parameter.isfinite().all()
+    return optimizer._rounds.state()["fragments"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips_count(fused):
+    assert run(use_with_a_scaler, 2, args=(fused,)) == [[[4, 0]]] * 2
+
+
+def use_schedulers_and_closures() -> None:
+    parameters = shaped_weights()
+    inner = SGD(parameters, lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    optimizer = hvd.DiLoCo(inner, every=2)
+    assert optimizer is inner
+    outer = torch.optim.lr_scheduler.ExponentialLR(optimizer.outer, 0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum((p - hvd.rank()).square().sum() for p in parameters)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert first > optimizer.step(closure)
+    scheduler.step()
+    outer.step()
+    assert (inner.param_groups[0]["lr"], optimizer.outer.param_groups[0]["lr"]) == (0.25, 0.35)
+    assert_same_on_all_ranks(*parameters)
+    copied = copy.deepcopy(optimizer)
+    name, text = error_of(copied.step)
+    assert (name, "is a copy" in text) == ("InvalidArgumentError", True)
+
+
+def test_schedulers_closures_and_copies():
+    run(use_schedulers_and_closures, 2)
+
+
+def train_and_save(path: str, steps: int) -> None:
+    parameters = shaped_weights()
+    optimizer = hvd.DiLoCo(SGD(parameters, lr=RATE, momentum=0.5), every=4, fragments=2)
+    take_steps(parameters, optimizer, steps)
+    hvd.checkpoint.save(path, [[p.detach() for p in parameters], optimizer.state_dict()])
+
+
+def load_and_train(path: str) -> None:
+    values, state = hvd.checkpoint.load(path)
+    parameters = shaped_weights()
+    optimizer = hvd.DiLoCo(SGD(parameters, lr=RATE, momentum=0.5), every=4, fragments=2)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    optimizer.load_state_dict(state)
+    agreed = [p for g in optimizer.outer.param_groups for p in g["params"]]
+    assert_same_on_all_ranks(*agreed)
+    for ours, saved in zip(agreed, state["local_steps"]["agreed"], strict=True):
+        assert torch.equal(ours, saved)
+    assert len(optimizer.outer.state) == len(agreed)  # momentum
+    take_steps(parameters, optimizer, 5)
+    optimizer.end_round()
+    assert_same_on_all_ranks(*parameters)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_another_number_of_ranks_goes_on(tmp_path, size):
+    run(train_and_save, 2, args=(str(tmp_path / "state"), 6))
+    run(load_and_train, size, args=(str(tmp_path / "state"),))
+
+
+def resume_bits(path: str) -> None:
+    """What is saved at the end of a round goes on with the bits of the run that was not stopped."""
+
+    def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        parameters = shaped_weights()
+        return parameters, hvd.DiLoCo(SGD(parameters, lr=RATE), every=4)
+
+    parameters, optimizer = made()
+    take_steps(parameters, optimizer, 8)
+    hvd.checkpoint.save(path, [[p.detach() for p in parameters], optimizer.state_dict()])
+    take_steps(parameters, optimizer, 6)
+    again, resumed = made()
+    values, state = hvd.checkpoint.load(path)
+    with torch.no_grad():
+        for parameter, value in zip(again, values, strict=True):
+            parameter.copy_(value)
+    resumed.load_state_dict(state)
+    take_steps(again, resumed, 6)
+    for one, other in zip(parameters, again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    run(resume_bits, 3, args=(str(tmp_path / "state"),))
+
+
+# --- what is refused
+
+
+def refused() -> None:
+    def of(**options: object) -> tuple[str, str]:
+        return error_of(lambda: hvd.DiLoCo(SGD(shaped_weights(), lr=1.0), **options))
+
+    for options, kind, text in (
+        ({"every": 0}, "ValueError", "every must be an integer, at least 1, not 0"),
+        ({"every": 2.5}, "ValueError", "every must be"),
+        ({"delay": -1}, "ValueError", "delay must be an integer, at least 0"),
+        ({"every": 4, "delay": 4}, "ValueError", "it must be less than every=4"),
+        ({"every": 2, "fragments": 3}, "ValueError", "a round has 2 steps"),
+        ({"fragments": 6}, "ValueError", "5 parameters require gradients"),
+        ({"compression": "int8"}, "ValueError", "compression must be a compressor"),
+        ({"compression": hvd.Compression.int8}, "ValueError", "must be an instance"),
+        ({"outer_options": {"rate": 1}}, "ValueError", "SGD makes no outer optimizer"),
+        ({"outer": lambda parameters: parameters}, "TypeError", "outer must make"),
+        ({"process_set": [0, 1]}, "ValueError", "must be a ProcessSet"),
+        ({"process_set": hvd.ProcessSet([0])}, "InvalidArgumentError", "has not been added"),
+    ):
+        found, message = of(**options)
+        assert (found, text in message) == (kind, True), (options, found, message)
+    assert error_of(lambda: hvd.LocalSGD(SGD))[0] == "TypeError"
+    optimizer = hvd.LocalSGD(SGD(shaped_weights(), lr=1.0))
+    assert "wraps it once" in error_of(lambda: hvd.DiLoCo(optimizer))[1]
+    assert "wrap it once" in error_of(lambda: hvd.DistributedOptimizer(optimizer))[1]
+    everyone = hvd.DistributedOptimizer(SGD(shaped_weights(), lr=1.0))
+    assert "must have exactly one" in error_of(lambda: hvd.DiLoCo(everyone))[1]
+    assert type(everyone).step is not None
+    assert not hasattr(everyone, "outer")
+    adasum = hvd.DistributedOptimizer(SGD(shaped_weights(), lr=1.0), op=hvd.Adasum)
+    assert "op=Adasum" in error_of(lambda: hvd.LocalSGD(adasum))[1]
+
+
+def test_wrong_arguments():
+    run(refused, 2)
+
+
+def different() -> list[tuple[str, str]]:
+    rank = hvd.rank()
+    errors = [
+        error_of(lambda: hvd.LocalSGD(SGD(shaped_weights(), lr=1.0), every=2 + rank)),
+        error_of(lambda: hvd.DiLoCo(SGD(shaped_weights()[rank:], lr=1.0))),
+    ]
+    (parameter,) = weights(rank)
+    optimizer = hvd.DiLoCo(SGD([parameter], lr=1.0))
+    parameter.grad = torch.ones(1)
+    errors.append(error_of(optimizer.step))
+    assert parameter.item() == rank
+    return errors
+
+
+@on_both_transports
+def test_different_ranks_are_told(transport):
+    for errors in run(different, 2, transport=transport):
+        assert [name for name, _ in errors] == ["MismatchError"] * 3
+        assert "every=2" in errors[0][1]
+        assert "every=3" in errors[0][1]
+        assert "allreduce.noname.0.0" in errors[1][1]
+        assert "broadcast_parameters" in errors[2][1]
+
+
+def join_in_a_round() -> tuple[str, str]:
+    (parameter,) = weights(1)
+    optimizer = hvd.LocalSGD(SGD([parameter], lr=1.0), every=2)
+    for step in range(2):
+        if hvd.rank() == 1 and step == 1:
+            break
+        parameter.grad = torch.ones(1)
+        result = error_of(optimizer.step)
+    hvd.join()
+    return result
+
+
+def test_a_rank_that_has_joined_is_refused():
+    first, second = run(join_in_a_round, 2)
+    assert first[0] == "MismatchError"
+    assert "called join()" in first[1]
+    assert second == ("nothing", "")
+
+
+def load_on_one_rank() -> list[str]:
+    (parameter,) = weights(1)
+    optimizer = hvd.DiLoCo(SGD([parameter], lr=1.0), every=2)
+    with logged() as logs:
+        for step in range(6):
+            parameter.grad = torch.ones(1)
+            optimizer.step()
+            if step == 1 and hvd.rank() == 1:
+                state = optimizer.state_dict()
+                state["local_steps"]["agreed"][0] += 1
+                optimizer.load_state_dict(state)
+    return logs
+
+
+def test_different_agreed_parameters_are_told_once():
+    first, second = run(load_on_one_rank, 2)
+    assert (len(first), len(second)) == (1, 0)
+    assert "do not have the same agreed parameters" in first[0]
