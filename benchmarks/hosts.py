@@ -33,7 +33,7 @@ from namespaces import Host
 HERE = Path(__file__).parent
 PORT = 29533
 DEADLINE_S = 3600  # of the program; a hanging collective fails long before
-PROGRAMS = ("collectives.py", "training_step.py", "sharded_step.py")
+PROGRAMS = ("collectives.py", "training_step.py", "sharded_step.py", "slow_links.py")
 
 
 def parse_args() -> argparse.Namespace:

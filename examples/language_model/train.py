@@ -51,6 +51,8 @@ def parse_args() -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="backward passes of a rank in one step")
     add("--lr", type=float, default=3e-3, help="at the end of the warm-up")
     add("--warmup", type=int, default=50, help="steps")
+    text = "average gradients inside hosts, and agree between them after so many steps"
+    add("--diloco", type=int, metavar="STEPS", help=text)
     add("--clip", type=float, default=1.0, help="the largest norm of all gradients together")
     add("--data", choices=["real", "cached", "synthetic"], default="real")
     add("--workers", type=int, default=0, help="processes that load data, of a rank")
@@ -103,11 +105,16 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
     optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.95), weight_decay=0.1)
     # The gradients of a step's backward passes add up; the last pass averages them over the ranks.
     # (`no_sync()` is for steps with different numbers of passes.)
-    return hvd.DistributedOptimizer(
+    host, one_of_each_host = hvd.hierarchy() if args.diloco else (hvd.global_process_set, None)
+    optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
         backward_passes_per_step=args.accumulate,
+        process_set=host,
     )
+    if args.diloco:
+        optimizer = hvd.DiLoCo(optimizer, every=args.diloco, process_set=one_of_each_host)
+    return optimizer
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> LambdaLR:
@@ -215,6 +222,8 @@ def main() -> None:
                 log(f"step {step}: {report}, {rate:.0f} tokens/s")
                 started, tokens = time.monotonic(), 0
             if is_last or step % args.checkpoint_every == 0:
+                if args.diloco:
+                    optimizer.end_round()  # all ranks validate, and rank 0 saves, the same weights
                 curves.add("validation loss", step, validate(model, validation, args))
                 log(f"step {step}: {curves.last('validation loss')}")
                 state = {name: part.state_dict() for name, part in parts.items()}

@@ -44,12 +44,15 @@ def run_in_float64(arguments: list[str], folder: str, saves: int | None) -> Run:
         torch.set_default_dtype(torch.float32)
 
 
-def train(folder: Path, size: int, *arguments: str, saves: int | None = None) -> dict[str, Any]:
+def train(
+    folder: Path, size: int, *arguments: str, saves: int | None = None, transport: str = ""
+) -> dict[str, Any]:
     """Return the curves of a smoke run on the short text."""
     (folder / "text.txt").write_text(SHORT_TEXT)
     options = [*SMOKE, "--text", "text.txt", "--json", "log.json", *arguments]
     args = (options, str(folder), saves)
-    first, *others = pool.run(run_in_float64, size, args=args, transport="", initialized=False)
+    ranks = pool.run(run_in_float64, size, args=args, transport=transport, initialized=False)
+    first, *others = ranks
     assert [other.output for other in others] == [""] * (size - 1)
     if saves is not None:
         assert first.code == "killed"
@@ -75,6 +78,21 @@ def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
     assert all(alone[name][-1][1] < even_guess - 0.3 for name in LOSSES)
     for size, passes in ((1, 3), (2, 1), (3, 2)):
         assert_close(train(tmp_path, size, *options, "--accumulate", str(passes)), alone)
+
+
+def test_hosts_agree_once_in_some_steps(tmp_path: Path) -> None:
+    """Over TCP each rank is a host of its own; on one host, every step has all gradients."""
+    options = ("--steps", "20", "--checkpoint-every", "8")
+    usual = train(tmp_path, 2, *options)
+    apart = train(tmp_path, 2, *options, "--diloco", "4", transport="tcp")
+    for name in LOSSES:
+        # Each rank steps with its half of the batch: two steps in place of one, and a mean of them.
+        assert apart[name][-1][1] < 1.1 * usual[name][-1][1]
+    # With one host there is nobody to agree with, but the outer optimizer steps, too.
+    alone = train(tmp_path, 2, *options, "--diloco", "4", saves=1)
+    assert alone == {}
+    resumed = train(tmp_path, 2, *options, "--diloco", "4", "--resume")
+    assert resumed["validation loss"][-1][1] < 1.1 * usual["validation loss"][-1][1]
 
 
 def test_resumes_where_it_was(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ def test_another_number_of_ranks_goes_on(tmp_path, size):
 
 
 def resume_bits(path: str) -> None:
-    """What is saved at the end of a round goes on with the bits of the run that was not stopped."""
+    """A state of the end of a round goes on with the bits of the run that was not stopped."""
 
     def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
         parameters = shaped_weights()
@@ -490,3 +490,16 @@ def test_different_agreed_parameters_are_told_once():
     first, second = run(load_on_one_rank, 2)
     assert (len(first), len(second)) == (1, 0)
     assert "do not have the same agreed parameters" in first[0]
+
+
+def load_another_models_state() -> list[tuple[str, str]]:
+    saved = hvd.DiLoCo(SGD(shaped_weights(), lr=1.0)).state_dict()
+    larger = [torch.nn.Parameter(torch.zeros(n + 1)) for n in SIZES]
+    optimizers = [hvd.DiLoCo(SGD(larger, lr=1.0)), hvd.LocalSGD(SGD(shaped_weights(), lr=1.0))]
+    return [error_of(lambda each=each: each.load_state_dict(saved)) for each in optimizers]
+
+
+def test_a_state_of_another_model():
+    for name, text in run(load_another_models_state, 2)[0]:
+        assert name == "ValueError"
+        assert "is of 5 agreed parameters of shapes [[3], [2], [5]]..." in text

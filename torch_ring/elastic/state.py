@@ -32,7 +32,8 @@ from torch_ring.optimizer.distributed_optimizer import (
     has_moved,
     require_survivors,
 )
-from torch_ring.state import broadcast_parameters, copy_optimizer_state
+from torch_ring.optimizer.local_steps import LocalStepsOptimizer
+from torch_ring.state import broadcast_nested, broadcast_parameters, copy_optimizer_state
 from torch_ring.world import current
 from torch_ring.world.process_set import global_process_set
 
@@ -346,6 +347,45 @@ class OptimizerStateHandler(StateHandler):
         self._settings = None
 
 
+class LocalStepsHandler(OptimizerStateHandler):
+    """Handles an optimizer of LocalSGD or DiLoCo, whose ranks have parameters of their own."""
+
+    def copy_from(self, root: int) -> None:
+        """See `StateHandler`."""
+        super().copy_from(root)
+        self._copy_round_from(root)
+
+    def _copy_round_from(self, root: int) -> None:
+        state = broadcast_nested(self.value._rounds.state(), root)
+        if world.rank() != root:
+            self.value._rounds.load(state)
+
+    def reset(self) -> None:
+        """See `StateHandler`."""
+        super().reset()
+        self.value._rounds.follow_world()
+
+    def reconcile(self, *, has_own: bool) -> None:
+        """Let all ranks go on in one round. Collective.
+
+        The agreed parameters are those of a rank that has ended the most rounds. A rank that has
+        ended as many keeps its parameters, so that the steps of this round count. Others take the
+        agreed ones.
+
+        Args:
+            has_own: whether the parameters of this rank are those of its own steps.
+        """
+        rounds = self.value._rounds
+        ended = rounds.ended if has_own else []
+        ranks = allgather_object((has_own, sum(ended)), name="elastic.rounds")
+        root = ranks.index(max(ranks))
+        self._copy_round_from(root)
+        agreed = broadcast_nested(rounds.agreed, root)
+        for fragment, count in enumerate(rounds.ended):
+            if world.rank() != root and ended[fragment : fragment + 1] != [count]:
+                rounds.take(fragment, agreed)
+
+
 class OptimizerCopy:
     """An optimizer and its parameters at one moment."""
 
@@ -465,6 +505,7 @@ class StatefulHandler(StateHandler):
 
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
+    (LocalStepsOptimizer, LocalStepsHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
 ]
@@ -756,8 +797,13 @@ class TorchState(ObjectState):
 
         All that has come is compared with the root's, before it counts. A rank that had the same
         model already is spared the time. It gets the bits that it has, so its state stays whole: if
-        the root dies meanwhile, the others take that rank's.
+        the root dies meanwhile, the others take that rank's. With LocalSGD or DiLoCo a rank keeps
+        the parameters and the optimizer that its own steps have made.
         """
+        local = [each for each in self._handlers.values() if isinstance(each, LocalStepsHandler)]
+        keeps = bool(local) and self._is_whole
+        had_it = had_it or keeps
+        kept = [OptimizerCopy(each.value) for each in local] if keeps and models else []
         takes_another = models and world.rank() != root and not had_it
         self._is_whole = self._is_whole and not takes_another
         self._is_mixed = self._is_mixed or takes_another
@@ -768,6 +814,12 @@ class TorchState(ObjectState):
         plain = broadcast_checked_object(plain, root, "elastic.attributes")
         if models:
             self._require_undamaged(root, is_compared=not had_it or world.rank() == root)
+        for own, each in zip(kept, local, strict=False):
+            rates = settings_of(each.value)  # the root's, which go with its schedulers
+            own.restore()
+            set_settings(each.value, rates)
+        for each in local:
+            each.reconcile(has_own=keeps or world.rank() == root)
         if world.rank() != root:
             for name, value in plain.items():
                 setattr(self, name, value)

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch_ring._C import Engine, Work
 from torch_ring.collectives.broadcast import broadcast_async_
 from torch_ring.collectives.compare import digests_of, require_same, verify_step
-from torch_ring.collectives.objects import allgather_object
 from torch_ring.collectives.reduce_op import Average
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
@@ -35,7 +34,6 @@ from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.distributed_optimizer import _DistributedOptimizer
 from torch_ring.optimizer.gradient_report import refuse_sharded
 from torch_ring.optimizer.wrapping import Copied, Wrapped, checked_names, unnamed, wrapped
-from torch_ring.state import broadcast_nested
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, membership
 
@@ -64,6 +62,7 @@ def LocalSGD(  # noqa: N802  the name in the literature
             smaller process set.
         every: steps from one average to the next.
         named_parameters: the names of parameters in errors, as ``model.named_parameters()``.
+            None: errors have numbers instead.
         process_set: the ranks that average; by default all.
 
     Returns:
@@ -131,6 +130,7 @@ def DiLoCo(  # noqa: N802  the name in the literature
         compression: of what is sent, as in ``DistributedOptimizer``. With a stateful compressor and
             a delay, only its first request is under way during the steps.
         named_parameters: the names of parameters in errors, as ``model.named_parameters()``.
+            None: errors have numbers instead.
         process_set: the ranks that agree; by default all. Others step by themselves.
 
     Returns:
@@ -480,10 +480,21 @@ class Rounds:
         self._is_attempt = False
         if not self._sets():
             return
+        before = self._steps, [fragment.steps for fragment in self._fragments]
         self._steps += 1
-        delay, every = self._settings.delay, self._settings.every
         for fragment in self._fragments:
             fragment.steps += 1
+        try:
+            self._exchange()
+        except BaseException:  # a rank was lost, say: the survivors take the step once more
+            self._steps, steps = before
+            for fragment, count in zip(self._fragments, steps, strict=True):
+                fragment.on_its_way, fragment.steps = None, count
+            raise
+
+    def _exchange(self) -> None:
+        """Begin and end what is due after a step."""
+        delay, every = self._settings.delay, self._settings.every
         for fragment in self._fragments:
             if fragment.on_its_way is not None and fragment.steps == delay:
                 self._end(fragment)
@@ -584,9 +595,10 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """Return what a later run needs. A mean that is on its way is begun anew then."""
         return {
+            "has_begun": self._has_begun,
             "steps": self._steps,
             "fragments": [[each.rounds, each.steps] for each in self._fragments],
-            "agreed": [each.detach() for each in self._agreed] if self._has_begun else [],
+            "agreed": [each.detach() for each in self._agreed],
             "outer": self.outer.state_dict() if self.outer is not None else None,
         }
 
@@ -605,22 +617,17 @@ class Rounds:
         self._steps, self._has_begun = 0, False
         if state is None or not self._sets():
             return
-        agreed = list(state["agreed"])
-        if self.outer is not None and agreed:
-            shapes, own = [list(a.shape) for a in agreed], [list(a.shape) for a in self._agreed]
-            if shapes != own:
-                raise ValueError(
-                    f"the state of {self._settings.kind} is of {len(shapes)} parameters of shapes "
-                    f"{shapes[:3]}..., and the optimizer has {len(own)} of {own[:3]}..."
-                )
+        shapes, own = ([list(a.shape) for a in each] for each in (state["agreed"], self._agreed))
+        if shapes != own:
+            raise ValueError(
+                f"the state of {self._settings.kind} is of {len(shapes)} agreed parameters of "
+                f"shapes {shapes[:3]}..., and the optimizer has {len(own)} of {own[:3]}..."
+            )
+        if self.outer is not None:
             with torch.no_grad():
-                for mine, saved in zip(self._agreed, agreed, strict=True):
-                    mine.copy_(saved)
-        if self.outer is not None and state["outer"] is not None:
+                torch._foreach_copy_(self._agreed, list(state["agreed"]))
             self.outer.load_state_dict(state["outer"])
-        if self.outer is not None and not agreed:
-            return
-        self._steps, self._has_begun = state["steps"], True
+        self._steps, self._has_begun = state["steps"], state["has_begun"]
         if len(state["fragments"]) == len(self._fragments):
             for fragment, (rounds, steps) in zip(self._fragments, state["fragments"], strict=True):
                 fragment.rounds, fragment.steps = rounds, steps
@@ -631,32 +638,22 @@ class Rounds:
             fragment.on_its_way = None
         self._engine = None
 
+    @property
+    def ended(self) -> list[int]:
+        """How many rounds of each fragment have ended."""
+        return [fragment.rounds for fragment in self._fragments]
+
+    @property
+    def agreed(self) -> list[Tensor]:
+        """The agreed parameters; with LocalSGD, which keeps none, those of this rank."""
+        values = self._agreed if self.outer is not None and self._has_begun else self._parameters
+        return [value.detach() for value in values]
+
     @torch.no_grad()
-    def reconcile(self, *, has_own: bool) -> None:
-        """Let all ranks of a new world go on in the same round. Collective of all of them.
-
-        The agreed parameters are those of a rank that has ended the most rounds. A rank that has
-        ended as many keeps its own parameters, so the steps of this round count.
-
-        Args:
-            has_own: whether this rank's parameters are its own: it has been in the world before.
-        """
-        own = (has_own, sum(fragment.rounds for fragment in self._fragments))
-        ranks = allgather_object(own)
-        root = ranks.index(max(ranks))
-        is_root = current.rank() == root
-        behind = [number for number, each in enumerate(ranks) if each != ranks[root]]
-        given = self._agreed if self.outer is not None and self._has_begun else self._parameters
-        state = {**self.state(), "parameters": [each.detach() for each in given] if behind else []}
-        state = broadcast_nested(state if is_root else None, root)
-        if is_root:
-            return
-        rounds = [-1 if not has_own else fragment.rounds for fragment in self._fragments]
-        self.load(state)
-        for fragment, before in zip(self._fragments, rounds, strict=True):
-            if before != fragment.rounds:
-                for index in fragment.parameters:
-                    self._parameters[index].copy_(state["parameters"][index])
+    def take(self, fragment: int, values: Sequence[Tensor]) -> None:
+        """Give the parameters of a fragment their values among those of all parameters."""
+        for index in self._fragments[fragment].parameters:
+            self._parameters[index].copy_(values[index])
 
 
 class _Mean:

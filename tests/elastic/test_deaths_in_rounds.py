@@ -1,0 +1,150 @@
+"""LocalSGD and DiLoCo while ranks die and come."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+import pool
+import pytest
+import torch
+from slow import on_shm_and_slowly_on_tcp
+from training import assert_same_on_all_ranks
+
+import torch_ring as hvd
+
+STEPS, EVERY, RATE, OUTER = 14, 4, 0.25, 0.5
+
+
+def target(rank: int) -> float:
+    return float(3 * rank - 1)
+
+
+def make(kind: str, delay: int = 0) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    if kind == "LocalSGD":
+        return model, hvd.LocalSGD(optimizer, every=EVERY)
+    options = {"lr": OUTER, "momentum": 0.5}
+    return model, hvd.DiLoCo(optimizer, outer_options=options, every=EVERY, delay=delay)
+
+
+def train_with_deaths(kind: str, deaths: Sequence[tuple[int, int]]) -> list[float]:
+    """Train until the end; return the weight after each step of this rank."""
+    name = hvd.rank()
+    model, optimizer = make(kind)
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    weights: dict[int, float] = {}
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        for state.step in range(state.step, STEPS):
+            optimizer.zero_grad()
+            ((model.weight - target(name)).square().sum() / 2).backward()
+            if (name, state.step) in deaths:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            weights[state.step] = model.weight.item()
+        state.step = STEPS
+        optimizer.end_round()
+
+    train(state)
+    assert_same_on_all_ranks(model.weight)
+    return [*weights.values(), model.weight.item()]
+
+
+def expected(kind: str, size: int, deaths: Sequence[tuple[int, int]]) -> dict[int, list[float]]:
+    """Return the same by the formulas. A rank that dies has no part in its last round."""
+    own = dict.fromkeys(range(size), 0.0)
+    found: dict[int, list[float]] = {rank: [] for rank in own}
+    agreed, velocity = 0.0, 0.0
+
+    def end_round() -> None:
+        nonlocal agreed, velocity
+        mean = sum(agreed - weight for weight in own.values()) / len(own)
+        velocity = 0.5 * velocity + mean
+        agreed -= mean if kind == "LocalSGD" else OUTER * velocity
+        own.update(dict.fromkeys(own, agreed))
+
+    for step in range(STEPS):
+        for rank in list(own):
+            if (rank, step) in deaths:
+                del own[rank]
+        for rank in own:
+            own[rank] -= RATE * (own[rank] - target(rank))
+        if (step + 1) % EVERY == 0:
+            end_round()
+        for rank, weight in own.items():
+            found[rank].append(weight)
+    end_round()
+    for rank, weight in own.items():
+        found[rank].append(weight)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+@pytest.mark.parametrize(
+    ("size", "deaths"),
+    [
+        (2, [(0, 1)]),  # in the first round
+        (3, [(2, 7)]),  # in the step at whose end the others meet
+        (3, [(0, 5), (1, 10)]),
+        (4, [(1, 6), (3, 6)]),
+    ],
+)
+@on_shm_and_slowly_on_tcp
+def test_survivors_go_on_in_the_round(kind, size, deaths, transport):
+    victims = [rank for rank, _ in deaths]
+    found = pool.run(
+        train_with_deaths, size, args=(kind, deaths), transport=transport, may_die=victims
+    )
+    right = expected(kind, size, deaths)
+    for rank in set(range(size)) - set(victims):
+        assert found[rank] == pytest.approx(right[rank], rel=1e-12)
+
+
+def newcomer(kind: str, delay: int) -> None:
+    """Rank 2 forgets all that it has, as if it had just come; the others are in a round."""
+    model, optimizer = make(kind, delay)
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.sync()
+    rank = hvd.rank()
+    for state.step in range(7):
+        optimizer.zero_grad()
+        ((model.weight - target(rank)).square().sum() / 2).backward()
+        optimizer.step()
+    if rank == 2:
+        model, optimizer = make(kind, delay)
+        state = hvd.elastic.TorchState(model, optimizer, step=0)
+        state.on_arrival()
+    else:
+        make(kind, delay)  # which compares arguments
+    state.reset()
+    before = model.weight.item()
+    state.resume()
+    assert state.step == 6
+    weights = hvd.allgather(model.weight.detach()).flatten().tolist()
+    assert rank == 2 or model.weight.item() == before
+    if kind == "LocalSGD":
+        assert weights[2] == weights[0] != weights[1]
+    else:
+        agreed = optimizer.outer.param_groups[0]["params"]
+        assert_same_on_all_ranks(*agreed)
+        assert weights[2] == agreed[0].item() != weights[0]
+        momentum = [s["momentum_buffer"] for s in optimizer.outer.state.values()]
+        assert_same_on_all_ranks(*momentum)
+        assert len(momentum) == 1
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.step()
+    optimizer.end_round()
+    if delay == 0:
+        assert_same_on_all_ranks(model.weight)
+
+
+@pytest.mark.parametrize(("kind", "delay"), [("LocalSGD", 0), ("DiLoCo", 0), ("DiLoCo", 3)])
+@on_shm_and_slowly_on_tcp
+def test_a_newcomer_gets_agreed_parameters(kind, delay, transport):
+    pool.run(newcomer, 3, args=(kind, delay), transport=transport)
