@@ -423,6 +423,8 @@ def refused() -> None:
     assert not hasattr(everyone, "outer")
     adasum = hvd.DistributedOptimizer(SGD(shaped_weights(), lr=1.0), op=hvd.Adasum)
     assert "op=Adasum" in error_of(lambda: hvd.LocalSGD(adasum))[1]
+    sharded = hvd.DistributedOptimizer(SGD(shaped_weights(), lr=1.0), shard_state=True)
+    assert "shard_state=True" in error_of(lambda: hvd.LocalSGD(sharded))[1]
 
 
 def test_wrong_arguments():

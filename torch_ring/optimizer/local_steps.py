@@ -31,7 +31,7 @@ from torch_ring.optimizer.bucket_wire import (
     wire_maker,
 )
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
-from torch_ring.optimizer.distributed_optimizer import _DistributedOptimizer
+from torch_ring.optimizer.distributed_optimizer import _DistributedOptimizer, _ShardedOptimizer
 from torch_ring.optimizer.gradient_report import refuse_sharded
 from torch_ring.optimizer.wrapping import Copied, Wrapped, checked_names, unnamed, wrapped
 from torch_ring.world import current
@@ -219,6 +219,11 @@ def _wrap(
             raise ValueError(f"the optimizer has rounds already: {kind} wraps it once")
         if not isinstance(optimizer, _DistributedOptimizer):
             raise ValueError(f"{kind} does not go with op=Adasum")
+        if isinstance(optimizer, _ShardedOptimizer):
+            raise ValueError(
+                f"{kind} does not go with shard_state=True: a parameter lies in the memory of "
+                "several ranks, and each of them would take the agreed one"
+            )
         names = dict(optimizer._parameter_names)
     else:
         names = checked_names(optimizer, named_parameters)
