@@ -33,6 +33,13 @@ COLOURS = {
     "prototype": "#000000",
     "torch": "#999999",
 }
+COLOURS |= {"sharded": "#0072b2", "unsharded": "#56b4e9", "zero": "#e69f00"}
+SHARDING = {
+    "sharded": "shard_state=True",
+    "unsharded": "shard_state=False",
+    "ddp": "DDP, gloo",
+    "zero": "DDP, ZeroRedundancyOptimizer",
+}
 BIN_S = 0.25  # of steps that are counted together
 STYLE: dict[str, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 NAMES = {"mpi": "Open MPI", "touch": "read and write once", "ddp": "DDP, gloo"}
@@ -123,6 +130,26 @@ def training_step(reports: dict[str, Report], axes: Axes) -> None:
         yscale="symlog",
         ylabel="exposed communication (ms)",
         title=f"a training step, {machine(reports, 'training_step')}",
+    )
+
+
+def sharded_state(reports: dict[str, Report], axes: Axes) -> None:
+    """Memory and time of sharded optimizer state, relative to one that is not sharded."""
+    rows = {row["variant"]: row for row in rows_of(reports, "sharded_state")}
+    values = {"pss_mib": "{:.0f} MiB", "step_ms": "{:.0f} ms", "whole_ms": "{:.0f} ms"}
+    for position, (variant, name) in enumerate(SHARDING.items()):
+        row, base = rows[variant], rows["unsharded"]
+        places = [place + 0.2 * position - 0.3 for place in range(len(values))]
+        heights = [row[value] / base[value] for value in values]
+        bars = axes.bar(places, heights, 0.19, color=COLOURS[variant], label=name)
+        labels = [text.format(row[value]) for value, text in values.items()]
+        axes.bar_label(bars, labels, fontsize=7, rotation=90, padding=3)
+    axes.set_xticks(range(len(values)), ["memory of all ranks", "step()", "a training step"])
+    axes.margins(y=0.3)  # for the numbers
+    axes.set(
+        ylabel="relative to shard_state=False",
+        title=f"Adam, {base['parameters'] / 1e6:.0f} M parameters, "
+        f"{machine(reports, 'sharded_state')}",
     )
 
 
@@ -290,6 +317,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "hosts-2": ("hosts-2", lambda reports, axes: hosts(reports, axes, 2)),
     "hosts-3": ("hosts-3", lambda reports, axes: hosts(reports, axes, 3)),
     "training_step": ("training_step", training_step),
+    "sharded_state": ("sharded_state", sharded_state),
     "overhead": ("overhead", overhead),
     "init_scale": ("init_scale", init_scale),
     "recovery": ("recovery", recovery),

@@ -91,6 +91,7 @@ BENCHMARKS = {
     ),
     "training_step": Benchmark("training_step.py"),
     "sharded_step": Benchmark("sharded_step.py"),
+    "sharded_state": Benchmark("sharded_state.py", ranks=0),
     "training_step-2-hosts": Benchmark(
         "hosts.py",
         "--hosts 2 --program training_step.py -- --models resnet18",

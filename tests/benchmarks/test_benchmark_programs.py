@@ -68,6 +68,19 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sharded_state(tmp_path: Path) -> None:
+    sizes = ("--ranks", "2", "--parameters", "100000", "--rounds", "1", "--steps", "1")
+    command = [sys.executable, str(BENCHMARKS / "sharded_state.py"), *sizes, "--json", "out.json"]
+    done = subprocess.run(command, cwd=tmp_path, timeout=DEADLINE_S, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["machine"]["ranks"] == 2
+    assert [row["variant"] for row in report["rows"]] == ["sharded", "unsharded", "ddp", "zero"]
+    assert all(0 < row["step_ms"] < row["whole_ms"] for row in report["rows"])
+    assert done.stdout.splitlines()[0].startswith("# Adam, 0.1 M parameters; ")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
 def test_the_prototype(tmp_path: Path) -> None:
     sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")

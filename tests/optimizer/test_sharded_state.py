@@ -16,6 +16,7 @@ from typing import Any
 import namespaces
 import pytest
 import torch
+from logs import logged
 from pool import error_of, eventually, has_asked, run
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -502,6 +503,31 @@ def read_late(folder: str) -> None:
 
 def test_no_rank_writes_while_another_may_read(tmp_path: Path) -> None:
     run(read_late, 2, args=(str(tmp_path),))
+
+
+def warn() -> None:
+    """Views of parameters, and ranks that change them twice, are told of, on rank 0."""
+    model, flat = make_model(), nn.Parameter(torch.zeros(3000))
+    views = [flat.detach()[:5]]
+    optimizer = MAKERS["adam"]([*model.parameters(), flat])
+    with logged() as log:
+        optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+    where = "other tensors lie where parameters [6] of the optimizer do"
+    assert (where in " ".join(log)) == (hvd.rank() == 0), " ".join(log)
+    assert len(views[0]) == 5
+    with logged() as log:
+        for number in range(4):
+            step(model, optimizer, joined_batches(1)[0])
+            if hvd.rank() == 0 or number > 1:
+                with torch.no_grad():
+                    model[2].weight.mul_(0.9)
+            hvd.barrier()
+            told = "2 ranks have written to parameters between two steps (here to [2]"
+            assert (told in " ".join(log)) == (hvd.rank() == 0 and number == 3)
+
+
+def test_views_and_writers_are_told_of() -> None:
+    run(warn, 2)
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):

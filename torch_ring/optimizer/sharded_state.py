@@ -280,6 +280,9 @@ class ShardedState:
         self._parts: list[tuple[Part, Tensor]] = []  # all; or this rank's, if memory is shared
         self._mine: list[tuple[Part, Tensor]] = []
         self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # of this rank's parts
+        self._hosts = 0
+        self._versions: list[int] = []  # of the parameters, after the last step
+        self._has_warned = False
         self._written = _NONE  # by rank of the host: its steps times two, odd while it writes
         self._steps_here = 0  # since that began
         self._is_replaced = False  # the whole state, as far as is known
@@ -310,6 +313,7 @@ class ShardedState:
         host_of = current.world().host_of
         host = [rank for rank in self._ranks if host_of[rank] == host_of[self._rank]]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        alone = [parameter for parameter in self._parameters if not _has_views(parameter)]
         things = self._things(optimizer)
         described = [[*key, *spec] for key, spec, _ in things]
         homes = [None if v is None else self._homes.get(v.data_ptr()) for *_, v in things]
@@ -329,15 +333,34 @@ class ShardedState:
         could_share = len({host_of[rank] for rank in self._ranks}) < len(self._ranks)
         self.is_shared = could_share and all(told.on_cpu for told in every.values())
         if self.is_shared:
+            self._warn_of_views(alone)
             self._share(optimizer, {rank: every[rank] for rank in host}, things)
         self._divide(optimizer, host if self.is_shared else self._ranks)
         self.is_active = True
+        self._hosts = len({host_of[rank] for rank in self._ranks})
+        self._versions = [parameter._version for parameter in self._parameters]
         self._sum([0], "placed")  # no rank steps before all have taken what is theirs
 
     @property
     def is_divided(self) -> bool:
         """Whether each rank has the state of its part only."""
         return self.is_active and not self.is_shared
+
+    def _warn_of_views(self, alone: Sequence[Tensor]) -> None:
+        """Warn of other tensors in the memory of parameters that are about to get another one."""
+        kept = set(map(id, alone))
+        tied = [
+            index
+            for index, parameter in enumerate(self._parameters)
+            if id(parameter) not in kept and parameter.data_ptr() not in self._homes
+        ]
+        if tied and self._rank == self._ranks[0]:
+            _log.warning(
+                "shard_state=True moves the parameters into shared memory, and other tensors lie "
+                "where parameters %s of the optimizer do (views, or an earlier state_dict()): they "
+                "stay there, with the present values",
+                tied,
+            )
 
     def note_replaced(self) -> None:
         """Note that ``optimizer.state`` is another one now, or empty."""
@@ -586,6 +609,7 @@ class ShardedState:
         torch.autograd.graph.increment_version(
             [parameter for parameter in self._parameters if parameter.grad is not None]
         )
+        self._versions = [parameter._version for parameter in self._parameters]
         return loss
 
     def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -622,11 +646,13 @@ class ShardedState:
             parameter.data_ptr() != pointer
             for parameter, pointer in zip(self._parameters, self._pointers, strict=True)
         )
-        size = len(self._ranks)
-        here, problems, who, new, digests, squares = self._sum(
-            [1, bool(problem), self._rank if problem else 0, is_new, digest, digest * digest],
-            "enter",
+        versions = [parameter._version for parameter in self._parameters]
+        has_written = self.is_shared and self._steps_here > 0 and versions != self._versions
+        who = self._rank if problem else 0
+        here, problems, who, new, writers, digests, squares = self._sum(
+            [1, bool(problem), who, is_new, has_written, digest, digest * digest], "enter"
         )
+        size = len(self._ranks)
         if here != size:
             self._refuse(
                 f"{size - here} ranks have called join(), and step no more: with shard_state=True "
@@ -636,6 +662,9 @@ class ShardedState:
             self._refuse(problem or f"rank {who} cannot step: see its error")
         if digests * digests != size * squares:  # equal only if all digests are
             require_same(lines, "the ranks step differently", self._process_set)
+        if writers > self._hosts and not self._has_warned:
+            self._has_warned = True
+            self._warn_of_writers(writers, versions)
         if new:
             if new != size:
                 self._refuse(
@@ -644,6 +673,20 @@ class ShardedState:
                     "like on all ranks, or broadcast_optimizer_state() after it"
                 )
             self.place(optimizer, int(self._name.rpartition(".")[2]))
+
+    def _warn_of_writers(self, writers: int, versions: Sequence[int]) -> None:
+        """Warn that several ranks of a host have changed parameters, which are one in memory."""
+        if self._rank == self._ranks[0]:
+            pairs = zip(versions, self._versions, strict=True)
+            written = [index for index, (now, before) in enumerate(pairs) if now != before]
+            _log.warning(
+                "%d ranks have written to parameters between two steps (here to %s of the "
+                "optimizer). With shard_state=True those of a host are one in memory: let one rank "
+                "of the host write, between two barriers, unless it does not matter how often it "
+                "is done (docs/sharding.md)",
+                writers,
+                written,
+            )
 
     def _refuse(self, why: str) -> None:
         raise InvalidArgumentError(f"rank {self._rank}: {why}")
@@ -667,7 +710,7 @@ class ShardedState:
     def _lines(self, optimizer: Optimizer) -> list[str]:
         """Return what must be the same on all ranks: a part is stepped by one of them only."""
         without = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
-        settings = [f"{each.name} is {each.value!r}" for each in hyper_parameters_of(optimizer)]
+        settings = [f"{each.name} is {each.describe()}" for each in hyper_parameters_of(optimizer)]
         return [f"parameters {without} of the optimizer have no gradient", *settings]
 
     def _leave(self, optimizer: Optimizer, failure: BaseException | None) -> None:
@@ -839,6 +882,13 @@ class ShardedState:
                     state[key] = value.clone()
         self._count += 1
         return True
+
+
+def _has_views(parameter: Tensor) -> bool:
+    """Return whether other tensors lie in the memory of a parameter, as far as torch tells."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    # Two are the parameter and the object of Python that is asked.
+    return count is not None and count(parameter.untyped_storage()._cdata) > 2
 
 
 def _flat(tensor: Tensor) -> Tensor:
