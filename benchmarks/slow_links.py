@@ -30,7 +30,7 @@ import torch_ring as hvd
 
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "language_model"))
 from model import GPT
-from text import Windows, load_text
+from text import Text, Windows, python_manual
 
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 144, 4, 4  # 1.02 million parameters
 BATCH = 6  # windows of a rank in a step
@@ -155,7 +155,7 @@ def main() -> int:
     torch.set_num_threads(1)
     hvd.init()
     facts = machine()
-    text = load_text(None)
+    text = Text.of(python_manual())
     windows = Windows(text.characters, CONTEXT)
 
     def made(variant: str) -> Trainer:

@@ -274,6 +274,25 @@ def frozen_and_added() -> list[int]:
     assert (name, "'allreduce.noname.0.0' requires a gradient now" in text) == ("ValueError", True)
 
 
+def add_while_a_mean_is_on_its_way() -> None:
+    first, second = weights(0, 0)
+    optimizer = hvd.DiLoCo(SGD([first], lr=1.0), outer_options={"lr": 1.0}, every=3, delay=2)
+    for step in range(1, 8):
+        first.grad = torch.full((1,), hvd.rank() * 2.0)
+        second.grad = torch.full((1,), hvd.rank() * 4.0)
+        optimizer.step()
+        if step == 3:
+            optimizer.add_param_group({"params": [second]})
+    optimizer.end_round()
+    assert first.item() == -7 * (hvd.size() - 1)
+    assert second.item() == -4 * 2 * (hvd.size() - 1)
+
+
+@on_both_transports
+def test_a_parameter_is_added_while_a_mean_is_on_its_way(transport):
+    run(add_while_a_mean_is_on_its_way, 2, transport=transport)
+
+
 @on_both_transports
 def test_frozen_parameters_stay_and_added_ones_take_part(transport):
     run(frozen_and_added, 2, transport=transport)
@@ -289,7 +308,7 @@ def use_with_a_scaler(fused: bool) -> list[float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(12):
         optimizer.zero_grad()
-        factor = torch.inf if hvd.rank() == 1 and step in (2, 3, 10) else 1.0
+        factor = torch.inf if hvd.rank() == 1 and step in (0, 3, 5, 10) else 1.0
         scaler.scale((parameter * factor).sum()).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -24,6 +24,7 @@ from torch_ring.collectives.compare import digests_of, require_same, verify_step
 from torch_ring.collectives.reduce_op import Average
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
+from torch_ring.errors import InvalidArgumentError
 from torch_ring.optimizer.bucket_wire import (
     FinishStage,
     ReductionSettings,
@@ -239,6 +240,11 @@ class LocalStepsOptimizer(Wrapped):
     _rounds_step_is_open: bool
 
     def _start(self, names: dict[Tensor, str], settings: _Settings) -> None:
+        if not hasattr(self, "_optimizer_state_dict_post_hooks"):
+            raise InvalidArgumentError(
+                f"{settings.kind} cannot wrap {type(self).__name__}: it does not call "
+                "Optimizer.__init__(), so its state_dict() would lack the agreed parameters"
+            )
         inner = self._settings.process_set if isinstance(self, _DistributedOptimizer) else None
         self._rounds = Rounds(names, settings, inner)
         self._rounds_step_is_open = False
@@ -253,7 +259,7 @@ class LocalStepsOptimizer(Wrapped):
 
         Parameters that have seen no step since the last agreement stay as they are.
         """
-        self._rounds.end_round()
+        self._rounds.end_round(self)
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
@@ -263,15 +269,16 @@ class LocalStepsOptimizer(Wrapped):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this, and then calls step() unless a gradient is infinite.
-        self._rounds.note_attempt()
-        return bool(vars(self).get("_step_supports_amp_scaling", False))
+        self._rounds.note_attempt(self)
+        of_class = getattr(self._user_class, "_step_supports_amp_scaling", False)
+        return bool(vars(self).get("_step_supports_amp_scaling", of_class))
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         vars(self)["_step_supports_amp_scaling"] = value
 
     def _after_zero_grad(self) -> None:
-        self._rounds.count_skipped()
+        self._rounds.count_skipped(self)
 
     def _after_add_param_group(self) -> None:
         group = len(self.param_groups) - 1
@@ -334,7 +341,7 @@ class Rounds:
         inner: the ranks that average the gradients of each step, if it is a DistributedOptimizer.
 
     Attributes:
-        outer: the outer optimizer; None with LocalSGD, and before the first step.
+        outer: the outer optimizer; None with LocalSGD, and on ranks that agree with nobody.
     """
 
     def __init__(
@@ -445,6 +452,8 @@ class Rounds:
             require_same(lines, "the ranks add different parameters", each)
             verify_step(1, self._steps, optimizer, added, each, with_state=False)
         last = self._fragments[-1]
+        if last.on_its_way is not None:
+            self._end(last)
         last.parameters = [*last.parameters, *range(first, len(self._parameters))]
         if self.outer is not None and added:
             agreed = [p.detach().clone().requires_grad_() for p in added]
@@ -470,14 +479,15 @@ class Rounds:
             with torch.no_grad():
                 torch._foreach_copy_(self._agreed, self._parameters)
 
-    def note_attempt(self) -> None:
+    def note_attempt(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that GradScaler is about to call step(), or to skip it."""
-        self.count_skipped()
-        self._is_attempt = self._has_begun
+        self.count_skipped(optimizer)
+        self._is_attempt = True
 
-    def count_skipped(self) -> None:
+    def count_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that GradScaler has skipped: the other ranks may have taken it."""
         if self._is_attempt:
+            self.begin_step(optimizer)
             self.count_step()
 
     def count_step(self) -> None:
@@ -509,9 +519,9 @@ class Rounds:
                 if not delay:
                     self._end(fragment)
 
-    def end_round(self) -> None:
+    def end_round(self, optimizer: torch.optim.Optimizer) -> None:
         """End what is on its way, and a round of each fragment that has seen a step since."""
-        self.count_skipped()
+        self.count_skipped(optimizer)
         if not self._sets():
             return
         for fragment in self._fragments:
@@ -618,6 +628,8 @@ class Rounds:
             ValueError: it is of other parameters.
         """
         for fragment in self._fragments:
+            if fragment.on_its_way is not None:  # or another one of its name would begin beside it
+                fragment.on_its_way.wait()
             fragment.on_its_way, fragment.rounds, fragment.steps = None, 0, 0
         self._steps, self._has_begun = 0, False
         if state is None or not self._sets():
