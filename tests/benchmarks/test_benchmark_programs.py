@@ -45,6 +45,7 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
         ("overhead", "--steps", "2", "--rounds", "2", "--compute-s", "0.01"),
         ("training_step", "--models", "mnist", "pinn", "--rounds", "1", "--round-s", "0.01"),
         ("sharded_step", "--rounds", "1", "--steps", "1"),
+        ("slow_links", "--rounds", "1", "--every", "2"),
     ]
     reports = {}
     for name, *arguments in commands:
@@ -65,6 +66,9 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
         "ring",
         "ring_shared",
     ]
+    rows = reports["slow_links"]["rows"]
+    assert [row["variant"] for row in rows] == ["ddp", "distributed", "diloco"]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
 @pytest.mark.slow
