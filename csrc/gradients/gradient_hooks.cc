@@ -634,7 +634,7 @@ void GradientHooks::close(bool failed) {
   sent_ = false;
   pass_.reset();
   arrived_.clear();
-  looked_at_ = {};
+  if (looks_at_gradients()) looked_at_ = {};
   for (Producers& producers : producers_) producers.clear();
   if (failed && std::exchange(again_, false)) aside_.clear();
   for (HookedParameter& parameter : parameters_) {
@@ -838,7 +838,7 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
   {
     const std::scoped_lock lock(mutex_);
     sent_ = false;
-    looked_at_ = {};
+    if (looks_at_gradients()) looked_at_ = {};
     BatchedCopy copies;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!get(touched, i)) continue;

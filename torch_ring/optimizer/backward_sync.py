@@ -501,9 +501,9 @@ class BackwardSync:
         ]
         self._follow_joins(ranks, touched)
         for index, reducer, due in reduced:
-            found = [each for r in told if r.optimizer == index for each in r.not_finite]
-            if found or reducer.not_finite:
-                reducer.note_not_finite(due, found)
+            if reducer.looks_at_gradients:
+                own = (report for report in told if report.optimizer == index)
+                reducer.note_not_finite(due, [each for report in own for each in report.not_finite])
             reducer.prepare(due, due & ~dense[index], number)
         for _, reducer, _ in reduced:
             reducer.start(number)

@@ -317,6 +317,8 @@ class _DistributedOptimizer(Wrapped):
         self._make_reducer()
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         self.register_step_pre_hook(_before_step)
+        if settings.reduction.nan_check:
+            self.register_step_pre_hook(_look)
         self.register_step_post_hook(_after_step)
 
     def synchronize(self) -> None:
@@ -556,7 +558,6 @@ def _before_step(
         require_whole(optimizer._settings.process_set)
         if reducer is not None:
             reducer.begin_unreduced_step()
-        optimizer._require_finite()
         return None
     optimizer._require_known_parameters()
     position = next((i for i, argument in enumerate(args) if i > 0 and callable(argument)), None)
@@ -566,8 +567,14 @@ def _before_step(
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": _joint(kwargs["closure"], optimizer)}
     optimizer._backward_sync.reduce_pending(reducer)
-    optimizer._require_finite()
     return None
+
+
+def _look(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Step pre-hook with nan_check, after `_before_step`. A closure comes first."""
+    assert isinstance(optimizer, _DistributedOptimizer)
+    if not any(map(callable, (*args[1:], *kwargs.values()))):
+        optimizer._require_finite()
 
 
 def _values_of(gradient: Tensor) -> Tensor:
@@ -583,12 +590,13 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     assert isinstance(optimizer, _DistributedOptimizer)
     is_open, optimizer._step_is_open = optimizer._step_is_open, False
     reducer = optimizer._reducer
-    optimizer._steps_alone += is_open and reducer is None
     if is_open and reducer:
         optimizer._backward_sync.finish_step(reducer)
         settings = optimizer._settings
         names, process_set = optimizer._parameter_names, settings.process_set
         verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
+    elif is_open:
+        optimizer._steps_alone += 1
 
 
 def _check_passes(passes: int) -> None:

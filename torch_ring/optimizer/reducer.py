@@ -294,10 +294,7 @@ class Reducer:
         if not (bitmap or accumulating or again or is_stepping):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
-        not_finite = (
-            NotFinite(parameter, self._rank, worst, on_base)
-            for parameter, worst, on_base in self.hooks.not_finite(due)
-        )
+        not_finite = self.hooks.not_finite(due) if self.looks_at_gradients else ()
         return GradientReport(
             self.index,
             bitmap,
@@ -308,7 +305,10 @@ class Reducer:
             again=again,
             on_base=accumulating and self.hooks.has_base(),
             order=order,
-            not_finite=tuple(not_finite),
+            not_finite=tuple(
+                NotFinite(parameter, self._rank, worst, on_base)
+                for parameter, worst, on_base in not_finite
+            ),
         )
 
     def note_not_finite(self, touched: int, found: Sequence[NotFinite]) -> None:
@@ -426,6 +426,11 @@ class Reducer:
         return ""
 
     @property
+    def looks_at_gradients(self) -> bool:
+        """Whether the ranks look for gradients that are not finite."""
+        return self._settings.nan_check
+
+    @property
     def has_started(self) -> bool:
         """Whether a bucket has been sent during the pass."""
         return bool(self._started)
@@ -539,7 +544,7 @@ class Reducer:
         """Whether the buckets can be reduced without an agreement."""
         return (
             self._settings.run_ahead
-            and not self._settings.nan_check  # whose errors come before the step
+            and not self.looks_at_gradients  # an error comes before the step
             and self._order_is_real
             and all(bucket.device.type != "cpu" for bucket in self._plan)
             and all(wire.is_launchable for wire in self._wires)
