@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import device_double
 import torch
@@ -201,9 +202,38 @@ def move_while_training(device: str) -> None:
     assert_same_weights(copy.deepcopy(model).cpu(), alone)
 
 
+def train_sharded(device: str) -> None:
+    """Each rank has the state of its part on the device, and steps as without shard_state."""
+    models = [make_model().to(device) for _ in range(2)]
+    optimizers: list[Any] = [
+        hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01), shard_state=is_sharded
+        )
+        for model, is_sharded in zip(models, (False, True), strict=True)
+    ]
+    for number, batch in enumerate(joined_batches(5)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, part(batch).to(device)).backward()
+            optimizer.step()
+        for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs.cpu())
+        expected, state = (optimizer.state_dict()["state"] for optimizer in optimizers)
+        assert state.keys() == expected.keys()
+        for index, values in expected.items():
+            for key, value in values.items():
+                assert state[index][key].device.type == "cpu"
+                assert torch.equal(state[index][key], value.cpu())
+        if number == 2:
+            optimizers[1].load_state_dict(optimizers[1].state_dict())
+        if number == 3:
+            hvd.broadcast_optimizer_state(optimizers[1], hvd.size() - 1)
+
+
 TRAINING: list[Callable[[str], None]] = [
     train_like_one_process,
     train_half_on_the_host,
+    train_sharded,
     train_on_two_streams,
     accumulate_and_broadcast_state,
     move_while_training,

@@ -814,7 +814,7 @@ class ShardedState:
         collected = False
         if not self.is_shared:
             dirty = self._exchange(self._is_dirty(optimizer))
-            collected = self._collect(optimizer, dirty, to_cpu=True)
+            collected = self._collect(optimizer, dirty, to_cpu=not is_replaced)
         try:
             yield
         finally:
