@@ -64,6 +64,7 @@ _BY_TENSOR = (Adafactor, Muon)
 _CUT = 1024  # elements: parts begin where whole vectors of a kernel do, and cache lines
 _LEAST_CUT = 16  # a tensor of a smaller fraction of a rank's fair part stays in one piece
 _LINE = 64  # bytes
+_AT_ONCE = 1 << 20  # bytes that the system finds in one call: a signal undoes what that has done
 
 
 def can_cut(optimizer: Optimizer) -> bool:
@@ -186,7 +187,8 @@ class Segment:
         """Make memory. Raises OSError if the host has no more."""
         fd = os.memfd_create("torch_ring.sharded", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, nbytes)
+            for begin in range(0, nbytes, _AT_ONCE):
+                os.posix_fallocate(fd, begin, min(_AT_ONCE, nbytes - begin))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             token = secrets.token_bytes(16)
             os.pwrite(fd, token, 0)
