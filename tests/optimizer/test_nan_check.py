@@ -309,6 +309,27 @@ def test_ranks_have_their_numbers_in_the_world(transport, function):
     run(function, 3, transport=transport)
 
 
+def train_elastically() -> int:
+    """Return how often elastic.run calls a function whose first step is spoilt."""
+    calls = []
+    layer = nn.Linear(2, 2)
+    optimizer = hvd.DistributedOptimizer(SGD(layer.parameters(), lr=0.1), nan_check=True)
+
+    @hvd.elastic.run
+    def train(_: hvd.elastic.TorchState) -> None:
+        calls.append(hvd.rank())
+        (layer(torch.ones(1, 2)).sum() * float("nan")).backward()
+        optimizer.step()
+
+    kind, _ = error_of(lambda: train(hvd.elastic.TorchState(layer, optimizer)))
+    assert kind == ERROR
+    return len(calls)
+
+
+def test_elastic_run_does_not_try_again():
+    assert run(train_elastically, 2) == [1, 1]
+
+
 def differ_when_wrapping() -> None:
     (x,) = weights(1)
     kind, text = error_of(
