@@ -226,6 +226,22 @@ def scaling_today(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
+def slow_links(reports: dict[str, Report], axes: Axes) -> None:
+    """Tokens per second over a slow network, and the bytes of a step."""
+    rows = rows_of(reports, "slow_links")
+    names = {"ddp": "DDP, gloo", "distributed": "DistributedOptimizer", "diloco": "DiLoCo"}
+    colours = [COLOURS["ddp"], COLOURS["torch_ring"], COLOURS["torch_ring, shared"]]
+    labels = [f"{names[row['variant']]}\n{row['sent_bytes'] / 1e6:.3g} MB a step" for row in rows]
+    bars = axes.bar(labels, [row["tokens_per_s"] for row in rows], 0.6, color=colours)
+    axes.bar_label(bars, [f"{row['tokens_per_s']:.0f}" for row in rows])
+    axes.margins(y=0.15)  # for the numbers
+    facts = reports["slow_links"]["machine"]
+    axes.set(
+        ylabel="tokens per second, all ranks",
+        title=f"{facts['ranks']} ranks on {facts['hosts']} hosts, {facts['rate']} between them",
+    )
+
+
 def init_scale(reports: dict[str, Report], axes: Axes) -> None:
     """Time until a world can work, by ranks: on one host, and among namespaces."""
     rows = [row for row in rows_of(reports, "init_scale") if row["seconds"] is not None]
@@ -319,6 +335,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "training_step": ("training_step", training_step),
     "sharded_state": ("sharded_state", sharded_state),
     "overhead": ("overhead", overhead),
+    "slow_links": ("slow_links", slow_links),
     "init_scale": ("init_scale", init_scale),
     "recovery": ("recovery", recovery),
     "scaling_published": ("scaling_model", scaling_published),

@@ -36,6 +36,7 @@ CONTEXT, WIDTH, LAYERS, HEADS = 64, 144, 4, 4  # 1.02 million parameters
 BATCH = 6  # windows of a rank in a step
 RATE = 2e-3
 HELD_OUT = 256  # windows for validation
+VARIANTS = ("ddp", "distributed", "diloco")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Training:
 class Trainer:
     """A model, its optimizer and this rank's batches."""
 
-    def __init__(self, variant: str, windows: Windows, vocabulary: int, every: int) -> None:
+    def __init__(
+        self, variant: str, windows: Windows, vocabulary: int, args: argparse.Namespace
+    ) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = GPT(vocabulary, CONTEXT, LAYERS, HEADS, WIDTH)
         hvd.broadcast_parameters(self.model.state_dict(), 0)
@@ -74,7 +77,17 @@ class Trainer:
         else:
             inside, between = hvd.hierarchy()
             optimizer = hvd.DistributedOptimizer(optimizer, process_set=inside)
-            optimizer = hvd.DiLoCo(optimizer, every=every, process_set=between)
+            outer = {"lr": args.outer_lr}
+            if args.outer_momentum:
+                outer |= {"momentum": args.outer_momentum, "nesterov": True}
+            compression = getattr(hvd.Compression, args.compression)
+            optimizer = hvd.DiLoCo(
+                optimizer,
+                outer_options=outer,
+                every=args.every,
+                compression=compression() if args.compression == "int8" else compression,
+                process_set=between,
+            )
         self.optimizer = optimizer
         self._windows = windows
         self._batches = self._endless()
@@ -115,6 +128,10 @@ def sent() -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=64, help="steps of a round of DiLoCo")
+    parser.add_argument("--outer-lr", type=float, default=1.0, help="rate of its outer SGD")
+    parser.add_argument("--outer-momentum", type=float, default=0.0, help="Nesterov's")
+    parser.add_argument("--compression", choices=["none", "bf16", "int8"], default="none")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these")
     parser.add_argument("--steps", type=int, default=0, help="train so long, and compare losses")
     parser.add_argument("--rounds", type=int, default=3, help="each variant is timed once a round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -159,10 +176,11 @@ def main() -> int:
     windows = Windows(text.characters, CONTEXT)
 
     def made(variant: str) -> Trainer:
-        return Trainer(variant, windows, len(text.vocabulary), args.every)
+        return Trainer(variant, windows, len(text.vocabulary), args)
 
     if args.steps:
-        trained = [train(made(v), v, args.steps) for v in ("distributed", "diloco")]
+        variants = args.variants or VARIANTS[1:]
+        trained = [train(made(variant), variant, args.steps) for variant in variants]
         log(title(f"{args.steps} steps of a language model", facts))
         log(f"#{'variant':>12}{'loss':>10}{'sent (MB)':>12}{'loss, of all':>14}{'bytes':>10}")
         for each in trained:
@@ -175,7 +193,7 @@ def main() -> int:
         hvd.shutdown()
         return 0
     start_gloo()
-    trainers = {variant: made(variant) for variant in ("ddp", "distributed", "diloco")}
+    trainers = {variant: made(variant) for variant in args.variants or VARIANTS}
     steps = time_steps(trainers, args.rounds, args.every)
     log(title("a step of a language model", facts))
     log(f"#{'variant':>12}{'step (ms)':>12}{'tokens/s':>12}{'of DDP':>10}{'sent (MB)':>12}")

@@ -101,6 +101,18 @@ BENCHMARKS = {
     "sharded_step-2-hosts": Benchmark(
         "hosts.py", "--hosts 2 --program sharded_step.py", ranks=0, root=True
     ),
+    "slow_links": Benchmark(
+        "hosts.py",
+        "--hosts 2 --ranks-per-host 2 --rate 20mbit --program slow_links.py",
+        ranks=0,
+        root=True,
+    ),
+    "slow_links-losses": Benchmark(
+        "hosts.py",
+        "--hosts 2 --ranks-per-host 2 --program slow_links.py -- --steps 640",
+        ranks=0,
+        root=True,
+    ),
     "overhead": Benchmark("overhead.py"),
     "scaling_model": Benchmark("scaling_model.py", ranks=0),
     "init_scale": Benchmark("init_scale.py", ranks=0),

@@ -17,7 +17,7 @@ from training import (
     weights,
 )
 from training import part as part_of
-from worlds import on_both_transports, on_most_worlds
+from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.tracing.counters import snapshot
@@ -125,9 +125,14 @@ def check_diloco(every: int, fragments: int, delay: int, outer: dict | None) -> 
         (3, 2, 1, {"lr": 1.0}),
     ],
 )
-@on_most_worlds
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
 def test_parameters_are_those_of_the_papers(transport, size, options):
     run(check_diloco, size, args=options, transport=transport)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_number_of_ranks(size):
+    run(check_diloco, size, args=(5, 3, 2, None))
 
 
 def check_local_sgd(every: int) -> None:
@@ -148,7 +153,7 @@ def check_local_sgd(every: int) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@on_most_worlds
+@pytest.mark.parametrize(("transport", "size"), [("shm", 1), ("shm", 4), ("tcp", 3)])
 def test_local_sgd_averages_parameters(transport, size, every):
     run(check_local_sgd, size, args=(every,), transport=transport)
 
@@ -166,7 +171,7 @@ def check_every_step() -> None:
         assert_same_weights(model, models[2])
 
 
-@on_most_worlds
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
 def test_an_average_in_every_step_is_that_of_gradients(transport, size):
     run(check_every_step, size, transport=transport)
 
