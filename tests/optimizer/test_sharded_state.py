@@ -681,6 +681,22 @@ def test_steps_that_differ_are_refused_on_all_ranks(transport: str) -> None:
     run(refuse_steps, 2, transport=transport)
 
 
+def convert_differently() -> None:
+    model = make_model()
+    optimizer = sharded(model)
+    loss_of(model, part(joined_batches(1)[0])).backward()
+    weight = model[2].weight
+    weight.data = weight.data.clone() if hvd.rank() else weight.data.clone().contiguous()
+    kind, text = error_of(optimizer.step)
+    assert kind == "MismatchError"
+    assert "ranks 0 and 1 have parameters of other shapes, strides or dtypes now" in text
+
+
+@on_both_transports
+def test_a_model_that_ranks_convert_differently_is_refused(transport: str) -> None:
+    run(convert_differently, 3, transport=transport)
+
+
 def fail_on_one_rank() -> None:
     model = make_model()
     optimizer = sharded(model)

@@ -303,7 +303,7 @@ class ShardedState:
             index: of the optimizer on the process set.
 
         Raises:
-            MismatchError: the ranks of a host have other parameters.
+            MismatchError: on all ranks: they have other parameters.
         """
         self._name, self._count = f"sharded.{index}", 0
         self._look_for_writes()
@@ -328,6 +328,13 @@ class ShardedState:
             self._refuse(
                 "ranks have gone with their parts of the state of an optimizer (shard_state=True "
                 "without shared memory): begin again from a checkpoint"
+            )
+        first = every[self._ranks[0]].parameters()
+        other = next((r for r, told in every.items() if told.parameters() != first), None)
+        if other is not None:
+            raise MismatchError(
+                f"rank {self._rank}: ranks {self._ranks[0]} and {other} have parameters of other "
+                "shapes, strides or dtypes now: convert the model alike on all ranks"
             )
         if any(told.has_parts for told in every.values()):
             self._collect(optimizer, [told.is_new for told in every.values()])
@@ -426,12 +433,6 @@ class ShardedState:
         """Move parameters and state into shared memory, where they do not lie on all ranks."""
         holder = max(host, key=lambda rank: (any(host[rank].homes), host[rank].steps, -rank))
         described, homes = host[holder].things, host[holder].homes
-        for rank, told in host.items():
-            if told.parameters() != host[holder].parameters():
-                raise MismatchError(
-                    f"rank {self._rank}: ranks {holder} and {rank} of a host have parameters of "
-                    "other shapes or dtypes: convert the model alike on all ranks"
-                )
         own = {key: tensor for key, _, tensor in things}
         at = [told.home_of() for told in host.values()]
         new: list[tuple[tuple[int, str], Spec]] = []
