@@ -66,6 +66,8 @@ def optimize() -> None:
     train(sgd)
     train(sgd, backward_passes_per_step=1, op=hvd.Sum)
     train(sgd, op=hvd.Adasum)
+    train(sgd, nan_check=True)
+    train(sgd, shard_state=True)
     compression = hvd.Compression
     for kind in (compression.fp16, compression.int8(), compression.powersgd()):
         train(sgd, compression=kind)
@@ -76,6 +78,31 @@ def optimize() -> None:
     words(torch.tensor([1, 3], device="cpu")).sum().backward()
     optimizer.step()
     torch.testing.assert_close(words.weight[1], -0.1 * ones(2))
+
+
+def agree_once_in_a_while() -> None:
+    """Use hvd.LocalSGD, hvd.DiLoCo and hvd.hierarchy."""
+    compression = hvd.Compression
+    for kind in (compression.none, compression.bf16, compression.int8(), compression.powersgd()):
+        trained = model()
+        host, one_of_each_host = hvd.hierarchy()
+        optimizer = hvd.DiLoCo(
+            hvd.DistributedOptimizer(SGD(trained.parameters(), lr=1e-6), process_set=host),
+            every=2,
+            delay=1,
+            compression=kind,
+            process_set=one_of_each_host,
+        )
+        alone = hvd.LocalSGD(SGD([nn.Parameter(ones(3))], lr=1.0), every=2)
+        for _ in range(4):
+            for each in (optimizer, alone):
+                for group in each.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.ones_like(parameter)
+                each.step()
+        optimizer.end_round()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert all(p.device.type == "cpu" for p in optimizer.outer.param_groups[0]["params"])
 
 
 def use_sets() -> None:
@@ -178,6 +205,7 @@ S = {"op": hvd.Sum}
 CALLS: dict[str, Callable[[], object]] = {
     "DistributedOptimizer": optimize,
     "add_process_set": use_sets,
+    "DiLoCo": agree_once_in_a_while,
     "empty_shared": share,
     "convert_sync_batchnorm": lambda: hvd.convert_sync_batchnorm(model()),
     "allgather": lambda: check_leaf(hvd.allgather) == rows() * hvd.size(),
@@ -227,9 +255,11 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 # Used by the others.
 COVERED = {
+    "LocalSGD",
     "broadcast_buffers",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "hierarchy",
     "init",
     "poll",
     "remove_process_set",
