@@ -370,7 +370,8 @@ def draw_one(reports: dict[str, Report], name: str, path: Path) -> Path:
 
 def save(sheet: Figure, path: Path) -> Path:
     for axes in sheet.axes:
-        axes.legend(fontsize=7)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(fontsize=7)
     sheet.savefig(path, dpi=80, metadata={"Software": None})
     plt.close(sheet)
     return path
