@@ -48,6 +48,8 @@ def train_with_deaths(kind: str, deaths: Sequence[tuple[int, int]]) -> list[floa
             optimizer.step()
             weights[state.step] = model.weight.item()
         state.step = STEPS
+        if (name, STEPS) in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
         optimizer.end_round()
 
     train(state)
@@ -78,6 +80,9 @@ def expected(kind: str, size: int, deaths: Sequence[tuple[int, int]]) -> dict[in
             end_round()
         for rank, weight in own.items():
             found[rank].append(weight)
+    for rank in list(own):
+        if (rank, STEPS) in deaths:
+            del own[rank]
     end_round()
     for rank, weight in own.items():
         found[rank].append(weight)
@@ -92,6 +97,7 @@ def expected(kind: str, size: int, deaths: Sequence[tuple[int, int]]) -> dict[in
         (3, [(2, 7)]),  # in the step at whose end the others meet
         (3, [(0, 5), (1, 10)]),
         (4, [(1, 6), (3, 6)]),
+        (3, [(1, STEPS)]),  # while the others end the last round
     ],
 )
 @on_shm_and_slowly_on_tcp

@@ -315,7 +315,9 @@ def use_with_a_scaler(fused: bool) -> list[float]:
         optimizer.zero_grad()
         factor = torch.inf if hvd.rank() == 1 and step in (0, 3, 5, 10) else 1.0
         scaler.scale((parameter * factor).sum()).backward()
+        assert optimizer._step_supports_amp_scaling is fused  # as others may read it
         scaler.step(optimizer)
+        hvd.barrier()  # nothing of the step is left for later
         scaler.update()
     optimizer.end_round()
     assert_same_on_all_ranks(parameter)
@@ -529,3 +531,50 @@ def test_a_state_of_another_model():
     for name, text in run(load_another_models_state, 2)[0]:
         assert name == "ValueError"
         assert "is of 5 agreed parameters of shapes [[3], [2], [5]]..." in text
+
+
+class Nested(SGD):
+    """Its step calls the base class's, and then moves the parameters once more."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(hvd.rank())
+
+
+def nested_steps() -> None:
+    (parameter,) = weights(0)
+    optimizer = hvd.LocalSGD(Nested([parameter], lr=1.0), every=2)
+    for step in range(1, 5):
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        if step % 2 == 0:
+            assert parameter.item() == step * (-1 + (hvd.size() - 1) / 2)
+
+
+def test_a_step_that_calls_its_base_class_is_one():
+    run(nested_steps, 3)
+
+
+def dropped_means() -> None:
+    """A mean that was dropped comes with the next one."""
+    (parameter,) = weights(0)
+    optimizer = hvd.DiLoCo(SGD([parameter], lr=1.0), outer_options={"lr": 1.0}, every=3, delay=2)
+    for _ in range(3):
+        parameter.grad = torch.full((1,), 1.0 + hvd.rank())
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.end_round()
+    assert parameter.item() == -4.5
+    for _ in range(3):
+        parameter.grad = torch.full((1,), 1.0 + hvd.rank())
+        optimizer.step()
+    optimizer._rounds.follow_world()
+    optimizer.end_round()
+    assert parameter.item() == -9
+
+
+def test_a_dropped_mean_loses_nothing():
+    run(dropped_means, 2)

@@ -8,9 +8,11 @@ of `bucket_wire`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeVar
@@ -24,7 +26,7 @@ from torch_ring.collectives.compare import digests_of, require_same, verify_step
 from torch_ring.collectives.reduce_op import Average
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.errors import InvalidArgumentError
+from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
 from torch_ring.optimizer.bucket_wire import (
     FinishStage,
     ReductionSettings,
@@ -237,7 +239,6 @@ class LocalStepsOptimizer(Wrapped):
     """The methods that a wrapped optimizer has in addition."""
 
     _rounds: Rounds
-    _rounds_step_is_open: bool
 
     def _start(self, names: dict[Tensor, str], settings: _Settings) -> None:
         if not hasattr(self, "_optimizer_state_dict_post_hooks"):
@@ -247,7 +248,6 @@ class LocalStepsOptimizer(Wrapped):
             )
         inner = self._settings.process_set if isinstance(self, _DistributedOptimizer) else None
         self._rounds = Rounds(names, settings, inner)
-        self._rounds_step_is_open = False
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
@@ -259,7 +259,7 @@ class LocalStepsOptimizer(Wrapped):
 
         Parameters that have seen no step since the last agreement stay as they are.
         """
-        self._rounds.end_round(self)
+        self._rounds.end_round()
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
@@ -268,17 +268,19 @@ class LocalStepsOptimizer(Wrapped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step() reads this, and then calls step() unless a gradient is infinite.
-        self._rounds.note_attempt(self)
         of_class = getattr(self._user_class, "_step_supports_amp_scaling", False)
-        return bool(vars(self).get("_step_supports_amp_scaling", of_class))
+        supports = bool(vars(self).get("_step_supports_amp_scaling", of_class))
+        caller = sys._getframe(1)
+        # GradScaler.step() reads this, and then calls step() unless a gradient is infinite.
+        is_scaler = caller.f_code is torch.amp.GradScaler.step.__code__
+        if is_scaler and not supports and _finds_infinity(caller.f_locals["self"], self):
+            self._rounds.begin_step(self)
+            self._rounds.count_step()
+        return supports
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         vars(self)["_step_supports_amp_scaling"] = value
-
-    def _after_zero_grad(self) -> None:
-        self._rounds.count_skipped(self)
 
     def _after_add_param_group(self) -> None:
         group = len(self.param_groups) - 1
@@ -286,19 +288,30 @@ class LocalStepsOptimizer(Wrapped):
         self._rounds.add({p: unnamed(group, index) for index, p in enumerate(added)}, self)
 
 
+def _finds_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scaler is about to skip a step: on this rank, others may take theirs."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if not state["found_inf_per_device"]:
+        scaler.unscale_(optimizer)  # as it would itself
+    return any(found.item() for found in state["found_inf_per_device"].values())
+
+
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step pre-hook; called twice for one step if a `step` calls its base class's."""
     assert isinstance(optimizer, LocalStepsOptimizer)
-    optimizer._rounds_step_is_open = True
     optimizer._rounds.begin_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Step post-hook; called as often as `_before_step`."""
+    """Step post-hook; called as often as `_before_step`, of which the last call ends the step."""
     assert isinstance(optimizer, LocalStepsOptimizer)
-    is_open, optimizer._rounds_step_is_open = optimizer._rounds_step_is_open, False
-    if is_open:
-        optimizer._rounds.count_step()
+    wrapper = sys._getframe(1)  # torch's, around step()
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
+            return
+        frame = frame.f_back
+    optimizer._rounds.count_step()
 
 
 def _add_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -355,7 +368,6 @@ class Rounds:
         self.outer: torch.optim.Optimizer | None = None
         self._agreed: list[Tensor] = []
         self._has_begun = False
-        self._is_attempt = False  # GradScaler.step() has been called, and step() has not
         self._steps = 0
         self._engine: Engine | None = None  # of the world in which `_index` counts
         self._index = 0
@@ -367,6 +379,7 @@ class Rounds:
         lines = [settings.describe(), *(self._line(p) for p in self._parameters)]
         for each in self._sets():
             require_same(lines, f"the ranks wrap different optimizers by {settings.kind}", each)
+        self._take_index()
 
     def _line(self, parameter: Tensor) -> str:
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -479,31 +492,26 @@ class Rounds:
             with torch.no_grad():
                 torch._foreach_copy_(self._agreed, self._parameters)
 
-    def note_attempt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that GradScaler is about to call step(), or to skip it."""
-        self.count_skipped(optimizer)
-        self._is_attempt = True
-
-    def count_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step that GradScaler has skipped: the other ranks may have taken it."""
-        if self._is_attempt:
-            self.begin_step(optimizer)
-            self.count_step()
-
     def count_step(self) -> None:
         """Count a step, and begin or end what is due after it."""
-        self._is_attempt = False
         if not self._sets():
             return
-        before = self._steps, [fragment.steps for fragment in self._fragments]
-        self._steps += 1
-        for fragment in self._fragments:
-            fragment.steps += 1
-        try:
+        with self._taken_back_if_it_fails():
+            self._steps += 1
+            for fragment in self._fragments:
+                fragment.steps += 1
             self._exchange()
-        except BaseException:  # a rank was lost, say: the survivors take the step once more
-            self._steps, steps = before
-            for fragment, count in zip(self._fragments, steps, strict=True):
+
+    @contextlib.contextmanager
+    def _taken_back_if_it_fails(self) -> Iterator[None]:
+        """Context of an exchange. If a rank is lost, say, the survivors do it once more."""
+        steps = self._steps
+        counts = [max(each.steps, each.on_its_way is not None) for each in self._fragments]
+        try:
+            yield
+        except BaseException:
+            self._steps = steps
+            for fragment, count in zip(self._fragments, counts, strict=True):
                 fragment.on_its_way, fragment.steps = None, count
             raise
 
@@ -519,20 +527,20 @@ class Rounds:
                 if not delay:
                     self._end(fragment)
 
-    def end_round(self, optimizer: torch.optim.Optimizer) -> None:
+    def end_round(self) -> None:
         """End what is on its way, and a round of each fragment that has seen a step since."""
-        self.count_skipped(optimizer)
         if not self._sets():
             return
-        for fragment in self._fragments:
-            if fragment.on_its_way is not None:
+        with self._taken_back_if_it_fails():
+            for fragment in self._fragments:
+                if fragment.on_its_way is not None:
+                    self._end(fragment)
+            stepped = [fragment for fragment in self._fragments if fragment.steps]
+            for fragment in stepped:
+                self._begin(fragment)
+            for fragment in stepped:
                 self._end(fragment)
-        stepped = [fragment for fragment in self._fragments if fragment.steps]
-        for fragment in stepped:
-            self._begin(fragment)
-        for fragment in stepped:
-            self._end(fragment)
-        self._steps = 0
+            self._steps = 0
 
     @torch.no_grad()
     def _begin(self, fragment: _Fragment) -> None:
@@ -546,17 +554,19 @@ class Rounds:
         mean = _Mean(values, [self._names[p] for p in parameters], sent, self._settings)
         fragment.on_its_way, fragment.steps = mean, 0
         if self._settings.process_set.included():
-            number = self._fragments.index(fragment)
-            mean.start(self._prefix(), f"{number}.{fragment.rounds}", parameters, agreed)
+            self._take_index()
+            prefix = f"{self._settings.kind}.{self._index}"
+            name = f"{self._fragments.index(fragment)}.{fragment.rounds}"
+            mean.start(prefix, name, parameters, agreed)
 
-    def _prefix(self) -> str:
-        """Return the beginning of the names of operations: another one for each optimizer."""
-        engine = engine_of(self._settings.process_set)
-        if engine is not self._engine:
-            owned = membership(self._settings.process_set).owned
-            self._index = owned[Rounds] = owned.get(Rounds, -1) + 1
-            self._engine = engine
-        return f"{self._settings.kind}.{self._index}"
+    def _take_index(self) -> None:
+        """Number the optimizers of the process set: in one order on all ranks, step or not."""
+        if self._settings.process_set.included():
+            engine = engine_of(self._settings.process_set)
+            if engine is not self._engine:
+                owned = membership(self._settings.process_set).owned
+                self._index = owned[Rounds] = owned.get(Rounds, -1) + 1
+                self._engine = engine
 
     @torch.no_grad()
     def _end(self, fragment: _Fragment) -> None:
@@ -577,7 +587,7 @@ class Rounds:
             results = agreed
         for place, index in enumerate(fragment.parameters):
             parameter, result = self._parameters[index], results[place]
-            if mean.sent is None:
+            if mean.sent is None or not fragment.steps:
                 parameter.copy_(result)
             else:
                 parameter.add_(result - mean.sent[place])
@@ -612,7 +622,11 @@ class Rounds:
         return {
             "has_begun": self._has_begun,
             "steps": self._steps,
-            "fragments": [[each.rounds, each.steps] for each in self._fragments],
+            "fragments": [
+                # Of a mean that is dropped there is something to send.
+                [each.rounds, max(each.steps, int(each.on_its_way is not None))]
+                for each in self._fragments
+            ],
             "agreed": [each.detach() for each in self._agreed],
             "outer": self.outer.state_dict() if self.outer is not None else None,
         }
@@ -652,8 +666,11 @@ class Rounds:
     def follow_world(self) -> None:
         """Drop what is on its way: the ranks are others. The next mean has it, too."""
         for fragment in self._fragments:
-            fragment.on_its_way = None
+            if fragment.on_its_way is not None:
+                fragment.on_its_way, fragment.steps = None, max(fragment.steps, 1)
         self._engine = None
+        with contextlib.suppress(ProcessSetLostError):  # step() raises it
+            self._take_index()
 
     @property
     def ended(self) -> list[int]:
