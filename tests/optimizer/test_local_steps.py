@@ -578,3 +578,17 @@ def dropped_means() -> None:
 
 def test_a_dropped_mean_loses_nothing():
     run(dropped_means, 2)
+
+
+def wrong_sets() -> tuple[str, str]:
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2, 3])]
+    inner = hvd.DistributedOptimizer(
+        SGD(shaped_weights(), lr=1.0), process_set=sets[hvd.rank() // 2]
+    )
+    return error_of(lambda: hvd.DiLoCo(inner, process_set=sets[2]))
+
+
+def test_sets_that_do_not_fit_are_an_error_on_every_rank():
+    errors = run(wrong_sets, 4)
+    assert [name for name, _ in errors] == ["MismatchError"] * 2 + ["ValueError"] * 2
+    assert all("has 2 ranks of [2, 3]" in text for _, text in errors)

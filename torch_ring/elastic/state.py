@@ -749,7 +749,8 @@ class TorchState(ObjectState):
             f"all ranks go back to the last commit: since then {_steps(theirs.taken)} taken, and "
             "the state says of no step how far the training is"
         )
-        if self._is_whole and world.rank() == root:  # others may share its memory
+        # Others take the root's, whose memory they may share; with local steps each has its own.
+        if self._is_whole and (world.rank() == root or self._local_handlers):
             self.restore()
         self._copy_from(root, models=True)
         _, self._steps, _, self._changes = theirs.progress
@@ -800,7 +801,7 @@ class TorchState(ObjectState):
         the root dies meanwhile, the others take that rank's. With LocalSGD or DiLoCo a rank keeps
         the parameters and the optimizer that its own steps have made.
         """
-        local = [each for each in self._handlers.values() if isinstance(each, LocalStepsHandler)]
+        local = self._local_handlers
         keeps = bool(local) and self._is_whole
         had_it = had_it or keeps
         kept = [OptimizerCopy(each.value) for each in local] if keeps and models else []
@@ -824,6 +825,10 @@ class TorchState(ObjectState):
             for name, value in plain.items():
                 setattr(self, name, value)
         self._is_whole, self._is_mixed = True, False
+
+    @property
+    def _local_handlers(self) -> list[LocalStepsHandler]:
+        return [each for each in self._handlers.values() if isinstance(each, LocalStepsHandler)]
 
     def _require_undamaged(self, root: int, *, is_compared: bool) -> None:
         """Raise StateDamagedError on all ranks if one of them has not got what the root has."""

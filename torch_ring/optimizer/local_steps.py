@@ -26,7 +26,7 @@ from torch_ring.collectives.compare import digests_of, require_same, verify_step
 from torch_ring.collectives.reduce_op import Average
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
+from torch_ring.errors import InvalidArgumentError, MismatchError, ProcessSetLostError
 from torch_ring.optimizer.bucket_wire import (
     FinishStage,
     ReductionSettings,
@@ -375,15 +375,33 @@ class Rounds:
         current.config()  # raises NotInitializedError
         self._fragments = self._cut()
         refuse_sharded((name, p) for p, name in self._names.items())
+        self._require_same()
         self._make_outer()
-        lines = [settings.describe(), *(self._line(p) for p in self._parameters)]
-        for each in self._sets():
-            require_same(lines, f"the ranks wrap different optimizers by {settings.kind}", each)
         self._take_index()
 
-    def _line(self, parameter: Tensor) -> str:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        return f"'{self._names[parameter]}' {dtype} {list(parameter.shape)}"
+    def _require_same(self) -> None:
+        """Compare arguments and parameters of the ranks. A rank whose sets are wrong tells it."""
+        lines = [self._settings.describe(), *(_line(p, name) for p, name in self._names.items())]
+        problem: Exception | None = None
+        try:
+            self._sets()
+        except InvalidArgumentError:  # there are no sets in which to tell it
+            raise
+        except ValueError as error:
+            problem = error
+        for each in (self._settings.process_set, self._inner):
+            if each is None or not each.included():
+                continue
+            try:
+                require_same(
+                    [str(problem)] if problem else lines,
+                    f"the ranks wrap different optimizers by {self._settings.kind}",
+                    each,
+                )
+            except MismatchError as error:  # the other set is to hear of it, too
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def _cut(self) -> list[_Fragment]:
         """Return the fragments: consecutive parameters, of about equally many elements each."""
@@ -455,18 +473,18 @@ class Rounds:
 
     def add(self, names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
         """Let further parameters of the optimizer take part, in the last fragment. Collective."""
-        self._frozen |= {p: name for p, name in names.items() if not p.requires_grad}
         added = {p: name for p, name in names.items() if p.requires_grad}
-        self._names |= added
-        first = len(self._parameters)
-        self._parameters += added
         for each in self._sets():
-            lines = [self._line(p) for p in added]
+            lines = [_line(p, name) for p, name in added.items()]
             require_same(lines, "the ranks add different parameters", each)
             verify_step(1, self._steps, optimizer, added, each, with_state=False)
         last = self._fragments[-1]
         if last.on_its_way is not None:
             self._end(last)
+        self._frozen |= {p: name for p, name in names.items() if not p.requires_grad}
+        self._names |= added
+        first = len(self._parameters)
+        self._parameters += added
         last.parameters = [*last.parameters, *range(first, len(self._parameters))]
         if self.outer is not None and added:
             agreed = [p.detach().clone().requires_grad_() for p in added]
@@ -641,19 +659,23 @@ class Rounds:
         Raises:
             ValueError: it is of other parameters.
         """
+        is_used = state is not None and bool(self._sets())
+        if state is not None and is_used:
+            shapes, own = (
+                [list(a.shape) for a in all_] for all_ in (state["agreed"], self._agreed)
+            )
+            if shapes != own:
+                raise ValueError(
+                    f"the state of {self._settings.kind} is of {len(shapes)} agreed parameters of "
+                    f"shapes {shapes[:3]}..., and the optimizer has {len(own)} of {own[:3]}..."
+                )
         for fragment in self._fragments:
             if fragment.on_its_way is not None:  # or another one of its name would begin beside it
                 fragment.on_its_way.wait()
             fragment.on_its_way, fragment.rounds, fragment.steps = None, 0, 0
         self._steps, self._has_begun = 0, False
-        if state is None or not self._sets():
+        if state is None or not is_used:
             return
-        shapes, own = ([list(a.shape) for a in each] for each in (state["agreed"], self._agreed))
-        if shapes != own:
-            raise ValueError(
-                f"the state of {self._settings.kind} is of {len(shapes)} agreed parameters of "
-                f"shapes {shapes[:3]}..., and the optimizer has {len(own)} of {own[:3]}..."
-            )
         if self.outer is not None:
             with torch.no_grad():
                 torch._foreach_copy_(self._agreed, list(state["agreed"]))
@@ -688,6 +710,11 @@ class Rounds:
         """Give the parameters of a fragment their values among those of all parameters."""
         for index in self._fragments[fragment].parameters:
             self._parameters[index].copy_(values[index])
+
+
+def _line(parameter: Tensor, name: str) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"'{name}' {dtype} {list(parameter.shape)}"
 
 
 class _Mean:
