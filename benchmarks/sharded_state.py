@@ -117,22 +117,20 @@ def measure_memory(variant: str, args: argparse.Namespace) -> float:
 
 
 def measure_time(args: argparse.Namespace) -> tuple[int, dict[str, tuple[float, float]]]:
-    replicas = {variant: Replica(variant, args.parameters) for variant in VARIANTS}
-    steps: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    replicas = {variant: Replica(variant, args.parameters) for variant in args.variants}
+    steps: dict[str, list[float]] = {variant: [] for variant in args.variants}
 
     def run(variant: str) -> float:
         step_s, whole_s = replicas[variant].timed(args.steps)
         steps[variant].append(step_s)
         return whole_s
 
-    timed: dict[str, Callable[[], float]] = {v: functools.partial(run, v) for v in VARIANTS}
+    timed: dict[str, Callable[[], float]] = {v: functools.partial(run, v) for v in replicas}
     whole = in_turns(timed, args.rounds)
     alone = torch.tensor(list(steps.values()), dtype=torch.float64)[:, 1:]  # without the warm-up
-    slowest = dict(zip(VARIANTS, hvd.allreduce(alone, op=hvd.Max).tolist(), strict=True))
-    medians = {
-        v: (statistics.median(slowest[v]), statistics.median(whole[v])) for v in VARIANTS
-    }  # fmt: skip
-    return replicas["sharded"].parameters, medians
+    slowest = dict(zip(steps, hvd.allreduce(alone, op=hvd.Max).tolist(), strict=True))
+    medians = {v: (statistics.median(slowest[v]), statistics.median(whole[v])) for v in steps}
+    return next(iter(replicas.values())).parameters, medians
 
 
 def be_rank(args: argparse.Namespace) -> int:
@@ -154,8 +152,9 @@ def ranks(args: argparse.Namespace, *more: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         sizes = ["--parameters", str(args.parameters), "--rounds", str(args.rounds)]
-        command = [*launched(args.ranks), __file__, *sizes, "--steps", str(args.steps)]
-        subprocess.run([*command, "--result", str(result), *more], check=True)
+        sizes += ["--steps", str(args.steps), "--variants", *args.variants]
+        command = [*launched(args.ranks), __file__, *sizes, "--result", str(result), *more]
+        subprocess.run(command, check=True)
         return json.loads(result.read_text())
 
 
@@ -165,6 +164,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--parameters", type=int, default=50_000_000, help="about so many")
     parser.add_argument("--rounds", type=int, default=7, help="each variant is timed once a round")
     parser.add_argument("--steps", type=int, default=3, help="steps of a variant in a round")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="only these"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--memory", choices=VARIANTS, help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -176,11 +178,11 @@ def main() -> int:
     if args.result is not None:
         return be_rank(args)
     facts = computer() | {"ranks": args.ranks, "hosts": 1}
-    memory = {variant: ranks(args, "--memory", variant) for variant in VARIANTS}
+    memory = {variant: ranks(args, "--memory", variant) for variant in args.variants}
     parameters, times = ranks(args)
     rows = [
         Row(variant, parameters, memory[variant], *(second * 1e3 for second in times[variant]))
-        for variant in VARIANTS
+        for variant in args.variants
     ]
     print(title(f"Adam, {parameters / 1e6:.1f} M parameters", facts))
     print(f"#{'variant':>12}{'memory':>10}{'step()':>10}{'whole step':>12}")

@@ -75,11 +75,13 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
 def test_sharded_state(tmp_path: Path) -> None:
     sizes = ("--ranks", "2", "--parameters", "100000", "--rounds", "1", "--steps", "1")
     command = [sys.executable, str(BENCHMARKS / "sharded_state.py"), *sizes, "--json", "out.json"]
-    done = subprocess.run(command, cwd=tmp_path, timeout=DEADLINE_S, capture_output=True, text=True)
+    command += ["--variants", "sharded", "zero"]
+    late_s = 3 * DEADLINE_S  # a job for the memory of each, and one for the times
+    done = subprocess.run(command, cwd=tmp_path, timeout=late_s, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["machine"]["ranks"] == 2
-    assert [row["variant"] for row in report["rows"]] == ["sharded", "unsharded", "ddp", "zero"]
+    assert [row["variant"] for row in report["rows"]] == ["sharded", "zero"]
     assert all(0 < row["step_ms"] < row["whole_ms"] for row in report["rows"])
     assert done.stdout.splitlines()[0].startswith("# Adam, 0.1 M parameters; ")
 

@@ -1,6 +1,7 @@
 """Worlds that end: shutdown() leaves no thread, no descriptor and no shared memory behind."""
 
 import os
+from pathlib import Path
 
 import torch
 from pool import eventually, run
@@ -20,7 +21,9 @@ def start_over() -> None:
         # The kernel may list a joined thread a little longer.
         assert eventually(lambda: len(os.listdir("/proc/self/task")) <= threads_at_rest())
     assert len(os.listdir("/proc/self/fd")) <= fds + 4  # the store's client
-    assert not [name for name in os.listdir("/dev/shm") if "torch_ring" in name]
+    # Other tests' files are gone in a moment.
+    left = [path for path in Path("/dev/shm").iterdir() if "torch_ring" in path.name]
+    assert eventually(lambda: not any(path.exists() for path in left)), left
 
 
 def threads_at_rest() -> int:
