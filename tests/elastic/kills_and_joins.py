@@ -1,6 +1,6 @@
 """One job in which ranks are killed at random moments, and others come; prints how it ended.
 
-    python tests/elastic/kills_and_joins.py DEATHS SEED SECONDS
+    python tests/elastic/kills_and_joins.py DEATHS SEED SECONDS [hierarchy]
 
 The processes are forked from this one, which has loaded torch: a new rank comes in milliseconds.
 """
@@ -30,6 +30,7 @@ SIZE = 4
 SECRET = "of this test"
 PAUSE_S = (0.0, 0.3)  # from a death, or an arrival, to the next
 ALONE_S = 0.01  # between two looks
+IN_LEVELS = sys.argv[4:] == ["hierarchy"]  # gradients inside hosts, DiLoCo between them
 
 
 def fork(body: Callable[[], None], variables: Mapping[str, str]) -> int:
@@ -62,7 +63,13 @@ def train(folder: Path) -> None:
     """Be a rank; write the epochs, the weights and the loss of each batch at the end."""
     hvd.init()
     model, optimizer = make()
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    host, one_of_each_host = hvd.hierarchy() if IN_LEVELS else (hvd.global_process_set, None)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=host)
+    if one_of_each_host is not None:
+        outer = {"lr": 1.0}
+        optimizer = hvd.DiLoCo(
+            optimizer, outer_options=outer, every=1, process_set=one_of_each_host
+        )
     sampler = hvd.elastic.ElasticSampler(Samples())
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batches=0, losses=[])
 

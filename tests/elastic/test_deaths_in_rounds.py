@@ -6,10 +6,11 @@ import os
 import signal
 from collections.abc import Sequence
 
+import namespaces
 import pool
 import pytest
 import torch
-from slow import on_shm_and_slowly_on_tcp
+from slow import on_shm_and_slowly_on_tcp, slow
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
@@ -154,3 +155,150 @@ def newcomer(kind: str, delay: int) -> None:
 @on_shm_and_slowly_on_tcp
 def test_a_newcomer_gets_agreed_parameters(kind, delay, transport):
     pool.run(newcomer, 3, args=(kind, delay), transport=transport)
+
+
+# --- gradients inside hosts, rounds between them
+
+
+def train_on_hosts(deaths: Sequence[tuple[int, int]], together: bool) -> list[float]:
+    """Train until the end; return the weight after each step of this rank.
+
+    With `together`, all ranks meet before each step, and hear of a death there.
+    """
+    name = hvd.rank()
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    host, one_of_each_host = hvd.hierarchy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, process_set=host)
+    optimizer = hvd.DiLoCo(
+        optimizer,
+        outer_options={"lr": OUTER, "momentum": 0.5},
+        every=EVERY,
+        process_set=one_of_each_host,
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    weights: dict[int, float] = {}
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        while state.step < STEPS:
+            if (name, state.step) in deaths:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if together:
+                hvd.barrier()
+            optimizer.zero_grad()
+            ((model.weight - target(name)).square().sum() / 2).backward()
+            optimizer.step()
+            weights[state.step] = model.weight.item()
+            state.step += 1
+            momentum = optimizer.state[model.weight]["momentum_buffer"]
+            for each in (model.weight.detach(), momentum):
+                assert hvd.allgather(each, process_set=host).unique().numel() == 1
+        optimizer.end_round()
+
+    train(state)
+    assert_same_on_all_ranks(model.weight, *optimizer.outer.param_groups[0]["params"])
+    return [*weights.values(), model.weight.item()]
+
+
+def expected_on_hosts(
+    layout: Sequence[int], deaths: Sequence[tuple[int, int]]
+) -> dict[int, list[float]]:
+    """Return the same by the formulas: a host has the weight and the momentum of its ranks."""
+    living = set(range(len(layout)))
+    own: dict[int, list[float]] = {host: [0.0, 0.0] for host in layout}
+    found: dict[int, list[float]] = {rank: [] for rank in living}
+    agreed, velocity = 0.0, 0.0
+
+    def end_round() -> None:
+        nonlocal agreed, velocity
+        mean = sum(agreed - weight for weight, _ in own.values()) / len(own)
+        velocity = 0.5 * velocity + mean
+        agreed -= OUTER * velocity
+        for state in own.values():
+            state[0] = agreed
+
+    for step in range(STEPS):
+        living -= {rank for rank in living if (rank, step) in deaths}
+        own = {host: own[host] for host in {layout[rank] for rank in living}}
+        for host, state in own.items():
+            targets = [target(rank) for rank in living if layout[rank] == host]
+            gradient = state[0] - sum(targets) / len(targets)
+            state[1] = 0.5 * state[1] + gradient if step else gradient
+            state[0] -= RATE * state[1]
+        if (step + 1) % EVERY == 0:
+            end_round()
+        for rank in living:
+            found[rank].append(own[layout[rank]][0])
+    end_round()
+    for rank in living:
+        found[rank].append(agreed)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "deaths"),
+    [
+        ([0, 0, 1, 1], [(0, 6)]),  # the rank of its host that meets the other host
+        ([0, 0, 1, 1], [(3, 4)]),
+        slow([0, 0, 1, 2], [(2, 2), (1, 9)]),  # a host with all its ranks
+        slow([0, 0, 1, 1], [(2, 1), (3, 1), (0, 10)]),
+    ],
+)
+@pytest.mark.parametrize("together", [True, slow(False)])
+def test_hosts_go_on_without_the_dead(hosts, layout, deaths, together):
+    victims = [rank for rank, _ in deaths]
+    found = pool.run(
+        *(train_on_hosts, len(layout)),
+        args=(deaths, together),
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1"},
+        may_die=victims,
+        namespaces=[hosts[host] for host in layout],
+    )
+    left = sorted(set(range(len(layout))) - set(victims))
+    if not together:  # hosts hear of it at different steps
+        assert len({found[rank][-1] for rank in left}) == 1
+        return
+    right = expected_on_hosts(layout, deaths)
+    for rank in left:
+        assert found[rank] == pytest.approx(right[rank], rel=1e-12)
+
+
+def fall_behind(behind: int) -> None:
+    """Two hosts of two ranks, as process sets; one rank has not taken the last step."""
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
+    host = sets[hvd.rank() // 2]
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+    optimizer = hvd.DiLoCo(
+        hvd.DistributedOptimizer(optimizer, process_set=host), every=100, process_set=sets[2]
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.sync()
+    for _ in range(4):
+        optimizer.zero_grad()
+        ((model.weight - target(hvd.rank())).square().sum() / 2).backward()
+        optimizer.synchronize()
+        if (hvd.rank(), state.step) == (behind, 3):
+            continue
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        state.step += 1
+    own = hvd.allgather(model.weight.detach()).flatten().tolist()
+    state.reset()
+    state.resume()
+    assert state.step == 4
+    weights = hvd.allgather(model.weight.detach()).flatten().tolist()
+    first, second = own[1 - behind % 2 if behind < 2 else 0], own[3 if behind == 2 else 2]
+    assert weights == [first, first, second, second]
+    assert first != second
+    momentum = hvd.allgather(optimizer.state[model.weight]["momentum_buffer"]).flatten()
+    assert momentum[0] == momentum[1] != momentum[2] == momentum[3]
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2, 3])
+def test_a_rank_takes_the_state_of_its_host(behind):
+    pool.run(fall_behind, 4, args=(behind,))

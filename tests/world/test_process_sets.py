@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 from pool import error_of, run
 from process_set_use import (
     assert_no_more_than,
@@ -150,6 +151,33 @@ def init_often() -> None:
 @pytest.mark.slow
 def test_two_hundred_inits():
     run(init_often, 3)
+
+
+def use_a_hierarchy() -> tuple[list[int] | None, ...]:
+    host, one_of_each = hvd.hierarchy()
+    found = host.ranks, one_of_each.ranks
+    for each in (*hvd.hierarchy(), *pickle.loads(pickle.dumps((host, one_of_each)))):
+        assert each in {host, one_of_each}
+        assert each.included() is (hvd.rank() in (each.ranks or ()))
+        if each.included():
+            check_process_set(each, each.ranks)
+    assert host != one_of_each
+    hvd.shutdown()
+    assert (host.ranks, one_of_each.process_set_id) == ([], None)
+    hvd.init()
+    with pytest.raises(hvd.InvalidArgumentError, match="has not been added"):
+        hvd.allreduce(torch.ones(1), process_set=one_of_each if found[1] == [0] else host)
+    hvd.hierarchy()
+    assert (host.ranks, one_of_each.ranks) == found
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_hierarchy(transport):
+    """One host, whose ranks are one level; and a host for each rank, of which all meet."""
+    everyone = [0, 1, 2]
+    levels = [(everyone, [0])] * 3 if transport == "shm" else [([r], everyone) for r in everyone]
+    assert run(use_a_hierarchy, 3, transport=transport) == levels
 
 
 # --- several at once

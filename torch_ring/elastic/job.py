@@ -152,9 +152,12 @@ class ElasticJob:
             )
 
     def _restore_process_sets(self, members: Sequence[Member]) -> None:
-        own = self._process_sets.noted() if self.members else None
-        gathered = allgather_object(own, "elastic.process_sets")
-        self._process_sets.restore(current.world().process_sets, _names(members), gathered)
+        kept = self._process_sets
+        own = (kept.noted() if self.members else None, kept.has_levels)
+        noted, have_levels = zip(*allgather_object(own, "elastic.process_sets"), strict=True)
+        world = current.world()
+        hosts = world.host_of if any(have_levels) else None
+        kept.restore(world.process_sets, _names(members), noted, hosts)
 
     def _leave(self, members: Sequence[Member]) -> set[str]:
         """Leave the world of `members`; return the other hosts with ranks that were lost in it."""

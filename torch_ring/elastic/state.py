@@ -35,7 +35,7 @@ from torch_ring.optimizer.distributed_optimizer import (
 from torch_ring.optimizer.local_steps import LocalStepsOptimizer
 from torch_ring.state import broadcast_nested, broadcast_parameters, copy_optimizer_state
 from torch_ring.world import current
-from torch_ring.world.process_set import global_process_set
+from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = [
     "ADDED",
@@ -365,15 +365,16 @@ class LocalStepsHandler(OptimizerStateHandler):
         super().reset()
         self.value._rounds.follow_world()
 
-    def reconcile(self, *, has_own: bool) -> None:
+    def reconcile(self, *, has_own: bool, steps: int) -> None:
         """Let all ranks go on in one round. Collective.
 
         The agreed parameters are those of a rank that has ended the most rounds. A rank that has
         ended as many keeps its parameters, so that the steps of this round count. Others take the
-        agreed ones.
+        agreed ones. Ranks that average their gradients take all from the farthest of them.
 
         Args:
             has_own: whether the parameters of this rank are those of its own steps.
+            steps: that this rank has taken.
         """
         rounds = self.value._rounds
         ended = rounds.ended if has_own else []
@@ -384,6 +385,23 @@ class LocalStepsHandler(OptimizerStateHandler):
         for fragment, count in enumerate(rounds.ended):
             if world.rank() != root and ended[fragment : fragment + 1] != [count]:
                 rounds.take(fragment, agreed)
+        if rounds.inner is not None and rounds.inner.included():
+            self._follow_neighbours((has_own, steps, sum(ended)), rounds.inner)
+
+    def _follow_neighbours(self, own: tuple[bool, int, int], neighbours: ProcessSet) -> None:
+        """Take parameters and state of the rank that is farthest, unless this one is as far."""
+        ranks = allgather_object(own, "elastic.neighbours", neighbours)
+        if ranks.count(max(ranks)) == len(ranks) and own[0]:
+            return
+        root = (neighbours.ranks or [])[ranks.index(max(ranks))]
+
+        def send(packed: Any) -> Any:
+            return broadcast_object(packed, root, "elastic.neighbours.state", neighbours)
+
+        copy_optimizer_state(self.value, root, neighbours, send)
+        parameters = [p for group in self.value.param_groups for p in group["params"]]
+        named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+        broadcast_parameters(named, root, neighbours)
 
 
 class OptimizerCopy:
@@ -752,6 +770,8 @@ class TorchState(ObjectState):
         # Others take the root's, whose memory they may share; with local steps each has its own.
         if self._is_whole and (world.rank() == root or self._local_handlers):
             self.restore()
+            if self._saved is not None:
+                self._steps, _ = self._saved.at
         self._copy_from(root, models=True)
         _, self._steps, _, self._changes = theirs.progress
         self._begin_at({})
@@ -820,7 +840,7 @@ class TorchState(ObjectState):
             own.restore()
             set_settings(each.value, rates)
         for each in local:
-            each.reconcile(has_own=keeps or world.rank() == root)
+            each.reconcile(has_own=keeps or world.rank() == root, steps=self._steps)
         if world.rank() != root:
             for name, value in plain.items():
                 setattr(self, name, value)

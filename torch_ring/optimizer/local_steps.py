@@ -354,6 +354,7 @@ class Rounds:
         inner: the ranks that average the gradients of each step, if it is a DistributedOptimizer.
 
     Attributes:
+        inner: as above.
         outer: the outer optimizer; None with LocalSGD, and on ranks that agree with nobody.
     """
 
@@ -361,7 +362,7 @@ class Rounds:
         self, names: Mapping[Tensor, str], settings: _Settings, inner: ProcessSet | None
     ) -> None:
         self._settings = settings
-        self._inner = inner
+        self.inner = inner
         self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._parameters = list(self._names)
@@ -389,7 +390,7 @@ class Rounds:
             raise
         except ValueError as error:
             problem = error
-        for each in (self._settings.process_set, self._inner):
+        for each in (self._settings.process_set, self.inner):
             if each is None or not each.included():
                 continue
             try:
@@ -428,14 +429,14 @@ class Rounds:
         Raises:
             ValueError: that set has no rank of the process set, or several.
         """
-        if self._inner is None or not self._inner.included():
+        if self.inner is None or not self.inner.included():
             return None
         ranks = self._settings.process_set.ranks or []
-        shared = sorted(set(self._inner.ranks or ()) & set(ranks))
+        shared = sorted(set(self.inner.ranks or ()) & set(ranks))
         if len(shared) != 1:
             raise ValueError(
                 f"process_set={ranks} has {len(shared) or 'no'} rank{'s' * (len(shared) > 1)} of "
-                f"{self._inner.ranks}, which average the gradients of each step: it must have "
+                f"{self.inner.ranks}, which average the gradients of each step: it must have "
                 "exactly one. hvd.hierarchy() makes two such sets"
             )
         return shared[0]
@@ -451,7 +452,7 @@ class Rounds:
         if process_set.process_set_id is None:
             membership(process_set)  # raises
         sets = [process_set] if process_set.included() else []
-        return sets + ([self._inner] if self._inner and self._leader() is not None else [])
+        return sets + ([self.inner] if self.inner and self._leader() is not None else [])
 
     def _make_outer(self) -> None:
         """Make agreed parameters of the present ones, and their optimizer."""
@@ -593,8 +594,8 @@ class Rounds:
         assert mean is not None
         mean.wait()
         leader = self._leader()
-        if leader is not None and self._inner is not None:
-            mean.tell(leader, self._inner, self._settings.kind)
+        if leader is not None and self.inner is not None:
+            mean.tell(leader, self.inner, self._settings.kind)
         results = mean.views
         if self.outer is not None:
             agreed = [self._agreed[index] for index in fragment.parameters]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from torch_ring._C import Engine
 from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
@@ -185,6 +186,51 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks; its id is 0."""
 
 
+class _Level(ProcessSet):
+    """A set of a hierarchy: that of the present world, whatever its ranks are.
+
+    Args:
+        is_host: whether it is the set of this rank's host; else that of one rank of each host.
+    """
+
+    def __init__(self, *, is_host: bool) -> None:
+        self._is_host = is_host
+        self._lost = None
+        self._found: tuple[Sequence[int], Ranks] = ((), ())  # the hosts of a world, and its ranks
+        _levels.add(self)
+
+    @property
+    def _ranks(self) -> Ranks:  # type: ignore[override]
+        if not current.is_initialized():
+            return ()
+        host_of = current.world().host_of
+        if self._found[0] is not host_of:
+            *hosts, first_ranks = _levels_of(host_of)
+            own = next(ranks for ranks in hosts if current.rank() in ranks)
+            self._found = (host_of, own if self._is_host else first_ranks)
+        return self._found[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Level) and other._is_host == self._is_host
+
+    def __hash__(self) -> int:
+        return hash(self._is_host)
+
+    def __reduce__(self) -> Any:
+        return functools.partial(_Level, is_host=self._is_host), ()
+
+
+_levels: WeakSet[_Level] = WeakSet()  # all that live
+
+
+def _levels_of(host_of: Sequence[int]) -> list[Ranks]:
+    """Return the ranks of each host, and at last the lowest of each."""
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(host_of):
+        by_host.setdefault(host, []).append(rank)
+    return [*map(tuple, by_host.values()), tuple(ranks[0] for ranks in by_host.values())]
+
+
 def add_process_set(process_set: Any) -> ProcessSet:
     """Make a process set. A collective of all ranks, members or not.
 
@@ -207,7 +253,7 @@ def add_process_set(process_set: Any) -> ProcessSet:
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks = tuple(added.ranks or ())
     table.add(ranks)
-    if added is not global_process_set:
+    if not isinstance(added, (_GlobalProcessSet, _Level)):
         renumber(added, ranks)
     return added
 
@@ -243,27 +289,24 @@ def hierarchy() -> tuple[ProcessSet, ProcessSet]:
 
     Returns:
         The set of the ranks on this rank's host; and that of the lowest rank of each host, to which
-        this rank need not belong. One of them is the global set if all ranks are on one host, or
-        each on a host of its own.
+        this rank need not belong. When ranks of an elastic job die or come, on whatever hosts, both
+        are those of the new world.
 
     Raises:
         NotInitializedError: there is no world, or only the one of this process's parent.
         RingError: as :func:`add_process_set`.
     """
+    current.require_own()
     world = current.world()
-    by_host: dict[int, list[int]] = {}
-    for rank, host in enumerate(world.host_of):
-        by_host.setdefault(host, []).append(rank)
-    first_ranks = [ranks[0] for ranks in by_host.values()]
-    *hosts, one_of_each = [_existing_or_added(tuple(r)) for r in (*by_host.values(), first_ranks)]
-    return next(each for each in hosts if current.rank() in (each.ranks or ())), one_of_each
+    _add_levels(world.process_sets, world.host_of)
+    return _Level(is_host=True), _Level(is_host=False)
 
 
-def _existing_or_added(ranks: Ranks) -> ProcessSet:
-    if len(ranks) == current.size():
-        return global_process_set
-    is_there = current.world().process_sets.find(ranks) is not None
-    return ProcessSet(ranks) if is_there else add_process_set(ranks)
+def _add_levels(table: ProcessSetTable, host_of: Sequence[int]) -> None:
+    """Make the sets of a hierarchy that are not there. Collective of all ranks."""
+    for ranks in _levels_of(host_of):
+        if table.find(ranks) is None:
+            table.add(ranks, keeps=True)  # no error if the program adds it, too
 
 
 def engine_of(process_set: ProcessSet) -> Engine:
@@ -374,8 +417,17 @@ class ProcessSetKeeper:
         """Return the sets that were noted, and whether the program has an object of each."""
         return [(each.names, bool(each.objects)) for each in self._sets]
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether the program has an object of a hierarchy."""
+        return len(_levels) > 0
+
     def restore(
-        self, table: ProcessSetTable, processes: Sequence[str], noted: Sequence[NotedSets]
+        self,
+        table: ProcessSetTable,
+        processes: Sequence[str],
+        noted: Sequence[NotedSets],
+        hosts: Sequence[int] | None = None,
     ) -> None:
         """Make the sets again in a new world. Collective of all its ranks.
 
@@ -384,6 +436,7 @@ class ProcessSetKeeper:
             processes: the names of its processes, by rank.
             noted: the sets that each of them has noted, by rank; None: it was in no world of the
                 job before.
+            hosts: by rank, if a rank has levels; else None.
 
         Raises:
             RingError: a rank has died meanwhile. All objects are as before then.
@@ -393,6 +446,8 @@ class ProcessSetKeeper:
         for names in sets_to_keep(noted, rank_of):
             kept[names] = tuple(sorted(rank_of[name] for name in names))
             table.add(kept[names], keeps=True)
+        if hosts is not None:
+            _add_levels(table, hosts)
         for each in self._sets:
             for process_set in each.objects:
                 if each.names in kept:
