@@ -159,7 +159,9 @@ def broadcast_optimizer_state(
 
     The other ranks need no state beforehand, and no step is taken to make one. Hyper-parameters
     keep their Python types, tensors their dtypes. As after Horovod's, every parameter that requires
-    a gradient has one: zeros, where it had none. ``zero_grad()`` takes them away.
+    a gradient has one: zeros, where it had none. ``zero_grad()`` takes them away. With ``LocalSGD``
+    or ``DiLoCo`` the agreed parameters, the outer optimizer and the place in the round are the
+    root's, too; if the root takes part in no agreement, the others begin a round.
 
     Args:
         optimizer: wrapped or not, with the same parameters on all ranks.
@@ -176,6 +178,9 @@ def broadcast_optimizer_state(
         return broadcast_object(packed, root_rank, None, process_set)
 
     copy_optimizer_state(optimizer, root_rank, process_set, send)
+    rounds = getattr(optimizer, "_rounds", None)  # of LocalSGD or DiLoCo
+    if rounds is not None:  # the root loads its own: a mean that is on its way is begun anew on all
+        rounds.load(broadcast_nested(rounds.state(), root_rank, process_set))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:

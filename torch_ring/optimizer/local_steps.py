@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -248,6 +249,7 @@ class LocalStepsOptimizer(Wrapped):
             )
         inner = self._settings.process_set if isinstance(self, _DistributedOptimizer) else None
         self._rounds = Rounds(names, settings, inner)
+        self._wrapped_by = settings.kind
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
@@ -470,6 +472,14 @@ class Rounds:
             ) from error
         if not isinstance(outer, torch.optim.Optimizer):
             raise TypeError(f"outer must make a torch.optim.Optimizer, not {type(outer).__name__}")
+        try:
+            inspect.signature(outer.step).bind()
+        except TypeError as error:
+            raise ValueError(
+                f"{type(outer).__name__} cannot be the outer optimizer: its step() needs arguments "
+                f"({error}), and there is no loss of the agreed parameters that a closure could "
+                "compute"
+            ) from error
         self.outer = outer
 
     def add(self, names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
@@ -636,8 +646,13 @@ class Rounds:
 
     # --- state
 
-    def state(self) -> dict[str, Any]:
-        """Return what a later run needs. A mean that is on its way is begun anew then."""
+    def state(self) -> dict[str, Any] | None:
+        """Return what a later run needs. A mean that is on its way is begun anew then.
+
+        A rank of DiLoCo that agrees with nobody has no agreed parameters to give, and returns None.
+        """
+        if self._settings.outer is not None and self.outer is None:
+            return None
         return {
             "has_begun": self._has_begun,
             "steps": self._steps,

@@ -69,6 +69,7 @@ class Wrapped(torch.optim.Optimizer):
     """
 
     _user_class: type[torch.optim.Optimizer]  # of the optimizer before any was added
+    _wrapped_by = "DistributedOptimizer"  # the public function that did it last
 
     def _after_zero_grad(self) -> None:
         pass
@@ -82,6 +83,7 @@ class Wrapped(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         hooks = OrderedDict({_COPY_HOOK: _refuse_copy})  # torch copies none of the others
         state = {**self.__getstate__(), "_optimizer_step_pre_hooks": hooks}
+        state["_wrapped_by"] = self._wrapped_by
         return _new_copy, (self._user_class,), state
 
 
@@ -102,13 +104,14 @@ def _refuse_copy(
     optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> None:
     """Step pre-hook of copies."""
+    assert isinstance(optimizer, Copied)
     world = current.find_world()
     if world is not None and current.size() > 1:
-        name = type(optimizer).__name__
+        name, wrapper = type(optimizer).__name__, optimizer._wrapped_by
         raise InvalidArgumentError(
-            f"rank {current.rank()}: this {name} is a copy of a DistributedOptimizer (by deepcopy, "
-            "pickle or torch.load), which would step with the gradients of this rank alone: wrap "
-            "it, as in optimizer = hvd.DistributedOptimizer(optimizer), before backward(). If each "
+            f"rank {current.rank()}: this {name} is a copy of a {wrapper} (by deepcopy, pickle or "
+            "torch.load), which would step with the gradients of this rank alone: wrap it, as in "
+            f"optimizer = hvd.{wrapper}(optimizer), before backward(). If each "
             f"rank is to step by itself, make another {name}, and load_state_dict() of this one's "
             "state_dict()"
         )
@@ -135,6 +138,7 @@ def wrapped(optimizer: torch.optim.Optimizer, addition: type[WrappedT]) -> Itera
         ) from error
     try:
         _ensure_hooks(optimizer)
+        vars(optimizer).pop("_wrapped_by", None)  # of a copy
         yield cast(WrappedT, optimizer)
         optimizer._optimizer_step_pre_hooks.pop(_COPY_HOOK, None)  # if it was a copy
     except BaseException:
