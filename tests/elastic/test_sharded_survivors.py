@@ -19,6 +19,7 @@ import torch_ring as hvd
 from torch_ring.errors import PeerLostError
 
 STEPS = 8
+TORN = ("in its part", "after its part", "unheard")
 
 
 def make() -> tuple[torch.nn.Module, Any]:
@@ -44,7 +45,7 @@ def undisturbed() -> list[torch.Tensor]:
     return [*(p.detach() for p in model.parameters()), *state]
 
 
-def train(place: str, victim: int) -> tuple[int, bool, int]:
+def train(place: str, victim: int, passed: Path) -> tuple[int, bool, int]:
     """Train; a rank dies in step 4; return how many commits were gone back to, and more."""
     model, optimizer = make()
     optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
@@ -53,8 +54,18 @@ def train(place: str, victim: int) -> tuple[int, bool, int]:
     shards = optimizer._shards
     addresses: list[list[int]] = []
 
+    groups = shards._groups
+
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def begin_together(*args: Any) -> Any:
+        """Begin a part when no rank can hear of a death before its own."""
+        shards._groups = groups
+        pool.all_have_passed(passed, 3)
+        if name == victim and place != "after its part":
+            die()
+        return groups(*args)
 
     def fail(*_: object) -> None:
         """Fail before the first write, as if the victim had died before that."""
@@ -67,14 +78,14 @@ def train(place: str, victim: int) -> tuple[int, bool, int]:
         while state.step < STEPS:
             addresses.append([parameter.data_ptr() for parameter in model.parameters()])
             optimizer.zero_grad()
+            if state.step == 4 and hvd.size() == 3 and place in TORN:
+                shards._groups = begin_together
             if (name, state.step) == (victim, 4) and hvd.size() == 3:
                 if place == "before its part":
                     shards._enter = die
                 elif place == "after its part":
                     shards._leave = die
-                elif place in ("in its part", "unheard"):
-                    shards._groups = die
-                else:
+                elif place == "backward":
                     die()
             if (name, state.step, place) == (0, 4, "unheard") and hvd.size() == 3:
                 shards._note_write = fail
@@ -96,19 +107,19 @@ def train(place: str, victim: int) -> tuple[int, bool, int]:
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("place", ["backward", "before its part"])
-def test_survivors_have_the_parts_of_a_dead_rank(place: str, victim: int) -> None:
+def test_survivors_have_the_parts_of_a_dead_rank(place: str, victim: int, tmp_path: Path) -> None:
     """They go on with that step, and copy nothing."""
-    found = pool.run(train, 3, args=(place, victim), may_die=[victim])
+    found = pool.run(train, 3, args=(place, victim, tmp_path), may_die=[victim])
     assert [each for each in found if each] == [(4, False, 2)] * 2
 
 
-@pytest.mark.parametrize("place", ["in its part", "after its part", "unheard"])
-def test_a_torn_step_is_taken_back(place: str) -> None:
+@pytest.mark.parametrize("place", TORN)
+def test_a_torn_step_is_taken_back(place: str, tmp_path: Path) -> None:
     """Nobody knows how far a dead rank has come with its part: all go back to the last commit.
 
     Also if one of them has not begun to write when it hears of the death, and another has.
     """
-    found = pool.run(train, 3, args=(place, 1), may_die=[1])
+    found = pool.run(train, 3, args=(place, 1, tmp_path), may_die=[1])
     assert [each for each in found if each] == [(2, False, 2)] * 2
 
 

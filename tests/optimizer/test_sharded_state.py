@@ -17,7 +17,7 @@ import namespaces
 import pytest
 import torch
 from logs import logged
-from pool import error_of, eventually, has_asked, run
+from pool import all_have_passed, error_of, eventually, has_asked, run
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from training import assert_same_on_all_ranks, joined_batches, loss_of, part
@@ -735,12 +735,13 @@ def test_a_rank_that_has_joined_cannot_step_its_part(transport: str) -> None:
     run(join_early, 2, transport=transport)
 
 
-def die_in_a_step(place: str) -> str:
+def die_in_a_step(place: str, passed: Path) -> str:
     """Rank 1 dies before or after it has stepped its part: the others hear of it."""
     model = make_model()
     optimizer = sharded(model)
     step(model, optimizer, joined_batches(1)[0])
     loss_of(model, part(joined_batches(1)[0])).backward()
+    all_have_passed(passed, hvd.size())
     if hvd.rank() == 1:
         name = {"before": "_enter", "after": "_leave"}[place]
         setattr(optimizer._shards, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -752,8 +753,8 @@ def die_in_a_step(place: str) -> str:
 
 @pytest.mark.parametrize("place", ["before", "after"])
 @on_both_transports
-def test_a_rank_that_dies_in_a_step_is_named(transport: str, place: str) -> None:
-    found = run(die_in_a_step, 3, args=(place,), transport=transport, may_die=[1])
+def test_a_rank_that_dies_in_a_step_is_named(transport: str, place: str, tmp_path: Path) -> None:
+    found = run(die_in_a_step, 3, args=(place, tmp_path), transport=transport, may_die=[1])
     assert found[0]
     assert found[2]
 

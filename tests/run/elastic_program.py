@@ -8,6 +8,9 @@ import time
 
 HAD_TORCH = "torch" in sys.modules
 
+if os.environ.get("FAILS_ON") == os.environ["HOROVOD_HOSTNAME"]:
+    sys.exit(5)
+
 import torch  # noqa: E402
 
 import torch_ring as hvd  # noqa: E402
@@ -29,8 +32,6 @@ def train(state: hvd.elastic.TorchState) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("FAILS_ON") == os.environ["HOROVOD_HOSTNAME"]:
-        sys.exit(5)
     hvd.init()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

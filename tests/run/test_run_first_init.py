@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched_jobs import run_job
+from launched_jobs import LaunchedJob, run_job
 
 pytestmark = pytest.mark.launcher
 
@@ -19,16 +19,22 @@ PATH = os.pathsep.join(filter(None, sys.path))
 def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
     """Run a job; return its exit code, the lines of its ranks, and what went to standard error."""
     code, out, errors = run_job(*arguments, PYTHONPATH=PATH, **variables)
-    return code, sorted(line.partition(":")[2] for line in out.splitlines()), errors
+    return code, lines_of(out), errors
+
+
+def lines_of(out: str) -> list[str]:
+    return sorted(line.partition(":")[2] for line in out.splitlines())
 
 
 @pytest.mark.slow
 def test_a_replacement_comes() -> None:
     arguments = ("-np", "2", "--min-np", "1", "--max-np", "2", *PROGRAM, "0:connecting")
-    code, lines, errors = run(*arguments, GROWS_TO="2")
-    assert code == 0, errors
-    assert lines == ["process 0.2 is rank 1 of 2", "process 1.1 is rank 0 of 2"]
-    assert "rank 0 starts on localhost again" in errors
+    job = LaunchedJob(*arguments, PYTHONPATH=PATH, GROWS_TO="2")
+    job.wait_for_error("rank 0 starts on localhost again")
+    job.wait_for("process 0.2 is rank 1 of 2")
+    assert job.wait() == 0, job.stderr
+    job.require_nothing_left()
+    assert lines_of(job.stdout) == ["process 0.2 is rank 1 of 2", "process 1.1 is rank 0 of 2"]
 
 
 @pytest.mark.slow

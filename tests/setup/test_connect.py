@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 from exchanges import path_on_host
+from pool import eventually
 from slow import slow
 from threads import run_on_ranks
 from torch.distributed import HashStore, PrefixStore
@@ -33,10 +34,22 @@ CONFIG = Config(init_timeout_s=30.0)
 this = threading.local()  # .rank: of the thread
 
 
+def open_descriptors():
+    """Return what this process has open: descriptors, which others get later, and their names."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
+    return found
+
+
 @pytest.fixture(autouse=True)
-def _collected(_closed_descriptors):
+def _closed_descriptors():
+    """All that a test opens is closed; the pool's store closes earlier connections meanwhile."""
+    before = open_descriptors()
     yield
     gc.collect()  # errors of threads, and what their tracebacks hold
+    assert eventually(lambda: open_descriptors() <= before), open_descriptors() - before
 
 
 def connect_rank(store, rank, size, config=CONFIG, host=""):
@@ -121,9 +134,9 @@ def test_numbers_of_neighbours():
 def test_descriptors_of_a_rank(put_on_hosts, hosts, size):
     hosts = [rank * (hosts or size) // size for rank in range(size)]
     put_on_hosts(hosts)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     everyone = connect_all(size, hosts=hosts)
-    opened = len(os.listdir("/proc/self/fd")) - before
+    opened = len(open_descriptors() - before)
     shares = len(set(hosts)) < size
     listeners = (hosts.count(0) > 1) + (len(set(hosts)) > 1)
     # An event, the memory, the listeners, and the connections of the plane.

@@ -7,6 +7,8 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +30,61 @@ HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") is not None
 BUCKETS = {"TORCH_RING_BUCKET_BYTES": "20000"}  # one of each layer below
 
 
-class Sleeps(torch.autograd.Function):
-    """The identity; its backward sleeps."""
+class Waits(torch.autograd.Function):
+    """The identity; its backward waits."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, values: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
+        ctx.wait = wait
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
+        ctx.wait()
         return gradient, None
 
 
-def train(late: int | None, init: bool) -> list[Straggler]:
-    """Train some steps; `late` sleeps in each backward, before it has the gradients of layer 0."""
+def passes_asked_for() -> int:
+    """Return the number of backward passes of which this rank has asked for the end."""
+    return sum(record.name.startswith("backward.") for record in current.engine().records())
+
+
+def train(late: int, folder: Path, init: bool) -> list[Straggler]:
+    """Train some steps; `late` sleeps in each backward, before it has the gradients of layer 0.
+
+    It begins to sleep when all others wait for it: a busy machine may make them late, too.
+    """
     if init:
         hvd.init()
+
+    def tell() -> None:
+        for step in range(STEPS):
+            assert eventually(lambda: passes_asked_for() > step)  # noqa: B023
+            (folder / f"{step} {hvd.rank()}").touch()
+
+    def be_late(step: int) -> None:
+        if hvd.rank() == late:
+            asked = [folder / f"{step} {rank}" for rank in range(hvd.size()) if rank != late]
+            assert eventually(lambda: all(file.exists() for file in asked))
+            time.sleep(LATE_S)
+
+    telling = threading.Thread(target=tell)
+    if hvd.rank() != late:
+        telling.start()
     torch.manual_seed(0)
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(layers.parameters(), lr=0.01), layers.named_parameters()
     )
-    for _ in range(STEPS):
-        values = layers[0](torch.randn(8, 64))
-        values = Sleeps.apply(values, LATE_S if hvd.rank() == late else 0.0)
+    for step in range(STEPS):
+        values = Waits.apply(layers[0](torch.randn(8, 64)), partial(be_late, step))
         optimizer.zero_grad()
         layers[2](layers[1](values)).square().mean().backward()
         optimizer.step()
+    if hvd.rank() != late:
+        telling.join()
     hvd.barrier()  # with which it is known who was last before
-    found = tracing.stragglers(min_lag_s=LATE_S / 2)  # a busy machine makes all ranks late by less
+    found = tracing.stragglers(min_lag_s=LATE_S / 2)
     hvd.barrier()
     if init:
         hvd.shutdown()
@@ -78,28 +104,29 @@ def check(found: list[list[Straggler]], late: int, operation: str) -> None:
         assert operation in straggler.operation, found
 
 
-def test_a_rank_that_sleeps_in_backward_is_named_on_shared_memory() -> None:
+def test_a_rank_that_sleeps_in_backward_is_named_on_shared_memory(tmp_path: Path) -> None:
     late = 3
-    check(run(train, 4, args=(late, False), env=BUCKETS), late, "the end of a backward pass")
+    found = run(train, 4, args=(late, tmp_path, False), env=BUCKETS)
+    check(found, late, "the end of a backward pass")
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_tcp() -> None:
+def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_tcp(tmp_path: Path) -> None:
     late = 0
-    found = run(train, 4, args=(late, False), env=BUCKETS, transport="tcp")
+    found = run(train, 4, args=(late, tmp_path, False), env=BUCKETS, transport="tcp")
     check(found, late, "bucket")
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="network namespaces need root and `ip` (iproute2)")
 @pytest.mark.slow
 def test_a_rank_that_sleeps_in_backward_is_named_with_its_bucket_on_two_hosts(
-    hosts: list[str],
+    hosts: list[str], tmp_path: Path
 ) -> None:
     late = 2  # the first of the second host
     found = run(
         train,
         4,
-        args=(late, True),
+        args=(late, tmp_path, True),
         initialized=False,
         transport="",
         env=BUCKETS | {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29437"},

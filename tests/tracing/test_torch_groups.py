@@ -20,6 +20,8 @@ from tests.tracing.test_flight_recorder import analysed
 from torch_ring import tracing
 from torch_ring.tracing.lateness import Straggler
 
+LATE_S = 0.1
+
 
 def content(folder: Path, rank: int) -> Any:
     return pickle.loads((folder / f"flight_{rank}").read_bytes())
@@ -88,13 +90,25 @@ def test_a_signal_writes_a_dump(tmp_path: Path) -> None:
     on_ring(send_a_signal, 2, str(tmp_path), is_fresh=True, env=env)
 
 
+def reduce_with_a_late_rank(late: int, step: int, group: dist.ProcessGroup | None = None) -> None:
+    """Reduce; the late rank does so a while after the others, however late these are themselves."""
+    ranks = dist.get_process_group_ranks(group)
+    asked = {rank: f"step {step}: rank {rank} of {ranks} has asked" for rank in ranks}
+    store, rank = group_store(), dist.get_rank()
+    if rank == late:
+        store.wait([asked[other] for other in ranks if other != late])
+        time.sleep(LATE_S)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    store.set(asked[rank], "")
+    assert work is not None
+    work.wait()
+
+
 def be_late(late: int) -> list[Straggler]:
-    for _ in range(12):
-        if dist.get_rank() == late:
-            time.sleep(0.1)
-        dist.all_reduce(torch.ones(3))
+    for step in range(12):
+        reduce_with_a_late_rank(late, step)
     dist.barrier()  # with which it is known who was last
-    return tracing.stragglers(min_lag_s=0.05)
+    return tracing.stragglers(min_lag_s=LATE_S / 2)
 
 
 @on_shm_and_slowly_on_tcp
@@ -155,15 +169,14 @@ def be_late_in_one_of_two_groups() -> list[Straggler]:
     rank = int(os.environ["RANK"])
     with default_group("gloo"):
         groups = [dist.new_group(ranks, backend="ring") for ranks in ([0, 1], [0, 2])]
-        for _ in range(6):
-            time.sleep(0.1 if rank == 2 else 0.0)
+        for step in range(6):
             for group in groups:
                 if dist.get_rank(group) >= 0:
-                    dist.all_reduce(torch.ones(3), group=group)
+                    reduce_with_a_late_rank(2, step, group)
         for group in groups:
             if dist.get_rank(group) >= 0:
                 dist.barrier(group)
-        found = tracing.stragglers(min_lag_s=0.05) if rank == 0 else []
+        found = tracing.stragglers(min_lag_s=LATE_S / 2) if rank == 0 else []
         dist.barrier()
     return found
 

@@ -89,11 +89,10 @@ def fork_a_worker_and_die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     hvd.allreduce(torch.ones(3))
     all_have_passed(Path(os.environ["WORKER_PID"]).with_name("passed"), hvd.size())
-    begin = time.monotonic()
     kind, text = error_of(lambda: hvd.allreduce(torch.ones(3)))
     assert kind == "PeerLostError", text
     assert "rank 1 (pid " in text, text
-    assert time.monotonic() - begin < 5
+    assert "died: its connection closed" in text, text
 
 
 @on_both_transports

@@ -50,13 +50,15 @@ def outlive(victim: int, how: str, bytes_each: int, passed: Path) -> tuple[str, 
 @pytest.mark.parametrize("bytes_each", [slow(256), 1 << 22])
 @pytest.mark.parametrize("how", ["kill", "leave", "stop"])
 def test_a_lost_rank_is_named(how, bytes_each, transport, tmp_path):
-    size, victim = 3, 2
+    # A third rank that is late on a loaded machine would be given up, too, in place of the victim.
+    size, env = (2, {"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"}) if how == "stop" else (3, {})
+    victim = size - 1
     results = run(
         outlive,
         size,
         args=(victim, how, bytes_each, tmp_path),
         transport=transport,
-        env={"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"},
+        env=env,
         may_die={victim},
     )
     for kind, text in results[:victim]:

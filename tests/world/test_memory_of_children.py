@@ -68,10 +68,16 @@ def load_data_and_die() -> None:
     workers = [worker.pid for worker in batches._workers]
     Path(os.environ["WORKERS"]).write_text(" ".join(map(str, workers)))
     assert holds_memory("self")
+    assert eventually(Path(os.environ["STOPPED"]).exists)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
 def look_at_workers() -> None:
+    parents = hvd.allgather_object(os.getpid())
     if hvd.rank() == 1:
         load_data_and_die()
     weight = nn.Parameter(torch.zeros(100_000))
@@ -79,12 +85,17 @@ def look_at_workers() -> None:
     weight.sum().backward()
     path = Path(os.environ["WORKERS"])
     assert eventually(lambda: path.exists() and len(path.read_text().split()) == 2, 20.0)
-    for worker in map(int, path.read_text().split()):
-        os.kill(worker, signal.SIGSTOP)  # before it sees that its parent is gone
-        held = holds_memory(worker)
+    workers = [int(pid) for pid in path.read_text().split()]
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)  # or it ends when it sees that its parent is gone
+    Path(os.environ["STOPPED"]).touch()
+    assert eventually(lambda: parents[1] not in map(parent_of, workers))
+    held = [holds_memory(worker) for worker in workers]
+    for worker in workers:
         os.kill(worker, signal.SIGKILL)
-        assert not held
+    assert held == [False] * 2
 
 
 def test_a_worker_that_outlives_its_parent_keeps_no_shared_memory(tmp_path):
-    run(look_at_workers, 2, env={"WORKERS": str(tmp_path / "workers")}, may_die={1})
+    env = {name.upper(): str(tmp_path / name) for name in ("workers", "stopped")}
+    run(look_at_workers, 2, env=env, may_die={1})
