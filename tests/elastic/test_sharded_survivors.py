@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import namespaces
 import pool
 import pytest
 import torch
 from arrivals import run_with_arrivals
 from mortal_training import AFTER_A_DEATH, IN_A_STEP
-from slow import slow_after
+from slow import slow, slow_after
 from test_kills import check
 
 import torch_ring as hvd
@@ -46,7 +48,14 @@ def undisturbed() -> list[torch.Tensor]:
 
 
 def train(place: str, victim: int, passed: Path) -> tuple[int, bool, int]:
-    """Train; a rank dies in step 4; return how many commits were gone back to, and more."""
+    """Train; a rank dies in step 4, of those that there are then.
+
+    Returns:
+        The step with which the training went on, whether a parameter has moved in memory, and the
+        number of ranks at the end.
+    """
+    hvd.init()  # on hosts
+    size = hvd.size()
     model, optimizer = make()
     optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
     state = hvd.elastic.TorchState(model, optimizer, step=0)
@@ -62,7 +71,7 @@ def train(place: str, victim: int, passed: Path) -> tuple[int, bool, int]:
     def begin_together(*args: Any) -> Any:
         """Begin a part when no rank can hear of a death before its own."""
         shards._groups = groups
-        pool.all_have_passed(passed, 3)
+        pool.all_have_passed(passed, size)
         if name == victim and place != "after its part":
             die()
         return groups(*args)
@@ -78,16 +87,16 @@ def train(place: str, victim: int, passed: Path) -> tuple[int, bool, int]:
         while state.step < STEPS:
             addresses.append([parameter.data_ptr() for parameter in model.parameters()])
             optimizer.zero_grad()
-            if state.step == 4 and hvd.size() == 3 and place in TORN:
+            if state.step == 4 and hvd.size() == size and place in TORN:
                 shards._groups = begin_together
-            if (name, state.step) == (victim, 4) and hvd.size() == 3:
+            if (name, state.step) == (victim, 4) and hvd.size() == size:
                 if place == "before its part":
                     shards._enter = die
                 elif place == "after its part":
                     shards._leave = die
                 elif place == "backward":
                     die()
-            if (name, state.step, place) == (0, 4, "unheard") and hvd.size() == 3:
+            if (name, state.step, place) == (0, 4, "unheard") and hvd.size() == size:
                 shards._note_write = fail
             gradients(model, state.step).backward()
             optimizer.step()
@@ -121,6 +130,36 @@ def test_a_torn_step_is_taken_back(place: str, tmp_path: Path) -> None:
     """
     found = pool.run(train, 3, args=(place, 1, tmp_path), may_die=[1])
     assert [each for each in found if each] == [(2, False, 2)] * 2
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+@pytest.mark.parametrize(
+    ("place", "victim", "layout", "step"),
+    [
+        ("backward", 3, (0, 0, 1, 1), 4),
+        ("in its part", 2, (0, 0, 1, 1), 2),
+        slow("backward", 3, (0, 0, 1, 2), 4),  # a whole host
+        slow("in its part", 3, (0, 0, 1, 2), 2),  # ranks of other hosts have begun theirs
+        slow("before its part", 1, (0, 0, 0, 1), 4),
+        slow("after its part", 1, (0, 0, 0, 1), 2),
+    ],
+)
+def test_a_rank_dies_on_one_of_several_hosts(
+    hosts: list[str], place: str, victim: int, layout: tuple[int, ...], step: int, tmp_path: Path
+) -> None:
+    found = pool.run(
+        train,
+        4,
+        args=(place, victim, tmp_path),
+        initialized=False,
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29517"},
+        may_die=[victim],
+        namespaces=[hosts[host] for host in layout],
+    )
+    assert [each for each in found if each] == [(step, False, 3)] * 3
 
 
 def train_with_newcomers() -> tuple[int, bool, int]:

@@ -1,12 +1,13 @@
 """LocalSGD and DiLoCo: quadratic losses, whose parameters follow from a formula on one process."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 import torch
 from logs import logged
 from pool import error_of, run
+from slow import on_shm_and_slowly_on_tcp, slow
 from torch.optim import SGD, AdamW
 from training import (
     assert_same_on_all_ranks,
@@ -53,9 +54,10 @@ class Model:
         self.on_their_way: dict[int, tuple[int, list, list]] = {}
         self.steps = 0
 
-    def step(self) -> None:
-        for own, target in zip(self.ranks, self.targets, strict=True):
-            local_step(own, target)
+    def step(self, skipping: Collection[int] = ()) -> None:
+        for rank, (own, target) in enumerate(zip(self.ranks, self.targets, strict=True)):
+            if rank not in skipping:
+                local_step(own, target)
         self.steps += 1
         for number, part in enumerate(self.parts):
             if number in self.on_their_way and self.on_their_way[number][0] == self.steps:
@@ -328,6 +330,77 @@ def use_with_a_scaler(fused: bool) -> list[float]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips_count(fused):
     assert run(use_with_a_scaler, 2, args=(fused,)) == [[[4, 0]]] * 2
+
+
+def use_with_a_scaler_on_hosts(fused: bool, delay: int) -> None:
+    """Two hosts of two ranks: an infinite gradient of one rank skips the step of its host."""
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
+    infinite = {(1, 0), (1, 2), (2, 2), (3, 4), (0, 5), (0, 7), (3, 7)}  # rank, step
+    parameters = shaped_weights()
+    inner = SGD(parameters, lr=RATE, fused=fused)
+    optimizer = hvd.DiLoCo(
+        hvd.DistributedOptimizer(inner, process_set=sets[hvd.rank() // 2]),
+        every=3,
+        delay=delay,
+        process_set=sets[2],
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    hosts = [(TARGETS[0] + TARGETS[1]) / 2, (TARGETS[2] + TARGETS[3]) / 2]
+    model = Model(hosts, 3, 1, delay, NESTEROV)
+    for step in range(11):
+        optimizer.zero_grad()
+        factor = torch.inf if (hvd.rank(), step) in infinite else 1.0
+        loss = sum((p - TARGETS[hvd.rank()]).square().sum() / 2 for p in parameters)
+        scaler.scale(loss * factor).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        model.step(skipping={rank // 2 for rank, at in infinite if at == step})
+        for ours, expected in zip(parameters, model.ranks[hvd.rank() // 2], strict=True):
+            torch.testing.assert_close(ours.detach(), expected, rtol=1e-12, atol=1e-12)
+    assert scaler.get_scale() == 2.0 ** (6, 7)[hvd.rank() // 2]  # of four skipped steps, or three
+    optimizer.end_round()
+    if not delay:
+        assert_same_on_all_ranks(*parameters)
+
+
+@pytest.mark.parametrize(("fused", "delay"), [(False, 0), slow(True, 0), slow(False, 2)])
+@on_shm_and_slowly_on_tcp
+def test_a_scaler_skips_steps_of_a_host(transport, fused, delay):
+    run(use_with_a_scaler_on_hosts, 4, args=(fused, delay), transport=transport)
+
+
+def train_two(skipped: tuple[set[int], set[int]], fused: bool) -> None:
+    """Two optimizers of one set, as of a GAN, of which all ranks skip other steps."""
+    everys = (2, 3)
+    parameters = weights(0, 0)
+    optimizers = [
+        hvd.LocalSGD(SGD([parameter], lr=1.0, fused=fused), every=every)
+        for parameter, every in zip(parameters, everys, strict=True)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    own = [[0.0] * hvd.size() for _ in parameters]
+    for step in range(1, 13):
+        for number in (0, 1):
+            optimizers[number].zero_grad()
+            factor = torch.inf if step in skipped[number] else 1.0 + number + hvd.rank()
+            scaler.scale(parameters[number] * factor).backward()
+            if step not in skipped[number]:
+                own[number] = [w - (1.0 + number + rank) for rank, w in enumerate(own[number])]
+            if step % everys[number] == 0:
+                own[number] = [sum(own[number]) / hvd.size()] * hvd.size()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [p.item() for p in parameters] == [each[hvd.rank()] for each in own]
+
+
+@pytest.mark.parametrize("fused", [False, slow(True)])
+@on_shm_and_slowly_on_tcp
+def test_two_optimizers_of_which_one_skips_steps(transport, fused):
+    skipped = {1, 2, 4, 5, 9}, {6, 7, 8}
+    run(train_two, 2, args=(skipped, fused), transport=transport)
 
 
 def use_schedulers_and_closures() -> None:

@@ -58,10 +58,11 @@ def name_the_culprit(value: float, has: str, dtype: torch.dtype, shard_state: bo
     """A rank's third step is spoilt in its second layer; then training goes on without that."""
     model, without = make_layers(dtype), make_layers(dtype)
     named = list(model.named_parameters())
+    make = AdamW if shard_state else SGD
     optimizer = hvd.DistributedOptimizer(
-        SGD(model.parameters(), lr=0.01), named, nan_check=True, shard_state=shard_state
+        make(model.parameters(), lr=0.01), named, nan_check=True, shard_state=shard_state
     )
-    other = hvd.DistributedOptimizer(SGD(without.parameters(), lr=0.01))
+    other = hvd.DistributedOptimizer(make(without.parameters(), lr=0.01))
     spoiler = Spoiler(model, at=1)
     last = hvd.size() - 1
     for step in (0, 1, 2, 3):

@@ -338,9 +338,15 @@ def test_schedulers_from_before_and_after_count() -> None:
     run(schedule, 2)
 
 
-def scale() -> None:
+def scale(fused: bool) -> None:
     models = make_model(), make_model()
-    optimizers = plain(models[0]), sharded(models[1])
+    for model in models if fused else ():  # not for strides of a transposed weight
+        model[2].weight.data = model[2].weight.data.contiguous()
+    inner = [MAKERS["adam"](model.parameters(), fused=fused) for model in models]
+    optimizers = [
+        hvd.DistributedOptimizer(inner[0]),
+        hvd.DistributedOptimizer(inner[1], shard_state=True),
+    ]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**20) for _ in models]
     for number, batch in enumerate(joined_batches(5)):
         for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
@@ -352,12 +358,14 @@ def scale() -> None:
             scaler.step(optimizer)
             scaler.update()
         assert_equal(models[1], models[0])
+        assert_equal_states(optimizers[1].state_dict(), optimizers[0].state_dict())
     assert scalers[0].get_scale() == scalers[1].get_scale() < 2.0**20
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @on_both_transports
-def test_a_scaler_skips_steps_on_all_ranks(transport: str) -> None:
-    run(scale, 2, transport=transport)
+def test_a_scaler_skips_steps_on_all_ranks(transport: str, fused: bool) -> None:
+    run(scale, 2, args=(fused,), transport=transport)
 
 
 def close() -> None:
