@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pool
 import pytest
@@ -26,21 +26,28 @@ def target(rank: int) -> float:
     return float(3 * rank - 1)
 
 
-def make(kind: str, delay: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+def make(
+    kind: str, delay: int, process_set: hvd.ProcessSet
+) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     if kind == "LocalSGD":
-        return model, hvd.LocalSGD(optimizer, every=EVERY)
-    options = {"lr": OUTER, "momentum": MOMENTUM}
-    return model, hvd.DiLoCo(optimizer, outer_options=options, every=EVERY, delay=delay)
+        return model, hvd.LocalSGD(optimizer, every=EVERY, process_set=process_set)
+    return model, hvd.DiLoCo(
+        optimizer,
+        outer_options={"lr": OUTER, "momentum": MOMENTUM},
+        every=EVERY,
+        delay=delay,
+        process_set=process_set,
+    )
 
 
 class Formula:
     """All ranks, each with one weight and its momentum, on one process."""
 
-    def __init__(self, kind: str, delay: int, size: int) -> None:
-        self.kind, self.delay, self.steps = kind, delay, 0
+    def __init__(self, kind: str, delay: int, size: int, members: Sequence[int]) -> None:
+        self.kind, self.delay, self.members, self.steps = kind, delay, members, 0
         self.own, self.velocity = dict.fromkeys(range(size), 0.0), dict.fromkeys(range(size), 0.0)
         self.agreed, self.outer_velocity = 0.0, 0.0
         self.sent: dict[int, float] | None = None  # of the mean that is on its way
@@ -53,9 +60,12 @@ class Formula:
         if self.sent is not None and self.steps % EVERY == self.delay:
             self.end()
         if self.steps % EVERY == 0:
-            self.sent = dict(self.own)
+            self.begin()
             if not self.delay:
                 self.end()
+
+    def begin(self) -> None:
+        self.sent = {rank: own for rank, own in self.own.items() if rank in self.members}
 
     def end(self) -> None:
         assert self.sent is not None
@@ -69,7 +79,7 @@ class Formula:
     def end_round(self) -> None:
         if self.sent is not None:
             self.end()
-        self.sent = dict(self.own)
+        self.begin()
         self.end()
 
     def lose(self, victim: int) -> None:
@@ -79,7 +89,7 @@ class Formula:
 
 
 def train(
-    kind: str, delay: int, deaths: Deaths, commits: bool
+    kind: str, delay: int, deaths: Deaths, commits: bool, members: Sequence[int]
 ) -> tuple[list[float], dict[int, float], list[str]]:
     """Train in epochs; return the weights after each step, at the end by rank, and what is logged.
 
@@ -87,9 +97,12 @@ def train(
         deaths: happen before a barrier: so the others hear of them in the same step.
         commits: whether the state says how far the training is by commits alone. Else it does in
             each batch.
+        members: the ranks that agree.
     """
     name, taken = hvd.rank(), 0
-    model, optimizer = make(kind, delay)
+    is_global = len(members) == hvd.size()
+    process_set = hvd.global_process_set if is_global else hvd.add_process_set(members)
+    model, optimizer = make(kind, delay, process_set)
     state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0)
     weights: list[float] = []
 
@@ -116,15 +129,15 @@ def train(
         go_on(state)
     last = model.weight.item()
     optimizer.end_round()
-    if not delay:
+    if not delay and is_global:
         assert_same_on_all_ranks(model.weight)
     return weights, {name: last, -1: model.weight.item()}, lines
 
 
 def expected(
-    kind: str, delay: int, size: int, deaths: Deaths, commits: bool
+    kind: str, delay: int, size: int, deaths: Deaths, commits: bool, members: Sequence[int]
 ) -> tuple[dict[int, list[float]], Formula]:
-    formula, left = Formula(kind, delay, size), dict(deaths)
+    formula, left = Formula(kind, delay, size, members), dict(deaths)
     found: dict[int, list[float]] = {rank: [] for rank in range(size)}
     committed = copy.deepcopy(formula)
     taken = 0
@@ -144,10 +157,20 @@ def expected(
     return found, formula
 
 
-def check(kind: str, delay: int, size: int, deaths: Deaths, *, commits: bool) -> list[list[str]]:
+def check(
+    kind: str,
+    delay: int,
+    size: int,
+    deaths: Deaths,
+    *,
+    commits: bool,
+    members: Sequence[int] | None = None,
+) -> list[list[str]]:
     """Check the weights of the survivors; return what each has logged."""
-    results = pool.run(train, size, args=(kind, delay, deaths, commits), may_die=[*deaths])
-    right, formula = expected(kind, delay, size, deaths, commits)
+    members = range(size) if members is None else members
+    args = (kind, delay, deaths, commits, members)
+    results = pool.run(train, size, args=args, may_die=[*deaths])
+    right, formula = expected(kind, delay, size, deaths, commits, members)
     ended = copy.deepcopy(formula)
     ended.end_round()
     logs = []
@@ -189,6 +212,21 @@ def test_all_ranks_go_back_to_their_own_commit(kind, delay, size, deaths):
 )
 def test_a_mean_that_a_death_stops_is_in_the_next_one(delay, size, deaths):
     check("DiLoCo", delay, size, deaths, commits=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "deaths", "commits"),
+    [
+        ("DiLoCo", {3: 2}, False),  # in the first round
+        ("LocalSGD", {3: 2}, False),
+        slow("DiLoCo", {3: 6}, False),
+        slow("LocalSGD", {3: 5}, False),
+        slow("DiLoCo", {3: 5}, True),
+    ],
+)
+def test_a_round_goes_on_when_ranks_outside_of_it_die(kind, deaths, commits):
+    """Rank 0 lives, has all that the others may take, and agrees with nobody."""
+    check(kind, 0, 4, deaths, commits=commits, members=[1, 2])
 
 
 def converge(delay: int, fragments: int, victim: int, at: int) -> list[float]:

@@ -357,7 +357,7 @@ class LocalStepsHandler(OptimizerStateHandler):
 
     def _copy_round_from(self, root: int) -> None:
         state = broadcast_nested(self.value._rounds.state(), root)
-        if world.rank() != root:
+        if world.rank() != root and state is not None:  # the root may agree with nobody
             self.value._rounds.load(state)
 
     def reset(self) -> None:

@@ -379,6 +379,7 @@ class Rounds:
         self._fragments = self._cut()
         refuse_sharded((name, p) for p, name in self._names.items())
         self._require_same()
+        self._agrees = bool(self._sets())
         self._make_outer()
         self._take_index()
 
@@ -649,9 +650,9 @@ class Rounds:
     def state(self) -> dict[str, Any] | None:
         """Return what a later run needs. A mean that is on its way is begun anew then.
 
-        A rank of DiLoCo that agrees with nobody has no agreed parameters to give, and returns None.
+        A rank that agrees with nobody has nothing to give, and returns None.
         """
-        if self._settings.outer is not None and self.outer is None:
+        if not self._agrees:
             return None
         return {
             "has_begun": self._has_begun,
