@@ -27,7 +27,7 @@ def test_behaviour(behaviour, size, transport):
 def test_programs_of_users_and_all_behaviours_in_one_job():
     size = 3
     command = [*mpirun_command("Open MPI")[:-1], str(size), sys.executable]
-    output = output_of(start_program([*command, PROGRAM]))
+    output = output_of(start_program([*command, PROGRAM]), jobs=8)  # programs, and the behaviours
     for rank in range(size):
         assert f"rank {rank} of {size}: all programs" in output, output
         assert f"rank {rank} of {size}: {len(BEHAVIOURS)} behaviours" in output, output

@@ -29,9 +29,10 @@ def start_program(command: list[str], **more: str) -> subprocess.Popen[str]:
     )
 
 
-def output_of(process: subprocess.Popen[str]) -> str:
+def output_of(process: subprocess.Popen[str], jobs: int = 1) -> str:
+    """Return what a process prints, which runs so many jobs one after another."""
     try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=jobs * DEADLINE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from slow import on_shm_and_slowly_on_tcp
 
-from tests.support.groups import default_group, group_store, on_ring
+from tests.support.groups import TIMEOUT_S, default_group, group_store, on_ring
 from tests.support.pool import error_of, run
 from tests.tracing.test_flight_recorder import analysed
 from torch_ring import tracing
@@ -148,7 +148,7 @@ def report_of_all() -> list[tracing.RankReport]:
     found = []
     if dist.get_rank() == 0:
         group_store().wait(["asked-1", "asked-2"])
-        found = tracing.report()
+        found = tracing.report(TIMEOUT_S)
         work = dist.all_reduce(torch.ones(3), async_op=True)
     assert work is not None
     work.wait()
