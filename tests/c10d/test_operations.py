@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from statistics import median_low
 
 import pytest
 import torch
@@ -252,20 +253,21 @@ def sleeps_of_others() -> int:
 
 
 def block_often() -> int:
-    tensor = torch.ones(256)
-    for _ in range(5):
-        dist.all_reduce(tensor)
-    dist.barrier()
-    before = sleeps_of_others()
-    for _ in range(200):
-        dist.all_reduce(tensor)
-    return sleeps_of_others() - before
+    """Return how often other threads sleep during 20 calls: the median of rounds of them."""
+    tensor, found = torch.ones(256), []
+    for _ in range(50):
+        before = sleeps_of_others()
+        for _ in range(20):
+            dist.all_reduce(tensor)
+        found.append(sleeps_of_others() - before)
+    return median_low(found)
 
 
 @on_both_transports
 def test_a_blocking_call_wakes_no_other_thread(transport: str) -> None:
-    # The control plane's thread may wake for reasons of its own. With async_op=True it is over 100.
-    assert max(on_ring(block_often, 2, transport=transport)) < 20
+    # The control plane's thread wakes for reasons of its own, and more often in a round for which a
+    # busy machine takes long. With async_op=True it is 10 and more in most rounds.
+    assert max(on_ring(block_often, 2, transport=transport)) < 2
 
 
 def outstanding() -> None:
