@@ -1,17 +1,20 @@
 """Trains a language model of a million parameters over a slow network, with more and fewer bytes.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 20mbit --program slow_links.py
-    python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --program slow_links.py -- --steps 640
+    python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --program slow_links.py -- \
+        --steps 1920 --every 14 --compression int8 --outer-lr 0.8 --outer-momentum 0.6
 
 The first command times steps in turns: DDP over gloo, `DistributedOptimizer`, and `DiLoCo` between
 hosts with `DistributedOptimizer` inside each. The second one trains twice from the same weights on
 the same batches, in every step with the gradients of all ranks and by DiLoCo, and compares the
-losses. There the network is not slow, which changes no number: only the time that it takes.
+losses. There the network is not slow, which changes no number: only the time that it takes. The
+rate rises in the first steps, and then falls to 0 along half a cosine.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +27,11 @@ from peers import start_gloo, stop_gloo
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 from turns import in_turns, medians, seconds
 
 import torch_ring as hvd
+from torch_ring.lr_schedules import cosine_decay
 
 sys.path.append(str(Path(__file__).parent.parent / "examples" / "language_model"))
 from model import GPT
@@ -34,7 +39,7 @@ from text import Text, Windows, python_manual
 
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 144, 4, 4  # 1.02 million parameters
 BATCH = 6  # windows of a rank in a step
-RATE = 2e-3
+RATE, WARM_UP = 2e-3, 50  # steps
 HELD_OUT = 256  # windows for validation
 VARIANTS = ("ddp", "distributed", "diloco")
 
@@ -89,6 +94,7 @@ class Trainer:
                 process_set=between,
             )
         self.optimizer = optimizer
+        self._schedule = LambdaLR(optimizer, functools.partial(factor, args.steps))
         self._windows = windows
         self._batches = self._endless()
 
@@ -107,6 +113,7 @@ class Trainer:
         logits = self._forward(windows[:, :-1])
         cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
         self.optimizer.step()
+        self._schedule.step()
 
     @torch.no_grad()
     def loss(self) -> float:
@@ -116,6 +123,12 @@ class Trainer:
         windows = torch.stack(own)
         logits = self.model(windows[:, :-1])
         return float(hvd.allreduce(cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())))
+
+
+def factor(steps: int, step: int) -> float:
+    """Return the factor of the rate in a training of so many steps; of steps that are timed, 1."""
+    warm_up = min(1.0, (step + 1) / WARM_UP)
+    return warm_up * cosine_decay(WARM_UP, steps)(step) if steps > WARM_UP else 1.0
 
 
 def sent() -> int:
@@ -163,6 +176,8 @@ def train(trainer: Trainer, variant: str, steps: int) -> Training:
         trainer.step()
         if (step + 1) % 64 == 0:
             log(f"# {variant}, step {step + 1}: {time.monotonic() - started:.0f} s")
+    if variant == "diloco":
+        trainer.optimizer.end_round()
     bytes_sent = sent() - before
     return Training(variant, steps, trainer.loss(), bytes_sent)
 

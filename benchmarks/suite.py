@@ -109,7 +109,8 @@ BENCHMARKS = {
     ),
     "slow_links-losses": Benchmark(
         "hosts.py",
-        "--hosts 2 --ranks-per-host 2 --program slow_links.py -- --steps 640",
+        "--hosts 2 --ranks-per-host 2 --program slow_links.py -- --steps 1920 --every 14 "
+        "--compression int8 --outer-lr 0.8 --outer-momentum 0.6",
         ranks=0,
         root=True,
     ),
