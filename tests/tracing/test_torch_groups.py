@@ -143,6 +143,7 @@ def test_the_snapshot_counts_groups(transport: str) -> None:
 
 
 def report_of_all() -> list[tracing.RankReport]:
+    dist.barrier()  # connects: an operation that comes first is asked for when that is done
     work = dist.all_reduce(torch.ones(3), async_op=True) if dist.get_rank() else None
     group_store().set(f"asked-{dist.get_rank()}", "")
     found = []
