@@ -247,6 +247,24 @@ def test_init_makes_no_set_again() -> None:
     pool.run(outside_of_elastic, 3)
 
 
+def use_a_second_hierarchy() -> tuple[list[int] | None, list[int] | None]:
+    """The objects of the first call are gone."""
+    for _ in range(2):
+        host, one_of_each_host = hvd.hierarchy()
+
+    def step(_: Any) -> None:
+        check_process_set(host, host.ranks or [])
+        check_process_set(one_of_each_host, one_of_each_host.ranks or [])
+
+    run_steps([(0, 2)], step)
+    return host.ranks, one_of_each_host.ranks
+
+
+def test_a_hierarchy_that_was_asked_for_twice_is_made_again() -> None:
+    levels = pool.run(use_a_second_hierarchy, 3, transport="tcp", may_die=[0])
+    assert levels == [None, ([0], [0, 1]), ([1], [0, 1])]
+
+
 # --- in the recovery, and with newcomers
 
 

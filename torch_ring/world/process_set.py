@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from torch_ring._C import Engine
 from torch_ring.errors import InvalidArgumentError, ProcessSetLostError
@@ -197,7 +197,7 @@ class _Level(ProcessSet):
         self._is_host = is_host
         self._lost = None
         self._found: tuple[Sequence[int], Ranks] = ((), ())  # the hosts of a world, and its ranks
-        _levels.add(self)
+        _levels[id(self)] = self
 
     @property
     def _ranks(self) -> Ranks:  # type: ignore[override]
@@ -220,7 +220,7 @@ class _Level(ProcessSet):
         return functools.partial(_Level, is_host=self._is_host), ()
 
 
-_levels: WeakSet[_Level] = WeakSet()  # all that live
+_levels: WeakValueDictionary[int, _Level] = WeakValueDictionary()  # all that live, equal or not
 
 
 def _levels_of(host_of: Sequence[int]) -> list[Ranks]:
