@@ -679,14 +679,19 @@ def refuse_steps() -> None:
         model[0].bias.grad = kept.to_sparse()
     refused("InvalidArgumentError", "is sparse" if hvd.rank() == 1 else "rank 1 cannot step")
     model[0].bias.grad = kept
+    own = optimizer.param_groups[0]["params"]
+    if hvd.rank():
+        optimizer.param_groups[0]["params"] = own[1:]
+    refused("InvalidArgumentError", "moved" if hvd.rank() else "2 ranks cannot step")
+    optimizer.param_groups[0]["params"] = own
     if hvd.rank() == 1:
         optimizer.load_state_dict(copy.deepcopy(MAKERS["adam"](model.parameters()).state_dict()))
-    refused("InvalidArgumentError", "1 of 2 ranks have got another optimizer state")
+    refused("InvalidArgumentError", "1 of 3 ranks have got another optimizer state")
 
 
 @on_both_transports
 def test_steps_that_differ_are_refused_on_all_ranks(transport: str) -> None:
-    run(refuse_steps, 2, transport=transport)
+    run(refuse_steps, 3, transport=transport)
 
 
 def convert_differently() -> None:

@@ -642,7 +642,7 @@ class ShardedState:
 
     def _enter(self, optimizer: Optimizer) -> None:
         """Wait until all ranks are about to step: none of them reads the parameters then."""
-        problem = self._problem()
+        problem = self._problem(optimizer)
         lines = self._lines(optimizer)
         digest = zlib.crc32(repr(lines).encode()) >> 8
         is_new = self._is_dirty(optimizer) or any(
@@ -662,7 +662,8 @@ class ShardedState:
                 "their parts of the parameters would stay. Give all ranks as many batches"
             )
         if problems:
-            self._refuse(problem or f"rank {who} cannot step: see its error")
+            others = f"rank {who} cannot step" if problems == 1 else f"{problems} ranks cannot step"
+            self._refuse(problem or f"{others}: see the error there")
         if digests * digests != size * squares:  # equal only if all digests are
             require_same(lines, "the ranks step differently", self._process_set)
         if writers > self._hosts and not self._has_warned:
@@ -694,8 +695,14 @@ class ShardedState:
     def _refuse(self, why: str) -> None:
         raise InvalidArgumentError(f"rank {self._rank}: {why}")
 
-    def _problem(self) -> str:
+    def _problem(self, optimizer: Optimizer) -> str:
         """Return why this rank cannot step; "" if it can."""
+        present = [p for group in optimizer.param_groups for p in group["params"]]
+        if list(map(id, present)) != list(map(id, self._parameters)):
+            return (
+                "parameters have been moved in param_groups, or taken out, by hand, and with "
+                "shard_state=True other ranks would step them as before: wrap a new optimizer"
+            )
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is None:
