@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import namespaces
 import pool
@@ -14,6 +15,8 @@ from slow import on_shm_and_slowly_on_tcp, slow
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
+from torch_ring.errors import PeerLostError
+from torch_ring.optimizer import local_steps
 
 STEPS, EVERY, RATE, OUTER = 14, 4, 0.25, 0.5
 
@@ -155,6 +158,74 @@ def newcomer(kind: str, delay: int) -> None:
 @on_shm_and_slowly_on_tcp
 def test_a_newcomer_gets_agreed_parameters(kind, delay, transport):
     pool.run(newcomer, 3, args=(kind, delay), transport=transport)
+
+
+def begin_unheard() -> None:
+    """Rank 0 hears of a death while the first step compares weights; rank 1 takes that step."""
+    model, optimizer = make("DiLoCo")
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.sync()
+    state.step = 1
+    compare = local_steps.verify_step
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        compare(*args, **kwargs)
+        raise PeerLostError
+
+    optimizer.zero_grad()
+    ((model.weight - target(hvd.rank())).square().sum() / 2).backward()
+    if hvd.rank() == 0:
+        local_steps.verify_step = fail  # type: ignore[assignment]
+        with pytest.raises(PeerLostError):
+            optimizer.step()
+        local_steps.verify_step = compare
+    else:
+        optimizer.step()
+    state.reset()
+    state.resume()
+    optimizer.step()
+    optimizer.end_round()
+    assert_same_on_all_ranks(model.weight)
+
+
+def test_a_first_step_that_one_rank_has_taken_begins_the_round():
+    pool.run(begin_unheard, 2)
+
+
+def take_half_of_another_state() -> None:
+    """Rank 0 is a step of another optimizer ahead, and dies when rank 1 has the weights of that."""
+    model, optimizer = make("DiLoCo")
+    second, sgd = torch.nn.Linear(1, 1), torch.optim.SGD
+    torch.nn.init.ones_(second.weight)
+    other = hvd.DistributedOptimizer(sgd(second.parameters(), lr=RATE, momentum=0.5))
+    state = hvd.elastic.TorchState(model, optimizer, second=second, other=other, step=0)
+    state.sync()
+    for state.step in (1, 2):
+        other.zero_grad()
+        second(torch.ones(1, 1)).sum().backward()
+        other.synchronize()
+        if state.step == 1 or hvd.rank() == 0:
+            with other.skip_synchronize():
+                other.step()
+    own = second.weight.item()
+    state.reset()
+
+    def fail(*_: Any) -> None:
+        raise PeerLostError
+
+    state._handlers["other"].copy_from = fail  # type: ignore[method-assign]
+    with pytest.raises(PeerLostError):
+        state.resume()
+    del state._handlers["other"].copy_from
+    if hvd.rank() == 0:
+        state.on_arrival()  # another process in its place
+    state.reset()
+    state.resume()
+    assert second.weight.item() == hvd.broadcast_object(own, root_rank=1)
+
+
+def test_a_half_of_the_state_of_another_optimizer_does_not_count():
+    pool.run(take_half_of_another_state, 2)
 
 
 # --- gradients inside hosts, rounds between them
@@ -302,3 +373,144 @@ def fall_behind(behind: int) -> None:
 @pytest.mark.parametrize("behind", [0, 1, 2, 3])
 def test_a_rank_takes_the_state_of_its_host(behind):
     pool.run(fall_behind, 4, args=(behind,))
+
+
+def miss_a_mean(on_hosts: bool, victim: int, delay: int, comes: bool, fails: str) -> None:
+    """The end of a round has failed on one rank; the others have taken it.
+
+    Args:
+        on_hosts: whether ranks 0 and 1 average their gradients.
+        victim: that rank.
+        delay: of the round.
+        comes: whether rank 2 has just come.
+        fails: the part of the recovery in which another rank dies: "copy", "neighbour" or "".
+    """
+    host, agreeing = hvd.global_process_set, hvd.global_process_set
+    if on_hosts:
+        sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2], [0, 2])]
+        host, agreeing = sets[hvd.rank() // 2], sets[2]
+
+    def make_state() -> tuple[torch.nn.Linear, Any, hvd.elastic.TorchState]:
+        model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+        if on_hosts:
+            optimizer = hvd.DistributedOptimizer(optimizer, process_set=host)
+        options = {"lr": OUTER, "momentum": 0.5}
+        optimizer = hvd.DiLoCo(
+            optimizer, outer_options=options, every=EVERY, delay=delay, process_set=agreeing
+        )
+        return model, optimizer, hvd.elastic.TorchState(model, optimizer, step=0)
+
+    model, optimizer, state = make_state()
+    state.sync()
+    rounds = optimizer._rounds
+
+    def end(fragment: Any) -> None:
+        fragment.on_its_way.wait()
+        if on_hosts:
+            fragment.on_its_way.tell(rounds._leader(), host, "DiLoCo")
+        raise PeerLostError
+
+    for state.step in range(EVERY + delay):
+        optimizer.zero_grad()
+        ((model.weight - target(hvd.rank())).square().sum() / 2).backward()
+        if (hvd.rank(), state.step) == (victim, EVERY + delay - 1):
+            rounds._end = end
+            with pytest.raises(PeerLostError):
+                optimizer.step()
+            del rounds._end
+        else:
+            optimizer.step()
+    own = hvd.allgather(model.weight.detach()).flatten().tolist()
+    if comes:
+        made = make_state()
+        if hvd.rank() == 2:
+            model, optimizer, state = made
+            state.on_arrival()
+    state.reset()
+
+    def fail(*_: Any) -> None:
+        raise PeerLostError
+
+    if fails == "copy":
+        state._handlers["optimizer"].copy_from = fail
+        with pytest.raises(PeerLostError):
+            state.resume()
+        assert model.weight.item() == own[hvd.rank()] or (comes and hvd.rank() == 2)
+        del state._handlers["optimizer"].copy_from
+    elif fails == "neighbour":
+        if hvd.rank() < 2:
+            state._handlers["optimizer"]._copy_from_neighbour = fail
+            with pytest.raises(PeerLostError):
+                state.resume()
+            del state._handlers["optimizer"]._copy_from_neighbour
+        else:
+            state.resume()
+    state.resume()
+    assert optimizer._rounds.ended == [1]
+    agreed = optimizer.outer.param_groups[0]["params"][0]
+    assert_same_on_all_ranks(agreed, optimizer.outer.state[agreed]["momentum_buffer"])
+    weights = hvd.allgather(model.weight.detach()).flatten().tolist()
+    right = [*own[:2], agreed.item() if comes else own[2]]
+    right[victim] = own[1 - victim] if on_hosts else agreed.item()
+    assert weights == right
+    if not delay:
+        assert set(weights) == {agreed.item()}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("on_hosts", "delay", "comes", "fails"),
+    [
+        (False, 0, False, ""),
+        (False, 0, True, ""),
+        (False, 2, True, "copy"),
+        (True, 2, True, ""),
+        (True, 2, False, "neighbour"),
+    ],
+)
+def test_a_rank_that_has_missed_a_mean_takes_what_is_agreed(on_hosts, victim, delay, comes, fails):
+    pool.run(miss_a_mean, 3, args=(on_hosts, victim, delay, comes, fails))
+
+
+def lead_the_others(victim: int) -> None:
+    """One rank of each host agrees, and others step by themselves, until that rank dies."""
+    name = hvd.rank()
+    _, one_of_each_host = hvd.hierarchy()
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    options = {"lr": OUTER, "momentum": 0.5}
+    optimizer = hvd.DiLoCo(
+        optimizer, outer_options=options, every=EVERY, process_set=one_of_each_host
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        while state.step < STEPS:
+            if (name, state.step) == (victim, 6):
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.barrier()
+            optimizer.zero_grad()
+            ((model.weight - target(name)).square().sum() / 2).backward()
+            optimizer.step()
+            state.step += 1
+        optimizer.end_round()
+
+    train(state)
+    assert_same_on_all_ranks(model.weight, *optimizer.outer.param_groups[0]["params"])
+    assert len(optimizer.state_dict()["local_steps"]["agreed"]) == 1
+
+
+def test_another_rank_of_a_host_agrees_for_a_dead_one(hosts):
+    pool.run(
+        lead_the_others,
+        3,
+        args=(0,),
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1"},
+        may_die=[0],
+        namespaces=[hosts[0], hosts[0], hosts[1]],
+    )

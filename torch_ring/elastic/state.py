@@ -347,16 +347,24 @@ class OptimizerStateHandler(StateHandler):
         self._settings = None
 
 
+class _Roots(NamedTuple):
+    """The ranks from which a rank takes what it lacks, after the ranks have changed."""
+
+    round: int  # gives the place in the round, and the agreed parameters
+    neighbour: int | None  # gives parameters and optimizer; None: all neighbours have the same
+    ended: list[int]  # rounds of each fragment that led to this rank's parameters
+    replaces: bool  # whether this rank's own parameters give way
+
+
 class LocalStepsHandler(OptimizerStateHandler):
     """Handles an optimizer of LocalSGD or DiLoCo, whose ranks have parameters of their own."""
 
-    def copy_from(self, root: int) -> None:
+    def sync(self) -> None:
         """See `StateHandler`."""
-        super().copy_from(root)
-        self._copy_round_from(root)
+        self._load_round(broadcast_nested(self.value._rounds.state()), 0)
+        super().sync()
 
-    def _copy_round_from(self, root: int) -> None:
-        state = broadcast_nested(self.value._rounds.state(), root)
+    def _load_round(self, state: Mapping[str, Any] | None, root: int) -> None:
         if world.rank() != root and state is not None:  # the root may agree with nobody
             self.value._rounds.load(state)
 
@@ -365,12 +373,11 @@ class LocalStepsHandler(OptimizerStateHandler):
         super().reset()
         self.value._rounds.follow_world()
 
-    def reconcile(self, *, has_own: bool, steps: int) -> None:
-        """Let all ranks go on in one round. Collective.
+    def find_roots(self, *, has_own: bool, steps: int) -> _Roots:
+        """Find the ranks whose round and parameters count. Collective.
 
-        The agreed parameters are those of a rank that has ended the most rounds. A rank that has
-        ended as many keeps its parameters, so that the steps of this round count. Others take the
-        agreed ones. Ranks that average their gradients take all from the farthest of them.
+        The round is that of a rank that has ended the most. Of ranks that average their gradients,
+        the farthest counts.
 
         Args:
             has_own: whether the parameters of this rank are those of its own steps.
@@ -378,23 +385,38 @@ class LocalStepsHandler(OptimizerStateHandler):
         """
         rounds = self.value._rounds
         ended = rounds.ended if has_own else []
-        ranks = allgather_object((has_own, sum(ended)), name="elastic.rounds")
+        own = (has_own, rounds.agrees, rounds.has_begun, sum(ended), ended)
+        ranks = allgather_object(own, name="elastic.rounds")
         root = ranks.index(max(ranks))
-        self._copy_round_from(root)
-        agreed = broadcast_nested(rounds.agreed, root)
-        for fragment, count in enumerate(rounds.ended):
-            if world.rank() != root and ended[fragment : fragment + 1] != [count]:
-                rounds.take(fragment, agreed)
+        neighbour = None
         if rounds.inner is not None and rounds.inner.included():
-            self._follow_neighbours((has_own, steps, sum(ended)), rounds.inner)
+            near = allgather_object((has_own, steps, ended), "elastic.neighbours", rounds.inner)
+            if near.count(max(near)) < len(near) or not has_own:
+                neighbour = (rounds.inner.ranks or [])[near.index(max(near))]
+        is_behind = rounds.agrees and ended != ranks[root][-1]
+        return _Roots(root, neighbour, ended, is_behind or neighbour not in (None, world.rank()))
 
-    def _follow_neighbours(self, own: tuple[bool, int, int], neighbours: ProcessSet) -> None:
-        """Take parameters and state of the rank that is farthest, unless this one is as far."""
-        ranks = allgather_object(own, "elastic.neighbours", neighbours)
-        if ranks.count(max(ranks)) == len(ranks) and own[0]:
-            return
-        root = (neighbours.ranks or [])[ranks.index(max(ranks))]
+    def take_from(self, roots: _Roots) -> None:
+        """Let all ranks go on in one round. Collective.
 
+        A rank that has ended as many rounds as the root keeps its parameters, so that the steps of
+        this round count. Others take the agreed ones. Ranks that average their gradients take all
+        from their root.
+
+        Args:
+            roots: what `find_roots` has returned.
+        """
+        rounds, root = self.value._rounds, roots.round
+        state = broadcast_nested(rounds.state(), root)
+        agreed = broadcast_nested(rounds.agreed, root)
+        self._load_round(state, root)
+        for fragment, count in enumerate(rounds.ended):
+            if world.rank() != root and roots.ended[fragment : fragment + 1] != [count]:
+                rounds.take(fragment, agreed)
+        if roots.neighbour is not None:
+            self._copy_from_neighbour(roots.neighbour, rounds.inner)
+
+    def _copy_from_neighbour(self, root: int, neighbours: ProcessSet) -> None:
         def send(packed: Any) -> Any:
             return broadcast_object(packed, root, "elastic.neighbours.state", neighbours)
 
@@ -819,32 +841,42 @@ class TorchState(ObjectState):
         All that has come is compared with the root's, before it counts. A rank that had the same
         model already is spared the time. It gets the bits that it has, so its state stays whole: if
         the root dies meanwhile, the others take that rank's. With LocalSGD or DiLoCo a rank keeps
-        the parameters and the optimizer that its own steps have made.
+        the parameters and the optimizer that its own steps have made, also if a copy fails halfway.
         """
         local = self._local_handlers
+        optimizers = [e for e in self._handlers.values() if isinstance(e, OptimizerStateHandler)]
         keeps = bool(local) and self._is_whole
-        had_it = had_it or keeps
+        had_it = had_it or (keeps and len(local) == len(optimizers))
         kept = [OptimizerCopy(each.value) for each in local] if keeps and models else []
-        takes_another = models and world.rank() != root and not had_it
-        self._is_whole = self._is_whole and not takes_another
-        self._is_mixed = self._is_mixed or takes_another
-        for handler in self._in_order():
-            if models or handler.is_small:
-                handler.copy_from(root)
-        plain = {name: self.__dict__[name] for name in self._saved_state}
-        plain = broadcast_checked_object(plain, root, "elastic.attributes")
-        if models:
-            self._require_undamaged(root, is_compared=not had_it or world.rank() == root)
-        for own, each in zip(kept, local, strict=False):
-            rates = settings_of(each.value)  # the root's, which go with its schedulers
-            own.restore()
-            set_settings(each.value, rates)
+        self._mix_if(models and world.rank() != root and not had_it)
+        try:
+            for handler in self._in_order():
+                if models or handler.is_small:
+                    handler.copy_from(root)
+            plain = {name: self.__dict__[name] for name in self._saved_state}
+            plain = broadcast_checked_object(plain, root, "elastic.attributes")
+            if models:
+                self._require_undamaged(root, is_compared=not had_it or world.rank() == root)
+            # The root's, which go with its schedulers.
+            rates = [settings_of(each.value) for each in local]
+        finally:  # if another rank has died meanwhile, too
+            for own in kept:
+                own.restore()
+        for _, each, settings in zip(kept, local, rates, strict=False):
+            set_settings(each.value, settings)
         for each in local:
-            each.reconcile(has_own=keeps or world.rank() == root, steps=self._steps)
+            roots = each.find_roots(has_own=keeps or world.rank() == root, steps=self._steps)
+            self._mix_if(roots.replaces)
+            each.take_from(roots)
         if world.rank() != root:
             for name, value in plain.items():
                 setattr(self, name, value)
         self._is_whole, self._is_mixed = True, False
+
+    def _mix_if(self, takes_another: bool) -> None:
+        """Note that a part of another state comes into this one, until the rest has come."""
+        self._is_whole = self._is_whole and not takes_another
+        self._is_mixed = self._is_mixed or takes_another
 
     @property
     def _local_handlers(self) -> list[LocalStepsHandler]:

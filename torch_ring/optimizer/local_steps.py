@@ -358,6 +358,8 @@ class Rounds:
     Attributes:
         inner: as above.
         outer: the outer optimizer; None with LocalSGD, and on ranks that agree with nobody.
+        agrees: whether this rank agrees with others, itself or by its neighbours.
+        has_begun: whether it has, in a first step.
     """
 
     def __init__(
@@ -370,7 +372,7 @@ class Rounds:
         self._parameters = list(self._names)
         self.outer: torch.optim.Optimizer | None = None
         self._agreed: list[Tensor] = []
-        self._has_begun = False
+        self.has_begun = False
         self._steps = 0
         self._engine: Engine | None = None  # of the world in which `_index` counts
         self._index = 0
@@ -379,7 +381,7 @@ class Rounds:
         self._fragments = self._cut()
         refuse_sharded((name, p) for p, name in self._names.items())
         self._require_same()
-        self._agrees = bool(self._sets())
+        self.agrees = bool(self._sets())
         self._make_outer()
         self._take_index()
 
@@ -513,11 +515,11 @@ class Rounds:
                     f"'{name}' requires a gradient now, and did not when the optimizer was wrapped "
                     f"by {self._settings.kind}: it would not be averaged. Wrap a new optimizer"
                 )
-        if self._has_begun:
+        if self.has_begun:
             return
         for each in self._sets():
             verify_step(1, 0, optimizer, self._names, each, with_state=False)
-        self._has_begun = True
+        self.has_begun = True
         if self.outer is not None:  # the program may have broadcast parameters since
             with torch.no_grad():
                 torch._foreach_copy_(self._agreed, self._parameters)
@@ -652,10 +654,10 @@ class Rounds:
 
         A rank that agrees with nobody has nothing to give, and returns None.
         """
-        if not self._agrees:
+        if not self.agrees:
             return None
         return {
-            "has_begun": self._has_begun,
+            "has_begun": self.has_begun,
             "steps": self._steps,
             "fragments": [
                 # Of a mean that is dropped there is something to send.
@@ -690,14 +692,14 @@ class Rounds:
             if fragment.on_its_way is not None:  # or another one of its name would begin beside it
                 fragment.on_its_way.wait()
             fragment.on_its_way, fragment.rounds, fragment.steps = None, 0, 0
-        self._steps, self._has_begun = 0, False
+        self._steps, self.has_begun = 0, False
         if state is None or not is_used:
             return
         if self.outer is not None:
             with torch.no_grad():
                 torch._foreach_copy_(self._agreed, list(state["agreed"]))
             self.outer.load_state_dict(state["outer"])
-        self._steps, self._has_begun = state["steps"], state["has_begun"]
+        self._steps, self.has_begun = state["steps"], state["has_begun"]
         if len(state["fragments"]) == len(self._fragments):
             for fragment, (rounds, steps) in zip(self._fragments, state["fragments"], strict=True):
                 fragment.rounds, fragment.steps = rounds, steps
@@ -708,7 +710,11 @@ class Rounds:
             if fragment.on_its_way is not None:
                 fragment.on_its_way, fragment.steps = None, max(fragment.steps, 1)
         self._engine = None
-        with contextlib.suppress(ProcessSetLostError):  # step() raises it
+        with contextlib.suppress(ProcessSetLostError, InvalidArgumentError):  # step() raises it
+            agreed, self.agrees = self.agrees, bool(self._sets())
+            if self.agrees and not agreed:  # instead of a rank that has died
+                self.has_begun = False
+                self._make_outer()
             self._take_index()
 
     @property
@@ -719,7 +725,7 @@ class Rounds:
     @property
     def agreed(self) -> list[Tensor]:
         """The agreed parameters; with LocalSGD, which keeps none, those of this rank."""
-        values = self._agreed if self.outer is not None and self._has_begun else self._parameters
+        values = self._agreed if self.outer is not None and self.has_begun else self._parameters
         return [value.detach() for value in values]
 
     @torch.no_grad()
