@@ -279,6 +279,10 @@ def frozen_and_added() -> list[int]:
     base.requires_grad_(True)
     name, text = error_of(optimizer.step)
     assert (name, "'allreduce.noname.0.0' requires a gradient now" in text) == ("ValueError", True)
+    base.requires_grad_(False)
+    optimizer.param_groups[0]["params"] += weights(1)
+    name, text = error_of(optimizer.step)
+    assert (name, "by hand" in text) == ("ValueError", True)
 
 
 def add_while_a_mean_is_on_its_way() -> None:
@@ -747,3 +751,19 @@ def test_sets_that_do_not_fit_are_an_error_on_every_rank():
     errors = run(wrong_sets, 4)
     assert [name for name, _ in errors] == ["MismatchError"] * 2 + ["ValueError"] * 2
     assert all("has 2 ranks of [2, 3]" in text for _, text in errors)
+
+
+def begin_differently() -> tuple[str, str]:
+    """The ranks of each host have the same weights, and the hosts have others."""
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2], [0, 2])]
+    (parameter,) = weights(hvd.rank() // 2)
+    inner = hvd.DistributedOptimizer(SGD([parameter], lr=1.0), process_set=sets[hvd.rank() // 2])
+    optimizer = hvd.DiLoCo(inner, process_set=sets[2])
+    parameter.sum().backward()
+    return error_of(optimizer.step)
+
+
+def test_other_weights_on_another_host_are_an_error_on_every_rank():
+    for kind, text in run(begin_differently, 3):
+        assert kind == "MismatchError"
+        assert "0.0" in text

@@ -508,7 +508,14 @@ class Rounds:
     # --- steps
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check, in the first step, that the ranks have the same weights."""
+        """Check the parameters, and in the first step that the ranks have the same weights."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._names and parameter not in self._frozen:
+                    raise ValueError(
+                        "a parameter has been put into param_groups by hand, and would not be "
+                        "averaged: use add_param_group(), or wrap a new optimizer"
+                    )
         for parameter, name in self._frozen.items():
             if parameter.requires_grad:
                 raise ValueError(
@@ -517,8 +524,21 @@ class Rounds:
                 )
         if self.has_begun:
             return
-        for each in self._sets():
-            verify_step(1, 0, optimizer, self._names, each, with_state=False)
+        problem: MismatchError | None = None
+        sets = self._sets()
+        for each in sets:
+            try:
+                verify_step(1, 0, optimizer, self._names, each, with_state=False)
+            except MismatchError as error:  # the other set is to hear of it, too
+                problem = problem or error
+        if self.inner is not None and self.inner in sets:
+            try:
+                told = [str(problem)] if problem else []
+                require_same(told, "the ranks do not begin with the same weights", self.inner)
+            except MismatchError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
         self.has_begun = True
         if self.outer is not None:  # the program may have broadcast parameters since
             with torch.no_grad():
