@@ -34,6 +34,7 @@ from torch_ring.optimizer.wrapping import (
     Copied,
     Wrapped,
     checked_names,
+    require_known,
     unnamed,
     wrapped,
 )
@@ -391,19 +392,7 @@ class _DistributedOptimizer(Wrapped):
             for params, before in zip(groups, self._checked_groups, strict=True)
         ):
             return
-        unknown = [
-            (number, index)
-            for number, params in enumerate(groups)
-            for index, parameter in enumerate(params)
-            if parameter not in self._parameter_names
-        ]
-        if unknown:
-            number, index = unknown[0]
-            raise ValueError(
-                f"{len(unknown)} parameters of the optimizer have been put into its param_groups "
-                "by hand, and are not reduced: use add_param_group(), or wrap a new optimizer. The "
-                f"first is param_groups[{number}]['params'][{index}]"
-            )
+        require_known(groups, self._parameter_names, "reduced")
         self._checked_groups = [list(params) for params in groups]
 
     def _require_finite(self) -> None:

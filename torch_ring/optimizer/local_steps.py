@@ -37,7 +37,14 @@ from torch_ring.optimizer.bucket_wire import (
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.distributed_optimizer import _DistributedOptimizer, _ShardedOptimizer
 from torch_ring.optimizer.gradient_report import refuse_sharded
-from torch_ring.optimizer.wrapping import Copied, Wrapped, checked_names, unnamed, wrapped
+from torch_ring.optimizer.wrapping import (
+    Copied,
+    Wrapped,
+    checked_names,
+    require_known,
+    unnamed,
+    wrapped,
+)
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, membership
 
@@ -509,13 +516,8 @@ class Rounds:
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the parameters, and in the first step that the ranks have the same weights."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._names and parameter not in self._frozen:
-                    raise ValueError(
-                        "a parameter has been put into param_groups by hand, and would not be "
-                        "averaged: use add_param_group(), or wrap a new optimizer"
-                    )
+        groups = [group["params"] for group in optimizer.param_groups]
+        require_known(groups, self._names.keys() | self._frozen.keys(), "averaged")
         for parameter, name in self._frozen.items():
             if parameter.requires_grad:
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.world import current
 
-__all__ = ["Copied", "Wrapped", "checked_names", "unnamed", "wrapped"]
+__all__ = ["Copied", "Wrapped", "checked_names", "require_known", "unnamed", "wrapped"]
 
 
 def checked_names(
@@ -114,6 +114,29 @@ def _refuse_copy(
             f"optimizer = hvd.{wrapper}(optimizer), before backward(). If each "
             f"rank is to step by itself, make another {name}, and load_state_dict() of this one's "
             "state_dict()"
+        )
+
+
+def require_known(groups: Sequence[Sequence[Tensor]], known: Container[Tensor], verb: str) -> None:
+    """Raise ValueError for parameters that a wrapped optimizer does not know.
+
+    Args:
+        groups: the parameters of each of its groups.
+        known: those that it knows.
+        verb: does not hold for others: "reduced", say.
+    """
+    unknown = [
+        (number, index)
+        for number, params in enumerate(groups)
+        for index, parameter in enumerate(params)
+        if parameter not in known
+    ]
+    if unknown:
+        number, index = unknown[0]
+        raise ValueError(
+            f"{len(unknown)} parameters of the optimizer have been put into its param_groups by "
+            f"hand, and are not {verb}: use add_param_group(), or wrap a new optimizer. The first "
+            f"is param_groups[{number}]['params'][{index}]"
         )
 
 
