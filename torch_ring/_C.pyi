@@ -890,6 +890,10 @@ class GradientHooks:
         And the worst of their numbers, and whether they contain already reduced gradients.
         """
 
+    @staticmethod
+    def worst_numbers(gradients: list[Tensor]) -> list[Worst]:
+        """Return the worst number of each gradient."""
+
     def set_by_hand(self) -> list[int]:
         """Return the parameters whose gradient the program has set, and nothing has reduced."""
 

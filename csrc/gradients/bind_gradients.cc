@@ -174,6 +174,7 @@ void bind_gradients(py::module_& module) {
             return found;
           },
           py::arg("due"), Release())
+      .def_static("worst_numbers", &GradientHooks::worst_numbers, py::arg("gradients"), Release())
       .def("set_by_hand", &GradientHooks::set_by_hand, Release())
       .def("share", &GradientHooks::share, py::arg("other"), Release())
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())

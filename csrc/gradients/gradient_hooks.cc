@@ -224,6 +224,24 @@ Worst worst_of(double largest, double limit) {
                                : Worst::kFinite;
 }
 
+/// The worst of a gradient's numbers; nullopt for a dense one on a device, which becomes its real
+/// numbers. A sparse one is not compressed: it has no limit but its own.
+std::optional<Worst> worst_on_host(at::Tensor& values, double limit) {
+  const bool is_sparse = values.is_sparse();
+  if (is_sparse) {
+    values = values._values();
+    limit = kInfinity;
+  }
+  if (values.layout() != at::kStrided || values.numel() == 0) return Worst::kFinite;
+  if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
+  if (!values.is_cpu() && !is_sparse) return std::nullopt;
+  if (values.is_cpu() && has_plain_memory(values)) {
+    const auto count = static_cast<std::size_t>(values.numel());
+    return worst_of(values.const_data_ptr(), count, dtype_of(values), limit);
+  }
+  return worst_of(at::linalg_vector_norm(values, kInfinity).item<double>(), limit);
+}
+
 /// Throws if a parameter has another shape than when it was wrapped: the next pass would fail in
 /// autograd's words.
 void require_shape(const HookedParameter& parameter) {
@@ -753,9 +771,21 @@ std::vector<GradientHooks::NotFinite> GradientHooks::not_finite(const Bitmap& du
   return found;
 }
 
+std::vector<Worst> GradientHooks::worst_numbers(std::vector<at::Tensor> gradients) {
+  const at::NoGradGuard no_grad;
+  std::vector<Worst> found;
+  for (at::Tensor& values : gradients) {
+    const std::optional<Worst> on_host = worst_on_host(values, kInfinity);
+    found.push_back(
+        on_host ? *on_host
+                : worst_of(at::linalg_vector_norm(values, kInfinity).item<double>(), kInfinity));
+  }
+  return found;
+}
+
 /// Looks at gradients that are about to be sent. On a device their largest magnitudes are enqueued
-/// on the current stream, which follows those on which they were made. A sparse gradient is not
-/// compressed, and never sent before the end of the pass.
+/// on the current stream, which follows those on which they were made. A sparse gradient is never
+/// sent before the end of the pass.
 void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& looks) const {
   const at::NoGradGuard no_grad;
   looks.worst.resize(parameters_.size());
@@ -763,21 +793,11 @@ void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& look
     looks.worst[i] = Worst::kFinite;
     at::Tensor values = parameters_[i].to_send();
     if (!values.defined()) continue;
-    const bool is_sparse = values.is_sparse();
-    const double limit = is_sparse ? kInfinity : *options_.largest;
-    if (is_sparse) values = values._values();
-    if (values.layout() != at::kStrided || values.numel() == 0) continue;
-    if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
-    if (values.is_cpu() && has_plain_memory(values)) {
-      const auto count = static_cast<std::size_t>(values.numel());
-      looks.worst[i] = worst_of(values.const_data_ptr(), count, dtype_of(values), limit);
-    } else if (values.is_cpu() || is_sparse) {
-      looks.worst[i] = worst_of(at::linalg_vector_norm(values, kInfinity).item<double>(), limit);
-    } else {
-      Looks::OnDevice& others = looks.on_device[values.scalar_type()];
-      others.parameters.push_back(i);
-      others.gradients.push_back(values);
-    }
+    looks.worst[i] = worst_on_host(values, *options_.largest);
+    if (looks.worst[i]) continue;
+    Looks::OnDevice& others = looks.on_device[values.scalar_type()];
+    others.parameters.push_back(i);
+    others.gradients.push_back(values);
   }
   for (auto& [dtype, others] : looks.on_device) {
     if (others.gradients.empty()) continue;

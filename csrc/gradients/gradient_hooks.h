@@ -155,6 +155,9 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// bucket has been sent in this pass was looked at before that. Waits for a device's.
   std::vector<NotFinite> not_finite(const Bitmap& due);
 
+  /// The worst number of each gradient. Waits for devices.
+  static std::vector<Worst> worst_numbers(std::vector<at::Tensor> gradients);
+
   /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
   /// failed after a part of it was sent.
   void refuse_others_pass();

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_ring._C import Worst
+from torch_ring._C import GradientHooks, Worst
 from torch_ring.collectives.compare import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
@@ -405,13 +405,13 @@ class _DistributedOptimizer(Wrapped):
         if self._reducer:
             self._reducer.require_finite()
             return
-        found = [
-            (name, Worst.nan if values.isnan().any() else Worst.infinite)
+        gradients = {
+            name: parameter.grad
             for parameter, name in reversed(self._parameter_names.items())
             if parameter.grad is not None
-            for values in [_values_of(parameter.grad)]
-            if not values.isfinite().all()
-        ]
+        }
+        looks = zip(gradients, GradientHooks.worst_numbers(list(gradients.values())), strict=True)
+        found = [(name, worst) for name, worst in looks if worst != Worst.finite]
         if found:
             (name, worst), *others = found
             mine = NotFinite(0, current.rank(), worst, on_base=False)
@@ -564,10 +564,6 @@ def _look(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[
     assert isinstance(optimizer, _DistributedOptimizer)
     if not any(map(callable, (*args[1:], *kwargs.values()))):
         optimizer._require_finite()
-
-
-def _values_of(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _joint(closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> _JointClosure:
