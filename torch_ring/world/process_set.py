@@ -345,8 +345,8 @@ def membership(process_set: ProcessSet) -> ProcessSetRecord:
         require_whole(process_set)
         current.world()  # raises NotInitializedError
         raise InvalidArgumentError(
-            f"{process_set} has not been added, or has been removed: call add_process_set() on all "
-            "ranks first"
+            f"{process_set} has not been added, or has been removed: call add_process_set() (or "
+            "hierarchy()) on all ranks first"
         )
     if not record.is_member:
         raise InvalidArgumentError(f"rank {current.rank()} is not in {process_set}")
