@@ -13,7 +13,7 @@ from recordings import timeline_events, write_timeline
 from torch_ring.tracing.command import main
 
 pytestmark = pytest.mark.browser
-DEADLINE_S = 120  # a hang, not a slow machine
+DEADLINE_S = 600  # a hang, not a slow machine
 
 # Searches the shadow trees, too, in which Bokeh draws.
 _DEEP = """
@@ -60,6 +60,7 @@ def chromium(tmp_path: Path) -> Iterator[Any]:
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    chromium.command_executor.client_config.timeout = DEADLINE_S  # of an answer of the driver
     chromium.set_page_load_timeout(DEADLINE_S)
     chromium.set_script_timeout(DEADLINE_S)
     yield chromium
