@@ -17,7 +17,7 @@ import namespaces
 import pytest
 import torch
 from logs import logged
-from pool import all_have_passed, error_of, eventually, has_asked, run
+from pool import DEADLINE_S, all_have_passed, error_of, eventually, has_asked, run
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from training import assert_same_on_all_ranks, joined_batches, loss_of, part
@@ -555,16 +555,18 @@ def load_in_workers() -> None:
     model = make_model()
     optimizer = sharded(model)
     step(model, optimizer, joined_batches(1)[0])
-    loader = torch.utils.data.DataLoader(Numbers(model), 1, num_workers=2)
-    for _ in range(2):
+    for start in ("fork", "forkserver"):
+        loader = torch.utils.data.DataLoader(
+            Numbers(model), 1, num_workers=2, multiprocessing_context=start
+        )
         for batch in loader:
             assert torch.equal(batch[0], model[2].weight)
         step(model, optimizer, joined_batches(1)[0])  # the next workers see the new weights
     assert not any("sharded" in name for name in os.listdir("/dev/shm"))
 
 
-def test_forked_workers_see_the_weights() -> None:
-    run(load_in_workers, 2)
+def test_workers_see_the_weights() -> None:
+    run(load_in_workers, 2, deadline_s=3 * DEADLINE_S)  # two of a rank's workers import torch
 
 
 def alone() -> None:
