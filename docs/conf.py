@@ -35,7 +35,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     # of inventories on the internet
     ("py:.*", r"(torch|collections|os|pathlib|pickle)\..*|Tensor|Optimizer"),
-    ("py:class", r".*(OptimizerT|CompressorT|ResultT)|Factor"),  # torch_ring's own names for types
+    ("py:class", r".*(OptimizerT|CompressorT|ElementT|ResultT)|Factor"),  # torch_ring's own
 ]
 
 myst_heading_anchors = 4
