@@ -432,10 +432,13 @@ def _advancing(loader: Iterable[Any]) -> Callable[[int], None]:
     if not isinstance(sampler, ShardedSampler):
         return lambda _index: None
     sampler.load_state_dict(sampler.state_dict())  # len(loader) now counts the rest of the epoch
-    last, next_epoch = len(loader) - 1, sampler.epoch + 1  # type: ignore[arg-type]
     samples = loader.batch_size or 1  # type: ignore[attr-defined]  # None: single samples
+    last = next_epoch = None
 
     def advance(index: int) -> None:
+        nonlocal last, next_epoch
+        if last is None:  # with the first batch: a StatefulDataLoader goes to its place before it
+            last, next_epoch = len(loader) - 1, sampler.epoch + 1  # type: ignore[arg-type]
         if index == last:  # even if the loader drops an incomplete batch
             sampler.set_epoch(next_epoch)
         else:

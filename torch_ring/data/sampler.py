@@ -3,18 +3,151 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
+from torch_ring.collectives.compare import require_same
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
-__all__ = ["ShardedSampler"]
+__all__ = ["ResumableSampler", "ShardedSampler", "Share", "ShareIterator"]
 
 
-class ShardedSampler(Sampler[int]):
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of the rest of an epoch.
+
+    Attributes:
+        indices: the samples that this rank takes, in order.
+        state: the sampler's state.
+        key: the name of the position in it: the number of samples of the epoch's order that all
+            ranks together have taken.
+        begin, end: the positions at which the rest begins, and at which no rank has a sample left.
+        length: the number of samples of an epoch, and so the position of one that is over.
+        size: the number of ranks.
+    """
+
+    indices: Sequence[int]
+    state: dict[str, Any]
+    key: str
+    begin: int
+    end: int
+    length: int
+    size: int
+
+
+class ResumableSampler(Sampler[int]):
+    """A sampler whose state is the progress of all ranks, and fits any number of ranks.
+
+    Two counts lead to that state: the sampler's own, of the samples that the loop says it has
+    taken, and that of an iterator (`ShareIterator`), of the samples that it has given out.
+    """
+
+    process_set: ProcessSet = global_process_set
+    _is_resumed = False  # a loader goes on in the middle of an iteration, and counts by itself
+
+    def _share(self) -> Share:
+        """Return this rank's part of what is left of the epoch."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the ranks were.
+
+        Args:
+            state_dict: the state of this sampler, or of an iterator of it.
+
+        Raises:
+            ValueError: the state is that of another sampler.
+        """
+        raise NotImplementedError
+
+    def _resume(self, state: dict[str, Any]) -> Share:
+        """Continue an iteration of a loader from the state of a `ShareIterator`.
+
+        A collective of the process set, if the number of ranks is not that of the state.
+
+        Args:
+            state: of the loader's iterator.
+
+        Returns:
+            This rank's part of the rest of that epoch.
+
+        Raises:
+            ValueError: the state is that of another sampler.
+            MismatchError: on all ranks: their number has changed, and their states differ.
+        """
+        self.load_state_dict(state)
+        share = self._share()
+        before = state.get("size", share.size)
+        if before != share.size:
+            require_same(
+                [f"sample {state[share.key]} of epoch {state['epoch']}"],
+                f"this loader's state is one of {before} ranks, of which {share.size} can continue "
+                "only if all load the same state, such as rank 0's",
+                self.process_set,
+            )
+        self._is_resumed = True
+        return share
+
+
+class ShareIterator(Iterator[int]):
+    """Yields a rank's share of an epoch; its state is the progress of all ranks.
+
+    The protocol is torchdata's: StatefulDataLoader asks for `state_dict` after it has taken the
+    indices of a batch, and hands that state out when the loop has got the batch. So batches that
+    workers fetch in advance do not count.
+
+    Args:
+        sampler: the sampler that deals the shares.
+    """
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self._sampler = sampler
+        self._begin(sampler._share())
+
+    def _begin(self, share: Share) -> None:
+        self._share = share
+        self._indices = iter(share.indices)
+        self._given = 0
+        self._has_ended = False
+
+    def __next__(self) -> int:
+        for index in self._indices:
+            self._given += 1
+            return index
+        self._has_ended = True
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of all ranks, if they have taken as many samples as this one.
+
+        Returns:
+            The sampler's state at this position, and ``size``, the number of ranks.
+        """
+        share = self._share
+        position = share.begin + self._given * share.size
+        if self._has_ended or position >= share.end:
+            position = share.length
+        return {**share.state, share.key: position, "size": share.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, on whatever number of ranks; collective if that has changed.
+
+        Args:
+            state: what `state_dict` returned; on another number of ranks, the same on all.
+
+        Raises:
+            ValueError: the state is that of another sampler.
+            MismatchError: on all ranks: their number has changed, and their states differ.
+        """
+        self._begin(self._sampler._resume(state))
+
+
+class ShardedSampler(ResumableSampler):
     """Deals the samples of a data set to the ranks in turn, one sample at a time.
 
     A shuffled epoch is for training: all ranks get the same number of samples and of batches, since
@@ -41,6 +174,12 @@ class ShardedSampler(Sampler[int]):
     epoch repeats no sample and misses none, except those that ``drop_last`` drops. Size and rank
     are read when an iteration begins: after a change of the size within a process (``shutdown()``
     and ``init()``), it is enough to give all ranks the same state.
+
+    A ``StatefulDataLoader`` of torchdata counts by itself, without `advance`: its state has the
+    position of the batches that its loop has got. As long as all ranks take equally many batches,
+    rank 0's state is that of all; load it on all ranks, whatever their number. (With the same
+    number of ranks, each may load its own.) If the number has changed, the ranks compare the
+    positions when the iteration begins, and all raise a MismatchError if they differ.
 
     Args:
         dataset: a data set with a length, or the length itself.
@@ -144,19 +283,38 @@ class ShardedSampler(Sampler[int]):
         return len(range(self.length)[self._mine()])
 
     def __iter__(self) -> Iterator[int]:
-        self._go_to(self._epoch, self.consumed)
+        if self._is_resumed and not self._advanced:
+            # The loader that went on here has told nobody how far it came. Without that resume,
+            # too, the next iteration would be of a whole epoch.
+            self._go_to(self._epoch + (self._begin >= self.length), 0)
+        else:
+            self._go_to(self._epoch, self.consumed)
+        return ShareIterator(self)
+
+    def _share(self) -> Share:
+        """Return this rank's part of what was left of the epoch when the iteration began."""
         mine = self._mine()
-        if not self.shuffle:
-            return iter(range(self.length)[mine])
+        return Share(
+            indices=self._shuffled()[mine].tolist() if self.shuffle else range(self.length)[mine],
+            state=self.state_dict(),
+            key="consumed",
+            begin=self._begin,
+            end=self._end(),
+            length=self.length,
+            size=self.process_set.size(),
+        )
+
+    def _shuffled(self) -> Tensor:
+        """Return the epoch's order, int64 of shape [length], the same on all ranks."""
         generator = torch.Generator("cpu")
         # Hashed: with seed + epoch, the orders of a seed would be those of the next one, shifted.
         generator.manual_seed(zlib.crc32(f"{self.seed} {self._epoch}".encode()))
-        order = torch.randperm(self.length, generator=generator, device="cpu")
-        return iter(order[mine].tolist())
+        return torch.randperm(self.length, generator=generator, device="cpu")
 
     def _go_to(self, epoch: int, begin: int) -> None:
         self._epoch, self._begin = epoch, begin
         self._advanced = self._taken = 0
+        self._is_resumed = False
 
     def _mine(self) -> slice:
         begin = self._begin + self.process_set.rank()

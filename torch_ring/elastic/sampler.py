@@ -6,14 +6,13 @@ import random
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from torch.utils.data import Sampler
-
 from torch_ring import world
+from torch_ring.data.sampler import ResumableSampler, Share, ShareIterator
 
 __all__ = ["ElasticSampler"]
 
 
-class ElasticSampler(Sampler[int]):
+class ElasticSampler(ResumableSampler):
     """Deals the rest of an epoch to the ranks there are, with the names of Horovod's sampler.
 
     Give it to a `TorchState`, call `record_batch` after each step and `set_epoch` at the end of
@@ -21,6 +20,8 @@ class ElasticSampler(Sampler[int]):
 
     All ranks get the same number of samples: the first ones of the rest are repeated for that, as
     in Horovod and in torch's DistributedSampler. `torch_ring.data.ShardedSampler` repeats none.
+
+    A ``StatefulDataLoader`` of torchdata counts by itself, as with a ShardedSampler.
 
     Args:
         dataset: a data set with a length.
@@ -75,13 +76,29 @@ class ElasticSampler(Sampler[int]):
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
+        self._is_resumed = False
 
     def __len__(self) -> int:
         """Return the number of samples that this rank gets until the end of the epoch."""
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
+        if self._is_resumed and not self.remaining_indices:  # the loader had come to the end
+            self.set_epoch(self.epoch + 1)
+        return ShareIterator(self)
+
+    def _share(self) -> Share:
+        """Return this rank's part of what is left of the epoch."""
         dealt = list(self.remaining_indices)
         while 0 < len(dealt) < self.total_size:
             dealt += dealt[: self.total_size - len(dealt)]
-        return iter(dealt[self.rank : self.total_size : self.num_replicas])
+        length = len(self.dataset)
+        return Share(
+            indices=dealt[self.rank : self.total_size : self.num_replicas],
+            state=self.state_dict(),
+            key="processed_num",
+            begin=length - len(self.remaining_indices),
+            end=length,
+            length=length,
+            size=self.num_replicas,
+        )
