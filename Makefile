@@ -156,7 +156,7 @@ $(STAMPS)/test: $(STAMPS)/torch
 
 # 0.7 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
 $(STAMPS)/integrations: $(STAMPS)/torch
-	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb; do \
+	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata; do \
 	  $(PIP) "$$package" || echo "make: $$package is not installed: its test will be skipped"; \
 	done
 	touch $@

@@ -1,4 +1,4 @@
-"""Lightning, Accelerate, the Trainer and Ray Train on ring, where they are installed."""
+"""Lightning, Accelerate, the Trainer, Ray Train and torchdata, where they are installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ PROGRAMS = {
     "lightning_ddp.py": (("lightning",), ()),
     "accelerate_train.py": (("accelerate",), TORCHRUN),
     "trainer.py": (("accelerate", "transformers"), TORCHRUN),
+    "stateful_loader.py": (("torchdata",), TORCHRUN),
     "ray_train.py": (("ray", "pandas", "pyarrow", "pydantic", "tensorboardX"), ()),
 }
 LINE = re.compile(r"rank (\d) of 2 on (\w+): loss (\S+) to (\S+), weights (\w{16})")
@@ -84,17 +85,32 @@ def test_every_example_is_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROGRAMS)
 
 
+def skip_without(packages: Sequence[str]) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install '.[integrations]'")
+
+
 @pytest.mark.slow
 @pytest.mark.launcher
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_two_ranks_train_on_ring(name: str) -> None:
     packages, launcher = PROGRAMS[name]
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install '.[integrations]'")
+    skip_without(packages)
     output = run_to_the_end(*launcher, str(EXAMPLES / name))
     found = sorted(set(LINE.findall(output)))  # a set: Ray prints lines of workers more than once
     assert [line[:2] for line in found] == [("0", "ring"), ("1", "ring")], output
     for _, _, first, last, _ in found:
         assert 0 < float(last) < float(first) / 4, output
     assert found[0][4] == found[1][4], output
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_three_ranks_go_on_in_an_epoch_of_two(tmp_path: Path) -> None:
+    skip_without(["torchdata"])
+    program = (str(EXAMPLES / "stateful_loader.py"), "--checkpoint", str(tmp_path / "run.pt"))
+    output = run_to_the_end(*TORCHRUN, *program, "--stop-after", "48")  # of 36 steps an epoch
+    assert output.count("each sample 1 to 2 times") == 2, output
+    output = run_to_the_end(*TORCHRUN[:-1], "3", *program)
+    assert output.count("each sample 3 to 3 times") == 3, output
