@@ -171,7 +171,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "membership": {"config", "errors", "setup"},
     "world": {"_C", "config", "errors", "membership", "setup"},
     "tracing": {"_C", "errors", "setup", "world"},
-    "capabilities": {"_C", "config", "errors", "world"},
     "lr_schedules": {"world"},
     "collectives": {"_C", "compression", "errors", "world"},
     "c10d": {"_C", "config", "errors", "setup", "tracing", "world"},
@@ -181,7 +180,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"collectives", "setup", "world"},
     "optimizer": {"_C", "collectives", "compression", "errors", "world"},
     "checkpoint": {"collectives", "errors", "state", "world"},
-    "mpi_ops": {"capabilities", "collectives", "compression", "errors", "world"},
+    "mpi_ops": {"_C", "collectives", "compression", "config", "errors", "world"},
     "functions": {"collectives", "state"},
     "elastic": {
         "collectives",
@@ -198,7 +197,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"self_test"},
     "api": {
         "c10d",
-        "capabilities",
         "checkpoint",
         "collectives",
         "compression",

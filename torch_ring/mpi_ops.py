@@ -1,13 +1,98 @@
-"""allreduce and the other operations under horovod.torch's module name: ``hvd.mpi_ops.Sum``."""
+"""allreduce and the other operations under horovod.torch's module name: ``hvd.mpi_ops.Sum``.
 
-from torch_ring import capabilities, collectives, world
-from torch_ring.capabilities import *
+Also Horovod's capability queries, ``mpi_built``, ``nccl_built`` and others, answered as its scripts
+expect.
+"""
+
+import torch
+
+from torch_ring import collectives, world
+from torch_ring._C import nccl_version
 from torch_ring.collectives import *
 from torch_ring.compression import Compression
-from torch_ring.errors import HorovodInternalError
+from torch_ring.config import Config
+from torch_ring.errors import HorovodInternalError, InvalidArgumentError
 from torch_ring.world import *
 
-__all__ = ["Compression", "HorovodInternalError"]
-__all__ += capabilities.__all__
+__all__ = [
+    "Compression",
+    "HorovodInternalError",
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
 __all__ += collectives.__all__
 __all__ += world.__all__
+
+
+def mpi_built() -> bool:
+    """Return False: no collective uses MPI, even if mpirun started the ranks."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: no collective uses MPI, even if mpirun started the ranks."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: a program may call MPI (mpi4py) beside torch_ring, from any of its threads.
+
+    Raises:
+        NotInitializedError: before init(), as in Horovod.
+    """
+    world.size()
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: CPU collectives work without MPI, which is what scripts ask this for.
+
+    The collectives are torch_ring's own, not Gloo's.
+    """
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return True: CPU collectives work without MPI, which is what scripts ask this for."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return NCCL's version code, as Horovod does (22703 is 2.27.3), or 0.
+
+    0 means that this torch has no CUDA, or that NCCL was not found: it is loaded at run time.
+    """
+    if not cuda_built():
+        return 0
+    try:
+        return nccl_version(Config.from_environment().nccl_library)
+    except InvalidArgumentError:
+        return 0
+
+
+def cuda_built() -> bool:
+    """Return whether this torch has CUDA: collectives on GPUs need nothing else built in."""
+    return torch.version.cuda is not None
+
+
+def ddl_built() -> bool:
+    """Return False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: Intel's oneCCL is not used."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: AMD's ROCm is not used."""
+    return False

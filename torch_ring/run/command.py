@@ -26,7 +26,7 @@ def version() -> str:
 
 def build_report() -> str:
     """Return a report whose lines are those of ``horovodrun --check-build``."""
-    built = importlib.import_module("torch_ring.capabilities")  # it needs torch
+    built = importlib.import_module("torch_ring.mpi_ops")  # it needs torch
     parts = {
         "Available Frameworks": {"TensorFlow": False, "PyTorch": True, "MXNet": False},
         "Available Controllers": {"MPI": built.mpi_built(), "Gloo": built.gloo_built()},
