@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pool
 import pytest
 from scripts import DEADLINE_S, ROOT, Run, run, run_script
+
+from torch_ring.horovod import install
 
 EXAMPLE = ROOT / "examples" / "horovod_migration"
 MIGRATED = EXAMPLE / "train.py"
@@ -47,11 +46,7 @@ def test_migration_changes_one_line() -> None:
 
 def run_as_horovod(arguments: list[str], folder: str) -> Run:
     """Run the program for Horovod where torch_ring has taken its name."""
-    import torch_ring
-
-    horovod: Any = types.ModuleType("horovod")
-    horovod.torch = torch_ring
-    sys.modules.update({"horovod": horovod, "horovod.torch": torch_ring})
+    install()
     return run_script(str(HOROVOD), arguments, folder)
 
 

@@ -81,3 +81,9 @@ def averages() -> tuple[int, float]:
     mean = hvd.allreduce(torch.tensor(float(hvd.rank())))
     hvd.shutdown()
     return hvd.is_initialized(), mean.item()
+
+
+def horovods_version() -> str:
+    import horovod
+
+    return str(horovod.__version__)

@@ -179,6 +179,11 @@ def test_a_command_that_cannot_stand_by_is_refused(command):
         standby_command(command.split())
 
 
+def test_a_standby_process_is_not_started_twice():
+    with pytest.raises(InvalidArgumentError, match="--standby needs TORCH_RING_AS_HOROVOD=1"):
+        standby_command(["python", "-u", "-m", "torch_ring.horovod", "train.py"])
+
+
 def test_standby_processes_are_where_the_fewest_are():
     standbys = Standbys(3)
     assert standbys.wanted([]) == []

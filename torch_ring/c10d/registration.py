@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Backend
 
 from torch_ring.config import Config, let_ddp_ask_for_memory
+from torch_ring.horovod import install
 
 if TYPE_CHECKING:
     from torch_ring._C import RingBackend
@@ -40,15 +41,20 @@ def register_backend() -> None:
 def autoload() -> None:
     """Make the backend known at the end of ``import torch``: the entry point ``torch.backends``.
 
-    With ``TORCH_RING_AS_GLOO=1`` it takes the place of gloo. Raises nothing: torch could not be
-    imported then.
+    With ``TORCH_RING_AS_GLOO=1`` it takes the place of gloo, and with ``TORCH_RING_AS_HOROVOD=1``
+    torch_ring that of Horovod. Raises nothing: torch could not be imported then.
     """
     try:
         register_backend()
-        if dist.is_available() and Config.from_environment().as_gloo:
+        config = Config.from_environment()
+        if dist.is_available() and config.as_gloo:
             replace_gloo(_NAME)
+        if config.as_horovod != "0":
+            install()
     except Exception as error:
-        logging.getLogger("torch_ring").warning("the backend ring cannot be used: %s", error)
+        logging.getLogger("torch_ring").warning(
+            "torch_ring could not prepare this process: %s", error
+        )
 
 
 def _make_backend(options: Any, _: Any) -> RingBackend:

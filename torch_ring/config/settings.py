@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "failpoints",
     "file_path",
     "let_ddp_ask_for_memory",
+    "let_programs_find_horovod",
     "misspelt",
     "nccl_is_blocking",
     "number",
@@ -152,6 +153,16 @@ def let_ddp_ask_for_memory() -> None:
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")  # torch's default is 1
 
 
+def let_programs_find_horovod(
+    folder: str, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Let Pythons with this environment find the module ``horovod`` that lies in a folder."""
+    path = environment.get("PYTHONPATH")
+    others = [each for each in path.split(os.pathsep) if each != folder] if path else []
+    environment["PYTHONPATH"] = os.pathsep.join([folder, *others])
+    environment.setdefault("TORCH_RING_AS_HOROVOD", "1")
+
+
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether NCCL's own variable makes its communicators blocking: without a deadline."""
     return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
@@ -190,6 +201,7 @@ class Config:
     autotune: bool = False
     autotune_log: str = ""
     as_gloo: bool = False
+    as_horovod: str = "0"
     interface: str = ""
     connections: int = 1
     checksum: int = 0
@@ -429,6 +441,14 @@ SETTINGS = (
         switch,
         "1: where a program asks torch.distributed for gloo, it gets ring "
         "(docs/torch-distributed.md)",
+    ),
+    Setting(
+        "as_horovod",
+        "TORCH_RING_AS_HOROVOD",
+        one_of("0", "1", "force"),
+        "1: programs that torch_ring.run starts, and others once they have imported torch, find "
+        "torch_ring where they import horovod, unless Horovod is installed; force: also then "
+        "(docs/migrating-from-horovod.md)",
     ),
     Setting(
         "interface",

@@ -202,7 +202,8 @@ def standby_command(command: Sequence[str]) -> list[str]:
     """Return the command of a process that waits, and then does what a command does.
 
     Raises:
-        InvalidArgumentError: the command does not begin with python and its program.
+        InvalidArgumentError: the command does not begin with python and its program, or starts
+            another Python.
     """
     if _PYTHON.fullmatch(os.path.basename(command[0])) is None:
         raise InvalidArgumentError(
@@ -218,6 +219,10 @@ def standby_command(command: Sequence[str]) -> list[str]:
     if not program or (program[0].startswith("-") and program[0] not in ("-m", "-c")):
         raise InvalidArgumentError(
             "--standby needs a command such as `python train.py` or `python -m train`"
+        )
+    if program[:2] == ["-m", "torch_ring.horovod"]:  # which starts Python anew, without torch
+        raise InvalidArgumentError(
+            "--standby needs TORCH_RING_AS_HOROVOD=1 in place of `-m torch_ring.horovod`"
         )
     return [*command[:index], "-c", READ_PROGRAM, *program]
 

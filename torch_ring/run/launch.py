@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from torch_ring.horovod.alias import alias_variables
 from torch_ring.membership.directory import Directory
 from torch_ring.membership.member import key_of
 from torch_ring.run.growth import Growth, standby_command
@@ -56,6 +57,7 @@ def launch(
     if growth.standbys:
         standby_command(options.command)  # which it refuses, before anything starts
     variables, unset = job_variables(options.variables, environment)
+    variables |= alias_variables({**environment, **variables})
     secret = secret_of(environment, variables)
     with contextlib.ExitStack() as stack:
         discovery = None
