@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 
 import hypothesis
 import pytest
@@ -24,6 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """Return whether tests that depend on luck are to be repeated for hours."""
     return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def open_mpi_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have the ranks of mpirun share files in a folder of this run.
+
+    Open MPI makes them in /dev/shm otherwise, and leaves them there when a test kills a rank.
+    """
+    folder = tmp_path_factory.mktemp("open_mpi")
+    os.environ["OMPI_MCA_btl_sm_backing_directory"] = str(folder)  # noqa: SIM112 - its case matters
 
 
 @pytest.hookimpl(trylast=True)  # when there is a reporter; processes of pytest-xdist have none

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pool import RanksFailed, eventually, run
+from pool import RanksFailed, are_gone, eventually, run, shared_files
 
 import torch_ring as hvd
 
@@ -109,13 +109,12 @@ def leave_a_child(pids: Path) -> None:
 
 
 def test_no_process_is_left_behind(tmp_path):
-    shared = set(os.listdir("/dev/shm"))
+    before = shared_files()
     run(facts_of_rank, 2)
     waiting = set(multiprocessing.active_children())  # for another test
     run(os.getpid, 2, initialized=False)
     assert set(multiprocessing.active_children()) == waiting
-    # Other workers' files are gone in a moment.
-    left = [Path("/dev/shm", name) for name in {*os.listdir("/dev/shm")} - shared]
-    assert eventually(lambda: not any(path.exists() for path in left)), left
+    left = shared_files() - before
+    assert are_gone(left), left
     run(leave_a_child, 1, args=[tmp_path], initialized=False)
     assert have_ended(tmp_path)

@@ -56,11 +56,10 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "temporary").mkdir()
-    shared, children = set(os.listdir("/dev/shm")), processes_below(os.getpid())
+    files, children = pool.shared_files(), processes_below(os.getpid())
     yield
-    # Other tests' files are gone in a moment.
-    left = [Path("/dev/shm", n) for n in {*os.listdir("/dev/shm")} - shared if "torch" in n]
-    assert pool.eventually(lambda: not any(path.exists() for path in left)), left
+    left = pool.shared_files() - files
+    assert pool.are_gone(left), left
     assert processes_below(os.getpid()) <= children
     assert list((tmp_path / "temporary").iterdir()) == []
 

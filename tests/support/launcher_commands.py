@@ -16,6 +16,8 @@ def clean_environment(**more: str) -> dict[str, str]:
     """Return this process's environment without any launcher's traces."""
     launchers = ("OMPI_", "PMI", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_", "LOCAL_")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    folder = "OMPI_MCA_btl_sm_backing_directory"  # conftest.py sets it
+    clean.update({folder: os.environ[folder]} if folder in os.environ else {})
     return clean | {"OMP_NUM_THREADS": "1", "TORCH_RING_INIT_TIMEOUT": "40", **more}
 
 

@@ -68,6 +68,16 @@ def eventually(holds: Callable[[], bool], deadline_s: float = DEADLINE_S / 2) ->
     return held
 
 
+def shared_files() -> set[Path]:
+    """Return the files in /dev/shm of torch_ring and of PyTorch, not those of other programs."""
+    return {path for path in Path("/dev/shm").iterdir() if "torch" in path.name}
+
+
+def are_gone(files: set[Path]) -> bool:
+    """Return whether files are gone in a moment: other tests may hold theirs for so long."""
+    return eventually(lambda: not any(path.exists() for path in files))
+
+
 def all_have_passed(directory: Path, size: int) -> None:
     """Say that this rank is here, and wait until all of a run's ranks have said so.
 

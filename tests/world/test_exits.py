@@ -24,6 +24,7 @@ def results():
         stdout=subprocess.PIPE,
         text=True,
         timeout=500,
+        start_new_session=True,  # of which its jobs have their name
     )
     assert ended.returncode == 0
     return json.loads(ended.stdout)

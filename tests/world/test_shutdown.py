@@ -1,10 +1,9 @@
 """Worlds that end: shutdown() leaves no thread, no descriptor and no shared memory behind."""
 
 import os
-from pathlib import Path
 
 import torch
-from pool import eventually, run
+from pool import are_gone, eventually, run, shared_files
 from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
@@ -21,9 +20,8 @@ def start_over() -> None:
         # The kernel may list a joined thread a little longer.
         assert eventually(lambda: len(os.listdir("/proc/self/task")) <= threads_at_rest())
     assert len(os.listdir("/proc/self/fd")) <= fds + 4  # the store's client
-    # Other tests' files are gone in a moment.
-    left = [path for path in Path("/dev/shm").iterdir() if "torch_ring" in path.name]
-    assert eventually(lambda: not any(path.exists() for path in left)), left
+    left = {path for path in shared_files() if "torch_ring" in path.name}
+    assert are_gone(left), left
 
 
 def threads_at_rest() -> int:
