@@ -3,10 +3,11 @@
     python benchmarks/hosts.py --hosts 2 --json benchmarks/results/hosts-2.json
     python benchmarks/hosts.py --hosts 3 --rate 1gbit -- --collective allreduce --max-bytes 1048576
     python benchmarks/hosts.py --program training_step.py -- --models resnet18
+    python benchmarks/hosts.py --interfaces 2 --rate 100mbit -- --collective allreduce
 
 Arguments after -- go to the program. Before and after it the bare traffic is measured without any
-library: every host sends to the next, all at once, with iperf3, or with plain_sockets.py where
-there is no iperf3.
+library: every host sends to the next over each of its interfaces, all at once, with iperf3, or with
+plain_sockets.py where there is no iperf3.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--program", choices=PROGRAMS, default=PROGRAMS[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--rate", help="that a host may send, as tc has it: 1gbit; else unlimited")
+    parser.add_argument("--interfaces", type=int, default=1, help="of each host, for its data")
+    parser.add_argument(
+        "--rate", help="that an interface may send, as tc has it: 1gbit; else unlimited"
+    )
     parser.add_argument("--window", type=int, help="bytes of a socket's buffers; else the kernel's")
     parser.add_argument("--seconds", type=int, default=3, help="of traffic without a library")
     parser.add_argument("--plain-sockets", action="store_true", help="even if there is iperf3")
@@ -69,18 +73,20 @@ def started(commands: Sequence[list[str]], **options: Any) -> Iterator[list[subp
 
 
 def traffic(hosts: Sequence[Host], tool: str, seconds: int) -> float:
-    """Return GB/s of the slowest connection when every host sends to the next, all at once."""
+    """Return GB/s of the slowest host when every host sends to the next, all at once."""
     plain = (sys.executable, str(HERE / "plain_sockets.py"))
-    iperf3 = ("iperf3", "--port", str(PORT))
     receivers, senders = [], []
     for host, next_host in zip(hosts, [*hosts[1:], hosts[0]], strict=True):
-        receive = (*plain, "receive", str(PORT))
-        send = (*plain, "send", next_host.address, str(PORT), str(seconds))
-        if tool == "iperf3":
-            receive = (*iperf3, "--server", "--one-off", "--forceflush")
-            send = (*iperf3, "--client", next_host.address, "--json", "--time", str(seconds))
-        receivers.append(host.command(*receive))
-        senders.append(host.command(*send))
+        for k, address in enumerate(next_host.addresses):
+            port = str(PORT + k)
+            receive = (*plain, "receive", port)
+            send = (*plain, "send", address, port, str(seconds))
+            if tool == "iperf3":
+                iperf3 = ("iperf3", "--port", port)
+                receive = (*iperf3, "--server", "--one-off", "--forceflush")
+                send = (*iperf3, "--client", address, "--json", "--time", str(seconds))
+            receivers.append(host.command(*receive))
+            senders.append(host.command(*send))
     with started(receivers, stdout=subprocess.PIPE) as receiving:
         for process in receiving:
             assert process.stdout is not None
@@ -89,7 +95,9 @@ def traffic(hosts: Sequence[Host], tool: str, seconds: int) -> float:
                     raise OSError(f"{shlex.join(process.args)} has ended")
         with started(senders, stdout=subprocess.PIPE) as sending:
             outputs = [process.communicate(timeout=seconds + 60)[0] for process in sending]
-    return min(gigabytes_per_s(output) for output in outputs)
+    rates = list(map(gigabytes_per_s, outputs))
+    each = len(hosts[0].addresses)
+    return min(sum(rates[begin : begin + each]) for begin in range(0, len(rates), each))
 
 
 def gigabytes_per_s(output: str) -> float:
@@ -106,7 +114,8 @@ def gigabytes_per_s(output: str) -> float:
 
 
 def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str, str]:
-    """Return the variables that torchrun would set, and gloo's interface."""
+    """Return the variables that torchrun would set, and the interfaces."""
+    interfaces = ",".join(hosts[0].interfaces)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(hosts) * ranks_per_host),
@@ -117,7 +126,8 @@ def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str
         "MASTER_PORT": str(PORT),
         "TORCHELASTIC_RUN_ID": f"hosts-{os.getpid()}",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "GLOO_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": interfaces,
+        "TORCH_RING_INTERFACE": interfaces,
         "OMP_NUM_THREADS": "1",
     }
 
@@ -159,7 +169,7 @@ def main() -> int:
     tool = "iperf3" if shutil.which("iperf3") and not args.plain_sockets else "plain sockets"
     with (
         tempfile.TemporaryDirectory() as folder,
-        namespaces.hosts(args.hosts, args.rate, args.window) as hosts,
+        namespaces.hosts(args.hosts, args.rate, args.window, args.interfaces) as hosts,
     ):
         before = traffic(hosts, tool, args.seconds)
         results = Path(folder) / "results.json"
@@ -177,6 +187,7 @@ def main() -> int:
     if args.json:
         report["command"] = f"python {shlex.join(sys.argv)}"
         report["machine"] |= {"rate": args.rate or "unlimited", "window": args.window}
+        report["machine"]["interfaces"] = args.interfaces
         report["traffic"] = {"tool": tool, "before_gb_per_s": before, "after_gb_per_s": after}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -17,20 +17,31 @@ CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace with one interface, eth0."""
+    """A network namespace with interfaces eth0, eth1, ..., each in a network of its own."""
 
     namespace: str
-    address: str
-    switch: str = ""  # the namespace of the bridge, and the host's port there
-    port: str = ""
+    addresses: tuple[str, ...]  # of each interface
+    switch: str = ""  # the namespace of the bridges, and the host's ports there
+    ports: tuple[str, ...] = ()
+
+    @property
+    def address(self) -> str:
+        """That of eth0."""
+        return self.addresses[0]
+
+    @property
+    def interfaces(self) -> list[str]:
+        """The names of the interfaces."""
+        return [f"eth{i}" for i in range(len(self.addresses))]
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs another one in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def cut_off(self) -> None:
-        """Take its cable out of the bridge: nothing that is sent to it or by it arrives."""
-        run("ip", "-n", self.switch, "link", "set", self.port, "down")
+        """Take its cables out of the bridges: nothing that is sent to it or by it arrives."""
+        for port in self.ports:
+            run("ip", "-n", self.switch, "link", "set", port, "down")
 
     def enter(self) -> None:
         """Move the calling thread into this namespace."""
@@ -49,14 +60,15 @@ def run(*arguments: str) -> None:
 
 @contextmanager
 def hosts(
-    count: int, rate: str | None = None, window: int | None = None
+    count: int, rate: str | None = None, window: int | None = None, interfaces: int = 1
 ) -> Iterator[Sequence[Host]]:
     """Make hosts that see each other, and remove them afterwards.
 
     Args:
-        rate: each host's limit for sending, in tc's notation ("1gbit"); None: no limit.
+        rate: each interface's limit for sending, in tc's notation ("1gbit"); None: no limit.
         window: most bytes of a socket's buffers, which bound a connection's bytes in flight;
             None: the kernel's default.
+        interfaces: of each host.
 
     Raises:
         OSError: there is no `ip` or `tc`, or no right to use them.
@@ -64,29 +76,41 @@ def hosts(
     unique = f"bench{os.getpid()}"
     switch = f"{unique}s"
     made: list[str] = []
-    found = [Host(f"{unique}h{i}", f"{NETWORK}.{i + 1}", switch, f"port{i}") for i in range(count)]
+    first, _, third = NETWORK.rpartition(".")
+    networks = [f"{first}.{int(third) + k}" for k in range(interfaces)]
+    found = [
+        Host(
+            f"{unique}h{i}",
+            tuple(f"{network}.{i + 1}" for network in networks),
+            switch,
+            tuple(f"port{i}.{k}" for k in range(interfaces)),
+        )
+        for i in range(count)
+    ]
     try:
         for name in (switch, *(host.namespace for host in found)):
             made.append(name)  # before: Ctrl-C may come between
             run("ip", "netns", "add", name)
-        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for k in range(interfaces):
+            run("ip", "-n", switch, "link", "add", f"bridge{k}", "type", "bridge")
+            run("ip", "-n", switch, "link", "set", f"bridge{k}", "up")
         for host in found:
             ip = ("ip", "-n", host.namespace)
-            pair = ("type", "veth", "peer", host.port, "netns", switch)
-            run(*ip, "link", "add", "eth0", *pair)
-            run(*ip, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            run(*ip, "link", "set", "eth0", "up")
             run(*ip, "link", "set", "lo", "up")
-            run("ip", "-n", switch, "link", "set", host.port, "master", "bridge", "up")
+            for k, (name, address) in enumerate(zip(host.interfaces, host.addresses, strict=True)):
+                pair = ("type", "veth", "peer", host.ports[k], "netns", switch)
+                run(*ip, "link", "add", name, *pair)
+                run(*ip, "addr", "add", f"{address}/24", "dev", name)
+                run(*ip, "link", "set", name, "up")
+                run("ip", "-n", switch, "link", "set", host.ports[k], "master", f"bridge{k}", "up")
+                if rate:
+                    # A token bucket of 1 ms at 1 Gbit/s, and a queue of 50 ms.
+                    tbf = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
+                    run("tc", "-n", host.namespace, "qdisc", "add", "dev", name, *tbf)
             if window:
                 sizes = f"{min(window, 4096)} {window} {window}"
                 for name in ("tcp_rmem", "tcp_wmem"):
                     run(*host.command("sysctl", "-w", f"net.ipv4.{name}={sizes}"))
-            if rate:
-                # A token bucket of 1 ms at 1 Gbit/s, and a queue of 50 ms.
-                tbf = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
-                run("tc", "-n", host.namespace, "qdisc", "add", "dev", "eth0", *tbf)
         yield found
     finally:
         for name in made:

@@ -18,7 +18,7 @@ from start_line import COUNT, Line, sum_at_start
 
 import torch_ring as hvd
 
-HERE = Host("", "127.0.0.1")  # no namespace: the ranks stay where the program is
+HERE = Host("", ("127.0.0.1",))  # no namespace: the ranks stay where the program is
 PORTS = range(20_000, 32_000)  # below those that the kernel gives to outgoing connections
 PROGRAM_S = 15.0  # how much later than the library the program gives a world up
 

@@ -166,9 +166,11 @@ class ControlPlane:
         rank: this process.
         host_of: host index of every rank.
         labels: every rank's name in messages.
-        addresses: by rank, the name of its abstract Unix socket, its numeric address, its port.
+        addresses: by rank, the name of its abstract Unix socket, and a numeric address and a port
+            of each network interface, equally many of all ranks.
         key: 32 bytes; all ranks prove that they know them.
-        unix_listener, tcp_listener: listening sockets, taken over; -1 for none.
+        unix_listener: a listening socket, taken over; -1 for none.
+        tcp_listeners: likewise, one for each network interface; none on one host.
         heartbeat_timeout_s: silence after which a rank is lost.
         launcher: a pidfd of the process that has started this one, taken over; -1 for none.
         launcher_died: the line for stderr when that has ended; then this process ends, too.
@@ -180,10 +182,10 @@ class ControlPlane:
         rank: int,
         host_of: Sequence[int],
         labels: Sequence[str],
-        addresses: Sequence[tuple[str, str, int]],
+        addresses: Sequence[tuple[str, Sequence[tuple[str, int]]]],
         key: bytes,
         unix_listener: int,
-        tcp_listener: int,
+        tcp_listeners: Sequence[int],
         heartbeat_timeout_s: float,
         launcher: int,
         launcher_died: str,

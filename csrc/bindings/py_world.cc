@@ -94,25 +94,30 @@ void bind_host_memory(py::module_& module) {
 
 namespace {
 
-using Address = std::tuple<std::string, std::string, int>;  // socket, host, port
+using Address = std::tuple<std::string, std::vector<std::pair<std::string, int>>>;  // socket, TCP
 
 std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
                                            std::vector<std::string> labels,
                                            const std::vector<Address>& addresses,
                                            const py::bytes& key, int unix_listener,
-                                           int tcp_listener, double heartbeat_timeout_s,
-                                           int launcher, std::string launcher_died, int claim) {
+                                           const std::vector<int>& tcp_listeners,
+                                           double heartbeat_timeout_s, int launcher,
+                                           std::string launcher_died, int claim) {
   ControlPlane::Options options;
   options.unix_listener = Fd(unix_listener);  // first: owned, so closed on errors
-  options.tcp_listener = Fd(tcp_listener);
+  for (const int fd : tcp_listeners) options.tcp_listeners.emplace_back(fd);
   options.launcher = Fd(launcher);
   options.claim = Fd(claim);
   options.launcher_died = std::move(launcher_died);
   options.rank = rank;
   options.host_of = std::move(host_of);
   options.labels = std::move(labels);
-  for (const auto& [socket, host, port] : addresses) {
-    options.addresses.push_back({socket, host, static_cast<std::uint16_t>(port)});
+  for (const auto& [socket, tcp] : addresses) {
+    auto& address = options.addresses.emplace_back();
+    address.socket = socket;
+    for (const auto& [host, port] : tcp) {
+      address.tcp.push_back({host, static_cast<std::uint16_t>(port)});
+    }
   }
   const std::string bytes = key;
   if (bytes.size() != options.key.size()) throw py::value_error("a key has 32 bytes");
@@ -128,6 +133,7 @@ class OwningSource final : public SocketSource {
       : plane_(std::move(plane)), source_(std::move(source)) {}
 
   std::vector<Fd> take(int peer, bool needed) override { return source_->take(peer, needed); }
+  std::string trouble(int peer) const override { return source_->trouble(peer); }
 
  private:
   const std::shared_ptr<ControlPlane> plane_;
@@ -217,7 +223,7 @@ std::shared_ptr<WaitGraph> waits_of(const std::shared_ptr<ControlPlane>& plane, 
 void bind_control_plane(py::module_& module) {
   py::class_<PyControlPlane, std::shared_ptr<PyControlPlane>>(module, "ControlPlane")
       .def(py::init(&make_plane), py::arg("rank"), py::arg("host_of"), py::arg("labels"),
-           py::arg("addresses"), py::arg("key"), py::arg("unix_listener"), py::arg("tcp_listener"),
+           py::arg("addresses"), py::arg("key"), py::arg("unix_listener"), py::arg("tcp_listeners"),
            py::arg("heartbeat_timeout_s"), py::arg("launcher"), py::arg("launcher_died"),
            py::arg("claim"))
       .def("missing", &PyControlPlane::missing)

@@ -37,10 +37,11 @@ std::size_t room() {
 
 }  // namespace
 
-Acceptor::Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener)
+Acceptor::Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener,
+                   std::vector<Fd> tcp_listeners)
     : rank_(rank), key_(key), room_(room()) {
   if (unix_listener) listeners_.push_back({std::move(unix_listener), true});
-  if (tcp_listener) listeners_.push_back({std::move(tcp_listener), false});
+  for (Fd& listener : tcp_listeners) listeners_.push_back({std::move(listener), false});
   for (const Listener& listener : listeners_) {
     const int flags = ::fcntl(listener.socket.get(), F_GETFL);
     if (flags < 0 || ::fcntl(listener.socket.get(), F_SETFL, flags | O_NONBLOCK) < 0) {

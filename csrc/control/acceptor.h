@@ -37,7 +37,7 @@ class Acceptor {
     bool unix;  // it has come over the Unix socket, from a process of this user
   };
 
-  Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, Fd tcp_listener);
+  Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, std::vector<Fd> tcp_listeners);
 
   /// Accepts and authenticates as far as possible now; the connections that are done.
   std::vector<Arrival> admit(const PollSet& polls, Clock::time_point now);

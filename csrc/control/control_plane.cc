@@ -69,7 +69,7 @@ ControlPlane::ControlPlane(Options options)
       news_(options_.size()),
       neighbourhood_(rank_, options_.host_of),
       acceptor_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
-                std::move(options.tcp_listener)),
+                std::move(options.tcp_listeners)),
       launcher_(std::move(options.launcher), std::move(options.launcher_died)),
       claim_(std::move(options.claim)),
       dials_(options_),
@@ -116,6 +116,10 @@ class ControlPlane::Sockets : public SocketSource {
 
   std::vector<Fd> take(int peer, bool needed) override {
     return plane_.take(set_, at(members_, peer), width_, needed);
+  }
+  std::string trouble(int peer) const override {
+    const std::scoped_lock lock(plane_.mutex_);
+    return plane_.data_.trouble(set_, at(members_, peer));
   }
 
  private:

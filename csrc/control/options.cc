@@ -12,19 +12,20 @@
 
 namespace torch_ring {
 
-SocketAddress::SocketAddress(const Address& address, bool unix) {
+SocketAddress::SocketAddress(const std::string& unix_socket) {
   auto& un = reinterpret_cast<sockaddr_un&>(storage);
+  if (unix_socket.empty() || unix_socket.size() + 1 > sizeof un.sun_path) {
+    throw Error(ErrorKind::kInvalidArgument, "no name of a Unix socket: '" + unix_socket + "'");
+  }
+  un.sun_family = AF_UNIX;
+  std::memcpy(un.sun_path + 1, unix_socket.data(), unix_socket.size());  // after a zero byte
+  bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + unix_socket.size());
+}
+
+SocketAddress::SocketAddress(const TcpAddress& address) {
   auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
   auto& v6 = reinterpret_cast<sockaddr_in6&>(storage);
-  if (unix) {
-    const std::string& name = address.socket;
-    if (name.empty() || name.size() + 1 > sizeof un.sun_path) {
-      throw Error(ErrorKind::kInvalidArgument, "no name of a Unix socket: '" + name + "'");
-    }
-    un.sun_family = AF_UNIX;
-    std::memcpy(un.sun_path + 1, name.data(), name.size());  // abstract: after a zero byte
-    bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  } else if (::inet_pton(AF_INET, address.host.c_str(), &v4.sin_addr) == 1) {
+  if (::inet_pton(AF_INET, address.host.c_str(), &v4.sin_addr) == 1) {
     v4.sin_family = AF_INET;
     v4.sin_port = htons(address.port);
     bytes = sizeof v4;
@@ -46,9 +47,19 @@ void check(const ControlOptions& options) {
                 "ranks");
   }
   const int host = at(options.host_of, options.rank);
+  const auto interfaces = at(options.addresses, options.rank).tcp.size();
   for (int peer = 0; peer < options.size(); ++peer) {
-    if (peer != options.rank)
-      SocketAddress(at(options.addresses, peer), at(options.host_of, peer) == host);
+    const Address& address = at(options.addresses, peer);
+    if (address.tcp.empty() || address.tcp.size() != interfaces) {
+      throw Error(ErrorKind::kInvalidArgument,
+                  "the ranks of a control plane need equally many TCP addresses, one at least");
+    }
+    if (peer == options.rank) continue;
+    if (at(options.host_of, peer) == host) {
+      SocketAddress(address.socket);
+    } else {
+      for (const TcpAddress& tcp : address.tcp) SocketAddress{tcp};
+    }
   }
 }
 

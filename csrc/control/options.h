@@ -13,16 +13,22 @@
 
 namespace torch_ring {
 
-struct Address {
-  std::string socket;  // the name of its abstract Unix socket, without the leading zero byte
-  std::string host;    // a numeric IPv4 or IPv6 address; used between hosts
+struct TcpAddress {
+  std::string host;  // a numeric IPv4 or IPv6 address
   std::uint16_t port = 0;
 };
 
-/// An address as the system calls take it.
+/// Where a rank listens.
+struct Address {
+  std::string socket;           // of its abstract Unix socket, without the leading zero byte
+  std::vector<TcpAddress> tcp;  // between hosts: one of each network interface, as many as all have
+};
+
+/// An address as the system calls take it. Throws Error(kInvalidArgument) if it is none.
 struct SocketAddress {
-  /// That of the Unix socket, or of the TCP one. Throws Error(kInvalidArgument) if there is none.
-  SocketAddress(const Address& address, bool unix);
+  /// That of an abstract Unix socket.
+  explicit SocketAddress(const std::string& unix_socket);
+  explicit SocketAddress(const TcpAddress& address);
 
   const sockaddr* generic() const { return reinterpret_cast<const sockaddr*>(&storage); }
   int family() const { return storage.ss_family; }
@@ -37,8 +43,8 @@ struct ControlOptions {
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
   std::vector<Address> addresses;   // by rank
   Key key{};
-  Fd unix_listener;  // bound and listening; none where no rank shares the host
-  Fd tcp_listener;   // none on one host
+  Fd unix_listener;               // bound and listening; none where no rank shares the host
+  std::vector<Fd> tcp_listeners;  // of each network interface; none on one host
   std::chrono::milliseconds heartbeat_timeout{60'000};
   Fd launcher;                // a pidfd of the process that has started this one; none: not watched
   std::string launcher_died;  // the line for stderr, before this process ends, too

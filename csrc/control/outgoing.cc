@@ -1,5 +1,6 @@
 #include "control/outgoing.h"
 
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -21,12 +22,28 @@ std::string message_of(int error) {
 
 }  // namespace
 
-Outgoing::Outgoing(const Address& address, bool unix, const Key& key, const Hello& hello)
-    : to_(address, unix), key_(key), hello_(hello) {}
+Way way_to(const ControlOptions& options, int peer, std::uint32_t channel) {
+  const Address& address = at(options.addresses, peer);
+  if (at(options.host_of, peer) == at(options.host_of, options.rank)) {
+    return {SocketAddress(address.socket), std::nullopt, {}};
+  }
+  const auto& own = at(options.addresses, options.rank).tcp;
+  const std::size_t interface = channel == Hello::kControl ? 0 : (channel - 1) % own.size();
+  const TcpAddress& to = address.tcp[interface];
+  if (own.size() == 1) return {SocketAddress(to), std::nullopt, {}};
+  const std::string& from = own[interface].host;
+  return {SocketAddress(to), SocketAddress(TcpAddress{from, 0}),
+          " from " + from + " to " + to.host};
+}
 
-Outgoing::Outgoing(const Address& address, bool unix, std::chrono::milliseconds interval,
+Outgoing::Outgoing(const ControlOptions& options, const Hello& hello)
+    : way_(way_to(options, static_cast<int>(hello.to), hello.channel)),
+      key_(options.key),
+      hello_(hello) {}
+
+Outgoing::Outgoing(const ControlOptions& options, int peer, std::chrono::milliseconds interval,
                    Clock::time_point now)
-    : to_(address, unix), probe_(interval), retry_(now + interval) {}
+    : way_(way_to(options, peer, Hello::kControl)), probe_(interval), retry_(now + interval) {}
 
 Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
   if (socket_ ? !polls.ready(slot_) : now < retry_) return State::kPending;
@@ -49,11 +66,20 @@ Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
 /// kDone: it is connected.
 Outgoing::State Outgoing::connect(Clock::time_point now) {
   if (!socket_) {
-    socket_ = Fd(::socket(to_.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    socket_ = Fd(::socket(way_.to.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!socket_) return fail("socket", errno, now);
+    if (way_.from) {
+      // The port is chosen by connect(), which needs no other one for another peer. Without this
+      // option, bind() chooses it.
+      const int on = 1;
+      ::setsockopt(socket_.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof on);
+      if (::bind(socket_.get(), way_.from->generic(), way_.from->bytes) < 0) {
+        return fail("bind", errno, now);
+      }
+    }
   }
   // Called again, it tells how the first call has ended.
-  if (::connect(socket_.get(), to_.generic(), to_.bytes) == 0 || errno == EISCONN) {
+  if (::connect(socket_.get(), way_.to.generic(), way_.to.bytes) == 0 || errno == EISCONN) {
     return State::kDone;
   }
   if (errno == EINPROGRESS || errno == EALREADY || errno == EINTR) return State::kPending;
@@ -79,7 +105,7 @@ Outgoing::State Outgoing::fail(const char* call, int error, Clock::time_point no
   socket_.reset();
   handshake_.reset();
   retry_ = now + probe_.value_or(kRetry);
-  trouble_ = call + (": " + message_of(error));
+  trouble_ = call + way_.text + ": " + message_of(error);
   if (is_local(error)) throw Error(ErrorKind::kInternal, trouble_);
   return refused ? State::kRefused : State::kPending;
 }
@@ -118,14 +144,12 @@ bool is_local(int error) {
 void DialRequests::add(int peer, Clock::time_point now, bool setup) {
   if (dials_.contains(peer)) return;
   const int rank = options_.rank;
-  const Address& address = at(options_.addresses, peer);
-  const bool unix = at(options_.host_of, peer) == at(options_.host_of, rank);
   if (rank > peer) {
     const Hello hello{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(peer), 0,
                       Hello::kControl};
-    dials_.try_emplace(peer, now, Outgoing(address, unix, options_.key, hello));
+    dials_.try_emplace(peer, now, Outgoing(options_, hello));
   } else {
-    dials_.try_emplace(peer, now, Outgoing(address, unix, setup ? kSetupProbe : kProbe, now));
+    dials_.try_emplace(peer, now, Outgoing(options_, peer, setup ? kSetupProbe : kProbe, now));
   }
 }
 
@@ -193,11 +217,10 @@ bool DataConnections::connect(std::uint64_t set, int peer, int width) {
   if (closed_.contains(set)) return false;
   Pair& pair = pairs_[{set, peer}];
   if (!pair.outgoing.empty() || !pair.ready.empty()) return false;
-  const bool unix = at(options_.host_of, peer) == at(options_.host_of, options_.rank);
   for (int channel = 1; channel <= width; ++channel) {
     const Hello hello{static_cast<std::uint32_t>(options_.rank), static_cast<std::uint32_t>(peer),
                       set, static_cast<std::uint32_t>(channel)};
-    pair.outgoing.emplace_back(at(options_.addresses, peer), unix, options_.key, hello);
+    pair.outgoing.emplace_back(options_, hello);
   }
   return true;
 }
@@ -258,6 +281,15 @@ void DataConnections::forget(int peer) {
     pair.gone = true;
     std::erase_if(pair.outgoing, [](const Outgoing& outgoing) { return outgoing.fd() < 0; });
   }
+}
+
+std::string DataConnections::trouble(std::uint64_t set, int peer) const {
+  const auto found = pairs_.find({set, peer});
+  if (found == pairs_.end()) return {};
+  for (const Outgoing& outgoing : found->second.outgoing) {
+    if (!outgoing.trouble().empty()) return outgoing.trouble();
+  }
+  return {};
 }
 
 bool DataConnections::is_connecting(std::uint64_t set, int peer) const {

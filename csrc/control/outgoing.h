@@ -19,6 +19,20 @@
 
 namespace torch_ring {
 
+/// The way of a connection to another rank. Between hosts with several network interfaces, data
+/// connections use these in turn, by the number of their channel, and control connections the
+/// first: of both ranks the same one.
+struct Way {
+  SocketAddress to;
+  /// The own address from which it comes, or else the system might send all by one interface. With
+  /// one, the system chooses.
+  std::optional<SocketAddress> from;
+  std::string text;  // " from 10.0.1.1 to 10.0.1.2", where there is a choice
+};
+
+/// `channel`: Hello's.
+Way way_to(const ControlOptions& options, int peer, std::uint32_t channel);
+
 /// Connects to a rank's listener and authenticates, again and again until it succeeds. Or, as a
 /// probe, only asks again and again whether somebody listens there.
 ///
@@ -28,10 +42,10 @@ class Outgoing {
   enum class State { kPending, kRefused, kDone };
   static constexpr std::chrono::milliseconds kRetry{50};
 
-  /// `unix`: whether to use the Unix socket of `address`, and not TCP.
-  Outgoing(const Address& address, bool unix, const Key& key, const Hello& hello);
+  /// To rank `hello.to`.
+  Outgoing(const ControlOptions& options, const Hello& hello);
   /// A probe: each `interval`, at first after one.
-  Outgoing(const Address& address, bool unix, std::chrono::milliseconds interval,
+  Outgoing(const ControlOptions& options, int peer, std::chrono::milliseconds interval,
            Clock::time_point now);
 
   /// Does what is possible now, if something is. kRefused: nobody listens there; this goes on
@@ -55,7 +69,7 @@ class Outgoing {
   State shake_hands(Clock::time_point now);
   State fail(const char* call, int error, Clock::time_point now);
 
-  const SocketAddress to_;
+  const Way way_;
   const Key key_{};
   const Hello hello_{};
   const std::optional<std::chrono::milliseconds> probe_;
@@ -159,6 +173,9 @@ class DataConnections {
   /// No more connections are begun to a peer that is gone. Those that are there stay, and those on
   /// which it may have answered come to their end: it may have sent its last data.
   void forget(int peer);
+
+  /// Why the last attempt to connect to `peer` failed; empty if none has.
+  std::string trouble(std::uint64_t set, int peer) const;
 
   /// Whether connections to `peer` are being made.
   bool is_connecting(std::uint64_t set, int peer) const;

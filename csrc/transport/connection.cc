@@ -203,6 +203,9 @@ void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byt
       if (transfer.finished()) return;
       ranks.push_back(transfer.connection->rank());
       text << separator << transfer.described() << direction << transfer.connection->peer();
+      if (const auto trouble = transfer.connection->trouble(); !trouble.empty()) {
+        text << " (no connection: " << trouble << ')';
+      }
       separator = ", ";
     };
     for (const auto& send : sends) add(send, " to ");

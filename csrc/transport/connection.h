@@ -58,6 +58,9 @@ class Connection {
   int receive_fd() const { return fd(incoming_); }
   const std::string& peer() const noexcept { return peer_; }
 
+  /// Why there are no sockets yet; empty if there are, or nothing is known.
+  std::string trouble() const { return sockets_.empty() ? source_.trouble(rank_) : std::string(); }
+
  private:
   /// How far one direction of the stream has come.
   struct Position {

@@ -1,6 +1,7 @@
 // SocketSource: makes the sockets of a connection when they are first needed.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "core/fd.h"
@@ -21,6 +22,9 @@ class SocketSource {
   /// once; none as long as there is no connection. `needed`: this rank has to send or receive now,
   /// so it connects if that is its part; otherwise it only takes what the peer has made.
   virtual std::vector<Fd> take(int peer, bool needed) = 0;
+
+  /// Why there is no connection to `peer` yet, if this rank connects and an attempt has failed.
+  virtual std::string trouble(int /*peer*/) const { return {}; }
 };
 
 }  // namespace torch_ring

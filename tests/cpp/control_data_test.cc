@@ -1,10 +1,14 @@
 // Data connections of the control plane.
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <random>
+#include <string>
 
 #include "control/news.h"
 #include "control/outgoing.h"
@@ -205,6 +209,35 @@ TEST(control_plane_keeps_the_last_data_of_a_rank_that_has_left) {
   }
 }
 
+/// The addresses of both ends of a TCP connection: "127.0.0.1 127.0.0.2".
+std::string ends_of(const Fd& socket) {
+  std::string text;
+  for (const auto call : {&::getsockname, &::getpeername}) {
+    sockaddr_in address{};
+    socklen_t bytes = sizeof address;
+    CHECK_EQ(call(socket.get(), reinterpret_cast<sockaddr*>(&address), &bytes), 0);
+    std::array<char, INET_ADDRSTRLEN> host{};
+    text += (text.empty() ? "" : " ");
+    text += ::inet_ntop(AF_INET, &address.sin_addr, host.data(), host.size());
+  }
+  return text;
+}
+
+TEST(data_connections_use_the_network_interfaces_in_turn) {
+  const Planes planes = start_planes(make_plane_options({0, 1}, std::chrono::minutes(1), 3));
+  wait_until_complete(planes);
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 6);
+  const auto low = planes[0]->sockets(kSet, {0, 1}, 6);
+  const auto ours = take_all(*high, 0, true);
+  const auto theirs = take_all(*low, 1, true);
+  CHECK_EQ(ours.size(), 6u);
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    const std::string host = "127.0.0." + std::to_string(1 + i % 3);
+    CHECK_EQ(ends_of(ours[i]), host + " " + host);
+    CHECK_EQ(ends_of(theirs[i]), host + " " + host);
+  }
+}
+
 TEST(control_plane_says_when_there_are_no_descriptors) {
   auto all = make_plane_options({0, 1});
   const Address rank0 = all[0].addresses[0];
@@ -230,7 +263,7 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
       "3)");
   // The other side finds out when somebody connects.
   const Fd stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const SocketAddress to(rank0, false);
+  const SocketAddress to(rank0.tcp[0]);
   CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
   CHECK_EQ(::connect(stranger.get(), to.generic(), to.bytes), 0);
   said.clear();

@@ -303,7 +303,10 @@ TEST(control_plane_checks_its_options) {
   refused([](ControlOptions& options) { options.rank = 3; }, "one of the ranks");
   refused([](ControlOptions& options) { options.labels.pop_back(); }, "a label and an address");
   refused([](ControlOptions& options) { options.addresses[1].socket = ""; }, "no name of a Unix");
-  refused([](ControlOptions& options) { options.addresses[2].host = "host"; }, "not a numeric");
+  refused([](ControlOptions& options) { options.addresses[2].tcp.push_back({"::1", 1}); },
+          "equally many TCP addresses");
+  refused([](ControlOptions& options) { options.addresses[2].tcp[0].host = "host"; },
+          "not a numeric");
 }
 
 TEST(control_plane_stops_while_it_connects) {
@@ -319,7 +322,7 @@ TEST(control_plane_stops_while_it_connects) {
 TEST(control_plane_says_who_has_exited_during_init) {
   auto all = make_plane_options(host_of(4, 2));
   all[0].unix_listener.reset();
-  all[0].tcp_listener.reset();
+  all[0].tcp_listeners.clear();
   all.erase(all.begin());
   const Planes planes = start_planes(std::move(all));
   for (const auto& plane : planes) {

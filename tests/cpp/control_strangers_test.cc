@@ -23,7 +23,7 @@ Key the_key() {
 }
 
 Fd connect_to(const Address& address, bool unix) {
-  const SocketAddress to(address, unix);
+  const SocketAddress to = unix ? SocketAddress(address.socket) : SocketAddress(address.tcp[0]);
   Fd socket(::socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (::connect(socket.get(), to.generic(), to.bytes) < 0) throw_errno("connect");
   return socket;
@@ -203,7 +203,7 @@ TEST(control_plane_waits_out_a_lack_of_descriptors) {
   Alone rank0(2);
   Fd peer(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const DescriptorLimit limit(peer.get() + 1);  // none is left
-  const SocketAddress to(rank0.address, true);
+  const SocketAddress to(rank0.address.socket);
   CHECK_EQ(::connect(peer.get(), to.generic(), to.bytes), 0);
   auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 0, Hello::kControl});
   CHECK_EQ(advance_handshake(handshake, peer.get()), 0);
@@ -218,7 +218,7 @@ TEST(control_plane_says_which_limit_to_raise) {
   Alone rank0(2);
   const Fd peer(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const DescriptorLimit limit(peer.get() + 1);
-  const SocketAddress to(rank0.address, true);
+  const SocketAddress to(rank0.address.socket);
   CHECK_EQ(::connect(peer.get(), to.generic(), to.bytes), 0);
   wait_until(
       [&] {

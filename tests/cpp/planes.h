@@ -1,6 +1,7 @@
 // make_planes(): control planes for tests, whose ranks are objects of one process.
 #pragma once
 
+#include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -36,12 +37,12 @@ inline std::pair<Fd, std::string> unix_listener() {
           std::string(address.sun_path + 1, bytes - offsetof(sockaddr_un, sun_path) - 1)};
 }
 
-/// A listener on the loopback interface, and its port.
-inline std::pair<Fd, std::uint16_t> tcp_listener() {
+/// A listener at an address of the loopback interface, and its port.
+inline std::pair<Fd, std::uint16_t> tcp_listener(const std::string& host) {
   Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_addr.s_addr = ::inet_addr(host.c_str());
   auto* const generic = reinterpret_cast<sockaddr*>(&address);
   socklen_t bytes = sizeof address;
   if (::bind(listener.get(), generic, bytes) < 0 || ::listen(listener.get(), 1024) < 0 ||
@@ -52,10 +53,11 @@ inline std::pair<Fd, std::uint16_t> tcp_listener() {
 }
 
 /// The options of all ranks' planes, listening; rank r is on host_of[r], whatever that is called:
-/// ranks of one host meet over Unix sockets, others over the loopback interface.
+/// ranks of one host meet over Unix sockets, others over the loopback interface, of
+/// which each network interface is another address.
 inline std::vector<ControlOptions> make_plane_options(
     const std::vector<int>& host_of,
-    std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1)) {
+    std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1), int interfaces = 1) {
   std::vector<ControlOptions> all(host_of.size());
   std::vector<Address> addresses(host_of.size());
   std::vector<std::string> labels;
@@ -64,8 +66,12 @@ inline std::vector<ControlOptions> make_plane_options(
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     labels.push_back("rank " + std::to_string(rank) + " (a thread)");
     std::tie(all[rank].unix_listener, addresses[rank].socket) = unix_listener();
-    std::tie(all[rank].tcp_listener, addresses[rank].port) = tcp_listener();
-    addresses[rank].host = "127.0.0.1";
+    for (int i = 0; i < interfaces; ++i) {
+      const std::string host = "127.0.0." + std::to_string(1 + i);
+      auto [listener, port] = tcp_listener(host);
+      all[rank].tcp_listeners.push_back(std::move(listener));
+      addresses[rank].tcp.push_back({host, port});
+    }
   }
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     all[rank].rank = static_cast<int>(rank);

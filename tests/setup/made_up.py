@@ -24,8 +24,8 @@ def info(rank: int, host: int = 0) -> dict[str, Any]:
         "local_rank": rank % 8,
         "local_size": 8,
         "pid": 1000 + int(digest[:5], 16) % 30000,
-        "address": f"10.{host >> 16}.{host >> 8 & 255}.{host & 255}",
-        "port": 32768 + int(digest[5:10], 16) % 28000,
+        "addresses": [f"10.{host >> 16}.{host >> 8 & 255}.{host & 255}"],
+        "ports": [32768 + int(digest[5:10], 16) % 28000],
         "socket": digest[:16],
         "cpus": f"{3 << (2 * (rank % 8)):x}",
     }

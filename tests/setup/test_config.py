@@ -25,6 +25,7 @@ def test_settings_have_defaults():
         ("TORCH_RING_FUSION_WINDOW", "2", "fusion_window_s", 0.002),
         ("TORCH_RING_BUCKET_BYTES", "1000", "bucket_bytes", 1000),
         ("TORCH_RING_INTERFACE", "ib0", "interface", "ib0"),
+        ("TORCH_RING_INTERFACE", "ib0, ib1", "interface", "ib0,ib1"),
         ("TORCH_RING_CONNECTIONS", "4", "connections", 4),
         ("TORCH_RING_CHECKSUM", "1", "checksum", 1),
         ("TORCH_RING_SECRET_FILE", "/a/b", "secret_file", "/a/b"),
@@ -66,6 +67,8 @@ def test_variables_of_torch_ring_go_before_those_of_horovod():
         ("TORCH_RING_INIT_TIMEOUT", "0", "from 0.1"),
         ("TORCH_RING_BUCKET_BYTES", "1e6", "whole number of bytes, 1 or more"),
         ("TORCH_RING_BUCKET_BYTES", "0", "whole number of bytes, 1 or more"),
+        ("TORCH_RING_INTERFACE", "eth0,", "must be names of network interfaces, with one comma"),
+        ("TORCH_RING_INTERFACE", "eth0,eth1,eth0", "each interface once, and names eth0 2 times"),
         ("TORCH_RING_CONNECTIONS", "0", "whole number from 1 to 64"),
         ("TORCH_RING_CONNECTIONS", "two", "whole number from 1 to 64"),
         ("TORCH_RING_TRUST_NETWORK", "yes", "must be one of 0, 1, false, true"),
@@ -78,6 +81,14 @@ def test_variables_of_torch_ring_go_before_those_of_horovod():
 def test_errors_name_the_variable_its_value_and_the_choice(variable, text, message):
     with pytest.raises(InvalidArgumentError, match=f"{variable}='{text}': .*{message}"):
         Config.from_environment({variable: text})
+
+
+def test_connections_are_of_each_interface():
+    both = {"TORCH_RING_INTERFACE": "a,b", "TORCH_RING_CONNECTIONS": "32"}
+    assert Config.from_environment(both).width == 64
+    assert Config.from_environment({}).width == 1
+    with pytest.raises(InvalidArgumentError, match="='a,b': there are at most 64 connections"):
+        Config.from_environment(both | {"TORCH_RING_CONNECTIONS": "33"})
 
 
 def test_the_secret_is_not_shown():

@@ -199,6 +199,32 @@ def test_ranks_listen_on_the_chosen_interface_only(interface):
     close_all(everyone)
 
 
+def test_ranks_listen_on_several_interfaces():
+    config = replace(CONFIG, transport="tcp", interface="lo,127.0.0.2")
+    everyone = connect_all(2, lambda _: config)
+    for connections in everyone:
+        assert [peer.addresses for peer in connections.peers] == [["127.0.0.1", "127.0.0.2"]] * 2
+    use_all(everyone, config)
+    close_all(everyone)
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "text"),
+    [
+        (["127.0.0.1,127.0.0.2", "127.0.0.1"], "host 127.0.0.1 has 2, and rank 1's host .* has 1"),
+        (["127.0.0.1,127.0.0.2", "127.0.0.1,::1"], "from 127.0.0.2 of rank 0's host to ::1 of"),
+    ],
+    ids=["numbers", "kinds"],
+)
+def test_interfaces_that_do_not_pair_are_told_to_all_ranks(interfaces, text):
+    config = replace(CONFIG, transport="tcp")
+    errors = connect_all(2, lambda rank: replace(config, interface=interfaces[rank]))
+    for error in errors:
+        with pytest.raises(RingError, match=text) as raised:
+            raise error
+        assert "set TORCH_RING_INTERFACE" in str(raised.value)
+
+
 # --- strangers
 
 NOISES = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(4096), b"torch_ring", os.urandom(300))
@@ -283,8 +309,8 @@ def test_a_replayed_handshake_is_refused(monkeypatch):
         info = make(identity, *rest)
         if identity.rank:
             return info
-        eavesdroppers.append(Eavesdropper(info.port))
-        return replace(info, port=eavesdroppers[0].listener.getsockname()[1])
+        eavesdroppers.append(Eavesdropper(info.ports[0]))
+        return replace(info, ports=[eavesdroppers[0].listener.getsockname()[1]])
 
     monkeypatch.setattr(connecting, "_own_info", overheard)
     config = replace(CONFIG, transport="tcp")
@@ -334,7 +360,7 @@ def replace_plane(monkeypatch, rank, instead):
         try:
             instead()
         finally:
-            for fd in (unix, tcp, launcher, claim):
+            for fd in (unix, *tcp, launcher, claim):
                 if fd >= 0:
                     os.close(fd)
 

@@ -1,5 +1,7 @@
 """This host's address, as the other ranks can reach it."""
 
+import pytest
+
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.setup import network
 
@@ -40,3 +42,18 @@ def test_own_address_is_that_of_an_interface_that_is_up_where_no_route_tells(mon
     assert network.own_address("", None) == "10.0.0.9"
     assert network.own_address("", "no-such-host.invalid") == "10.0.0.9"
     assert network.own_address("", "127.0.0.1") == "127.0.0.1"
+
+
+def test_own_addresses_of_several_interfaces():
+    assert network.own_addresses("lo,127.0.0.2", "there") == ["127.0.0.1", "127.0.0.2"]
+    assert network.own_address("lo,nope0", "there") == "127.0.0.1"
+    with pytest.raises(InvalidArgumentError, match="TORCH_RING_INTERFACE='nope0': must be"):
+        network.own_addresses("lo,nope0", "there")
+    with pytest.raises(InvalidArgumentError, match=r"lo and 127\.0\.0\.1 have the same address"):
+        network.own_addresses("lo,127.0.0.1", "there")
+
+
+def test_an_interface_that_is_down_is_told(monkeypatch):
+    monkeypatch.setattr(network, "_is_up", lambda *_: False)
+    with pytest.raises(InvalidArgumentError, match="'lo': it is down: `ip link set lo up`"):
+        network.own_addresses("lo", "there")

@@ -23,8 +23,8 @@ def made_up_peer(rank: int, machine: str = "a", **more) -> PeerInfo:
         "local_rank": None,
         "local_size": None,
         "pid": 100 + rank,
-        "address": f"10.0.0.{ord(machine[-1]) - 96}",
-        "port": 1,
+        "addresses": [f"10.0.0.{ord(machine[-1]) - 96}"],
+        "ports": [1],
         "socket": "s",
         "cpus": "3",
     }
@@ -50,7 +50,9 @@ def test_peer_info_survives_the_table_and_nothing_else_is_accepted():
         pack([1]),
         table_of(made_up_peer(2)),
         table_of(mine, cpus="x"),
-        table_of(mine, port=True),
+        table_of(mine, ports=[True]),
+        table_of(mine, ports=[]),
+        table_of(mine, ports=[1, 2]),
     ):
         with pytest.raises(RingError, match="a rank runs another version"):
             parse_table(table, 1)

@@ -28,6 +28,7 @@ __all__ = [
     "variables_set",
 ]
 
+_MOST_CONNECTIONS = 64  # DataConnections::kChannels
 LEVELS = ("debug", "info", "warning", "error")
 MOST = 1e8  # seconds: the longest time that the engine can count
 
@@ -81,6 +82,17 @@ def one_of(*allowed: str) -> Callable[[str], str]:
 def switch(text: str) -> bool:
     """Read 0, 1, false or true."""
     return one_of("0", "1", "false", "true")(text) in ("1", "true")
+
+
+def interfaces(text: str) -> str:
+    """Read names or addresses of network interfaces, with commas between them."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ValueError("must be names of network interfaces, with one comma between two")
+    for name in names:
+        if (times := names.count(name)) > 1:
+            raise ValueError(f"must name each interface once, and names {name} {times} times")
+    return ",".join(names)
 
 
 def file_path(text: str) -> str:
@@ -234,7 +246,19 @@ class Config:
                 if value is not None:
                     values[setting.field] = value
                     break
-        return cls(**values)
+        config = cls(**values)
+        if config.width > _MOST_CONNECTIONS:
+            raise InvalidArgumentError(
+                f"TORCH_RING_CONNECTIONS={config.connections} for each interface of "
+                f"TORCH_RING_INTERFACE={config.interface!r}: there are at most "
+                f"{_MOST_CONNECTIONS} connections between two ranks"
+            )
+        return config
+
+    @property
+    def width(self) -> int:
+        """The number of TCP connections between two ranks, over all network interfaces."""
+        return self.connections * (self.interface.count(",") + 1)
 
     def common(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, by variable."""
@@ -453,15 +477,16 @@ SETTINGS = (
     Setting(
         "interface",
         "TORCH_RING_INTERFACE",
-        str,
-        "name or address of the network interface that the job uses",
+        interfaces,
+        "name or address of the network interface that the job uses; several, as in eth0,eth1, "
+        "share the data between hosts: equally many on each (docs/launching.md)",
     ),
     Setting(
         "connections",
         "TORCH_RING_CONNECTIONS",
-        count(1, 64),
-        "TCP connections between two ranks that exchange data; more than 1 if a single one does "
-        "not fill the network",
+        count(1, _MOST_CONNECTIONS),
+        "TCP connections between two ranks that exchange data, over each network interface; more "
+        "than 1 if a single one does not fill it",
         common=True,
     ),
     Setting(

@@ -50,7 +50,7 @@ from torch_ring.setup.network import (
     has_loopback,
     is_loopback,
     listen_unix,
-    own_address,
+    own_addresses,
     pauses,
 )
 from torch_ring.setup.peer_info import PeerInfo, parse_table
@@ -230,12 +230,12 @@ class Listeners:
 
     Attributes:
         info: this rank's description of itself, with the names of the listeners.
-        tcp: for ranks of other hosts.
+        tcp: for ranks of other hosts, one for each network interface.
         unix: for those of this host.
     """
 
     info: PeerInfo
-    tcp: socket.socket
+    tcp: list[socket.socket]
     unix: socket.socket
 
 
@@ -254,7 +254,9 @@ def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[
     _raise_descriptor_limit()
     shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
     name = f"\0torch_ring/{secrets.token_hex(8)}"
-    with _listen_tcp(identity, config, towards) as tcp, listen_unix(name) as unix:
+    addresses = own_addresses(config.interface, towards, one_host=identity.on_one_node())
+    with contextlib.ExitStack() as closing, listen_unix(name) as unix:
+        tcp = [closing.enter_context(_listen_tcp(each, identity, config)) for each in addresses]
         yield Listeners(_own_info(identity, shares, tcp, unix), tcp, unix)
 
 
@@ -312,10 +314,13 @@ def connect(
                 rank,
                 host_of,
                 connections.labels,
-                [(peer.socket, peer.address, peer.port) for peer in peers],
+                [
+                    (peer.socket, list(zip(peer.addresses, peer.ports, strict=True)))
+                    for peer in peers
+                ],
                 hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
                 listeners.unix.detach() if len(here) > 1 else -1,
-                listeners.tcp.detach() if len(here) < size else -1,
+                [each.detach() for each in listeners.tcp] if len(here) < size else [],
                 config.heartbeat_timeout_s,
                 *watched,
                 held.detach() if held else -1,
@@ -422,7 +427,9 @@ def _raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _own_info(identity: Identity, shares: int, tcp: socket.socket, unix: socket.socket) -> PeerInfo:
+def _own_info(
+    identity: Identity, shares: int, tcp: Sequence[socket.socket], unix: socket.socket
+) -> PeerInfo:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
@@ -440,23 +447,22 @@ def _own_info(identity: Identity, shares: int, tcp: socket.socket, unix: socket.
         local_rank=identity.local_rank,
         local_size=identity.local_size,
         pid=os.getpid(),
-        address=tcp.getsockname()[0],
-        port=tcp.getsockname()[1],
+        addresses=[each.getsockname()[0] for each in tcp],
+        ports=[each.getsockname()[1] for each in tcp],
         socket=unix.getsockname()[1:].decode(),
         cpus=f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}",
     )
 
 
-def _listen_tcp(identity: Identity, config: Config, towards: str | None) -> socket.socket:
-    """Listen on the interface of the job, and no other."""
-    address = own_address(config.interface, towards, one_host=identity.on_one_node())
+def _listen_tcp(address: str, identity: Identity, config: Config) -> socket.socket:
+    """Listen on an interface of the job, and no other."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
     except OSError as error:
         if config.interface:
             raise InvalidArgumentError(
-                f"TORCH_RING_INTERFACE={config.interface}: cannot listen there: {error}"
+                f"TORCH_RING_INTERFACE={config.interface}: cannot listen at {address}: {error}"
             ) from None
         if error.errno == errno.EADDRINUSE:
             cure = (
@@ -476,22 +482,39 @@ def _listen_tcp(identity: Identity, config: Config, towards: str | None) -> sock
 
 
 def _require_addresses(peers: Sequence[PeerInfo]) -> None:
-    """Raise RingError if a rank's address leads other hosts elsewhere; the same on all ranks."""
+    """Raise RingError if addresses lead other hosts elsewhere, or do not pair; on all ranks."""
+    for peer in peers:
+        counts = [len(each.addresses) for each in (peers[0], peer)]
+        if counts[0] != counts[1]:
+            raise RingError(
+                f"the numbers of network interfaces differ: rank 0's host {peers[0].address} has "
+                f"{counts[0]}, and rank {peer.rank}'s host {peer.address} has {counts[1]}: set "
+                "TORCH_RING_INTERFACE to equally many on all hosts"
+            )
+        for one, another in zip(peers[0].addresses, peer.addresses, strict=True):
+            if counts[0] > 1 and (":" in one) != (":" in another):
+                raise RingError(
+                    f"the connections of one network interface lead from {one} of rank 0's host to "
+                    f"{another} of rank {peer.rank}'s, and only one of them is an IPv6 address: "
+                    "set TORCH_RING_INTERFACE to interfaces, or addresses, of one kind"
+                )
     if len({peer.machine for peer in peers}) == 1:
         return
     first: dict[str, PeerInfo] = {}
     for peer in peers:
-        other = first.setdefault(peer.address, peer)
-        if is_loopback(peer.address):
-            wrong = f"rank {peer.rank}'s host has no other address than {peer.address}, at which"
-        elif other.machine != peer.machine:
-            wrong = (
-                f"the hosts of rank {other.rank} and rank {peer.rank} have the same address "
-                f"{peer.address}, at which"
+        for address in peer.addresses:
+            other = first.setdefault(address, peer)
+            if is_loopback(address):
+                wrong = f"rank {peer.rank}'s host has no other address than {address}, at which"
+            elif other.machine != peer.machine:
+                wrong = (
+                    f"the hosts of rank {other.rank} and rank {peer.rank} have the same address "
+                    f"{address}, at which"
+                )
+            else:
+                continue
+            raise RingError(
+                f"{wrong} the ranks of other hosts do not find it: set TORCH_RING_INTERFACE there "
+                "to the name or the address of an interface that they reach (`ip -br addr` lists "
+                "them)"
             )
-        else:
-            continue
-        raise RingError(
-            f"{wrong} the ranks of other hosts do not find it: set TORCH_RING_INTERFACE there to "
-            "the name or the address of an interface that they reach (`ip -br addr` lists them)"
-        )

@@ -34,6 +34,7 @@ __all__ = [
     "is_loopback_name",
     "listen_unix",
     "own_address",
+    "own_addresses",
     "pauses",
     "require_same_user",
 ]
@@ -52,16 +53,45 @@ class ForeignUserError(PermissionError):
         self.user = user
 
 
-def own_address(interface: str, towards: str | None, *, one_host: bool = False) -> str:
-    """Return the address of this host at which the other ranks find it.
+def own_addresses(interfaces: str, towards: str | None, *, one_host: bool = False) -> list[str]:
+    """Return the addresses of this host at which the other ranks find it, of each interface.
 
     Args:
-        interface: TORCH_RING_INTERFACE, which decides if it is not empty.
+        interfaces: TORCH_RING_INTERFACE, which decides if it is not empty.
         towards: the store's host, if known: the route to it leads to the other ranks, too.
         one_host: whether all ranks are on this host.
+
+    Raises:
+        InvalidArgumentError: one of the interfaces cannot be used, or two of them have one address.
     """
-    if interface:
-        return address_of_interface(interface)
+    if not interfaces:
+        return [_address_by_route(towards, one_host)]
+    names: dict[str, str] = {}  # by address
+    for name in interfaces.split(","):
+        other = names.setdefault(address := address_of_interface(name), name)
+        if other is not name:
+            raise InvalidArgumentError(
+                f"TORCH_RING_INTERFACE={interfaces!r}: {other} and {name} have the same address, "
+                f"{address}: name each interface once"
+            )
+    return list(names)
+
+
+def own_address(interfaces: str, towards: str | None, *, one_host: bool = False) -> str:
+    """Return the first of the addresses: of what uses a single interface.
+
+    Args:
+        interfaces: TORCH_RING_INTERFACE.
+        towards: the store's host, if known.
+        one_host: whether all ranks are on this host.
+
+    Raises:
+        InvalidArgumentError: the first interface cannot be used.
+    """
+    return own_addresses(interfaces.partition(",")[0], towards, one_host=one_host)[0]
+
+
+def _address_by_route(towards: str | None, one_host: bool) -> str:
     if towards is not None:
         with contextlib.suppress(OSError):  # its name may come later, or the way to it
             address = _source_address(towards)
@@ -89,23 +119,33 @@ def _interfaces_up() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has just gone
-                answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("256s", name.encode()))
-                if struct.unpack("=16xH", answer[:18])[0] & _IFF_UP:
+                if _is_up(probe, name):
                     found.append(name)
     return found
+
+
+def _is_up(probe: socket.socket, interface: str) -> bool:
+    """Return whether an interface is up, asking with any socket. Raises OSError: there is none."""
+    answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
+    return bool(struct.unpack("=16xH", answer[:18])[0] & _IFF_UP)
 
 
 def address_of_interface(interface: str) -> str:
     """Return the address of a network interface, given by name or by that address.
 
     Raises:
-        InvalidArgumentError: there is no such interface, or it has no address.
+        InvalidArgumentError: there is no such interface, or it has no address, or is down.
     """
     try:
         return str(ipaddress.ip_address(interface))
     except ValueError:
         pass
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            if not _is_up(probe, interface):
+                raise InvalidArgumentError(
+                    f"TORCH_RING_INTERFACE={interface!r}: it is down: `ip link set {interface} up`"
+                )
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])

@@ -240,7 +240,7 @@ class PeerInfo:
         shares: the bytes of its host's memory that the rank can map; 0: it shares none.
         node: the launcher's name of its node; None: the machine counts as the node.
         local_rank, local_size: as the launcher sets them; None if it does not.
-        address, port: the TCP address for ranks on other hosts.
+        addresses, ports: the TCP addresses for ranks on other hosts, of each network interface.
         socket: the name of the abstract Unix socket for ranks on its own host.
         cpus: the CPUs the rank may run on, as a hexadecimal bit mask.
     """
@@ -252,10 +252,15 @@ class PeerInfo:
     local_rank: int | None
     local_size: int | None
     pid: int
-    address: str
-    port: int
+    addresses: Sequence[str]
+    ports: Sequence[int]
     socket: str
     cpus: str
+
+    @property
+    def address(self) -> str:
+        """The address of the first network interface."""
+        return self.addresses[0]
 
     @property
     def kernel(self) -> str:
@@ -296,6 +301,8 @@ def parse_table(table: bytes, size: int) -> PeerTable:
             for peer in _peers(rows(host.columns, host.count), host.count):
                 if peer.rank in peers:
                     raise ValueError(f"rank {peer.rank} is there twice")
+                if len(peer.addresses) != len(peer.ports):
+                    raise ValueError(f"rank {peer.rank} has not one port at each address")
                 peers[peer.rank] = peer
         if peers.keys() != set(range(size)):
             raise ValueError("its ranks are not those of the world")
@@ -338,6 +345,10 @@ def _text(value: Any) -> bool:
     return isinstance(value, str) and len(value) < 1024 and value.isprintable()
 
 
+def _some(is_good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and value != [] and all(map(is_good, value))
+
+
 def _is_mask(value: Any) -> bool:
     try:
         return isinstance(value, str) and int(value, 16) >= 0
@@ -353,8 +364,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "local_rank": _or_none(_whole(1 << 31)),
     "local_size": _or_none(_whole(1 << 31)),
     "pid": _whole(1 << 31),
-    "address": _text,
-    "port": _whole(1 << 16),
+    "addresses": _some(_text),
+    "ports": _some(_whole(1 << 16)),
     "socket": _text,
     "cpus": _is_mask,
 }

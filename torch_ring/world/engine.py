@@ -51,7 +51,7 @@ def make_engine(
         alone or may_spin(rank, peers),
         None if alone else connections.plane,
         number,
-        config.connections,
+        config.width,
         None if alone else connections.memory,
         list(slots),
         connections.launch_order,

@@ -366,7 +366,7 @@ def _describe(connections: Connections) -> str:
     ranks = f"{connections.size} ranks"
     if len(sizes) == 1:
         return f"{ranks} on one host, by shared memory"
-    addresses = ", ".join(dict.fromkeys(peer.address for peer in connections.peers))
+    addresses = ", ".join(dict.fromkeys("+".join(peer.addresses) for peer in connections.peers))
     if len(sizes) == connections.size:
         return f"{ranks}, by TCP over {addresses}"
     return (

@@ -97,7 +97,7 @@ class Timelines:
             labels=list(mine.labels),
             plane=mine.plane,
             number=self._number,
-            width=self._config.connections,
+            width=self._config.width,
             checksums=bool(self._config.checksum),
             transfer_timeout_s=_TRANSFER_TIMEOUT_S,
             has_clock_of_rank_0=mine.host_of[mine.rank] == mine.host_of[0],
