@@ -1,6 +1,6 @@
-// Api: the part of NCCL's C interface that torch_ring uses. NCCL is found at run time, so a build
-// needs nothing of CUDA. tests/device/nccl_check.cc compares these declarations with the real
-// nccl.h.
+// Api: the part of NCCL's C interface that torch_ring uses, which is RCCL's, too. The library is
+// found at run time, so a build needs nothing of CUDA. tests/device/nccl_check.cc compares these
+// declarations with the real nccl.h, test_nccl_header.py has a table of versions.
 #pragma once
 
 #include <climits>
@@ -43,6 +43,7 @@ struct Config {
   int max_ctas = INT_MIN;
   const char* net_name = nullptr;
   int split_share = INT_MIN;
+  int unset = INT_MIN;  // padding; of newer versions the field trafficClass
 };
 static_assert(sizeof(Config) == 48);
 

@@ -2,25 +2,39 @@
 
 #include <dlfcn.h>
 
+#include <array>
+
 #include "core/error.h"
 
 namespace torch_ring::nccl {
 
 namespace {
 
-constexpr const char* kSoname = "libnccl.so.2";
+// NCCL, then AMD's RCCL, which has the same functions.
+constexpr std::array kSonames{"libnccl.so.2", "librccl.so.1"};
 
 void* open(const std::string& path) {
-  if (path.empty()) {
-    // torch's copy first: two copies of NCCL in a process would not know of each other.
-    if (void* library = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return library;
+  std::string why;
+  const auto load = [&](const char* name, int flags) {
+    void* const library = dlopen(name, RTLD_NOW | flags);
+    if (!library && why.empty()) why = dlerror();
+    return library;
+  };
+  if (!path.empty()) {
+    if (void* library = load(path.c_str(), RTLD_LOCAL)) return library;
+  } else {
+    // torch's copy first: two copies in a process would not know of each other.
+    for (const char* name : kSonames) {
+      if (void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;
+    }
+    for (const char* name : kSonames) {
+      if (void* library = load(name, RTLD_LOCAL)) return library;
+    }
   }
-  const char* name = path.empty() ? kSoname : path.c_str();
-  if (void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL)) return library;
   throw Error(ErrorKind::kInvalidArgument,
-              std::string("tensors on GPUs need NCCL, which cannot be loaded: ") + dlerror() +
-                  ". Install a build of torch with CUDA, or say where NCCL is "
-                  "(TORCH_RING_NCCL_LIBRARY)");
+              "tensors on GPUs need NCCL, which cannot be loaded: " + why +
+                  ". Install a build of torch with CUDA, or say where NCCL (on AMD's GPUs: RCCL) "
+                  "is (TORCH_RING_NCCL_LIBRARY)");
 }
 
 class Symbols {
@@ -55,7 +69,7 @@ std::string version_text(int version) {
 Api load(const std::string& path) {
   void* library = open(path);
   Api api{};
-  api.path = path_of(dlsym(library, "ncclGetVersion"), path.empty() ? kSoname : path);
+  api.path = path_of(dlsym(library, "ncclGetVersion"), path.empty() ? kSonames[0] : path);
 
   const Symbols symbols(library, api.path);
   symbols.get(api.get_version, "ncclGetVersion");

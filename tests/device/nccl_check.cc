@@ -43,6 +43,7 @@ SAME_PLACE(min_ctas, minCTAs);
 SAME_PLACE(max_ctas, maxCTAs);
 SAME_PLACE(net_name, netName);
 SAME_PLACE(split_share, splitShare);
+SAME_PLACE(unset, trafficClass);
 
 /// Whether two functions take arguments of the same kinds: enums and pointers are ours or NCCL's.
 template <class A, class B>

@@ -500,7 +500,8 @@ SETTINGS = (
         "nccl_library",
         "TORCH_RING_NCCL_LIBRARY",
         str,
-        "path of libnccl.so.2; if unset, the one that torch has loaded, or the system's",
+        "path of libnccl.so.2, or of librccl.so.1; if unset, the one that torch has loaded, or the "
+        "system's",
     ),
     Setting(
         "secret",
