@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
+import math
 import os
 import random
 import select
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import time
 
+from torch_ring.run.numa import BindingError, bind, cpus_of
 from torch_ring.setup.control_groups import usable_cpus
 
 TYPE_CHECKING = False
@@ -83,7 +86,8 @@ class RankProcess:
         self.input, self._given = -1, given
         self.is_standby = bool(request["is_standby"])  # it still waits to become a rank
         environment = {**os.environ, **request["environment"]}
-        cores = int(usable_cpus() / int(request["local_size"]))
+        cpus = None if self.is_standby else _cpus_of(request)
+        cores = int(min(usable_cpus() / int(request["local_size"]), len(cpus or ()) or math.inf))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
         command = list(request["command"])
         passed: list[int] = []
@@ -102,7 +106,7 @@ class RankProcess:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=passed,
-                preexec_fn=_end_with_parent,  # there is one thread
+                preexec_fn=functools.partial(_begin, cpus),  # there is one thread
             )
         except BaseException:
             self.close()
@@ -127,9 +131,12 @@ class RankProcess:
         """Whether the process is to read more, or the end of its input."""
         return self.input >= 0 and (bool(self._given) or not self.is_standby)
 
-    def activate(self, rank: int, given: bytes) -> None:
-        """Let a standby process become a rank."""
-        self.rank, self.is_standby = rank, False
+    def activate(self, request: dict[str, Any], given: bytes) -> None:
+        """Let a standby process become a rank. Raises BindingError."""
+        if (cpus := _cpus_of(request)) is not None:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
+                bind(self.pid, cpus)
+        self.rank, self.is_standby = int(request["rank"]), False
         self._given += given
 
     def feed(self) -> None:
@@ -169,8 +176,22 @@ class RankProcess:
         self.input = -1
 
 
-def _end_with_parent() -> None:
+def _cpus_of(request: dict[str, Any]) -> set[int] | None:
+    """Return the CPUs to which a rank is to be bound; None: it is not. Raises BindingError."""
+    mode = request["numa_binding"]
+    if not mode:
+        return None
+    numbers = int(request["local_rank"]), int(request["local_size"])
+    try:
+        return cpus_of(mode, *numbers, os.sched_getaffinity(0))
+    except BindingError as error:
+        raise BindingError(f"cannot bind it to CPUs (--numa-binding {mode}): {error}") from None
+
+
+def _begin(cpus: set[int] | None) -> None:
     """In a rank, before its program: never outlive the agent, which would end it."""
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -341,6 +362,9 @@ class Agent:
             self._send({"event": "note", "text": text})
         try:
             rank = RankProcess(request, given)
+        except BindingError as error:
+            self._refuse(request, str(error))
+            return
         except (OSError, ValueError) as error:  # ValueError: a null character
             is_missing = isinstance(error, FileNotFoundError)
             command = request["command"][0]
@@ -362,11 +386,15 @@ class Agent:
         """Let a standby process become a rank; one that has ended cannot be started so."""
         for rank in self._ranks.values():
             if rank.rank == request["standby"] and rank.is_standby:
-                rank.activate(int(request["rank"]), given)
+                try:
+                    rank.activate(request, given)
+                except BindingError as error:
+                    self._refuse(request, str(error))
                 return
-        text = "its standby process has ended"
-        event = {"event": "unstartable", "rank": request["rank"], "code": 1, "text": text}
-        self._send(event)
+        self._refuse(request, "its standby process has ended")
+
+    def _refuse(self, request: dict[str, Any], text: str) -> None:
+        self._send({"event": "unstartable", "rank": request["rank"], "code": 1, "text": text})
 
     def _pass_on(self, rank: RankProcess, fd: int) -> bool:
         name = rank.outputs[fd]

@@ -42,7 +42,7 @@ _FIND_PYTHON = (
     'exec "$p" -I -S -c "$2"'
 )
 # In the order of their imports.
-_MODULES = ("setup.control_groups", "run.agent")
+_MODULES = ("setup.control_groups", "run.numa", "run.agent")
 _PROGRAM = """
 import sys, types
 for name, text in {modules!r}:

@@ -57,6 +57,7 @@ class JobSpec:
         has_result: whether a rank gets the number of a descriptor, as its last argument, to which
             it writes its result.
         is_verbose: whether more is said.
+        numa_binding: how ranks are bound to CPUs; empty: they are not.
     """
 
     slots: Sequence[Slot]
@@ -72,6 +73,7 @@ class JobSpec:
     given: bytes = field(default=b"", repr=False)
     has_result: bool = False
     is_verbose: bool = False
+    numa_binding: str = ""
 
 
 # Of this host or this shell, and so wrong on another host.

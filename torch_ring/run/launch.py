@@ -87,6 +87,7 @@ def launch(
             given=given,
             has_result=has_result,
             is_verbose=options.is_verbose,
+            numa_binding=options.numa_binding,
         )
         ssh = Ssh(options.ssh_port, options.ssh_identity_file, options.ssh_arguments)
         screen = Screen(*sinks, len(slots), options.output_folder, options.with_time)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_ring.config import SETTINGS
 from torch_ring.errors import InvalidArgumentError
+from torch_ring.run.numa import MODES
 
 __all__ = [
     "GrowthSettings",
@@ -267,6 +268,7 @@ class Options:
         is_verbose: whether more is said.
         shows: "build" or "version" if that is all that is wanted; empty: a job.
         notes: lines about options that change nothing.
+        numa_binding: how ranks are bound to CPUs, one of numa.MODES; empty: they are not.
     """
 
     command: Sequence[str] = ()
@@ -285,6 +287,7 @@ class Options:
     is_verbose: bool = False
     shows: str = ""
     notes: tuple[str, ...] = ()
+    numa_binding: str = ""
 
 
 @dataclass(frozen=True)
@@ -398,6 +401,7 @@ def parse_options(
         is_verbose,
         args.shows or "",
         tuple(notes),
+        args.numa_binding,
     )
 
 
@@ -453,6 +457,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         dest="with_time",
         action="store_true",
         help="put the time in front of each line, too",
+    )
+    add(
+        "--numa-binding",
+        choices=MODES,
+        default="",
+        help="bind each rank to CPUs of a NUMA node, as torchrun does",
     )
     add("--config-file", metavar="FILE", help="options in YAML; those given here go first")
     add("--verbose", action="store_true", help="say which ranks start where, and how")

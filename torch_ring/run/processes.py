@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch_ring.run import standby_process
 from torch_ring.run.growth import Growth, standby_command
@@ -99,6 +100,7 @@ class Processes:
             do="activate",
             standby=standby,
             rank=slot.rank,
+            **self._place(slot),
         )
         self._note(slot, name, is_newcomer=True)
 
@@ -132,10 +134,15 @@ class Processes:
             command=list(command),
             environment=self._environment(slot, name, is_newcomer),
             folder=self._spec.folder,
-            local_size=slot.local_size,
+            **self._place(slot),
             has_result=self._spec.has_result,
             is_standby=number < 0,
         )
+
+    def _place(self, slot: Slot) -> dict[str, Any]:
+        """Return what an agent needs to know to choose the CPUs of a rank."""
+        numbers = {"local_rank": slot.local_rank, "local_size": slot.local_size}
+        return {"numa_binding": self._spec.numa_binding, **numbers}
 
     def _environment(self, slot: Slot, name: str, is_newcomer: bool) -> dict[str, str]:
         assert self._facts is not None
