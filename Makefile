@@ -154,11 +154,17 @@ $(STAMPS)/test: $(STAMPS)/torch
 	  prometheus_client
 	touch $@
 
-# 0.7 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
+# 0.8 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
+# $(TORCH) again: open_clip needs a torchvision, which is to be that torch's. PyTorch-Ignite's own tests
+# are in the archive of its sources.
 $(STAMPS)/integrations: $(STAMPS)/torch
-	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata; do \
-	  $(PIP) "$$package" || echo "make: $$package is not installed: its test will be skipped"; \
+	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata \
+	  "open_clip_torch[training]" pytorch-ignite; do \
+	  $(PIP) "$$package" "$(TORCH)" || \
+	    echo "make: $$package is not installed: its test will be skipped"; \
 	done
+	@$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary pytorch-ignite \
+	  --dest build/sources pytorch-ignite || echo "make: its own tests will be skipped"
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
