@@ -14,6 +14,7 @@ MODULES = {  # as docs/migrating-from-horovod.md and the guides import them
     "metrics",
     "mpi_ops",
     "optimizer",
+    "preemption",
     "sync_batch_norm",
 }
 

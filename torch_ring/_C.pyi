@@ -233,6 +233,21 @@ class ControlPlane:
     def answer(self, rank: int, number: int, text: str) -> None:
         """Answer a rank's question, by 4096 bytes at most: the rest is cut."""
 
+    def want_stop(self, signal: str) -> None:
+        """Have all ranks stop at one point of their programs, as this one has got a signal."""
+
+    def pass_point(self) -> bool | None:
+        """Pass a point at which the program may stop; return whether all ranks stop there.
+
+        None, without passing it, while that is being agreed.
+
+        Raises:
+            PeerLostError: a rank was lost meanwhile.
+        """
+
+    def why_stop(self) -> str:
+        """Return which rank got which signal first, as this one heard; empty if none did."""
+
     def read_queries(self, reader: Callable[[bool, int, int, str], None]) -> None:
         """Call `reader` with each query to this rank until stop(), in another thread.
 

@@ -26,6 +26,7 @@ from torch_ring.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from torch_ring.tracing.exporter import export_metrics
 from torch_ring.tracing.flight_recorder import trace_process
 from torch_ring.tracing.timeline import start_timeline, stop_timeline
+from torch_ring.world import preemption
 
 __all__ = [
     "Compressor",
@@ -56,6 +57,7 @@ __all__ = [
     "lr_schedules",
     "metrics",
     "mpi_ops",
+    "preemption",
     "start_timeline",
     "stop_timeline",
 ]

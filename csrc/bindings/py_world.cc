@@ -237,6 +237,9 @@ void bind_control_plane(py::module_& module) {
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
       .def("read_queries", &PyControlPlane::read_queries, py::arg("reader"))
+      .def("want_stop", &PyControlPlane::want_stop, py::arg("signal"))
+      .def("pass_point", &PyControlPlane::pass_point)
+      .def("why_stop", [](const PyControlPlane& plane) { return as_text(plane.why_stop()); })
       .def("connections", &PyControlPlane::connections)
       .def(
           "stop",

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -87,6 +89,11 @@ class PyControlPlane {
   }
   /// See ControlPlane. The reader takes a query's is_question, from, number and text.
   void read_queries(pybind11::function reader);
+  void want_stop(const std::string& signal) {
+    if (plane_ && ::getpid() == pid_) plane_->want_stop(signal);
+  }
+  std::optional<bool> pass_point() { return plane_ ? plane_->pass_point() : false; }
+  std::string why_stop() const { return plane_ ? plane_->why_stop() : ""; }
   /// The data connections that have been made so far.
   std::uint64_t connections() const { return plane_->connections(); }
   void stop(std::chrono::milliseconds patience = kGoodbyePatience);

@@ -260,6 +260,39 @@ void ControlPlane::answer(int rank, std::uint64_t number, std::string text) {
   tell([&] { return Message::answers(rank_, rank, number, std::move(text)); });
 }
 
+void ControlPlane::want_stop(const std::string& signal) {
+  {
+    const std::scoped_lock lock(mutex_);
+    tell_points(signal);
+  }
+  ::eventfd_write(wake_.get(), 1);
+}
+
+void ControlPlane::tell_points(const std::string& signal) {
+  if (std::exchange(told_points_, true)) return;
+  own_news_.push_back(Message::stops(rank_, points_, signal));
+}
+
+std::optional<bool> ControlPlane::pass_point() {
+  const std::scoped_lock lock(mutex_);
+  if (!told_points_) {
+    ++points_;
+    return false;
+  }
+  const auto lost = news_.lost();
+  if (!stop_ && lost.empty()) stop_ = news_.furthest_point();
+  if (stop_) return points_++ >= *stop_;
+  if (lost.empty()) return std::nullopt;
+  throw Error(ErrorKind::kPeerLost,
+              at(options_.labels, lost.front()) + " was lost while the ranks agreed where to stop");
+}
+
+std::string ControlPlane::why_stop() const {
+  const std::scoped_lock lock(mutex_);
+  const Message* const first = news_.first_signal();
+  return first == nullptr ? "" : at(options_.labels, first->rank) + " got " + first->text;
+}
+
 std::vector<Fd> ControlPlane::take(std::uint64_t set, int peer, int width, bool needed) {
   const std::scoped_lock lock(mutex_);
   if (farewell_) throw Error(ErrorKind::kInternal, "the control plane has been stopped");
@@ -551,6 +584,8 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
     } else {
       queries_.put({asks, message.rank, message.set, message.text});
     }
+  } else if (message.kind == Message::Kind::kStops) {
+    tell_points({});
   } else if (message.kind != Message::Kind::kWaits && !own_left) {
     pending_news_.push_back(message);
   }

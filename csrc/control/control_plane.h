@@ -179,6 +179,17 @@ class ControlPlane {
   /// may never come: the rank is lost, or has no reader, or news on its way was lost with others.
   void read_queries(Queries::Reader reader) { queries_.read_by(std::move(reader)); }
 
+  /// Has all ranks stop at one point of their programs, because this one has got `signal`: the
+  /// first point that no rank had passed when it heard of it. Blocking: no.
+  void want_stop(const std::string& signal);
+  /// Passes a point at which the program may stop; the ranks must have the same number of them.
+  /// Returns whether all ranks stop here; none, without passing it, while that is being agreed: the
+  /// other ranks' threads answer, whatever their programs do. Errors: Error(kPeerLost) if a rank
+  /// was lost meanwhile. Blocking: no.
+  std::optional<bool> pass_point();
+  /// Why the ranks stop: "rank 2 (pid 7) got SIGTERM"; empty as long as nobody wants that.
+  std::string why_stop() const;
+
   /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
   /// death while the child lives. Call it before the fork: the child may find its lock taken.
   std::vector<int> descriptors() const;
@@ -214,6 +225,7 @@ class ControlPlane {
   void presume_departed(int peer);
   void learn(const Message& message, const ControlLink* from, Clock::time_point now);
   void give_setup_up(const Error& error);
+  void tell_points(const std::string& signal);
   std::string silence() const;
   bool in_setup() const { return !awaited_.empty(); }
   /// A rank that is taken for lost itself is heard by nobody, and hears nobody: it judges and seeks
@@ -240,6 +252,9 @@ class ControlPlane {
   std::optional<Error> setup_error_;
   std::vector<Message> own_news_;      // what this rank tells and has not sent yet
   std::string why_;                    // this rank leaves
+  std::uint64_t points_ = 0;           // passed by this rank
+  std::optional<std::uint64_t> stop_;  // after so many points all ranks stop
+  bool told_points_ = false;           // to the others: it passes no more until all have
   std::uint64_t waits_told_ = 0;       // by this rank
   std::uint64_t asked_ = 0;            // questions, likewise
   std::set<std::uint64_t> probes_;     // that have no answer, or one of this turn

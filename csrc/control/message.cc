@@ -51,6 +51,8 @@ bool plausible(const Message& message, std::size_t text_bytes) {
       return own && text_bytes <= Message::kQuestionBytes;
     case Message::Kind::kAnswers:
       return own;
+    case Message::Kind::kStops:
+      return own && message.set == 0;
   }
   return false;
 }

@@ -25,6 +25,8 @@ struct Message {
     kWaits = 'W',      // `rank` waits in `set`: wait()
     kAsks = 'A',       // `rank` asks rank `rounds` what it does; its question number `set`: `text`
     kAnswers = 'R',    // `rank` answers rank `rounds`' question number `set` by `text`
+    kStops = 'S',      // a stop is wanted, and `rank` has passed `rounds` points at which it could
+                       // stop; `text`: the signal that it got; empty: it has heard of another's
   };
   static constexpr std::size_t kHeaderBytes = 28;
   static constexpr std::size_t kQuestionBytes = 16;
@@ -63,6 +65,9 @@ struct Message {
   static Message asks(int rank, int whom, std::uint64_t number, std::string question = {}) {
     return {Kind::kAsks,        {}, rank, rank, number, static_cast<std::uint64_t>(whom),
             std::move(question)};
+  }
+  static Message stops(int rank, std::uint64_t points, std::string signal) {
+    return {Kind::kStops, {}, rank, rank, 0, points, std::move(signal)};
   }
   static Message answers(int rank, int whom, std::uint64_t number, std::string text);
   /// Precondition: a kAsks or kAnswers. The rank that it is for.

@@ -89,6 +89,9 @@ bool News::learn(const Message& message) {
     case Message::Kind::kFailed:
       if (!failed_.emplace(message.set, message.rank).second) return false;
       break;
+    case Message::Kind::kStops:
+      if (!points_.emplace(message.rank, message.rounds).second) return false;
+      break;
     case Message::Kind::kWaits:
       return waits_.learn(message);
     case Message::Kind::kAsks:
@@ -121,6 +124,22 @@ std::vector<Message> News::known() const {
   std::vector<Message> all = known_;
   for (Message& wait : waits_.known()) all.push_back(std::move(wait));
   return all;
+}
+
+std::optional<std::uint64_t> News::furthest_point() const {
+  std::uint64_t furthest = 0;
+  for (const auto& [rank, passed] : points_) furthest = std::max(furthest, passed);
+  for (int rank = 0; rank < static_cast<int>(fates_.size()); ++rank) {
+    if (alive(rank) && !points_.contains(rank)) return std::nullopt;
+  }
+  return furthest;
+}
+
+const Message* News::first_signal() const {
+  const auto found = std::ranges::find_if(known_, [](const Message& message) {
+    return message.kind == Message::Kind::kStops && !message.text.empty();
+  });
+  return found == known_.end() ? nullptr : &*found;
 }
 
 void News::presume_departed(int rank) {

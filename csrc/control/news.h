@@ -185,6 +185,13 @@ class News {
 
   const Waits& waits() const { return waits_; }
 
+  /// The stop points that the furthest rank had passed when it heard of a stop; none until all
+  /// living ranks have told theirs. All ranks come to the same number, if none is lost or presumed
+  /// departed meanwhile: what a rank told before its departure is known wherever its departure is.
+  std::optional<std::uint64_t> furthest_point() const;
+  /// The first kStops with a signal that was heard; none if there is none.
+  const Message* first_signal() const;
+
   /// The messages that a new neighbour must get: all that was new, in order, and the waits that
   /// last.
   std::vector<Message> known() const;
@@ -200,6 +207,7 @@ class News {
   std::set<std::uint64_t> ended_;                   // the last kEnded sets
   std::deque<std::uint64_t> ended_in_order_;        // the same
   Waits waits_;
+  std::map<int, std::uint64_t> points_;                    // rank -> stop points, as it told
   std::map<int, std::uint64_t> asked_;                     // rank -> its last question
   std::map<std::pair<int, int>, std::uint64_t> answered_;  // (rank, to whom) -> likewise
   std::vector<Message> known_;                             // without waits, questions and answers

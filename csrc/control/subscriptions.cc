@@ -68,6 +68,7 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
     case Message::Kind::kWaits:
     case Message::Kind::kAsks:
     case Message::Kind::kAnswers:
+    case Message::Kind::kStops:
       return;
     case Message::Kind::kLeft:
       if (news.set == set_of(set)) observer.on_departed(news.rank, news.rounds, news.text);

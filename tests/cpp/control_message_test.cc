@@ -29,6 +29,8 @@ std::vector<Message> samples() {
           Message::asks(1, 3, 0x0123456789abcdef),
           Message::asks(1, 3, 0x0123456789abcdf0, "probe"),
           Message::answers(3, 1, 0x0123456789abcdef, "in train.py:41"),
+          Message::stops(1, 0x0123456789abcdef, "SIGTERM"),
+          Message::stops(2, 0, {}),
           Message::failed(3, 0, Error(ErrorKind::kInternal, std::string(5000, 'x')))};
 }
 
@@ -60,6 +62,8 @@ TEST(control_messages_are_checked_before_they_are_believed) {
   refused(4, changed(Message::heartbeat(2), 0, 'X'));        // no kind
   refused(4, changed(Message::asks(2, 1, 1), 2, 17));        // too long a question
   refused(4, changed(Message::answers(2, 1, 1, {}), 8, 1));  // in another one's name
+  refused(4, changed(Message::stops(2, 1, {}), 8, 1));       // likewise
+  refused(4, changed(Message::stops(2, 1, {}), 12, 1));      // of a set
   const std::string to_nobody = frames_of({Message::asks(2, 4, 1)});
   CHECK_THROWS(parse(4, to_nobody, to_nobody.size()), ErrorKind::kPeerLost,
                "writes to a rank that there is not");

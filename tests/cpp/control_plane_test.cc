@@ -275,6 +275,63 @@ TEST(control_plane_carries_questions_and_answers) {
   for (const auto& plane : world.planes) plane->stop();  // before the promises end
 }
 
+/// Passes points until the ranks stop; returns the number of that point. `at_point(n)` comes before
+/// point n.
+template <class Do>
+int pass_until_stop(ControlPlane& plane, Do&& at_point) {
+  for (int point = 1;; ++point) {
+    at_point(point);
+    std::optional<bool> stops;
+    wait_until([&] { return (stops = plane.pass_point()).has_value(); }, "the ranks agree");
+    if (*stops) return point;
+  }
+}
+
+TEST(control_planes_stop_at_one_point_however_many_each_rank_has_passed) {
+  for (int trial = 0; trial < 20; ++trial) {
+    const Planes planes = make_planes(host_of(6, 2));
+    std::vector<int> stopped(planes.size());
+    run_ranks(6, [&](int rank) {  // as fast as each can
+      ControlPlane& plane = *at(planes, rank);
+      at(stopped, rank) = pass_until_stop(plane, [&](int point) {
+        const bool got_signal = rank == trial % 6 || rank == (trial + 3) % 6;
+        if (got_signal && point == 1 + 100 * (trial % 5)) plane.want_stop("SIGTERM");
+      });
+    });
+    for (const int point : stopped) CHECK_EQ(point, stopped.front());
+    for (const auto& plane : planes) {
+      CHECK(plane->why_stop().ends_with("(a thread) got SIGTERM"));
+      CHECK(plane->pass_point() == true);
+    }
+  }
+}
+
+TEST(control_plane_agrees_on_a_stop_without_ranks_that_have_left) {
+  Planes planes = make_planes(host_of(3, 1));
+  for (int point = 0; point < 5; ++point) CHECK(planes[1]->pass_point() == false);
+  planes[1]->stop();  // it had passed more than the others
+  CHECK_EQ(planes[0]->why_stop(), "");
+  planes[0]->want_stop("SIGUSR1");
+  for (const int rank : {0, 2}) {
+    CHECK_EQ(pass_until_stop(*at(planes, rank), [](int) {}), 1);
+  }
+}
+
+TEST(control_plane_does_not_agree_on_a_stop_if_a_rank_is_lost) {
+  Watched ranks(host_of(4, 2));
+  CHECK(ranks.planes[0]->pass_point() == false);
+  ranks.kill(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    wait_until([&] { return at(ranks.planes, rank)->lost().size() == 1; }, "the loss is known");
+  }
+  CHECK(ranks.planes[0]->pass_point() == false);  // nobody wants a stop
+  ranks.planes[1]->want_stop("SIGTERM");
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK_THROWS(pass_until_stop(*at(ranks.planes, rank), [](int) {}), ErrorKind::kPeerLost,
+                 "rank 3 (a thread) was lost while the ranks agreed where to stop");
+  }
+}
+
 TEST(queries_that_nobody_can_read_are_lost_and_close_waits_for_the_reader) {
   Queries queries;
   queries.put({true, 1, 1, {}});

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torch_ring._C import Engine
+from torch_ring._C import ControlPlane, Engine
 from torch_ring.config import Config, threads_are_chosen
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.setup.connect import Connections, Queries, connect, listen
@@ -67,6 +67,7 @@ class World:
         process_sets: the sets of this world; each may own state of higher layers.
         timelines: what this rank writes of its operations.
         queries: what the ranks ask one another; None in a world of one.
+        plane: who lives, and where the ranks stop; None in a world of one.
         on_rejoin: called when the collective join() returns, on all ranks alike.
         on_leave: called by shutdown() first, unless the program has failed.
         on_end: called, with whether the program has failed, before the engines end: by what has
@@ -86,6 +87,7 @@ class World:
     process_sets: ProcessSetTable
     timelines: Timelines
     queries: Queries | None = None
+    plane: ControlPlane | None = None
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     on_end: list[Callable[[bool], None]] = field(default_factory=list)
@@ -339,6 +341,7 @@ def _world_of(connections: Connections, config: Config, table: ProcessSetTable) 
         table,
         timelines,
         connections.queries,
+        connections.plane,
         on_end=[timelines.stop],
     )
 

@@ -1,0 +1,295 @@
+"""A stop that all ranks agree on, whichever of them got the signal, and wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import pytest
+import torch
+from namespaces import Host
+from pool import error_of, run
+from slow import slow
+
+import torch_ring as hvd
+from torch_ring.world import preemption
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Sequence[Host]]:
+    try:
+        with namespaces.hosts(2) as hosts:
+            yield hosts
+    except OSError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+@contextlib.contextmanager
+def watching(*signals: str) -> Iterator[None]:
+    """Watch signals; not in the next test of this process."""
+    preemption.watch(signals)
+    try:
+        yield
+    finally:
+        preemption.watch(())
+
+
+def steps_until_stop(signalled: dict[int, int], together: bool) -> tuple[int, str]:
+    """Call requested() until it is True; return how often that was, and why.
+
+    Args:
+        signalled: by rank, the step in which it gets a signal.
+        together: whether the ranks wait for one another in each step, as in training.
+    """
+    mine = signalled.get(hvd.rank())
+    with watching("SIGTERM"):
+        for step in itertools.count(1):
+            if together:
+                hvd.allreduce(torch.ones(3), name="gradient")
+            if step == mine:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if preemption.requested():
+                assert preemption.requested()  # and stays so
+                return step, preemption.reason()
+    raise AssertionError("nobody stopped")
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["training", "evaluating"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_ranks_stop_at_the_same_step(size, transport, together):
+    last = size - 1
+    results = run(steps_until_stop, size, args=({last: 20}, together), transport=transport)
+    steps, reasons = zip(*results, strict=True)
+    assert set(steps) == {steps[0]}
+    assert steps[0] >= 20
+    assert all(f"rank {last} (pid " in reason for reason in reasons), reasons
+    assert all(reason.endswith(") got SIGTERM") for reason in reasons), reasons
+
+
+def test_signals_of_several_ranks_are_one_stop():
+    results = run(steps_until_stop, 3, args=({0: 7, 1: 7, 2: 9}, False))
+    assert len({step for step, _ in results}) == 1
+
+
+def stops_of_random_times(count: int, seed: int) -> list[int]:
+    """Stop `count` times, at a random time each; return the steps, which count on."""
+    chance, mine = random.Random(seed), random.Random(hvd.rank())
+    step, stops = 0, []
+    total = torch.zeros(1, dtype=torch.int64)
+    for _ in range(count):
+        with watching("SIGUSR1"):
+            victim, delay_s = chance.randrange(hvd.size()), chance.random() * 0.02
+            pid, got = os.getpid(), signal.SIGUSR1 if hvd.rank() == victim else 0
+            timer = threading.Timer(delay_s, os.kill, (pid, got))
+            timer.start()
+            while not preemption.requested():
+                step += 1
+                kind = step % 3  # the same on all ranks: training, evaluation, a wait for data
+                if kind == 0:
+                    total += hvd.allreduce(torch.ones(1, dtype=torch.int64), op=hvd.Sum)
+                elif kind == 1:
+                    sum(range(mine.randrange(10_000)))
+                else:
+                    time.sleep(mine.random() * 0.002)
+            assert hvd.allgather_object(step) == [step] * hvd.size()  # all save the same one
+            stops.append(step)
+            timer.join()
+        hvd.shutdown()
+        hvd.init()
+    assert total.item() == (step // 3) * hvd.size()  # no step was lost
+    return stops
+
+
+def test_stops_at_random_times():
+    first, *others = run(stops_of_random_times, 4, args=(20, 1))
+    assert others == [first] * 3
+
+
+@slow
+@pytest.mark.netns
+def test_stops_at_random_times_on_hosts(two_hosts):
+    first, second = two_hosts
+    steps, *others = run(
+        stops_of_random_times,
+        4,
+        args=(100, 2),
+        transport="",
+        env={"MASTER_ADDR": first.address},
+        namespaces=[first.namespace, first.namespace, second.namespace, second.namespace],
+        deadline_s=300,
+    )
+    assert others == [steps] * 3
+
+
+def signal_before_init() -> list[int]:
+    found = []
+    with watching("SIGUSR1"):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(2):  # also in the next world: the process is to go
+            hvd.init()
+            step = 0
+            while not preemption.requested():
+                step += 1
+            found.append(step)
+            hvd.shutdown()
+    return found
+
+
+def test_a_signal_that_came_before_the_world():
+    (first, *others) = run(signal_before_init, 3, initialized=False)
+    assert others == [first] * 2
+
+
+def fork_processes() -> None:
+    context = multiprocessing.get_context("fork")
+    asleep = context.Process(target=time.sleep, args=(100,))
+    asleep.start()
+    asleep.terminate()  # ends it: the handlers are the parent's alone
+    asleep.join()
+    assert asleep.exitcode == -signal.SIGTERM
+
+
+def loader_of(workers: int, **more: Any) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(64)),
+        num_workers=workers,
+        worker_init_fn=preemption.shield_worker,
+        multiprocessing_context="fork",
+        **more,
+    )
+
+
+def load_through_signals() -> None:
+    seen = 0
+    for seen, _ in enumerate(loader_of(2), 1):
+        if seen == 8:  # both workers have begun
+            for worker in multiprocessing.active_children():
+                for number in (signal.SIGTERM, signal.SIGUSR2):
+                    # As a launcher does, to all processes of a rank; it is not their parent.
+                    subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)
+    assert seen == 64
+
+
+def leave_workers() -> None:
+    """A loop ends, and so does the program, while workers live: they end with it."""
+    batches = iter(loader_of(2, persistent_workers=True))
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        worker.terminate()  # as multiprocessing does at the end of a program
+    for worker in workers:
+        worker.join(30)
+    assert [worker.is_alive() for worker in workers] == [False, False]
+
+
+def forked_processes() -> None:
+    with watching("SIGTERM", "SIGUSR2"):
+        fork_processes()
+        load_through_signals()
+        leave_workers()
+
+
+def test_processes_that_are_forked():
+    run(forked_processes, 1)
+
+
+def check_arguments() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    assert error_of(lambda: preemption.watch(["SIGNONE"])) == (
+        "InvalidArgumentError",
+        "there is no signal 'SIGNONE': give names as in ('SIGTERM', 'SIGUSR1')",
+    )
+    assert error_of(lambda: preemption.watch([signal.SIGKILL]))[1] == (
+        "a process cannot handle SIGKILL"
+    )
+    found = []
+    thread = threading.Thread(target=lambda: found.append(error_of(preemption.watch)))
+    thread.start()
+    thread.join()
+    assert found[0][0] == "InvalidArgumentError"
+    assert found[0][1].startswith("signals are handled by the main thread")
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+    preemption.watch(["SIGUSR1", signal.SIGTERM])
+    preemption.watch(["SIGTERM"])
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert not preemption.requested()
+    assert preemption.reason() == ""
+    preemption.watch(())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    preemption.watch(["SIGUSR1"])
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the program's own: it stays
+    preemption.watch(())
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_arguments():
+    run(check_arguments, 1)
+    assert error_of(preemption.requested)[0] == "NotInitializedError"
+
+
+def wait_for_a_silent_rank() -> tuple[str, str]:
+    """Rank 1 is stopped when rank 0 gets its signal."""
+    pids = hvd.allgather_object(os.getpid())
+    if hvd.rank() == 1:
+        signal.pause()
+    os.kill(pids[1], signal.SIGSTOP)
+    stat = Path(f"/proc/{pids[1]}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+    try:
+        with watching("SIGTERM"):
+            os.kill(pids[0], signal.SIGTERM)
+            return error_of(preemption.requested)
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+
+
+def test_a_rank_that_is_stopped_does_not_hold_the_others_for_ever():
+    heartbeat = {"TORCH_RING_HEARTBEAT_TIMEOUT": "2"}
+    kind, text = run(wait_for_a_silent_rank, 2, env=heartbeat, may_die=(1,))[0]
+    assert kind == "PeerLostError"
+    assert "was lost while the ranks agreed where to stop" in text
+
+
+def stop_an_elastic_job() -> list[int]:
+    state = hvd.elastic.ObjectState(step=0)
+    stopped = []
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        for state.step in itertools.count(state.step):
+            if (hvd.rank(), state.step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            hvd.barrier()
+            if preemption.requested():
+                stopped.append(state.step)
+                return
+            state.commit()
+
+    with watching("SIGTERM"):
+        train(state)
+    return stopped
+
+
+def test_an_elastic_job_stops_as_a_whole():
+    first, *others = run(stop_an_elastic_job, 3)
+    assert len(first) == 1
+    assert first[0] >= 3
+    assert others == [first] * 2

@@ -1,0 +1,215 @@
+"""watch, requested: a stop on which all ranks agree, at one step.
+
+A scheduler that is about to end a job sends a signal: to one process, to those of a host or to all,
+at different moments. The control planes pass it on to all ranks, also to those whose programs are
+busy, and agree on a call of `requested` that no rank has made yet. No message is added to a step:
+until a signal comes, a call looks at a flag.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+from torch_ring._C import ControlPlane
+from torch_ring.errors import InvalidArgumentError, TimeoutError
+from torch_ring.setup.network import Deadline, pauses
+from torch_ring.world import current
+from torch_ring.world.join import World
+
+__all__ = ["reason", "requested", "shield_worker", "watch"]
+
+_log = logging.getLogger("torch_ring")
+
+_SIGNALS = ("SIGTERM", "SIGUSR1")
+
+_given: dict[signal.Signals, Any] = {}  # watched signal -> the handler before
+_watched: Sequence[signal.Signals] = ()  # the same signals, also in a forked worker
+_got = ""  # the first signal that this process got
+_has_said = False  # that the ranks stop
+
+
+def watch(signals: Iterable[str | int] = _SIGNALS) -> None:
+    """Take these signals for the wish that all ranks stop; see `requested`.
+
+    To be called on all ranks, by the main thread, before or after ``init()``. The signals end this
+    process no more: the program has to stop when `requested` says so, within the scheduler's time.
+    A forked process gets the handlers of before; the workers of a DataLoader take `shield_worker`.
+
+    Args:
+        signals: names or numbers, as of `signal.Signals`. They take the place of those of an
+            earlier call. None at all: the handlers of before are back, and a signal that came does
+            not count in later worlds.
+
+    Raises:
+        InvalidArgumentError: there is no such signal, it cannot be caught, or this is not the main
+            thread, where Python handles signals.
+    """
+    _install([_number(each) for each in signals])
+
+
+def requested() -> bool:
+    """Return whether all ranks are to stop here, because one of them got a signal.
+
+    The ranks must call it equally often, at the same places of their programs: once a step, say.
+    In epochs whose ranks have different numbers of steps (`join`), call it between the epochs. The
+    answer is the same on all ranks for the same call, and stays True::
+
+        hvd.preemption.watch()
+        for batch in batches:
+            step(batch)
+            if hvd.preemption.requested():
+                save()
+                hvd.barrier()  # a rank that exits earlier may have the launcher end the others
+                sys.exit(143)  # of a process that SIGTERM has ended: schedulers start the job again
+
+    After a signal a call waits until the other ranks' control planes have answered. That takes some
+    milliseconds, also if their programs are busy.
+
+    Returns:
+        Whether to stop.
+
+    Raises:
+        NotInitializedError: there is no world.
+        PeerLostError: a rank was lost while they agreed.
+        TimeoutError: a rank did not answer within TORCH_RING_INIT_TIMEOUT.
+    """
+    global _has_said
+    current.require_own()
+    world = current.world()
+    stops = bool(_got) if world.plane is None else _passed(world, world.plane)
+    if stops and not _has_said and world.rank == 0:
+        _has_said = True
+        _log.warning("all ranks stop at this step: %s", reason())
+    return stops
+
+
+def reason() -> str:
+    """Return which rank got which signal first, as far as this rank has heard.
+
+    Returns:
+        "rank 2 (pid 7 on host a) got SIGTERM", say; an empty text if no rank has.
+    """
+    world = current.find_world()
+    if world is not None and world.plane is not None:
+        return world.plane.why_stop()
+    return f"rank 0 (pid {os.getpid()}) got {_got}" if _got else ""
+
+
+def shield_worker(_worker: int = 0) -> None:
+    """Let this process, a worker of a DataLoader, outlive the signals that are watched.
+
+    Launchers and schedulers send a signal to all processes of a rank. A worker that it ends is an
+    error in the rank, which would save its state just then. Give this as the loader's
+    `worker_init_fn`, or call it there, before the worker starts threads. The rank itself can still
+    end the worker by SIGTERM, as a DataLoader does. A worker that is no fork of the rank is
+    shielded from SIGTERM and SIGUSR1.
+
+    Args:
+        _worker: the number of the worker, as a `worker_init_fn` gets it; not used.
+    """
+    numbers = _watched or [_number(each) for each in _SIGNALS]
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    drop = threading.Thread(target=_drop, args=(numbers, os.getppid()), daemon=True)
+    drop.start()
+
+
+def _drop(numbers: Iterable[signal.Signals], rank: int) -> None:
+    """Take signals, and end this process by a SIGTERM of the rank."""
+    while True:
+        info = signal.sigwaitinfo(numbers)
+        if (info.si_signo, info.si_pid) == (signal.SIGTERM, rank):
+            os._exit(0)  # as torch's handler does in a worker
+
+
+def _passed(world: World, plane: ControlPlane) -> bool:
+    stops = plane.pass_point()
+    if stops is not None:
+        return stops
+    deadline = Deadline(world.config.init_timeout_s)
+    for _ in pauses(deadline, world.size):
+        stops = plane.pass_point()
+        if stops is not None:
+            return stops
+    raise TimeoutError(f"the ranks have not agreed {deadline} where to stop: {reason()}")
+
+
+def _number(name: str | int) -> signal.Signals:
+    try:
+        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+    except (KeyError, ValueError):
+        raise InvalidArgumentError(
+            f"there is no signal {name!r}: give names as in ('SIGTERM', 'SIGUSR1')"
+        ) from None
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise InvalidArgumentError(f"a process cannot handle {number.name}")
+    return number
+
+
+def _install(numbers: Iterable[signal.Signals]) -> None:
+    global _got, _has_said, _watched
+    new = {  # getsignal() does not know a handler that is none of Python's
+        number: _given.get(number, signal.getsignal(number) or signal.SIG_DFL) for number in numbers
+    }
+    try:
+        for number in new:
+            signal.signal(number, _note)
+        for number in _given.keys() - new.keys():
+            if signal.getsignal(number) is _note:  # else the program has its own by now
+                signal.signal(number, _given[number])
+    except ValueError:
+        raise InvalidArgumentError(
+            "signals are handled by the main thread: call watch() there"
+        ) from None
+    if not new:
+        _got, _has_said = "", False
+    _given.clear()
+    _given.update(new)
+    _watched = tuple(new)
+
+
+def _note(number: int, _frame: FrameType | None) -> None:
+    global _got
+    _got = _got or signal.Signals(number).name
+    _tell()
+
+
+def _tell() -> None:
+    """Tell the other ranks of a signal, which may have come before their world."""
+    world = current.find_world()
+    if _got and world is not None and world.plane is not None:
+        world.plane.want_stop(_got)
+
+
+class _Fork(threading.local):
+    """Signals wait while this thread forks.
+
+    Python forgets a signal that reaches the child before `in_child` has run.
+    """
+
+    mask: set[int | signal.Signals] | None = None
+
+    def before(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _given) if _given else None
+
+    def after(self) -> None:
+        if self.mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def in_child(self) -> None:
+        global _got
+        given, _got = dict(_given), ""
+        _given.clear()
+        for number, handler in given.items():
+            signal.signal(number, handler)
+        self.after()
+
+
+_fork = _Fork()
+current.after_join(_tell)
+os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_child=_fork.in_child)
