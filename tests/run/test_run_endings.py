@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from launched_jobs import LaunchedJob, run_job
@@ -103,6 +104,80 @@ def test_a_signal_that_says_something_else_is_passed_on():
     assert job.wait() == 0
     job.require_nothing_left()
     assert job.stdout.count(f"got {int(signal.SIGUSR1)}") == 2
+
+
+def run_in_slurm(
+    folder: Path, number: int, scontrol_code: int = 0, script: str = ""
+) -> LaunchedJob:
+    """Run ranks that stop at a signal, with a scontrol that notes its arguments."""
+    command = (sys.executable, "-S", "-c", told_signals(number, code=0))
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\nexit {scontrol_code}\n')
+    scontrol.chmod(0o755)
+    job = LaunchedJob(
+        *("--requeue", "-np", "2", *(("sh", "-c", script) if script else command)),
+        SLURM_JOB_ID="42",
+        PATH=f"{folder}:{os.environ['PATH']}",
+    )
+    job.wait_for("up", 2)
+    job.signal(number)
+    return job
+
+
+def test_slurm_runs_a_job_again_whose_time_ends(tmp_path):
+    job = run_in_slurm(tmp_path, signal.SIGUSR1)
+    assert job.wait() == 0
+    assert (tmp_path / "asked").read_text() == "requeue 42\n"
+    assert "job 42 of Slurm is put into its queue again" in job.stderr
+
+
+def test_slurm_does_not_run_a_job_again_that_a_user_has_cancelled(tmp_path):
+    job = run_in_slurm(tmp_path, signal.SIGTERM)
+    assert job.wait() == 0
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        pytest.param(PATIENT, 128 + signal.SIGUSR1, id="a rank is ended by the signal"),
+        pytest.param("trap 'exit 3' USR1; echo up; sleep 1000 & wait", 3, id="a rank fails"),
+    ],
+)
+def test_slurm_does_not_run_a_job_again_that_has_not_stopped(tmp_path, script, code):
+    job = run_in_slurm(tmp_path, signal.SIGUSR1, script=script)
+    assert job.wait() == code
+    assert not (tmp_path / "asked").exists()
+
+
+def test_slurm_runs_a_job_again_whose_ranks_say_143(tmp_path):
+    script = "trap 'exit 143' USR1; echo up; sleep 1000 & wait"
+    job = run_in_slurm(tmp_path, signal.SIGUSR1, script=script)
+    assert job.wait() == 143
+    assert (tmp_path / "asked").exists()
+
+
+def test_a_failed_requeue_is_an_error(tmp_path):
+    job = run_in_slurm(tmp_path, signal.SIGUSR2, scontrol_code=1)
+    assert job.wait() == 1
+    assert "`scontrol requeue 42` has failed" in job.stderr
+
+
+def test_requeue_without_slurm_is_refused():
+    code, _, errors = run_job("--requeue", "-np", "1", "true")
+    assert code == 2
+    assert "--requeue needs a job of Slurm: there is no SLURM_JOB_ID" in errors
+
+
+def test_the_grace_period_is_the_users():
+    job = LaunchedJob(
+        "--grace-period", "0.5", "-np", "2", "sh", "-c", STUBBORN, before=shorten_grace
+    )
+    job.wait_for("up", 2)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    assert "which have 0.5 s; a second one ends them at once" in job.stderr
+    job.require_nothing_left()
 
 
 def test_ranks_that_end_by_the_signal_give_its_exit_code():

@@ -18,6 +18,7 @@ def parse(*arguments: str, **environment: str) -> Options:
 def test_a_line_of_horovodrun():
     line = (
         "-np 16 -H server1:4,server2:4,server3:4,server4:4 -p 2222 -i key --start-timeout 60 "
+        "--grace-period 90 --requeue "
         "--output-filename out --verbose --network-interface eth0,eth1 --network-interface ib0 "
         "--fusion-threshold-mb 32 --cycle-time-ms 3.5 --no-stall-check --log-level WARNING "
         "--prefix-output-with-timestamp python train.py --lr 1 -np 3 --verbose"
@@ -30,6 +31,8 @@ def test_a_line_of_horovodrun():
         ssh_port=2222,
         ssh_identity_file="key",
         start_timeout_s=60,
+        grace_s=90,
+        requeues=True,
         output_folder="out",
         interface="eth0,eth1,ib0",
         variables={

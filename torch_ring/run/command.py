@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +16,7 @@ from torch_ring.run.job import exit_code
 from torch_ring.run.launch import launch
 from torch_ring.run.options import parse_options
 from torch_ring.run.screen import FdSink, say
-from torch_ring.setup.launchers import without_launchers
+from torch_ring.setup.launchers import slurm_job, without_launchers
 
 __all__ = ["main", "version"]
 
@@ -81,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidArgumentError(
                 "there is no command to run: give one, as in `python train.py`"
             )
-        code, _ = launch(options, environment, (FdSink(1), FdSink(2)), signals=_signals)
+        slurm_job = _slurm_job() if options.requeues else ""
+        code, job = launch(options, environment, (FdSink(1), FdSink(2)), signals=_signals)
+        if slurm_job and job.has_stopped:
+            _requeue(slurm_job)
         return code
     except InvalidArgumentError as error:
         say(str(error))
@@ -91,6 +96,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED
     except KeyboardInterrupt:  # before there are ranks, to which it would be passed on
         return exit_code(-signal.SIGINT)
+
+
+def _slurm_job() -> str:
+    """Return the number of the job of Slurm in which this process runs."""
+    number = slurm_job()
+    if not number:
+        raise InvalidArgumentError("--requeue needs a job of Slurm: there is no SLURM_JOB_ID")
+    if shutil.which("scontrol") is None:
+        raise InvalidArgumentError("--requeue needs Slurm's scontrol on the PATH")
+    return number
+
+
+def _requeue(slurm_job: str) -> None:
+    """Have Slurm run its job again, which ends this process if the job's script still runs."""
+    say(f"the ranks have stopped: job {slurm_job} of Slurm is put into its queue again")
+    ended = subprocess.run(["scontrol", "requeue", slurm_job], check=False)
+    if ended.returncode:
+        raise RingError(f"`scontrol requeue {slurm_job}` has failed: see above; the job ends")
 
 
 @contextlib.contextmanager

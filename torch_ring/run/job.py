@@ -31,7 +31,6 @@ from torch_ring.run.supervisor import ReachedHosts, Supervisor
 __all__ = ["Failure", "Job", "exit_code"]
 
 FAILURE_GRACE_S = 10.0  # for the other ranks, from SIGTERM to SIGKILL, when one has failed
-SIGNAL_GRACE_S = 30.0  # for ranks that have got the launcher's signal, until SIGTERM
 _LEFT_GRACE_S = 5.0  # for what ranks that have ended have left
 _AGENTS_PATIENCE_S = 15.0  # more than the grace: agents say when they have ended their ranks
 _READERS_PATIENCE_S = 5.0  # for the readers of our output, when the job was ended
@@ -82,6 +81,7 @@ class Job:
     ) -> None:
         self.failure: Failure | None = None
         self.finished: list[Slot] = []
+        self._is_warned = False
         self.results: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._spec, self._supervisor, self._growth = spec, supervisor, growth
         self._hosts = ReachedHosts(spec, supervisor, ssh)
@@ -92,6 +92,15 @@ class Job:
         self._end_at: float | None = None  # not None: ranks that live then are ended
         self._close_at: float | None = None  # not None: agents that live then are ended
         self._pieces = 0  # on the screen when a rank failed
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the ranks have stopped after SIGUSR1 or SIGUSR2, with exit code 0 or 143.
+
+        By these signals schedulers announce the end of a job's time.
+        """
+        is_in_peace = self.failure is None or self.failure.code == 128 + signal.SIGTERM
+        return self._is_warned and not self._signal and not self._code and is_in_peace
 
     def run(self) -> int:
         """Run the job; return its exit code: the first failing rank's, or that of a signal.
@@ -240,6 +249,7 @@ class Job:
     def _take_signal(self, number: int) -> None:
         """Pass a signal on; a second one that ends the job ends it at once."""
         if number not in (*_ENDING, signal.SIGPIPE):
+            self._is_warned = True
             self._pass_on(number)
         elif self._signal or self._close_at is not None:
             self._end(0.0)
@@ -251,11 +261,11 @@ class Job:
             if self._processes.living():
                 self._screen.say(
                     f"{_signal_name(number)} is passed on to the ranks, which have "
-                    f"{SIGNAL_GRACE_S:g} s; a second one ends them at once"
+                    f"{self._spec.grace_s:g} s; a second one ends them at once"
                 )
             self._screen.is_dropping = True
             self._pass_on(number)
-            self._end_at = time.monotonic() + SIGNAL_GRACE_S
+            self._end_at = time.monotonic() + self._spec.grace_s
 
     def _pass_on(self, number: int) -> None:
         for connection in self._supervisor.connections.values():

@@ -23,7 +23,7 @@ from torch_ring.run.hosts import (
     parse_slots,
     read_hostfile,
 )
-from torch_ring.run.options import GrowthSettings
+from torch_ring.run.options import DEFAULT_GRACE_S, GrowthSettings
 from torch_ring.setup.launchers import Identity, discover
 from torch_ring.setup.secret_file import read_secret
 
@@ -52,6 +52,7 @@ class JobSpec:
         secret: by which the ranks know one another.
         interface, variables, unset: as in `JobFacts`.
         start_timeout_s: for all hosts to be reached.
+        grace_s: for the ranks after the launcher's SIGINT, SIGTERM or SIGHUP.
         growth: what becomes of it when ranks fail, and when hosts come and go.
         given: what each rank reads from standard input.
         has_result: whether a rank gets the number of a descriptor, as its last argument, to which
@@ -69,6 +70,7 @@ class JobSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
     unset: frozenset[str] = frozenset()
     start_timeout_s: float = 30.0
+    grace_s: float = DEFAULT_GRACE_S
     growth: GrowthSettings = field(default_factory=GrowthSettings)
     given: bytes = field(default=b"", repr=False)
     has_result: bool = False

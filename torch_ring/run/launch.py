@@ -83,6 +83,7 @@ def launch(
             variables=variables,
             unset=unset,
             start_timeout_s=options.start_timeout_s,
+            grace_s=options.grace_s,
             growth=growth,
             given=given,
             has_result=has_result,

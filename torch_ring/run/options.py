@@ -15,6 +15,7 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.run.numa import MODES
 
 __all__ = [
+    "DEFAULT_GRACE_S",
     "GrowthSettings",
     "Options",
     "changes_nothing",
@@ -248,6 +249,7 @@ def _option(section: str, key: str, value: Any) -> dict[str, Any]:
 
 
 _DEFAULT_START_TIMEOUT_S = 30.0
+DEFAULT_GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,8 @@ class Options:
         hosts, hostfile: where; None: the hosts of the job in which this process runs, or this one.
         ssh_port, ssh_identity_file, ssh_arguments: how other hosts are reached.
         start_timeout_s: for all hosts to be reached.
+        grace_s: for the ranks after SIGINT, SIGTERM or SIGHUP, until they are ended.
+        requeues: whether Slurm is to run the job again after SIGUSR1 or SIGUSR2.
         output_folder: where the ranks' output is kept; None: nowhere.
         interface: the network interface for the ranks, or several with commas; empty: they choose.
         variables: that the ranks get, with None for the launcher's own.
@@ -280,6 +284,8 @@ class Options:
     ssh_identity_file: str | None = None
     ssh_arguments: tuple[str, ...] = ()
     start_timeout_s: float = _DEFAULT_START_TIMEOUT_S
+    grace_s: float = DEFAULT_GRACE_S
+    requeues: bool = False
     output_folder: str | None = None
     interface: str = ""
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -394,6 +400,8 @@ def parse_options(
         args.ssh_identity_file,
         tuple(shlex.split(args.ssh_args or "")),
         args.start_timeout or start_timeout_of(environment),
+        args.grace_period or DEFAULT_GRACE_S,
+        args.requeue,
         args.output_filename,
         ",".join(dict.fromkeys(name for each in args.nics or () for name in each.split(","))),
         variables,
@@ -443,6 +451,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("-i", "--ssh-identity-file", metavar="FILE", help="a private key")
     add("--ssh-args", metavar="WORDS", help='more for ssh, as in --ssh-args="-o User=me"')
     add("--start-timeout", type=seconds, metavar="S", help="to reach all hosts; default: 30")
+    add(
+        "--grace-period",
+        type=seconds,
+        metavar="S",
+        help="after SIGINT, SIGTERM or SIGHUP, until the ranks are ended; default: 30",
+    )
+    add(
+        "--requeue",
+        action="store_true",
+        help="after SIGUSR1 or SIGUSR2, when the ranks have stopped, let Slurm run the job again",
+    )
     add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
     add("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all ranks")
     add(

@@ -20,6 +20,7 @@ __all__ = [
     "first_host",
     "is_of_inner_job",
     "process_name",
+    "slurm_job",
     "tasks_of_node",
     "variables_of_launchers",
     "watched_launcher",
@@ -294,6 +295,11 @@ def without_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, 
     """Return the environment for ranks that are started from here, and not by a launcher."""
     theirs = variables_of_launchers(environment)
     return {name: value for name, value in environment.items() if name not in theirs}
+
+
+def slurm_job(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the number of the job of Slurm in which this process runs; empty: in none."""
+    return environment.get("SLURM_JOB_ID", "")
 
 
 def _launched(environment: Mapping[str, str]) -> Identity:
