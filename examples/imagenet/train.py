@@ -143,6 +143,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
+    if not args.elastic:  # which goes on without a rank that a signal ends
+        hvd.preemption.watch()  # SIGTERM or SIGUSR1 to a rank: all stop at one step, and save it
     if args.device == "cuda":
         # One process drives one GPU. One that comes to an elastic job is rank 0 of 1 until it is
         # let in, but has the number of a GPU that is free from its launcher.
@@ -157,6 +159,7 @@ def main() -> None:
     val_set = load_images(args, "val", v2.Resize(size * 256 // 224), v2.CenterCrop(size))
     workers = default_num_workers() if args.workers is None else args.workers
     loading = {"num_workers": workers, "pin_memory": args.device == "cuda"}
+    loading["worker_init_fn"] = hvd.preemption.shield_worker
     # drop_last, twice: all ranks have equally many batches, and all batches are full. A rank with
     # one batch more would wait in it for gradients that no other rank sends.
     sampler = ShardedSampler(train_set, seed=args.seed, drop_last=True)
@@ -284,10 +287,15 @@ def main() -> None:
                     parts["schedule"].step()
                     if args.elastic:  # should a rank die now, the others go on from here
                         state.done = progress(history, {})
-                    if args.checkpoint_every and step % args.checkpoint_every == 0 and step < steps:
+                    stops = hvd.preemption.requested() and step < steps
+                    every = args.checkpoint_every
+                    if stops or (every and step % every == 0 and step < steps):
                         # All ranks call both: under `if is_first`, rank 0 would wait for others.
                         average_buffers(model)
                         save(history)
+                    if stops:
+                        hvd.barrier()  # else the launcher may end those that still save
+                        sys.exit(128 + signal.SIGTERM)
                     if args.elastic:
                         state.check_host_updates()  # lets processes in that have come
                 sampler.set_epoch(epoch + 1)  # another order, the same on all ranks

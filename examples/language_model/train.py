@@ -158,6 +158,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
+    hvd.preemption.watch()  # SIGTERM or SIGUSR1 to a rank: all stop at one step, and save it
     log = partial(print, flush=True) if hvd.rank() == 0 else lambda *_, **__: None
     # The ranks of a host share its cores; more threads than cores would be slower.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
@@ -204,6 +205,11 @@ def main() -> None:
     log(f"size {hvd.size()}: {len(text.characters)} characters, {steps} steps an epoch,", end=" ")
     log(f"{count} parameters, {loader.batch_size} x {args.context} characters of a rank in a step")
     pipeline = InputPipeline(loader, args.device, args.data)
+
+    def save() -> None:
+        state = {name: part.state_dict() for name, part in parts.items()}
+        checkpoint.save(args.checkpoint, {"step": step, **identity, **state})
+
     started, tokens = time.monotonic(), 0
     while step < args.steps:
         for windows in pipeline:
@@ -226,11 +232,16 @@ def main() -> None:
                     optimizer.end_round()  # all ranks validate, and rank 0 saves, the same weights
                 curves.add("validation loss", step, validate(model, validation, args))
                 log(f"step {step}: {curves.last('validation loss')}")
-                state = {name: part.state_dict() for name, part in parts.items()}
-                checkpoint.save(args.checkpoint, {"step": step, **identity, **state})
+                save()
                 started, tokens = time.monotonic(), 0
             if is_last:
                 break
+            if hvd.preemption.requested():
+                if args.diloco:
+                    optimizer.end_round()
+                save()
+                hvd.barrier()  # a rank that exits earlier may have the launcher end the others
+                sys.exit(128 + signal.SIGTERM)
 
     if hvd.rank() == 0:  # no collective in here: rank 0 waits for no other rank
         prompt = text.characters[-2 * args.context : -args.context].to(args.device).long()

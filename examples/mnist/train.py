@@ -40,6 +40,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
+    hvd.preemption.watch()  # SIGTERM or SIGUSR1 to a rank: all stop after the same epoch
     is_first = hvd.rank() == 0
     log = print if is_first else lambda *_, **__: None
     # The ranks of a host share its cores; more threads than cores would be slower.
@@ -99,6 +100,9 @@ def main() -> None:
         states |= {"program": program, "history": history}
         hvd.checkpoint.save(args.checkpoint, states)  # rank 0 writes it
         log(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
+        if hvd.preemption.requested() and epoch + 1 < epochs:
+            hvd.barrier()  # a rank that exits earlier may have the launcher end the others
+            sys.exit(128 + signal.SIGTERM)
     log(f"test accuracy {history[-1]['accuracy']:.4f}")
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import torch_ring as hvd
 EXAMPLE = ROOT / "examples" / "language_model"
 TRAIN = EXAMPLE / "train.py"
 LOSSES = ("training loss", "validation loss")
+DEADLINE_S = 300  # a hang, not a slow machine
 SMOKE = ("--smoke", "--sample", "1", "--device", "cpu")
 # With the windows of --smoke, epochs of 8 steps: 20 steps go through two and a half.
 SHORT_TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(140))[:3500]
@@ -112,6 +118,37 @@ def test_resumes_where_it_was(tmp_path: Path) -> None:
 
     (tmp_path / "language_model.pt").write_bytes(halfway)
     assert_close(train(tmp_path, 2, "--resume"), whole)
+
+
+def stop_at(step: int, folder: Path, *options: str) -> int:
+    """Train until a step, when the launcher gets SIGUSR1; return the step of the checkpoint."""
+    command = [sys.executable, "-m", "torch_ring.run", "-np", "2", sys.executable, "-u", str(TRAIN)]
+    endless = (*SMOKE, "--steps", "1000000", "--log-every", "1", "--checkpoint-every", "1000000")
+    launcher = subprocess.Popen(
+        [*command, *endless, *options],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    late = threading.Timer(DEADLINE_S, launcher.kill)
+    late.start()
+    try:
+        assert launcher.stdout is not None
+        assert any(f"step {step}:" in line for line in launcher.stdout)
+        launcher.send_signal(signal.SIGUSR1)
+        launcher.communicate()
+    finally:
+        late.cancel()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    return int(torch.load(folder / "language_model.pt", weights_only=True)["step"])
+
+
+@pytest.mark.slow
+def test_stops_at_one_step_when_a_scheduler_says_so(tmp_path: Path) -> None:
+    first = stop_at(3, tmp_path)
+    assert first >= 3
+    assert stop_at(first + 2, tmp_path, "--resume") >= first + 2
 
 
 @pytest.mark.slow
