@@ -105,9 +105,9 @@ def test_in_place_of_gloo() -> None:
         assert err.count("torch.distributed uses torch_ring where a program asks for gloo") == 1
     assert ranks[0][1].splitlines() == [
         "known: True",
-        "gloo cpu:ring,cuda:ring ring RingBackend",
-        "cpu:gloo cpu:ring ring RingBackend",
-        "default cpu:ring ring RingBackend",
+        "gloo cpu:ring,cuda:ring gloo RingBackend",
+        "cpu:gloo cpu:ring gloo RingBackend",
+        "default cpu:ring gloo RingBackend",
     ]
 
 

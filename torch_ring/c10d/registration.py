@@ -6,12 +6,13 @@ every ``import torch``.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Backend
+from torch.distributed import Backend, ProcessGroup
 
 from torch_ring.config import Config, let_ddp_ask_for_memory
 from torch_ring.horovod import install
@@ -112,8 +113,8 @@ def replace_gloo(name: str) -> None:
     """Have torch.distributed take the backend `name` where a program asks for gloo.
 
     That is ``init_process_group("gloo")``, ``"cpu:gloo,cuda:nccl"``, ``new_group(backend="gloo")``,
-    and the default of CPU tensors. ``torch.distributed.get_backend()`` then says `name`.
-    Once more does nothing.
+    and the default of CPU tensors. ``torch.distributed.get_backend()`` says gloo all the same:
+    programs compare it. Once more does nothing.
     """
     if Backend.default_device_backend_map.get("cpu") == name:
         return
@@ -125,6 +126,14 @@ def replace_gloo(name: str) -> None:
         return named(cls, name if is_gloo else backend)
 
     Backend.__new__ = renamed  # type: ignore[assignment]
+    answer = dist.get_backend
+
+    @functools.wraps(answer)
+    def get_backend(group: ProcessGroup | None = None) -> str:
+        backend = answer(group)
+        return _GLOO if backend == name else backend
+
+    dist.get_backend = get_backend
     logging.getLogger("torch_ring").warning(
         "TORCH_RING_AS_GLOO=1: torch.distributed uses torch_ring where a program asks for gloo"
     )
