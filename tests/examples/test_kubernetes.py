@@ -1,0 +1,468 @@
+"""examples/kubernetes: the fields are those of the APIs, and the command lines those of programs.
+
+The schemas have the fields that the manifests use, and those beside them that one might add, from
+the sources: api/jobset/v1alpha2 of kubernetes-sigs/jobset, pkg/apis/trainer/v1alpha1 of
+kubeflow/trainer, pkg/apis/kubeflow/v2beta1 of kubeflow/mpi-operator, and the core API. No other
+field is let through.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from scripts import ROOT
+from torch.distributed.run import parse_args as torchrun_options
+
+from torch_ring.config import SETTINGS
+from torch_ring.run.hosts import HostSlots, cluster_hosts
+from torch_ring.run.options import parse_options
+
+yaml = pytest.importorskip("yaml")
+jsonschema = pytest.importorskip("jsonschema")
+
+FOLDER = ROOT / "examples" / "kubernetes"
+FILES = [*sorted(FOLDER.glob("*.yaml")), ROOT / "examples" / "elastic" / "kubernetes.yaml"]
+TORCHRUN_GRACE_S = 30  # for its ranks, from its SIGTERM to their SIGKILL
+
+
+# --- the schemas
+
+
+def fields(required: str = "", /, **known: Any) -> dict[str, Any]:
+    """Return the schema of an object that has no other fields."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required.split(),
+        "properties": known,
+    }
+
+
+def some(items: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+def one_of(*values: Any) -> dict[str, Any]:
+    return {"enum": [*values]}
+
+
+TEXT = {"type": "string", "minLength": 1}
+FLAG = {"type": "boolean"}
+COUNT = {"type": "integer", "minimum": 0}
+NUMBER = {"type": "integer", "minimum": 1}
+NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+PATH = {"type": "string", "pattern": "^/"}
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+QUANTITY = {
+    "anyOf": [COUNT, {"type": "string", "pattern": r"^\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"}]
+}
+METADATA = fields(name=NAME, namespace=NAME, labels=TEXTS, annotations=TEXTS)
+AMOUNTS = {
+    "type": "object",
+    "additionalProperties": False,
+    "patternProperties": {r"^(cpu|memory|ephemeral-storage|[\w.-]+/[\w.-]+)$": QUANTITY},
+}
+RESOURCES = fields(limits=AMOUNTS, requests=AMOUNTS)
+KEY = fields("name key", name=NAME, key=TEXT, optional=FLAG)
+ENV = some(
+    fields(
+        "name",
+        name={"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+        value={"type": "string"},
+        valueFrom=fields(
+            secretKeyRef=KEY,
+            configMapKeyRef=KEY,
+            fieldRef=fields("fieldPath", fieldPath=TEXT, apiVersion=TEXT),
+        ),
+    )
+)
+PROBE = fields(
+    tcpSocket=fields("port", port=NUMBER, host=TEXT),
+    exec=fields("command", command=some(TEXT)),
+    initialDelaySeconds=COUNT,
+    periodSeconds=NUMBER,
+    timeoutSeconds=NUMBER,
+    failureThreshold=NUMBER,
+)
+CONTAINER = fields(
+    "name image",
+    name=NAME,
+    image=TEXT,
+    imagePullPolicy=one_of("Always", "IfNotPresent", "Never"),
+    command=some(TEXT),
+    args=some(TEXT),
+    workingDir=PATH,
+    env=ENV,
+    ports=some(fields("containerPort", containerPort=NUMBER, name=NAME)),
+    readinessProbe=PROBE,
+    resources=RESOURCES,
+    volumeMounts=some(
+        fields("name mountPath", name=NAME, mountPath=PATH, readOnly=FLAG, subPath=TEXT)
+    ),
+)
+VOLUME = fields(
+    "name",
+    name=NAME,
+    emptyDir=fields(medium=one_of("Memory", "HugePages", ""), sizeLimit=QUANTITY),
+    persistentVolumeClaim=fields("claimName", claimName=NAME, readOnly=FLAG),
+    secret=fields("secretName", secretName=NAME, defaultMode=COUNT),
+)
+POD = fields(
+    "spec",
+    metadata=METADATA,
+    spec=fields(
+        "containers",
+        containers=some(CONTAINER),
+        initContainers=some(CONTAINER),
+        volumes=some(VOLUME),
+        restartPolicy=one_of("Never", "OnFailure"),  # of a Job; never Always
+        terminationGracePeriodSeconds=COUNT,
+        serviceAccountName=NAME,
+        nodeSelector=TEXTS,
+        priorityClassName=NAME,
+    ),
+)
+JOB = fields(
+    "spec",
+    metadata=METADATA,
+    spec=fields(
+        "template",
+        template=POD,
+        parallelism=COUNT,
+        completions=COUNT,
+        completionMode=one_of("Indexed", "NonIndexed"),
+        backoffLimit=COUNT,
+        activeDeadlineSeconds=NUMBER,
+    ),
+)
+JOBSET = fields(
+    "replicatedJobs",
+    replicatedJobs=some(
+        fields("name template", name=NAME, groupName=NAME, template=JOB, replicas=COUNT)
+    ),
+    network=fields(enableDNSHostnames=FLAG, subdomain=NAME, publishNotReadyAddresses=FLAG),
+    failurePolicy=fields(
+        maxRestarts=COUNT,
+        restartStrategy=one_of("Recreate", "BlockingRecreate", "InPlaceRestart"),
+    ),
+    suspend=FLAG,
+    ttlSecondsAfterFinished=COUNT,
+)
+RUNTIME = fields(
+    "template",
+    mlPolicy=fields(numNodes=NUMBER, torch=fields()),
+    template=fields("spec", metadata=METADATA, spec=JOBSET),
+)
+TRAIN_JOB = fields(
+    "runtimeRef",
+    runtimeRef=fields(
+        "name",
+        name=NAME,
+        apiGroup=one_of("trainer.kubeflow.org"),
+        kind=one_of("TrainingRuntime", "ClusterTrainingRuntime"),
+    ),
+    trainer=fields(
+        image=TEXT,
+        command=some(TEXT),
+        args=some(TEXT),
+        env=ENV,
+        numNodes=NUMBER,
+        numProcPerNode=NUMBER,
+        resourcesPerNode=RESOURCES,
+    ),
+    suspend=FLAG,
+)
+REPLICAS = fields(
+    "template", replicas=COUNT, restartPolicy=one_of("Never", "OnFailure"), template=POD
+)
+MPI_JOB = fields(
+    "mpiReplicaSpecs",
+    slotsPerWorker=NUMBER,
+    sshAuthMountPath=PATH,
+    launcherCreationPolicy=one_of("AtStartup", "WaitForWorkersReady"),
+    mpiImplementation=one_of("OpenMPI", "Intel", "MPICH"),
+    runLauncherAsWorker=FLAG,
+    runPolicy=fields(
+        cleanPodPolicy=one_of("None", "Running", "All"),
+        backoffLimit=COUNT,
+        activeDeadlineSeconds=NUMBER,
+        ttlSecondsAfterFinished=COUNT,
+        suspend=FLAG,
+    ),
+    mpiReplicaSpecs=fields("Launcher", Launcher=REPLICAS, Worker=REPLICAS),
+)
+CLAIM = fields(
+    "accessModes resources",
+    accessModes=some(one_of("ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod", "ReadOnlyMany")),
+    resources=fields("requests", requests=fields("storage", storage=QUANTITY)),
+    storageClassName=NAME,
+)
+SPECS = {
+    ("v1", "PersistentVolumeClaim"): CLAIM,
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOBSET,
+    ("kubeflow.org/v2beta1", "MPIJob"): MPI_JOB,
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): TRAIN_JOB,
+    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): RUNTIME,
+}
+MANIFEST = {
+    "anyOf": [
+        fields(
+            "apiVersion kind metadata spec",
+            apiVersion=one_of(version),
+            kind=one_of(kind),
+            metadata=METADATA,
+            spec=spec,
+        )
+        for (version, kind), spec in SPECS.items()
+    ]
+}
+# Kubernetes takes any key in these.
+FREE = {"labels", "annotations", "nodeSelector"}
+
+
+def objects_of(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def is_valid(manifest: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(MANIFEST).is_valid(manifest))
+
+
+def test_the_schemas_are_schemas() -> None:
+    jsonschema.Draft202012Validator.check_schema(MANIFEST)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_field_is_one_of_the_api(path: Path) -> None:
+    for manifest in objects_of(path):
+        spec = SPECS[manifest["apiVersion"], manifest["kind"]]
+        jsonschema.Draft202012Validator(spec).validate(manifest["spec"])  # it names the field
+        assert is_valid(manifest)
+
+
+def with_a_typo(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield copies of a manifest, in each of which another key has a typo."""
+
+    def walk(node: Any, place: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            if isinstance(key, str):
+                yield (*place, key)
+            if isinstance(value, (dict, list)) and key not in FREE:
+                yield from walk(value, (*place, key))
+
+    for *place, key in walk(tree, ()):
+        copied = copy.deepcopy(tree)
+        node = copied
+        for step in place:
+            node = node[step]
+        node[f"{key}x"] = node.pop(key)
+        yield ".".join(map(str, (*place, key))), copied
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_typo_in_any_field_is_refused(path: Path) -> None:
+    for manifest in objects_of(path):
+        wrong = dict(with_a_typo(manifest))
+        assert len(wrong) > 5
+        assert [place for place, copied in wrong.items() if is_valid(copied)] == []
+
+
+# --- what the fields say
+
+
+def pods_of(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield the specs of pods in a manifest."""
+    for value in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(value, dict) and "containers" in value:
+            yield value
+        elif isinstance(value, (dict, list)):
+            yield from pods_of(value)
+
+
+def manifest(file: str, kind: str) -> dict[str, Any]:
+    (found,) = (each for each in objects_of(FOLDER / file) if each["kind"] == kind)
+    return found
+
+
+def amount(text: str) -> int:
+    return int(text.removesuffix("Gi"))
+
+
+RUNTIME_POD = next(pods_of(manifest("trainjob.yaml", "TrainingRuntime")))
+TRAINER = manifest("trainjob.yaml", "TrainJob")["spec"]["trainer"]
+JOBSET_POD = next(pods_of(manifest("jobset.yaml", "JobSet")))
+LAUNCHER, WORKER = pods_of(manifest("mpijob.yaml", "MPIJob"))
+PODS = [RUNTIME_POD, JOBSET_POD, LAUNCHER, WORKER]
+
+
+def test_a_container_has_room_for_its_shared_memory() -> None:
+    limits = [TRAINER["resourcesPerNode"]["limits"]]
+    limits += [pod["containers"][0]["resources"]["limits"] for pod in (JOBSET_POD, WORKER)]
+    for pod, limit in zip((RUNTIME_POD, JOBSET_POD, WORKER), limits, strict=True):
+        mounted = {each["mountPath"]: each["name"] for each in pod["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert {*mounted.values()} == {*volumes}
+        memory = volumes[mounted["/dev/shm"]]["emptyDir"]
+        assert memory["medium"] == "Memory"
+        assert amount(memory["sizeLimit"]) < amount(limit["memory"])
+
+
+def test_a_pod_has_longer_than_its_ranks_after_sigterm() -> None:
+    for pod in PODS:
+        assert pod["terminationGracePeriodSeconds"] > TORCHRUN_GRACE_S
+
+
+def test_the_secret_and_the_volume_are_those_that_the_page_makes() -> None:
+    page = (FOLDER / "README.md").read_text()
+    (name, key) = re.findall(r"create secret generic (\S+) --from-file=(\w+)=", page)[0]
+    for pod in (RUNTIME_POD, JOBSET_POD):
+        (variable,) = pod["containers"][0]["env"]
+        assert variable["name"] == "TORCH_RING_SECRET"
+        assert variable["valueFrom"]["secretKeyRef"] == {"name": name, "key": key}
+    (claim,) = objects_of(FOLDER / "checkpoints.yaml")
+    for pod in PODS:
+        claims = [
+            each["persistentVolumeClaim"] for each in pod["volumes"] if "emptyDir" not in each
+        ]
+        assert claims == [{"claimName": claim["metadata"]["name"]}]
+    for file in re.findall(r"kubectl \w+ -f (\S+)", page):
+        assert (FOLDER / file).exists()
+
+
+def test_every_setting_exists() -> None:
+    names = {setting.variable for setting in SETTINGS}
+    for path in FILES:
+        assert {*re.findall(r"\bTORCH_RING_\w+", path.read_text())} <= names, path
+    used = re.findall(r"\bTORCH_RING_\w+", "".join(path.read_text() for path in FILES))
+    assert "TORCH_RING_SECRET" in used
+
+
+def test_a_job_names_its_runtime() -> None:
+    runtime = manifest("trainjob.yaml", "TrainingRuntime")
+    reference = manifest("trainjob.yaml", "TrainJob")["spec"]["runtimeRef"]
+    group, _, _ = runtime["apiVersion"].partition("/")
+    assert reference == {"apiGroup": group, "kind": runtime["kind"], "name": "torch-ring"}
+    assert runtime["metadata"]["name"] == reference["name"]
+    # Trainer puts the command and the variables of torchrun into a container of this name, in the
+    # job that has the label.
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert job["name"] == RUNTIME_POD["containers"][0]["name"] == "node"
+    assert job["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+
+
+# --- the command lines
+
+
+def command_line(command: list[str], folder: Path, **variables: str) -> list[str]:
+    """Return what a pod's command calls, with the files of the image and its volume in `folder`."""
+    for program in ("torchrun", "torch_ring_run"):
+        stand_in = folder / program
+        stand_in.write_text('#!/bin/sh\npwd\nbasename $0\nprintf "%s\\n" "$@"\n')
+        stand_in.chmod(0o755)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    program, option, script = command
+    script = script.replace("/workspace", str(folder)).replace("/checkpoints", str(folder))
+    ended = subprocess.run(
+        [program, option, script],
+        cwd=folder,
+        env={"PATH": f"{folder}:/usr/bin:/bin", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ended.stderr == ""
+    return ended.stdout.splitlines()
+
+
+def require_mnist(script: str, arguments: list[str], folder: Path, resumes: bool) -> None:
+    """Check the program in the example's folder and its options."""
+    example = ROOT / "examples" / "mnist"
+    assert (example / script).exists()
+    sys.path.insert(0, str(example))
+    try:
+        with mock.patch("sys.argv", [script, *arguments]):
+            import options  # type: ignore[import-not-found]
+
+            parsed = options.parse_args()
+    finally:
+        sys.path.remove(str(example))
+        sys.modules.pop("options", None)
+    assert parsed.dataset == "digits"  # nothing is downloaded
+    assert parsed.checkpoint == folder / "mnist.pt"
+    assert parsed.resume is resumes
+
+
+RESUMES = pytest.mark.parametrize("resumes", [False, True], ids=["first", "resumed"])
+
+
+@RESUMES
+@pytest.mark.parametrize("file", ["trainjob.yaml", "jobset.yaml"])
+def test_torchrun_starts_the_ranks(file, resumes, tmp_path, monkeypatch) -> None:
+    if resumes:
+        (tmp_path / "mnist.pt").touch()
+    if file == "trainjob.yaml":
+        assert (TRAINER["numNodes"], TRAINER["numProcPerNode"]) == (2, 2)
+        place, *line = command_line(TRAINER["command"], tmp_path)
+        # Trainer's: see EnforceMLPolicy of its plugin for torch.
+        monkeypatch.setenv("PET_NNODES", "2")
+        monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+        monkeypatch.setenv("PET_NODE_RANK", "1")
+        monkeypatch.setenv("PET_MASTER_ADDR", "mnist-node-0-0.mnist")
+        monkeypatch.setenv("PET_MASTER_PORT", "29500")
+    else:
+        jobset = manifest(file, "JobSet")
+        (job,) = jobset["spec"]["replicatedJobs"]
+        pods = job["template"]["spec"]
+        assert (pods["completions"], pods["parallelism"], pods["completionMode"]) == (
+            2,
+            2,
+            "Indexed",
+        )
+        assert (jobset["metadata"]["name"], job["name"], job["replicas"]) == ("mnist", "node", 1)
+        command = JOBSET_POD["containers"][0]["command"]
+        _, *line = command_line(command, tmp_path, JOB_COMPLETION_INDEX="1")
+        place = JOBSET_POD["containers"][0]["workingDir"].replace("/workspace", str(tmp_path))
+    assert line[0] == "torchrun"
+    options = torchrun_options(line[1:])
+    assert (options.nnodes, options.nproc_per_node, int(options.node_rank)) == ("2", "2", 1)
+    assert (options.master_addr, int(options.master_port)) == ("mnist-node-0-0.mnist", 29500)
+    assert place == str(tmp_path / "examples" / "mnist")
+    require_mnist(options.training_script, options.training_script_args, tmp_path, resumes)
+
+
+@RESUMES
+def test_our_launcher_starts_the_ranks(resumes, tmp_path) -> None:
+    if resumes:
+        (tmp_path / "mnist.pt").touch()
+    (launcher,) = LAUNCHER["containers"]
+    _, *line = command_line(launcher["command"], tmp_path)
+    assert line[0] == "torch_ring_run"
+    options = parse_options(line[1:], {}, line[0])
+    python, script, *arguments = options.command
+    assert python == "python"
+    assert launcher["workingDir"] == "/workspace/examples/mnist"
+    require_mnist(script, arguments, tmp_path, resumes)
+    # The operator writes a line for each worker, with its slots: that is where the ranks start.
+    job = manifest("mpijob.yaml", "MPIJob")["spec"]
+    workers = [f"mnist-worker-{number}.mnist" for number in range(2)]
+    assert job["mpiReplicaSpecs"]["Worker"]["replicas"] == len(workers)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={job['slotsPerWorker']}\n" for name in workers))
+    assert (options.hosts, options.hostfile, options.size) == (None, None, None)
+    hosts = cluster_hosts({"OMPI_MCA_orte_default_hostfile": str(hostfile)})
+    assert hosts == (
+        [HostSlots(name, 2) for name in workers],
+        "OMPI_MCA_orte_default_hostfile",
+    )
