@@ -11,13 +11,13 @@ from torch_ring.run.hosts import (
     HostSlots,
     assign,
     cluster_hosts,
-    expand_hostlist,
     expand_tasks,
     is_this_host,
     parse_hosts,
     read_hostfile,
 )
 from torch_ring.run.job_settings import JobFacts, exported, rank_environment, slots_of
+from torch_ring.setup.launchers import expand_hostlist
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.setup.launchers import (
     Identity,
     discover,
-    first_host,
     is_of_inner_job,
     process_name,
     tasks_of_node,
@@ -168,24 +167,12 @@ def test_tasks_of_a_node_of_slurm(counts, node, tasks):
     assert discover(srun).local_size == tasks
 
 
-@pytest.mark.parametrize(
-    ("hostlist", "first"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("gpu[07-09,12]", "gpu07"),
-        ("gpu[3,5],login", "gpu3"),
-        ("a-b[001-100]", "a-b001"),
-        ("rack[2-3]-node[1,4].cluster,other", "rack2-node1.cluster"),
-    ],
-)
-def test_first_host_of_a_list(hostlist, first):
-    assert first_host(hostlist) == first
-
-
-def test_an_empty_host_list_is_refused():
-    with pytest.raises(InvalidArgumentError, match="not a list of hosts"):
-        first_host(",")
+def test_tasks_of_a_node_of_a_heterogeneous_step():
+    """Slurm 22.05 sorts the lists by name: of `srun -w n2 -n1 ... : -w n1 -n2 ...`."""
+    lists = {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NODELIST": "n[1-2]"}
+    for number, name, local_rank, tasks in (("0", "n2", "0", 1), ("1", "n1", "1", 2)):
+        place = {"SLURM_NODEID": number, "SLURMD_NODENAME": name, "SLURM_LOCALID": local_rank}
+        assert discover(SRUN | lists | place).local_size == tasks
 
 
 @pytest.mark.parametrize("variables", [TORCHRUN, OURS, OPEN_MPI, HYDRA, SRUN])

@@ -175,6 +175,24 @@ def test_one_node_needs_a_store_only_if_its_ranks_cannot_meet_and_have_a_secret(
     assert found.host == "10.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("rank", "node", "local_rank", "serves"),
+    [(0, "n2", "0", False), (1, "n1", "0", True), (2, "n1", "1", False)],
+)
+def test_the_store_of_a_slurm_step_is_on_the_first_node(rank, node, local_rank, serves):
+    """Rank 0 may be on another one: in a heterogeneous job, or where a file deals the ranks."""
+    found = find(
+        Identity(rank, 3, int(local_rank), nodes=2, launcher="srun", job="7/0"),
+        {
+            "SLURM_STEP_NODELIST": "n[1-2]",
+            "SLURMD_NODENAME": node,
+            "SLURM_LOCALID": local_rank,
+        },
+    )
+    assert found is not None
+    assert (found.host, found.serves) == ("n1", serves)
+
+
 def test_steps_of_a_slurm_job_have_ports_of_their_own():
     ports = [
         rendezvous_store._slurm_port(Identity(rank, 2, job=job))

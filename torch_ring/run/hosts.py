@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ring.errors import InvalidArgumentError, RingError, first_line
+from torch_ring.setup.launchers import expand_hostlist
 
 __all__ = [
     "Discovery",
@@ -22,7 +22,6 @@ __all__ = [
     "Slot",
     "assign",
     "cluster_hosts",
-    "expand_hostlist",
     "expand_tasks",
     "find_hosts",
     "is_this_host",
@@ -228,7 +227,7 @@ _HOSTFILES = (
     "PBS_NODEFILE",
     "LSB_DJOB_HOSTFILE",
 )
-_MOST_HOSTS = 1 << 20  # that a host list may stand for
+_MOST_NODES = 1 << 20
 
 
 def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[HostSlots], str] | None:
@@ -249,40 +248,6 @@ def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[HostSlots], str]
     return None
 
 
-def expand_hostlist(text: str) -> list[str]:
-    """Return the hosts of Slurm's list: gpu01, gpu02 and login of "gpu[01-02],login".
-
-    Raises:
-        InvalidArgumentError: it is no such list.
-    """
-    names: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text.strip()):
-        if item == ",":
-            continue
-        parts = re.findall(r"\[([^\[\]]+)\]|([^\[\]]+)", item)
-        if "".join(f"[{ranges}]" if ranges else word for ranges, word in parts) != item:
-            raise _not_a_list(text)
-        choices = [_numbers(ranges, text) if ranges else [word] for ranges, word in parts]
-        names += map("".join, itertools.product(*choices))
-    if not names:
-        raise _not_a_list(text)
-    return names
-
-
-def _numbers(ranges: str, text: str) -> list[str]:
-    """Return 01, 02, 07 of "01-02,07", with their zeros."""
-    found: list[str] = []
-    for item in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if match is None:
-            raise _not_a_list(text)
-        first, last = match[1], match[2] or match[1]
-        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
-            raise _not_a_list(text)
-        found += (f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1))
-    return found
-
-
 def expand_tasks(text: str, nodes: int) -> list[int]:
     """Return the number of tasks of each node: 4, 4 and 3 of Slurm's "4(x2),3".
 
@@ -292,7 +257,7 @@ def expand_tasks(text: str, nodes: int) -> list[int]:
     tasks: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", item)
-        if match is None or int(match[2] or 1) > _MOST_HOSTS:
+        if match is None or int(match[2] or 1) > _MOST_NODES:
             raise _not_tasks(text, nodes)
         tasks += [int(match[1])] * int(match[2] or 1)
     if len(tasks) == 1:
@@ -300,12 +265,6 @@ def expand_tasks(text: str, nodes: int) -> list[int]:
     if len(tasks) != nodes or min(tasks) < 1:
         raise _not_tasks(text, nodes)
     return tasks
-
-
-def _not_a_list(text: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"SLURM_JOB_NODELIST={text!r} is not a list of hosts: give them with -H"
-    )
 
 
 def _not_tasks(text: str, nodes: int) -> InvalidArgumentError:

@@ -203,7 +203,7 @@ class FailurePath:
         if self.hosts is not None:
             failure = self.hosts.fail(failure)
         elif leader is not None and self.place is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(RingError):
                 leader.ask_to_serve()
         self.host.fail(failure)
         if leader is not None and not self._in_store:

@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     HELLO = 1  # to the leader: rank, size and start
     WELCOME = 2  # from the leader: its rank and size; it takes the rank in
     VALUE = 3  # to the leader: the rank's value in an exchange; in a store: a host's
-    SERVE = 4  # to rank 0: other hosts need the store
+    SERVE = 4  # to the first rank of a host: other hosts need the store
     NOTE = 5  # to rank 0: a line for its log
     DATA = 6  # from the leader: what it passes down
     FAILURE = 7  # either way: this init() has failed

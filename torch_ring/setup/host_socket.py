@@ -149,7 +149,7 @@ class HostFollower:
     Thread: one at a time. Blocking: all but `close`, until the deadline.
 
     Attributes:
-        must_serve: whether other hosts need the store, which this rank 0 serves.
+        must_serve: whether other hosts need the store, if this rank is the one that serves it.
         failure: why this init() has failed, when it has.
         left: whether the leader has gone in peace.
         leader: the leader's name in messages; it tells its rank with its welcome.
@@ -475,9 +475,17 @@ class HostLeader:
                 raise each.failure.error()
 
     def ask_to_serve(self) -> None:
-        """Let rank 0 serve the store, if it is on this host. Raises OSError: it is gone."""
-        if 0 in self.followers:
-            self.followers[0].send(Kind.SERVE, self._deadline)
+        """Let the first rank of this host serve the store, if that is the one which does.
+
+        Raises:
+            PeerLostError: it is gone.
+        """
+        first = min(self.followers, default=self._rank)
+        if first < self._rank:
+            try:
+                self.followers[first].send(Kind.SERVE, self._deadline)
+            except OSError as error:
+                raise gone(f"rank {first}", error) from None
 
     def open(self, listener: socket.socket) -> None:
         """Let ranks in at `listener`, which the leader owns from now on."""

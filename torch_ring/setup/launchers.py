@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -17,7 +18,7 @@ __all__ = [
     "Identity",
     "Launcher",
     "discover",
-    "first_host",
+    "expand_hostlist",
     "is_of_inner_job",
     "process_name",
     "slurm_job",
@@ -182,6 +183,7 @@ _STARTED_SINCE = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 # Steps from this number on, such as an interactive shell's, run beside the job's tasks (slurm.h).
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+_MOST_HOSTS = 1 << 20  # that a host list may stand for
 
 
 def discover(
@@ -222,14 +224,45 @@ def discover(
     return identity
 
 
-def first_host(hostlist: str) -> str:
-    """Return the first host of a Slurm host list: "gpu01" of "gpu[01-03,07],login"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]+\])+", hostlist)
-    if first is None:
-        raise InvalidArgumentError(
-            f"{hostlist!r}, of Slurm's SLURM_STEP_NODELIST, is not a list of hosts: set MASTER_ADDR"
-        )
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+def expand_hostlist(text: str) -> list[str]:
+    """Return the hosts of Slurm's list: gpu01, gpu02 and login of "gpu[01-02],login".
+
+    Raises:
+        InvalidArgumentError: it is no such list.
+    """
+    names: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text.strip()):
+        if item == ",":
+            continue
+        parts = re.findall(r"\[([^\[\]]+)\]|([^\[\]]+)", item)
+        if "".join(f"[{ranges}]" if ranges else word for ranges, word in parts) != item:
+            raise _not_a_list(text)
+        choices = [_numbers(ranges, text) if ranges else [word] for ranges, word in parts]
+        names += map("".join, itertools.product(*choices))
+    if not names:
+        raise _not_a_list(text)
+    return names
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    """Return 01, 02, 07 of "01-02,07", with their zeros."""
+    found: list[str] = []
+    for item in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if match is None:
+            raise _not_a_list(text)
+        first, last = match[1], match[2] or match[1]
+        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+            raise _not_a_list(text)
+        found += (f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1))
+    return found
+
+
+def _not_a_list(text: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{text!r}, of Slurm, is not a list of hosts: set MASTER_ADDR, or give the launcher its "
+        "hosts with -H"
+    )
 
 
 def tasks_of_node(counts: str, node: str) -> int | None:
@@ -355,7 +388,7 @@ def _read(
         environment.get(v) if v else None for v in (launcher.local_sizes, launcher.node)
     )
     if counts is not None and node is not None:
-        local_size = tasks_of_node(counts, node)
+        local_size = tasks_of_node(counts, _place_of_node(environment) or node)
     if local_rank is not None and local_size is not None:
         name_of_size = str(launcher.local_size or launcher.local_sizes)
         _require_below(launcher.local_rank, local_rank, name_of_size, local_size)
@@ -369,6 +402,18 @@ def _read(
         name,
         "/".join(environment[v] for v in launcher.job if v in environment),
     )
+
+
+def _place_of_node(environment: Mapping[str, str]) -> str | None:
+    """Return the place of this process's node in Slurm's list of them.
+
+    In a step of a heterogeneous job that is not the node's number: the list, and with it that of
+    the nodes' tasks, is sorted by name.
+    """
+    listed = environment.get("SLURM_STEP_NODELIST", "")
+    with contextlib.suppress(InvalidArgumentError, ValueError):
+        return str(expand_hostlist(listed).index(environment.get("SLURMD_NODENAME", "")))
+    return None
 
 
 def _require_no_contradiction(identity: Identity, environment: Mapping[str, str]) -> None:

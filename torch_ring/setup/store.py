@@ -37,7 +37,7 @@ from torch_ring.errors import (
 from torch_ring.setup.claim import Claim, Start, start_of
 from torch_ring.setup.host_socket import socket_name, socket_name_by_store
 from torch_ring.setup.job_key import AuthenticatedStore, JobKey
-from torch_ring.setup.launchers import Identity, first_host
+from torch_ring.setup.launchers import Identity, expand_hostlist
 from torch_ring.setup.network import Deadline, is_loopback, is_loopback_name, own_address
 from torch_ring.setup.store_client import (
     CONNECT_S,
@@ -308,7 +308,8 @@ def locate_store(
        says so, and there is no secret with which a store would be safe;
     2. at MASTER_ADDR and MASTER_PORT (default 29400);
     3. where `comm`, an mpi4py communicator, says;
-    4. under Slurm, on the first host of the step, at MASTER_PORT or one derived from job and step;
+    4. under Slurm, on the first host of the step, whose first rank serves it (rank 0 may be on
+       another one in a heterogeneous job), at MASTER_PORT or one derived from job and step;
     5. where MPI says, if mpi4py is installed.
 
     Raises:
@@ -316,7 +317,8 @@ def locate_store(
         InvalidArgumentError: none of these ways is open; says what to set.
     """
     host, port = environment.get("MASTER_ADDR", ""), _master_port(environment)
-    rank, shared, secret = identity.launched_rank(), bool(identity.part), ""
+    shared, secret = bool(identity.part), ""
+    serves, server = identity.launched_rank() == 0, "rank 0"
     if is_loopback_name(host) or (identity.on_one_node() and not (host and config.secret)):
         return None
     world = initialized_world(identity) if comm is None else comm
@@ -328,19 +330,23 @@ def locate_store(
         return None
     elif comm is None and identity.launcher == "srun":
         address = (_slurm_host(environment), port or _slurm_port(identity))
+        if (node := environment.get("SLURMD_NODENAME")) is not None:
+            serves = node == address[0] and environment.get("SLURM_LOCALID") == "0"
+            server = "its first rank"
     else:
         if world is None:
             world = require_world(identity, _advice(identity))
             secret = common_secret(world, identity, deadline)
         address = _ask_mpi(world, identity, config, deadline)
-        rank, shared = identity.rank, False
+        serves, shared = identity.rank == 0, False
     is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    server = "torchrun's agent" if is_agents else "rank 0"
-    serves = rank == 0 and not is_agents
+    if is_agents:
+        serves, server = False, "torchrun's agent"
 
     def find(deadline: Deadline, check: Callable[[], None]) -> StoreClient:
         if serves:
-            store = _serve(address, deadline, check, one_host=identity.on_one_node())
+            me, one_host = f"rank {identity.launched_rank()}", identity.on_one_node()
+            store = _serve(address, deadline, check, me, one_host=one_host)
         else:
             store = _connect(address, server, deadline, check)
         view = _of_part(PrefixStore(f"torch_ring/{identity.job}", store), identity)
@@ -407,7 +413,7 @@ def _master_port(environment: Mapping[str, str]) -> int:
 def _slurm_host(environment: Mapping[str, str]) -> str:
     for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environment.get(variable):
-            return first_host(environment[variable])
+            return expand_hostlist(environment[variable])[0]
     raise InvalidArgumentError(
         "SLURM_STEP_NODELIST is not set: set MASTER_ADDR (rank 0's host) on all ranks"
     )
@@ -454,17 +460,18 @@ def _serve(
     address: Address,
     deadline: Deadline,
     check: Callable[[], None],
+    me: str = "rank 0",
     *,
     one_host: bool = False,
     listener: socket.socket | None = None,
 ) -> TCPStore:
     if address not in _stores:
-        listener = listener or _listen(address, one_host, deadline, check)
+        listener = listener or _listen(address, one_host, deadline, check, me)
         # The store connects to itself, at the address that the others use.
         fd = listener.detach() if listener else None
         late = (
-            f"rank 0 cannot reach the job's store, which it serves, at {_text(address)} "
-            f"{deadline}: is that an address of rank 0's host (MASTER_ADDR)?"
+            f"{me} cannot reach the job's store, which it serves, at {_text(address)} "
+            f"{deadline}: is that an address of {me}'s host (MASTER_ADDR)?"
         )
         call = StoreCall.serve(*address, deadline.timeout_s, fd)
         finish(call, deadline, check, late)
@@ -472,16 +479,16 @@ def _serve(
             _stores[address] = call.result()
         except RuntimeError as error:
             raise RingError(
-                f"rank 0 cannot serve the job's store at {_text(address)}: {first_line(error)}"
+                f"{me} cannot serve the job's store at {_text(address)}: {first_line(error)}"
             ) from None
         _served.add(address)
     return _stores[address]
 
 
 def _listen(
-    address: Address, one_host: bool, deadline: Deadline, check: Callable[[], None]
+    address: Address, one_host: bool, deadline: Deadline, check: Callable[[], None], me: str
 ) -> socket.socket | None:
-    """Listen at the address at which the others look for rank 0, and if possible at no other.
+    """Listen at the address at which the others look for this rank, and if possible at no other.
 
     Returns:
         None if the port is in use: a store of this process may have it.
@@ -505,7 +512,7 @@ def _listen(
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
-        raise RingError(f"rank 0 cannot listen at port {port}: {error}") from None
+        raise RingError(f"{me} cannot listen at port {port}: {error}") from None
 
 
 def _connect(
