@@ -1,0 +1,5 @@
+"""Fixtures of these tests."""
+
+from slurm import slurm
+
+__all__ = ["slurm"]

@@ -1,0 +1,188 @@
+"""Jobs of a real Slurm, with its daemons on this machine: what docs/launching.md says of srun."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from scripts import ROOT
+from slurm import Slurm
+
+PAGE = (ROOT / "docs" / "launching.md").read_text()
+(COMMAND,) = re.findall(r"^\| Slurm \| `(srun [^`]*)` \|", PAGE, re.MULTILINE)
+HELLO = str(Path(__file__).parent / "hello.py")
+
+pytestmark = [pytest.mark.launcher, pytest.mark.netns, pytest.mark.slow]
+
+PLACES = """
+import json, os
+import torch
+import torch_ring as hvd
+hvd.init()
+assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+place = hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+print("place", json.dumps([*place, os.environ["SLURMD_NODENAME"]]))
+"""
+
+
+def places(cluster: Slurm, command: str, **variables: str) -> list[list[object]]:
+    """Return rank, local rank and size, cross rank and size and node of each rank of a step."""
+    (cluster.folder / "train.py").write_text(PLACES)
+    ended = cluster.run(*shlex.split(command), **variables)
+    assert ended.code == 0, ended.output
+    return sorted(
+        json.loads(line) for line in re.findall(r"^place (.*)", ended.output, re.MULTILINE)
+    )
+
+
+def test_the_command_of_the_page(slurm):
+    """With 2 ranks on a node in place of 8."""
+    first, second = slurm.nodes
+    command = COMMAND.replace("--ntasks-per-node 8", "--ntasks-per-node 2")
+    assert command.startswith("srun --nodes 2 --ntasks-per-node 2 ")
+    assert places(slurm, command) == [
+        [0, 0, 2, 0, 2, first],
+        [1, 1, 2, 0, 2, first],
+        [2, 0, 2, 1, 2, second],
+        [3, 1, 2, 1, 2, second],
+    ]
+
+
+def test_nodes_with_more_tasks_than_others(slurm):
+    first, second = slurm.nodes
+    assert places(slurm, "srun -N2 -n3 python train.py") == [
+        [0, 0, 2, 0, 2, first],
+        [1, 1, 2, 0, 1, first],
+        [2, 0, 1, 1, 2, second],
+    ]
+
+
+def test_ranks_that_are_dealt_to_the_nodes_in_turn(slurm):
+    first, second = slurm.nodes
+    assert places(slurm, "srun -N2 -n3 --distribution=cyclic python train.py") == [
+        [0, 0, 2, 0, 2, first],
+        [1, 0, 1, 1, 2, second],
+        [2, 1, 2, 0, 1, first],
+    ]
+
+
+def test_rank_0_is_not_on_the_first_node(slurm):
+    first, second = slurm.nodes
+    (slurm.folder / "order").write_text(f"{second}\n{first}\n{first}\n")
+    command = "srun -n3 --distribution=arbitrary python train.py"
+    assert places(slurm, command, SLURM_HOSTFILE="order") == [
+        [0, 0, 1, 0, 2, second],
+        [1, 0, 2, 1, 2, first],
+        [2, 1, 2, 0, 1, first],
+    ]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "reversed"])
+def test_heterogeneous_jobs(slurm, order):
+    """Reversed, the list of a step's nodes has another order than their numbers."""
+    one, two = slurm.nodes[::order]
+    command = f"srun -w {one} -n1 python train.py : -w {two} -n2 python train.py"
+    assert sorted(place[:3] + place[5:] for place in places(slurm, command)) == [
+        [0, 0, 1, one],
+        [1, 0, 2, two],
+        [2, 1, 2, two],
+    ]
+
+
+def test_two_steps_of_a_job_at_once(slurm):
+    """The second one begins when the ranks of the first are one world, and ends before it does."""
+    (slurm.folder / "first.py").write_text(
+        f"{PLACES}\nimport pathlib, time\n"
+        "hvd.barrier()\n"
+        "pathlib.Path('met').touch()\n"
+        "while not pathlib.Path('second').exists(): time.sleep(0.05)\n"
+        "print('still', hvd.allreduce(torch.ones(1), op=hvd.Sum).item())\n"
+    )
+    job = slurm.submit(
+        "srun --overlap python first.py & first=$!\n"
+        "until test -e met || ! kill -0 $first; do sleep 0.05; done\n"
+        f"srun --overlap python {HELLO}; second=$?\n"
+        "touch second\n"
+        "wait $first && exit $second\n",
+        *("-N2", "-n2"),
+    )
+    state, output = slurm.wait_for_end(job), slurm.output_of(job)
+    assert state == "COMPLETED 0:0", output
+    assert output.index("rank 1 of 2: torch") < output.index("still 2.0")
+    assert output.count("still 2.0") == 2
+
+
+def test_a_task_that_is_killed_ends_the_job(slurm):
+    (slurm.folder / "killed.py").write_text(
+        "import os, signal\nimport torch\nimport torch_ring as hvd\n"
+        "hvd.init()\nhvd.barrier()\n"
+        "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try:\n    hvd.allreduce(torch.ones(1), name='loss')\n"
+        "except hvd.PeerLostError as error:\n    print('told', hvd.rank(), error)\n    raise\n"
+    )
+    job = slurm.submit("srun python killed.py\n", "-N2", "-n3")
+    state, output = slurm.wait_for_end(job), slurm.output_of(job)
+    assert state.startswith("FAILED"), output
+    for rank in (0, 2):
+        assert re.search(f"^told {rank} .*rank 1", output, re.MULTILINE), output
+
+
+def test_the_script_of_the_elastic_example(slurm):
+    """With 2 ranks on a node in place of 4."""
+    example = ROOT / "examples" / "elastic"
+    options = ["-o", f"{slurm.folder}/job-%j.out", "-D", str(example), "--ntasks-per-node", "2"]
+    ended = slurm.run("sbatch", "--parsable", *options, str(example / "slurm.sbatch"))
+    assert ended.code == 0, ended.output
+    job = ended.output.strip()
+    state, output = slurm.wait_for_end(job), slurm.output_of(job)
+    assert state == "COMPLETED 0:0", output
+    assert "4 ranks" in output
+    assert "accuracy" in output
+
+
+def test_scancel_leaves_nothing(slurm):
+    """Neither ranks nor what they have started."""
+    (slurm.folder / "waits.py").write_text(
+        f"{PLACES}\nimport multiprocessing, pathlib, signal\n"
+        "child = multiprocessing.get_context('fork').Process(target=signal.pause)\n"
+        "child.start()\n"
+        "pathlib.Path(f'up-{hvd.rank()}').write_text(str(child.pid))\n"
+        "signal.pause()\n"
+    )
+    daemons = slurm.processes()
+    job = slurm.submit("srun python waits.py\n", "-N2", "-n3")
+    up = [slurm.folder / f"up-{rank}" for rank in range(3)]
+    slurm.wait_for(lambda: all(path.exists() and path.read_text() for path in up), "ranks are up")
+    assert {int(path.read_text()) for path in up} <= {*slurm.processes()}
+    assert slurm.run("scancel", job).code == 0
+    assert slurm.wait_for_end(job).startswith("CANCELLED")
+    slurm.wait_for(lambda: slurm.processes().keys() <= daemons.keys(), "all its processes ended")
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("none", 2), ("pmi2", 2), ("pmix", 1)])
+def test_ranks_that_srun_starts_for_mpi(slurm, kind, nodes):
+    """Debian's srun finds PMIx only with libpmix-dev, and starts it on one node of this machine."""
+    if kind == "pmix" and slurm.run("srun", "--mpi=pmix", "-n1", "true").code != 0:
+        pytest.skip("srun cannot load PMIx (Debian: libpmix-dev)")
+    command = ["srun", f"--mpi={kind}", f"-N{nodes}", "-n3", "python", HELLO]
+    ended = slurm.run(*command)
+    assert ended.code == 0, ended.output
+    for rank in range(3):
+        assert f"rank {rank} of 3: torch" in ended.output, ended.output
+
+
+def test_srun_passes_the_secret_on(slurm):
+    """Without one, rank 0 warns; with one on the first node alone, the ranks do not meet."""
+    command = ["srun", "-N2", "-n2", "python", HELLO]
+    assert "TORCH_RING_SECRET" in slurm.run(*command).output
+    with_secret = slurm.run(*command, TORCH_RING_SECRET="hush-hush")
+    assert with_secret.code == 0, with_secret.output
+    assert "rank 1 of 2: torch" in with_secret.output
+    assert "SECRET" not in with_secret.output
+    one_knows = 'test $SLURM_PROCID = 0 || unset TORCH_RING_SECRET; exec python "$0"'
+    different = slurm.run(*command[:3], "sh", "-c", one_knows, HELLO, TORCH_RING_SECRET="hush-hush")
+    assert different.code != 0
+    assert "TORCH_RING_SECRET" in different.output, different.output
