@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from scripts import ROOT
-from slurm import Slurm
+from slurm import DEADLINE_S, Slurm
 
 PAGE = (ROOT / "docs" / "launching.md").read_text()
 (COMMAND,) = re.findall(r"^\| Slurm \| `(srun [^`]*)` \|", PAGE, re.MULTILINE)
@@ -128,6 +128,51 @@ def test_a_task_that_is_killed_ends_the_job(slurm):
     assert state.startswith("FAILED"), output
     for rank in (0, 2):
         assert re.search(f"^told {rank} .*rank 1", output, re.MULTILINE), output
+
+
+def test_a_job_whose_time_ends_is_run_again(slurm):
+    """As docs/clusters.md has it, with 2 ranks in place of 4: Slurm's signal, a minute before the limit.
+
+    The first run trains until it is stopped, and the second one goes on from there to the end. The
+    limit is a minute from when the ranks are up until they have stopped, and far away otherwise.
+    """
+    (slurm.folder / "train.py").write_text(
+        "import os, pathlib, sys, time\nimport torch\nimport torch_ring as hvd\n"
+        "hvd.init()\nhvd.preemption.watch()\n"
+        "saved = pathlib.Path('saved')\n"
+        "run = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
+        "step = int(saved.read_text()) if saved.exists() else 0\n"
+        "print('run', run, 'begins at', step, flush=True)\n"
+        "hvd.barrier()\n"
+        "while run == '0':\n"
+        "    step += 1\n"
+        "    assert hvd.allreduce(torch.tensor(step)).item() == step\n"
+        "    if hvd.preemption.requested():\n"
+        "        print('stops at', step, hvd.preemption.reason(), flush=True)\n"
+        "        if hvd.rank() == 0: saved.write_text(str(step))\n"
+        "        hvd.barrier()\n"
+        "        while not pathlib.Path('prolonged').exists(): time.sleep(0.05)\n"
+        "        sys.exit(143)\n"
+        "print('ended', flush=True)\n"
+    )
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    script = re.findall(r"^(#SBATCH --signal.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    assert "-np 4 " in script
+    options = ["--time=60", "--nodes=1", "--ntasks=2", "--open-mode=append"]
+    job = slurm.submit(script.replace("-np 4 ", "-np 2 "), *options)
+    slurm.wait_for(lambda: slurm.output_of(job).count("run 0 begins") == 2, "both ranks are up")
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    slurm.wait_for(lambda: slurm.output_of(job).count("stops at") == 2, "both ranks stop")
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    (slurm.folder / "prolonged").touch()
+    state, output = slurm.wait_for_end(job, deadline_s=4 * DEADLINE_S), slurm.output_of(job)
+    assert state == "COMPLETED 0:0", output
+    steps = re.findall(r"stops at (\d+) rank \d .*SIGUSR1", output)
+    assert len(steps) == 2, output
+    assert steps[0] == steps[1], output
+    assert output.count("run 0 begins at 0") == 2, output
+    assert output.count(f"run 1 begins at {steps[0]}") == 2, output
+    assert output.count("stdout>:ended") == 2, output
 
 
 def test_the_script_of_the_elastic_example(slurm):

@@ -25,14 +25,15 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 _SBIN = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
 MARK = "SLURM_TEST_CLUSTER"  # a variable by which all processes of a cluster are known
 
-# Nodes pretend to have 8 processors, of which a job binds none.
+# Nodes pretend to have 8 processors, of which a job binds none. A job that is put into the queue
+# again waits there until the credentials of its first run have expired.
 _CONFIG = """
 ClusterName=test
 SlurmctldHost={host}({controller})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=20
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -181,21 +182,25 @@ class Slurm:
         )
         return f"{shown['JobState']} {shown['ExitCode']}"
 
-    def wait_for_end(self, job: str) -> str:
+    def wait_for_end(self, job: str, deadline_s: float = DEADLINE_S) -> str:
         """Return the state of a job, when it has ended on all nodes."""
         running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
-        self.wait_for(lambda: not self.state_of(job).startswith(running), f"job {job} ends")
+        self.wait_for(
+            lambda: not self.state_of(job).startswith(running), f"job {job} ends", deadline_s
+        )
         return self.state_of(job)
 
-    def wait_for(self, is_there: Callable[[], object], what: str) -> None:
+    def wait_for(
+        self, is_there: Callable[[], object], what: str, deadline_s: float = DEADLINE_S
+    ) -> None:
         """Wait until something is so; the failure says what has been waited for."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + deadline_s
         while not is_there():
             for name, daemon in self._daemons:
                 if daemon.poll() is not None:
                     pytest.fail(f"{name} has ended: {self.logs()}")
             if time.monotonic() > deadline:
-                pytest.fail(f"not in {DEADLINE_S} s: {what}\n{self.logs()}")
+                pytest.fail(f"not in {deadline_s} s: {what}\n{self.logs()}")
             time.sleep(0.05)
 
     def processes(self) -> dict[int, str]:
