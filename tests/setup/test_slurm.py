@@ -131,7 +131,7 @@ def test_a_task_that_is_killed_ends_the_job(slurm):
 
 
 def test_a_job_whose_time_ends_is_run_again(slurm):
-    """As docs/clusters.md has it, with 2 ranks in place of 4: Slurm's signal, a minute before the limit.
+    """As docs/clusters.md has it, with 2 ranks in place of 4: a signal a minute before the limit.
 
     The first run trains until it is stopped, and the second one goes on from there to the end. The
     limit is a minute from when the ranks are up until they have stopped, and far away otherwise.
