@@ -1,4 +1,4 @@
-"""Lightning, Accelerate, the Trainer, Ray Train and torchdata, where they are installed."""
+"""Lightning, Accelerate, the Trainer, Ray Train, torchdata, torchft, where they are installed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ EXAMPLES = ROOT / "examples" / "integrations"
 DEADLINE_S = 900  # a hang, not a slow machine: Ray starts a dozen processes
 LEAVING_S = 30
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# The packages that each example needs, and what starts it: two of them start their own workers.
+# The packages that each example needs, and what starts it: three start their own workers.
 PROGRAMS = {
     "lightning_ddp.py": (("lightning",), ()),
     "accelerate_train.py": (("accelerate",), TORCHRUN),
     "trainer.py": (("accelerate", "transformers"), TORCHRUN),
     "stateful_loader.py": (("torchdata",), TORCHRUN),
+    "torchft_train.py": (("torchft", "opentelemetry"), ()),
     "ray_train.py": (("ray", "pandas", "pyarrow", "pydantic", "tensorboardX"), ()),
 }
 LINE = re.compile(r"rank (\d) of 2 on (\w+): loss (\S+) to (\S+), weights (\w{16})")
