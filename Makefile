@@ -154,12 +154,12 @@ $(STAMPS)/test: $(STAMPS)/torch
 	  prometheus_client jsonschema pyyaml
 	touch $@
 
-# 0.8 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
+# 1.3 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
 # $(TORCH) again: open_clip needs a torchvision, which is to be that torch's. PyTorch-Ignite's own tests
 # are in the archive of its sources.
 $(STAMPS)/integrations: $(STAMPS)/torch
 	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata \
-	  torchft-nightly "open_clip_torch[training]" pytorch-ignite; do \
+	  torchft-nightly pyspark "open_clip_torch[training]" pytorch-ignite; do \
 	  $(PIP) "$$package" "$(TORCH)" || \
 	    echo "make: $$package is not installed: its test will be skipped"; \
 	done

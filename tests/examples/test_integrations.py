@@ -1,10 +1,11 @@
-"""Lightning, Accelerate, the Trainer, Ray Train, torchdata, torchft, where they are installed."""
+"""Lightning, Accelerate, the Trainer, Ray Train, Spark, torchdata, torchft, if installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +21,14 @@ EXAMPLES = ROOT / "examples" / "integrations"
 DEADLINE_S = 900  # a hang, not a slow machine: Ray starts a dozen processes
 LEAVING_S = 30
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# The packages that each example needs, and what starts it: three start their own workers.
+# The packages that each example needs, and what starts it: four start their own workers.
 PROGRAMS = {
     "lightning_ddp.py": (("lightning",), ()),
     "accelerate_train.py": (("accelerate",), TORCHRUN),
     "trainer.py": (("accelerate", "transformers"), TORCHRUN),
     "stateful_loader.py": (("torchdata",), TORCHRUN),
     "torchft_train.py": (("torchft", "opentelemetry"), ()),
+    "spark_train.py": (("pyspark",), ()),
     "ray_train.py": (("ray", "pandas", "pyarrow", "pydantic", "tensorboardX"), ()),
 }
 LINE = re.compile(r"rank (\d) of 2 on (\w+): loss (\S+) to (\S+), weights (\w{16})")
@@ -90,6 +92,8 @@ def skip_without(packages: Sequence[str]) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install '.[integrations]'")
+    if "pyspark" in packages and shutil.which("java") is None:
+        pytest.skip("Java is not installed (Debian: default-jre-headless)")
 
 
 @pytest.mark.slow
