@@ -45,7 +45,7 @@ def processes_of(folder: str) -> Iterator[int]:
             yield int(entry.name)
 
 
-def run_to_the_end(*command: str) -> str:
+def run_to_the_end(*command: str, **variables: str) -> str:
     """Return a program's output; fail, and kill what is left, if it leaves processes or is late."""
     # Not tmp_path: the names of Ray's sockets have room for a short folder.
     with tempfile.TemporaryDirectory(prefix="ring") as folder:
@@ -66,7 +66,7 @@ def run_to_the_end(*command: str) -> str:
                 ended = subprocess.run(
                     [sys.executable, *command],
                     cwd=folder,
-                    env=os.environ | environment,
+                    env=os.environ | environment | variables,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     timeout=DEADLINE_S,
@@ -119,3 +119,15 @@ def test_three_ranks_go_on_in_an_epoch_of_two(tmp_path: Path) -> None:
     assert output.count("each sample 1 to 2 times") == 2, output
     output = run_to_the_end(*TORCHRUN[:-1], "3", *program)
     assert output.count("each sample 3 to 3 times") == 3, output
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+@pytest.mark.parametrize("name", ["test_ops", "test_script", "test_sync"])
+def test_accelerates_own_scripts(name: str) -> None:
+    """Not test_distributed_data_loop, which joins uneven inputs: that hangs with gloo itself."""
+    skip_without(["accelerate"])
+    on_cpus = {"TORCH_RING_AS_GLOO": "1", "ACCELERATE_USE_CPU": "1"}
+    script = f"accelerate.test_utils.scripts.{name}"
+    output = run_to_the_end(*TORCHRUN, "--module", script, **on_cpus)
+    assert "torch.distributed uses torch_ring where a program asks for gloo" in output
