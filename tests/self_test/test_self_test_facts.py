@@ -45,15 +45,20 @@ def test_a_wrong_sum_is_seen() -> None:
     ],
 )
 def test_versions_of_launchers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, version: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    said: str,
+    version: str,
 ) -> None:
     launcher = tmp_path / "srun"
     launcher.write_text(f"#!/bin/sh\n[ $1 = --version ] && printf '{said}'\n")
     launcher.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert machine._launcher("srun") == f"{version}; {launcher}"
-    launcher.write_text("#!/bin/sh\nexit 3\n")
+    launcher.write_text("#!/bin/sh\necho no configuration >&2\nexit 3\n")
     assert "does not say its version: Command" in machine._launcher("srun")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_run_without_shared_memory_says_why() -> None:

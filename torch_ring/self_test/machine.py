@@ -124,9 +124,11 @@ def _launcher(name: str) -> str | None:
     path = shutil.which(name) or shutil.which(name, path=beside)
     if path is None:
         return None
-    command, no_input = [path, "--version"], subprocess.DEVNULL
+    none = subprocess.DEVNULL
     try:
-        said = subprocess.check_output(command, text=True, stdin=no_input, timeout=_PATIENCE_S)
+        said = subprocess.check_output(
+            [path, "--version"], text=True, stdin=none, stderr=none, timeout=_PATIENCE_S
+        )
     except (OSError, subprocess.SubprocessError) as error:
         said = f"does not say its version: {first_line(error)}"
     return f"{' '.join(' '.join(said.splitlines()[:2]).split())}; {path}"  # Hydra's has two lines
