@@ -96,22 +96,28 @@ def expected(epochs: int) -> list[float]:
     return undisturbed(epochs)[0]
 
 
-def undisturbed(epochs: int) -> tuple[list[float], list[float]]:
-    """Return the weights, and the loss of each batch, of a training on one rank without deaths."""
+def undisturbed(epochs: int) -> tuple[list[float], list[float], list[float]]:
+    """Return a training on one rank without deaths.
+
+    Returns:
+        The weights, the loss of each batch, and what that is once more after the batch's step.
+    """
     model, optimizer = make()
     values = Samples().values
     sampler = hvd.elastic.ElasticSampler(Samples())
-    losses = []
+    losses, losses_after = [], []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         order = list(sampler)
         for start in range(0, SAMPLES, GLOBAL_BATCH):
             optimizer.zero_grad()
-            loss = model(values[order[start : start + GLOBAL_BATCH]])
+            batch = values[order[start : start + GLOBAL_BATCH]]
+            loss = model(batch)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return weights_of(model), losses
+            losses_after.append(model(batch).item())
+    return weights_of(model), losses, losses_after
 
 
 def weights_of(model: Network) -> list[float]:

@@ -151,8 +151,14 @@ def test_ranks_die_and_come_in_one_job(
     assert found["joined"] >= deaths - 3  # of four ranks, one lives to the end
     if levels and transport == "tcp":
         return  # each rank is a host there, and its steps of a round go with it
-    weights, losses = undisturbed(found["epochs"])
+    weights, losses, losses_after = undisturbed(found["epochs"])
     assert found["weights"] == pytest.approx(weights, rel=1e-9)
-    if levels and found["losses"] != pytest.approx(losses, rel=1e-9):
-        pytest.xfail("open: the loss of a batch near a death differs, the weights do not")
+    if levels:
+        # DiLoCo's step() agrees after the inner step. If that fails, the batch is done again with
+        # the weights of its step, which is passed over: once a death at most.
+        pairs = zip(found["losses"], losses, strict=True)
+        again = [i for i, (one, other) in enumerate(pairs) if one != pytest.approx(other, rel=1e-9)]
+        assert len(again) <= deaths
+        for index in again:
+            losses[index] = losses_after[index]
     assert found["losses"] == pytest.approx(losses, rel=1e-9)
