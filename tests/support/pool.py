@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -69,8 +70,9 @@ def eventually(holds: Callable[[], bool], deadline_s: float = DEADLINE_S / 2) ->
 
 
 def shared_files() -> set[Path]:
-    """Return the files in /dev/shm of torch_ring and of PyTorch, not those of other programs."""
-    return {path for path in Path("/dev/shm").iterdir() if "torch" in path.name}
+    """Return the files in /dev/shm of torch_ring, PyTorch and multiprocessing, not of others."""
+    ours = re.compile(r".*torch|sem\.mp-|psm_")
+    return {path for path in Path("/dev/shm").iterdir() if ours.match(path.name)}
 
 
 def are_gone(files: set[Path]) -> bool:
