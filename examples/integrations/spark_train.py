@@ -6,11 +6,13 @@ from pyspark.sql import SparkSession
 
 def train():
     import hashlib
+    import signal
 
     import torch
 
     import torch_ring as hvd
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     hvd.init()  # by the variables of torchrun, which the distributor starts
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
