@@ -186,7 +186,8 @@ def load_through_signals() -> None:
 def leave_workers() -> None:
     """A loop ends, and so does the program, while workers live: they end with it."""
     batches = iter(loader_of(2, persistent_workers=True))
-    next(batches)
+    for _ in range(2):  # one of each worker: both have begun
+        next(batches)
     workers = multiprocessing.active_children()
     assert len(workers) == 2
     for worker in workers:
