@@ -44,6 +44,10 @@ class ElasticJob(LaunchedJob):
         found = re.findall(rf"process {re.escape(process)} is .* pid (\d+)", self.stdout)
         return int(found[-1])
 
+    def agent_of(self, process: str) -> int:
+        status = Path(f"/proc/{self.pid_of(process)}/status").read_text()
+        return int(re.search(r"PPid:\s*(\d+)", status)[1])
+
     def end(self) -> int:
         """End the training; return the launcher's exit code."""
         self.stop.touch()
@@ -108,13 +112,66 @@ def test_a_lost_host_is_left_out_for_a_time(tmp_path):
     options = ("--min-np", "1", "--blacklist-cooldown-range", "0.5", "1")
     job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}")
     job.wait_for("is rank 1 of 2")
-    status = Path(f"/proc/{job.pid_of('1.1')}/status").read_text()
-    agent = int(re.search(r"PPid:\s*(\d+)", status)[1])
-    os.kill(agent, signal.SIGKILL)
+    os.kill(job.agent_of("1.1"), signal.SIGKILL)
     job.wait_for("process 0.1 is rank 0 of 1")
     job.wait_for("process 1.2 is rank 1 of 2")
     assert job.end() == 0, job.stderr
     assert f"{OTHER} is left out for 0.5 s" in said(job)
+
+
+def test_the_ranks_of_a_host_that_gets_sigterm_leave_in_peace(tmp_path):
+    options = ("--min-np", "1", "--max-np", "4", "--grace-period", "60")
+    job = ElasticJob(tmp_path, *options, "-H", f"localhost,{OTHER}:2")
+    job.wait_for("is rank 2 of 3")
+    os.kill(job.agent_of("1.1"), signal.SIGTERM)
+    job.wait_for_error("rank 1 on 127.0.0.2 has left")
+    job.wait_for_error("rank 2 on 127.0.0.2 has left")
+    job.wait_for("process 0.1 is rank 0 of 1")
+    assert job.end() == 0, job.stderr
+    lines = said(job)
+    assert lines[0] == "127.0.0.2 got SIGTERM: its ranks have 60 s to leave"
+    assert sorted(lines[1:]) == [
+        "rank 1 on 127.0.0.2 has left",
+        "rank 1 on 127.0.0.2 is asked to leave",
+        "rank 2 on 127.0.0.2 has left",
+        "rank 2 on 127.0.0.2 is asked to leave",
+    ]  # none has failed, and none starts again
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_leave_a_host_in_time_are_ended(tmp_path):
+    """Fewer than --min-np would be left, so they are not asked to."""
+    options = ("--min-np", "2", "--grace-period", "1")
+    job = ElasticJob(tmp_path, *options, "-H", f"localhost,{OTHER}")
+    job.wait_for("is rank 1 of 2")
+    os.kill(job.agent_of("1.1"), signal.SIGTERM)
+    job.wait_for_error("rank 1 would leave, but --min-np is 2: they stay meanwhile")
+    assert job.wait() != 0
+    job.require_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_process_takes_the_place_of_a_rank_that_gets_sigterm(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--max-np", "2")
+    job.wait_for("is rank 1 of 2")
+    os.kill(job.pid_of("0.1"), signal.SIGTERM)
+    job.wait_for_error("rank 0 on localhost has left")
+    job.wait_for("process 0.2 is rank 1 of 2")
+    assert job.end() == 0, job.stderr
+    assert said(job) == [
+        "rank 0 on localhost has left",
+        "rank 0 starts on localhost again",
+    ]
+
+
+@pytest.mark.slow
+def test_a_job_of_which_all_ranks_get_sigterm_is_not_done(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1")
+    job.wait_for("is rank 1 of 2")
+    for process in ("0.1", "1.1"):
+        os.kill(job.pid_of(process), signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    job.require_nothing_left()
 
 
 def test_a_script_that_fails_at_once_ends_the_job():

@@ -133,6 +133,31 @@ def test_hosts_that_stay_the_same_are_reached_again_later_each_time():
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_host_that_goes_in_peace_is_reached_again_a_minute_after_it_is_lost(leaves_out):
+    table = table_of(TWO, leaves_out=leaves_out)
+    slots = assign(TWO, 3)
+    table.drain("b")
+    assert table.vanished() == slots[1:]
+    assert table.usable_hosts(0.0) == ["a"]
+    for slot in slots[1:]:
+        table.end(slot, 5.0)
+    assert (table.vanished(), table.due(1e9), table.next_at(5.0)) == ([], [], None)
+    assert table.lose("b", 10.0) == ""
+    assert (table.due(69.0), table.next_at(10.0)) == ([], 70.0)
+    assert places(table.due(70.0)) == [(1, "b", 0), (2, "b", 1)]
+
+
+def test_a_host_that_goes_and_is_listed_anew_can_be_used():
+    table = table_of(TWO)
+    table.drain("b")
+    table.update(TWO)
+    assert table.usable_hosts(0.0) == ["a"]
+    table.update(TWO[:1])
+    table.update(TWO)
+    assert table.usable_hosts(0.0) == ["a", "b"]
+
+
 def test_lines_of_hosts():
     text = "host1\nhost2:4\n\n  [fd00::1]:2 \nhost1:1\n"
     expected = [HostSlots("host1", 4), HostSlots("host2", 4), HostSlots("fd00::1", 2)]

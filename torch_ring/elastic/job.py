@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.regroup import CallOverError, Group, LeftOutError, Limits, come, regroup
 from torch_ring.errors import MismatchError, RingError, first_line
-from torch_ring.membership.directory import ask_directory, tell_directory
+from torch_ring.membership.directory import ask_directory, notify, tell_directory, tell_leaving
 from torch_ring.membership.listener import Listener
 from torch_ring.membership.member import Member, Reach, key_of, member_id, reach
 from torch_ring.setup.failure import exited
@@ -103,9 +103,27 @@ class ElasticJob:
         return not self._listener.newcomers.empty()
 
     @property
+    def is_member(self) -> bool:
+        """Whether this process belongs to a world: it is no newcomer that waits to be let in."""
+        return bool(self.members)
+
+    @property
     def must_leave(self) -> bool:
-        """Whether the launcher has asked this process to leave: its host is to go."""
+        """Whether this process is to leave: the launcher, or a signal, has asked it to."""
         return self._listener.must_leave
+
+    def ask_to_leave(self) -> None:
+        """Let this process leave, and tell the launcher and rank 0, which tells the others.
+
+        Thread: any. Blocks for seconds if the host of one of them is gone.
+        """
+        self._listener.must_leave = True
+        key, directory = self._listener.key, self._config.directory
+        if directory and process_name():
+            with contextlib.suppress(RingError):  # it has ended, and will end this process
+                tell_leaving(directory, key, process_name())
+        if self.members:
+            notify(self.members[0], key, "hosts")
 
     def close(self) -> None:
         """Stop listening: this process has left the job."""

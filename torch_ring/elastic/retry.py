@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch_ring.collectives.objects import allgather_object
+from torch_ring.elastic.drain import ENDED_BY_SIGTERM, Drain
 from torch_ring.elastic.job import ElasticJob
 from torch_ring.elastic.regroup import CallOverError, LeftOutError
 from torch_ring.elastic.state import ADDED, REMOVED, State, StateLostError
@@ -59,15 +61,23 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
         ranks, and returns what `func` returns; None in a process that has come when the ranks had
         ended this function, and called another. Errors of `func` that are no RingError,
         MismatchErrors and ProcessSetLostErrors come out of it. So does a RingError, if fewer than
-        TORCH_RING_MIN_RANKS live, or if the others go on without this rank. A rank whose host is
-        taken from the job ends with ``SystemExit(0)``.
+        TORCH_RING_MIN_RANKS live, or if the others go on without this rank.
+
+        A rank that the launcher takes from the job, or that gets SIGTERM, leaves at the next
+        ``commit()`` or ``check_host_updates()``, by ``SystemExit(0)``; if all ranks leave at once,
+        by ``SystemExit(143)``, as the job is not done. A program that handles SIGTERM itself, or
+        has called `torch_ring.world.preemption.watch`, decides itself.
     """
 
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
         current.init()
         state.save()  # what the program has set since it made the state, or since the last function
-        with contextlib.closing(ElasticJob(functools.partial(_note_hosts, state))) as job:
+        on_change = functools.partial(_note_hosts, state)
+        with (
+            contextlib.closing(ElasticJob(on_change)) as job,
+            Drain(job, current.config().elastic_timeout_s),
+        ):
             return _train(job, functools.partial(func, state, *args, **kwargs), state)
 
     return train
@@ -85,6 +95,17 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _note_hosts(state: State, have_come: bool) -> None:
     state.on_hosts_updated(time.time(), ADDED if have_come else REMOVED)
+
+
+def _leave_if(job: ElasticJob) -> None:
+    """Leave the job if this rank is to; the others find that it has gone. Collective."""
+    leave = allgather_object(job.must_leave, name="elastic.leave")
+    if all(leave):
+        _log.warning("all ranks leave the job at this step")
+        sys.exit(ENDED_BY_SIGTERM)
+    if leave[current.rank()]:
+        _log.warning("this rank leaves the job at this step")
+        sys.exit(0)
 
 
 def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> ResultT:
@@ -113,11 +134,12 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
             raise
         except RingError as error:
             cause, prepare = error, state.resume
-        except HostsUpdatedInterrupt as interrupt:
+        except HostsUpdatedInterrupt as interrupt:  # on all ranks, at one step
             cause, prepare = interrupt, state.resume
-        if job.must_leave:  # the others find that it has gone
-            _log.warning("this rank leaves the job: its host is not among the job's any more")
-            sys.exit(0)
+            try:
+                _leave_if(job)
+            except RingError as error:  # a rank has died meanwhile
+                cause = error
         before = job.members
         _forget_frames(cause)
         job.regroup(cause)

@@ -10,7 +10,15 @@ from typing import Any
 from torch_ring.errors import RingError
 from torch_ring.membership.member import Channel, Member, Server, dial
 
-__all__ = ["Directory", "Gathering", "ask_directory", "ask_for_place", "tell_directory"]
+__all__ = [
+    "Directory",
+    "Gathering",
+    "ask_directory",
+    "ask_for_place",
+    "notify",
+    "tell_directory",
+    "tell_leaving",
+]
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,7 @@ class Directory:
         self._functions = 0
         self._members: Sequence[Member] = ()
         self._processes: set[str] = set()
+        self._leaving: set[str] = set()
         self._gathering = Gathering()
         self._server = Server(host, key, self._answer)
         self.address = f"{host}:{self._server.port}"
@@ -135,6 +144,11 @@ class Directory:
         with self._lock:
             return process in self._processes
 
+    def is_left_by(self, process: str) -> bool:
+        """Return whether a process, by the launcher's name, has said that it leaves the job."""
+        with self._lock:
+            return process in self._leaving
+
     def ask_to_leave(self, processes: Collection[str]) -> None:
         """Ask members to leave at the next step boundary. Blocks for seconds if a host is gone.
 
@@ -142,9 +156,9 @@ class Directory:
         """
         with self._lock:
             members = self._members
-        asked = [m for m in members if m.process in processes and self._ask(m, "leave")]
+        asked = [m for m in members if m.process in processes and notify(m, self._key, "leave")]
         if asked:  # rank 0 tells all ranks at once, after those that leave know it
-            self._ask(members[0], "hosts")
+            notify(members[0], self._key, "hosts")
 
     def expect(self, processes: Mapping[str, int]) -> None:
         """Note which of the processes live with which the job begins, and their ranks."""
@@ -154,20 +168,6 @@ class Directory:
         """Stop listening."""
         self._server.close()
 
-    def _ask(self, member: Member, kind: str) -> bool:
-        try:
-            channel = dial(member, self._key, _ANSWER_S)
-        except OSError:
-            return False
-        try:
-            channel.send({"kind": kind})
-            channel.receive()
-        except OSError:
-            return False
-        finally:
-            channel.close()
-        return True
-
     def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
         with self._lock:
             if request["kind"] == "roster" and request["generation"] > self._generation:
@@ -175,6 +175,8 @@ class Directory:
                 self._functions += request["is_first"]
                 self._members = [Member(*each) for each in request["members"]]
                 self._processes |= {member.process for member in self._members}
+            elif request["kind"] == "leaving":
+                self._leaving.add(request["process"])
             packed = [member.packed() for member in self._members]
             has_begun = self._generation > 0
         if request["kind"] == "place":
@@ -184,6 +186,26 @@ class Directory:
             channel.send(answer)
             return
         channel.send({"kind": "roster", "members": packed})
+
+
+def notify(member: Member, key: bytes, kind: str) -> bool:
+    """Tell a process something, as `Listener` takes it. Blocks for seconds if its host is gone.
+
+    Returns:
+        Whether it has heard it.
+    """
+    try:
+        channel = dial(member, key, _ANSWER_S)
+    except OSError:
+        return False
+    try:
+        channel.send({"kind": kind})
+        channel.receive()
+    except OSError:
+        return False
+    finally:
+        channel.close()
+    return True
 
 
 def tell_directory(
@@ -209,6 +231,15 @@ def tell_directory(
             "is_first": is_first,
         },
     )
+
+
+def tell_leaving(address: str, key: bytes, process: str) -> None:
+    """Tell the directory that a process, by the launcher's name, leaves the job of its own accord.
+
+    Raises:
+        RingError: it cannot be reached: the launcher has ended.
+    """
+    _call(address, key, {"kind": "leaving", "process": process})
 
 
 def ask_directory(address: str, key: bytes) -> Sequence[Member]:

@@ -48,7 +48,7 @@ class Listener:
 
     Attributes:
         port: where it listens.
-        must_leave: whether the launcher has asked this process to leave the job.
+        must_leave: whether this process is to leave the job, as the launcher has said or a signal.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Listener:
 
         Args:
             knows: as above.
-            on_change: called when a newcomer has asked, or the launcher says that hosts have gone;
+            on_change: called when a newcomer has asked, or somebody says that ranks are to leave;
                 with whether it was a newcomer. Thread: any.
             call: how many elastic functions this process has called. A newcomer that has called
                 fewer hears that the ranks are further.

@@ -215,6 +215,9 @@ class Agent:
         self._requests = FrameReader()
         self._waiting = bytearray(GREETING)
         self._has_launcher = True
+        self._parent = 0  # not 0: the launcher, a process of this host
+        self._grace_s, self._drains = _LOST_GRACE_S, False
+        self._end_at: float | None = None  # not None: the ranks are to leave until then
         self._silence_s = 0.0  # of the launcher, which counts as its end; 0: it may be silent
         self._heard = time.monotonic()
         self._kill_at: float | None = None  # not None: the ranks are being ended
@@ -236,6 +239,8 @@ class Agent:
             now = time.monotonic()
             if self._has_launcher and 0 < self._silence_s < now - self._heard:
                 self._lose_launcher()
+            if self._end_at is not None and (now >= self._end_at or not self._has_ranks()):
+                self._end(_LOST_GRACE_S)
             if self._kill_at is not None and now >= self._kill_at:
                 self._signal(self._descendants(), signal.SIGKILL)
                 if now >= self._kill_at + _KILL_PATIENCE_S:
@@ -279,7 +284,7 @@ class Agent:
             self._wake()
 
     def _patience_s(self) -> float:
-        if self._kill_at is not None:
+        if self._kill_at is not None or self._end_at is not None:
             return _LOOK_S
         return max(_LOOK_S, self._silence_s / 4) if self._silence_s else 3600.0
 
@@ -330,11 +335,11 @@ class Agent:
             self._end(request["grace_s"])
 
     def _hello(self, request: dict[str, Any]) -> None:
-        self._silence_s = request["silence_s"]
-        parent = request["parent"]
-        if parent:  # a process of this host; a forked one may hold the other end of our input
+        self._silence_s, self._parent = request["silence_s"], request["parent"]
+        self._grace_s, self._drains = request["grace_s"], request["drains"]
+        if self._parent:  # a forked process may hold the other end of our input
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
+            if os.getppid() != self._parent:
                 self._lose_launcher()
                 return
         facts: dict[str, Any] = {"event": "ready", "port": _free_port(), "interface_address": ""}
@@ -405,9 +410,23 @@ class Agent:
 
     def _wake(self) -> None:
         numbers = os.read(self._wakes, _READ_BYTES)
-        if signal.SIGTERM in numbers:  # of the system, or because the launcher has died
-            self._end(_LOST_GRACE_S)
+        if signal.SIGTERM in numbers:
+            if self._parent and os.getppid() != self._parent:
+                self._lose_launcher()
+            else:
+                self._go()
         self._reap()
+
+    def _go(self) -> None:
+        """Do what is to be done when the system ends this host: the ranks have the grace."""
+        if not self._drains:
+            self._end(self._grace_s)
+        elif self._end_at is None:  # the launcher asks them to leave
+            self._end_at = time.monotonic() + self._grace_s
+            self._send({"event": "going"})
+
+    def _has_ranks(self) -> bool:
+        return any(not process.is_standby for process in self._ranks.values())
 
     def _reap(self) -> None:
         while True:
@@ -435,7 +454,7 @@ class Agent:
 
     def _end(self, grace_s: float) -> None:
         """End the ranks and all that they have started: SIGTERM now, SIGKILL after the grace."""
-        kill_at = time.monotonic() + grace_s
+        kill_at, self._end_at = time.monotonic() + grace_s, None
         if self._kill_at is None:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 self._signal(self._descendants(), number)

@@ -71,12 +71,14 @@ class HostTable:
         self._listed: dict[str, int] = {}  # slots of each host
         for slot in slots:
             self._listed[slot.host] = max(self._listed.get(slot.host, 0), slot.local_rank + 1)
+        self._going: set[str] = set()
         self._records: dict[str, _Failures] = {}
         self._cooldown_s, self._leaves_out = cooldown_s, leaves_out
 
     def update(self, hosts: Sequence[HostSlots]) -> None:
         """Use these hosts from now on. Slots that come get the next numbers."""
         self._listed = {host.name: host.slots for host in hosts}
+        self._going &= self._listed.keys()
         for node, host in enumerate(hosts):
             for local_rank in range(host.slots):
                 key = host.name, local_rank
@@ -119,7 +121,8 @@ class HostTable:
 
     def usable_hosts(self, now: float) -> list[str]:
         """Return the hosts that are there and not left out."""
-        return [host for host in self._listed if self._record(host).out_until <= now]
+        usable = [host for host in self._listed if host not in self._going]
+        return [host for host in usable if self._record(host).out_until <= now]
 
     def slots_of(self, host: str) -> int:
         """Return the number of slots of a host."""
@@ -149,11 +152,19 @@ class HostTable:
             return ""
         return self._leave_out(slot.host, now)
 
+    def drain(self, host: str) -> None:
+        """Note that a host is about to go: its slots are as not there, until it is lost."""
+        self._going.add(host)
+
     def lose(self, host: str, now: float) -> str:
         """Note that a host was lost, or not reached. Returns a line if it is left out; or ""."""
+        record = self._record(host)
+        if host in self._going:  # in peace; it may still answer while it ends
+            self._going.remove(host)
+            record.out_until = now + _LONGEST_DELAY_S
+            return ""
         if self._leaves_out:
             return self._leave_out(host, now)
-        record = self._record(host)
         record.out_until = now + min(_FIRST_REACH_S * 2.0**record.times_out, _LONGEST_DELAY_S)
         record.times_out = min(record.times_out + 1, _MOST_EARLY_ENDS)
         return ""
@@ -182,7 +193,8 @@ class HostTable:
         return self._records.setdefault(host, _Failures())
 
     def _is_listed(self, place: _Place) -> bool:
-        return place.slot.local_rank < self._listed.get(place.slot.host, 0)
+        slot = place.slot
+        return slot.host not in self._going and slot.local_rank < self._listed.get(slot.host, 0)
 
     def _is_open(self, place: _Place) -> bool:
         return self._is_listed(place) and not place.is_taken
@@ -315,6 +327,10 @@ class Growth:
         self._asking: threading.Thread | None = None
         self._ask_at = 0.0
 
+    def is_left_by(self, process: str) -> bool:
+        """Return whether a process, by its name, has said that it leaves of its own accord."""
+        return self._directory is not None and self._directory.is_left_by(process)
+
     def is_let_in(self, process: str) -> bool:
         """Return whether the other ranks have let a process in, by its name."""
         return self._directory is not None and self._directory.has_had(process)
@@ -326,7 +342,8 @@ class Growth:
 
     def next_at(self, now: float) -> float | None:
         """Return when there may be something to do; None: at the next event."""
-        if self._discovery is not None or self._settings.reset_limit is not None:
+        is_watched = self._discovery is not None or self._settings.reset_limit is not None
+        if is_watched or self._table.vanished():
             return now + _LOOK_S
         return self._table.next_at(now)
 
@@ -357,6 +374,10 @@ class Growth:
                     self._say(f"--host-discovery-script: {name} {slots}")
         self._hosts = hosts
         self._table.update(hosts)
+
+    def drain(self, host: str) -> None:
+        """Note that a host is about to go."""
+        self._table.drain(host)
 
     def lose(self, host: str, now: float) -> None:
         """Note that a host was lost, or not reached."""

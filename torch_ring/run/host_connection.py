@@ -138,6 +138,13 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Going:
+    """A host is about to go: its agent got SIGTERM, and gives its ranks the grace."""
+
+    host: str
+
+
+@dataclass(frozen=True)
 class Lost:
     """The agent of a host has gone, or is not reached any more."""
 
@@ -159,7 +166,7 @@ class Unread:
     stream: str
 
 
-Event = Ready | Output | Exited | Unstartable | Note | Ended | Lost | Signal | Unread
+Event = Ready | Output | Exited | Unstartable | Note | Ended | Going | Lost | Signal | Unread
 
 
 def event_of(host: str, header: dict[str, Any], payload: bytes) -> Event:
@@ -173,6 +180,8 @@ def event_of(host: str, header: dict[str, Any], payload: bytes) -> Event:
         return Unstartable(header["rank"], header["code"], header["text"])
     if kind == "note":
         return Note(host, header["text"])
+    if kind == "going":
+        return Going(host)
     if kind == "ended":
         return Ended(host, header["left"])
     ssh = header["ssh"].split()  # the client's address and port, the server's address and port
@@ -225,11 +234,20 @@ class HostConnection:
         host: its name.
         ssh: how it is reached; None: it is this host.
         environment: of the agent on this host, or of ssh.
+        grace_s: for its ranks, when the agent gets SIGTERM.
+        drains: whether they are asked to leave then, and not ended at once.
         interface: of whose address the agent tells; empty: of none.
     """
 
     def __init__(
-        self, host: str, ssh: Ssh | None, environment: Mapping[str, str], interface: str = ""
+        self,
+        host: str,
+        ssh: Ssh | None,
+        environment: Mapping[str, str],
+        grace_s: float,
+        *,
+        drains: bool = False,
+        interface: str = "",
     ) -> None:
         self.host, self.is_local = host, ssh is None
         command = agent_command() if ssh is None else ssh.command(host)
@@ -264,6 +282,8 @@ class HostConnection:
             do="hello",
             parent=os.getpid() if self.is_local else 0,
             silence_s=0.0 if self.is_local else _SILENCE_S,
+            grace_s=grace_s,
+            drains=drains,
             interface=interface,
         )
 

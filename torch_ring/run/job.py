@@ -14,6 +14,7 @@ from torch_ring.run.host_connection import (
     Ended,
     Event,
     Exited,
+    Going,
     Lost,
     Note,
     Output,
@@ -193,10 +194,15 @@ class Job:
                 self._take_signal(signal.SIGPIPE)
             elif isinstance(event, Note):
                 self._screen.say(f"{event.host}: {event.text}")
-            elif isinstance(event, Ended) and event.left:
-                self._screen.say(
-                    f"{event.host}: {event.left} processes could not be ended: see `ps` there"
-                )
+            elif isinstance(event, Going):
+                self._host_goes(event.host)
+            elif isinstance(event, Ended):
+                if event.left:
+                    self._screen.say(
+                        f"{event.host}: {event.left} processes could not be ended: see `ps` there"
+                    )
+                if not self._is_ending():
+                    self._lost(Lost(event.host, "its agent has ended after SIGTERM"))
 
     def _exited(self, event: Exited) -> None:
         how = f"failed with exit code {event.code}"
@@ -233,6 +239,13 @@ class Job:
             self._hosts.note(event)
         except InvalidArgumentError as error:
             self._lost(Lost(event.host, first_line(error)))
+
+    def _host_goes(self, host: str) -> None:
+        if self._growth is not None and not self._is_ending():
+            self._screen.say(
+                f"{host} got SIGTERM: its ranks have {self._spec.grace_s:g} s to leave"
+            )
+            self._growth.drain(host)
 
     def _lost(self, event: Lost) -> None:
         was_ready = self._hosts.is_ready(event.host)

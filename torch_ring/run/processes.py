@@ -194,14 +194,16 @@ class Processes:
         process = self._running.get(rank)
         if process is None:
             return None
-        has_finished = not (process.leaves or self._waits(process))
+        growth = self._growth
+        leaves = process.leaves or (growth is not None and growth.is_left_by(process.name))
+        has_finished = not (leaves or self._waits(process))
         del self._running[rank]
         self._expect()
         self._screen.finish(rank)
-        if process.leaves:
+        if leaves:
             self._screen.say(f"rank {rank} on {process.slot.host} has left")
-        if self._growth is not None:
-            self._growth.end(process.slot, time.monotonic())
+        if growth is not None:
+            growth.end(process.slot, time.monotonic())
         return process.slot if has_finished else None
 
     def fail(self, rank: int, text: str, *, is_ending: bool) -> Slot | None:

@@ -144,7 +144,14 @@ class ReachedHosts:
         before = self._supervisor.connections.get(host)
         if before is not None:
             before.close()
-        connection = HostConnection(host, ssh, environment, spec.interface.partition(",")[0])
+        connection = HostConnection(
+            host,
+            ssh,
+            environment,
+            spec.grace_s,
+            drains=spec.growth.least is not None,
+            interface=spec.interface.partition(",")[0],
+        )
         self._supervisor.add(connection)
         self._deadlines[host] = time.monotonic() + spec.start_timeout_s
         if spec.is_verbose and ssh is not None:

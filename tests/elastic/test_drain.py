@@ -1,0 +1,240 @@
+"""SIGTERM to ranks of an elastic job: they leave at one step, and the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import pool
+import pytest
+
+import torch_ring as hvd
+from torch_ring.elastic.drain import Drain
+from torch_ring.world import preemption
+
+STEPS = 12
+ENDED = 128 + signal.SIGTERM
+
+Trained = tuple[int, list[int], list[int]]
+
+
+def train_while_ranks_go(
+    signals: Mapping[int, signal.Signals], commits: bool, least: int
+) -> Trained:
+    """Return the exit code, the steps, and the number of ranks in each.
+
+    Args:
+        signals: by rank, which it gets in step 5.
+        commits: whether each step ends with commit(), and not with check_host_updates().
+        least: the ranks go on until they have done a step as so few.
+    """
+    name = hvd.rank()
+    state = hvd.elastic.ObjectState(step=0)
+    steps, sizes = [], []
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        while state.step < STEPS or sizes[-1:] != [least]:
+            if state.step == 5 and name in signals and len(steps) == 5:
+                os.kill(os.getpid(), signals[name])
+            hvd.barrier()
+            steps.append(state.step)
+            sizes.append(hvd.size())
+            state.step += 1
+            if commits:
+                state.commit()
+            else:
+                state.check_host_updates()
+
+    try:
+        train(state)
+    except SystemExit as end:
+        return int(end.code or 0), steps, sizes
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return 0, steps, sizes
+
+
+def require_in_peace(gone: Trained, stayed: Trained) -> int:
+    """Return how many steps a rank has done that left: all of those of the others until then."""
+    (code, steps, sizes), (_, all_steps, all_sizes) = gone, stayed
+    assert code == 0
+    assert len(steps) > 5  # the step of the signal was done
+    assert (steps, sizes) == (all_steps[: len(steps)], all_sizes[: len(steps)])
+    assert all_sizes[len(steps)] < sizes[-1]
+    return len(steps)
+
+
+@pytest.mark.parametrize("leaves", [[0], [3], [0, 1], [1, 2, 3]], ids=str)
+def test_ranks_leave_at_a_step(leaves):
+    signals = dict.fromkeys(leaves, signal.SIGTERM)
+    results = pool.run(train_while_ranks_go, 4, args=(signals, True, 4 - len(leaves)))
+    stay = [results[rank] for rank in range(4) if rank not in leaves]
+    code, steps, sizes = stay[0]
+    assert stay == [(code, steps, sizes)] * len(stay)
+    assert code == 0
+    assert steps == list(range(len(steps)))  # none is lost, and none is done twice
+    for rank in leaves:
+        require_in_peace(results[rank], stay[0])
+    assert sizes[-1] == 4 - len(leaves)
+
+
+def test_ranks_leave_where_nothing_is_committed():
+    first, gone, last = pool.run(train_while_ranks_go, 3, args=({1: signal.SIGTERM}, False, 2))
+    left = require_in_peace(gone, first)
+    _, steps, _ = last
+    assert steps == [*range(left), *range(STEPS)]  # an ObjectState begins at its last commit
+
+
+def test_a_rank_leaves_although_another_dies():
+    """Rank 0, which tells the others, is the one that dies."""
+    signals = {1: signal.SIGTERM, 0: signal.SIGKILL}
+    died, gone, *stayed = pool.run(train_while_ranks_go, 4, args=(signals, True, 2), may_die={0})
+    assert died is None
+    require_in_peace(gone, stayed[0])
+    assert [code for code, _, _ in stayed] == [0, 0]
+    for _, steps, sizes in stayed:
+        assert set(steps) == set(range(steps[-1] + 1))
+        assert sizes[-1] == 2
+
+
+def test_a_job_that_all_ranks_leave_is_not_done():
+    signals = dict.fromkeys(range(3), signal.SIGTERM)
+    codes = [code for code, _, _ in pool.run(train_while_ranks_go, 3, args=(signals, True, 0))]
+    assert set(codes) <= {0, ENDED}
+    assert ENDED in codes  # of those that leave last
+
+
+# --- the signal itself
+
+
+class Job:
+    """Counts how often it is asked to let this process leave."""
+
+    is_member = True
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+
+    def ask_to_leave(self) -> None:
+        self.asked.release()
+
+
+def signal_to_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_function(_: Job) -> None:
+    signal_to_self()
+
+
+def never_commit(job: Job) -> None:
+    signal_to_self()
+    job.asked.acquire()
+    while True:
+        time.sleep(1)
+
+
+def wait_to_be_let_in(job: Job) -> None:
+    job.is_member = False
+    never_commit(job)
+
+
+def leave(job: Job) -> None:
+    signal_to_self()
+    assert job.asked.acquire(timeout=60)
+    raise SystemExit(3)
+
+
+def leave_under_signals(job: Job) -> None:
+    try:
+        leave(job)
+    finally:
+        signal_to_self()
+
+
+def fork(job: Job) -> None:
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            signal_to_self()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not job.asked.acquire(blocking=False)
+
+
+def watch_signals(_: Job) -> None:
+    preemption.watch(["SIGTERM"])
+    signal_to_self()
+
+
+def in_drain(body: Callable[[Job], None], after: Callable[[], None] | None = None) -> None:
+    job = Job()
+    with Drain(job, 0.2):
+        body(job)
+    if after is not None:
+        after()
+
+
+def stop_watching() -> None:
+    preemption.watch(())
+    signal_to_self()
+
+
+def code_of(body: Callable[[Job], None], after: Callable[[], None] | None = None) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=in_drain, args=(body, after))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def exit_codes() -> dict[str, int | None]:
+    bodies = (end_function, never_commit, wait_to_be_let_in, leave, leave_under_signals, fork)
+    codes = {body.__name__: code_of(body) for body in bodies}
+    codes["watch_signals"] = code_of(watch_signals)
+    codes["stop_watching"] = code_of(watch_signals, stop_watching)
+    return codes
+
+
+def test_exit_codes():
+    (codes,) = pool.run(exit_codes, 1)
+    assert codes == {
+        "end_function": -signal.SIGTERM,  # it has its usual effect then
+        "never_commit": ENDED,
+        "wait_to_be_let_in": -signal.SIGTERM,
+        "leave": 3,
+        "leave_under_signals": 3,
+        "fork": 0,
+        "watch_signals": 0,
+        "stop_watching": -signal.SIGTERM,
+    }
+
+
+def raise_after_the_signal(job: Job) -> None:
+    with Drain(job, 60):
+        signal_to_self()
+        assert job.asked.acquire(timeout=60)
+        raise ValueError("of the function")
+
+
+def keep_the_programs_handler() -> None:
+    got = []
+    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    job = Job()
+    with Drain(job, 0.2):
+        signal_to_self()
+    assert got == [signal.SIGTERM]
+    assert not job.asked.acquire(blocking=False)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pytest.raises(ValueError, match="of the function"):
+        raise_after_the_signal(job)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_programs_handler_and_errors_stay():
+    pool.run(keep_the_programs_handler, 1)

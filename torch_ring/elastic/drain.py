@@ -1,0 +1,102 @@
+"""Drain: a rank of an elastic job that gets SIGTERM leaves in peace, where all ranks agree."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Protocol
+
+__all__ = ["ENDED_BY_SIGTERM", "Drain"]
+
+_log = logging.getLogger("torch_ring")
+
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the exit code of such a process, as shells count
+
+_ASK_AGAIN_S = 1.0  # rank 0 may have died meanwhile, or the ranks may have changed
+
+
+class _Job(Protocol):
+    @property
+    def is_member(self) -> bool: ...
+
+    def ask_to_leave(self) -> None: ...
+
+
+class Drain:
+    """Context of an elastic function, in which SIGTERM asks that this process leave the job.
+
+    Does nothing where the program, or `torch_ring.world.preemption.watch`, handles SIGTERM, or
+    outside the main thread: Python handles signals there. If the function returns first, the
+    signal has its usual effect then; so it has at once in a process that waits to be let in.
+
+    Args:
+        job: is asked to let this process go, again and again until it has left.
+        timeout_s: after which a process that has come to no commit ends as by the signal.
+    """
+
+    def __init__(self, job: _Job, timeout_s: float) -> None:
+        self._job, self._timeout_s = job, timeout_s
+        self._pid = os.getpid()  # a forked process is no rank
+        self._got: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal; False: the end
+        self._is_wanted = self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._thread = threading.Thread(
+                target=self._serve, name="torch_ring drain", daemon=True
+            )
+            self._thread.start()
+            signal.signal(signal.SIGTERM, self._note)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        self._got.put(False)
+        self._thread.join()
+        if kind is SystemExit and self._is_wanted:
+            return  # it has left: more signals, as of a launcher, change nothing
+        self._is_over = True
+        if signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if kind is None and self._is_wanted:
+            signal.raise_signal(signal.SIGTERM)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_over or os.getpid() != self._pid or not self._job.is_member:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self._is_wanted = True
+        self._got.put(True)
+
+    def _serve(self) -> None:
+        if not self._got.get():
+            return
+        _log.warning(
+            "process %d got SIGTERM: it leaves the job at its next commit() or "
+            "check_host_updates()",
+            self._pid,
+        )
+        gives_up_at = time.monotonic() + self._timeout_s
+        while time.monotonic() < gives_up_at:
+            self._job.ask_to_leave()
+            try:
+                if not self._got.get(timeout=_ASK_AGAIN_S):
+                    return
+            except queue.Empty:
+                continue
+        _log.error(
+            "process %d has come to no commit() or check_host_updates() within %g s of SIGTERM "
+            "(TORCH_RING_ELASTIC_TIMEOUT): it ends",
+            self._pid,
+            self._timeout_s,
+        )
+        os._exit(ENDED_BY_SIGTERM)
