@@ -159,7 +159,7 @@ $(STAMPS)/test: $(STAMPS)/torch
 # are in the archive of its sources.
 $(STAMPS)/integrations: $(STAMPS)/torch
 	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata \
-	  torchft-nightly pyspark "open_clip_torch[training]" pytorch-ignite; do \
+	  torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite; do \
 	  $(PIP) "$$package" "$(TORCH)" || \
 	    echo "make: $$package is not installed: its test will be skipped"; \
 	done

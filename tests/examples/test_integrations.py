@@ -1,4 +1,4 @@
-"""Lightning, Accelerate, the Trainer, Ray Train, Spark, torchdata, torchft, if installed."""
+"""Lightning, Accelerate, the Trainer, DeepSpeed, Ray Train, Spark, torchdata, torchft."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PROGRAMS = {
     "trainer.py": (("accelerate", "transformers"), TORCHRUN),
     "stateful_loader.py": (("torchdata",), TORCHRUN),
     "torchft_train.py": (("torchft", "opentelemetry"), ()),
+    "deepspeed_zero1.py": (("deepspeed",), TORCHRUN),
     "spark_train.py": (("pyspark",), ()),
     "ray_train.py": (("ray", "pandas", "pyarrow", "pydantic", "tensorboardX"), ()),
 }
