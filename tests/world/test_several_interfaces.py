@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def two_hosts() -> Iterator[list[Host]]:
         yield list(made)
 
 
-def on_hosts(function, hosts: list[Host], *args, env: dict[str, str]) -> list:
+def on_hosts(
+    function, hosts: list[Host], *args, env: dict[str, str], may_die: tuple[int, ...] = ()
+) -> list:
     """Return the results of a function on a rank of each host."""
     where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT}
     return run(
@@ -48,6 +51,7 @@ def on_hosts(function, hosts: list[Host], *args, env: dict[str, str]) -> list:
         initialized=False,
         transport="",
         env=where | env,
+        may_die=may_die,
         namespaces=[host.namespace for host in hosts],
     )
 
@@ -61,6 +65,12 @@ def sent_bytes() -> dict[str, int]:
 def sent_by_allreduces(count: int, mib: int) -> dict[str, int]:
     """Return how many bytes leave each interface in so many allreduces."""
     hvd.init()
+    sent = sent_in_this_world(count, mib)
+    hvd.shutdown()
+    return sent
+
+
+def sent_in_this_world(count: int, mib: int) -> dict[str, int]:
     tensor = torch.full((mib * MIB // 4,), float(hvd.rank()))
     hvd.barrier()
     before = sent_bytes()
@@ -68,8 +78,24 @@ def sent_by_allreduces(count: int, mib: int) -> dict[str, int]:
         assert (hvd.allreduce(tensor, op=hvd.Sum) == 1).all()
     hvd.barrier()  # the other rank has received everything
     after = sent_bytes()
-    hvd.shutdown()
     return {name: after[name] - before[name] for name in before}
+
+
+def sent_after_a_death(mib: int) -> dict[str, int]:
+    """Return how many bytes leave each interface in an allreduce of the ranks that rank 1 leaves.
+
+    It dies on a host where another one lives.
+    """
+    hvd.init()
+    dies = hvd.rank() == 1
+
+    @hvd.elastic.run
+    def train(_: hvd.elastic.ObjectState) -> dict[str, int]:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sent_in_this_world(1, mib)
+
+    return train(hvd.elastic.ObjectState())
 
 
 @pytest.mark.parametrize("connections", ["1", "2"])
@@ -80,6 +106,17 @@ def test_both_interfaces_carry_half_of_the_data(two_hosts, connections):
         assert all_sent >= 8 * MIB  # of two ranks, each sends as many bytes as the tensor has
         for name in ("eth0", "eth1"):
             assert 0.45 < sent[name] / all_sent < 0.55, sent
+
+
+def test_survivors_use_both_interfaces(two_hosts):
+    first, second = two_hosts
+    hosts = [first, first, second]
+    first_one, died, other = on_hosts(sent_after_a_death, hosts, 4, env=BOTH, may_die=(1,))
+    assert died is None
+    for sent in (first_one, other):
+        all_sent = sent["eth0"] + sent["eth1"]
+        assert all_sent >= 4 * MIB
+        assert 0.4 < sent["eth0"] / all_sent < 0.6, sent
 
 
 def test_without_the_setting_one_interface_carries_all(two_hosts):
