@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -55,15 +54,13 @@ def train_while_ranks_go(
         train(state)
     except SystemExit as end:
         return int(end.code or 0), steps, sizes
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0, steps, sizes
 
 
 def require_in_peace(gone: Trained, stayed: Trained) -> int:
     """Return how many steps a rank has done that left: all of those of the others until then."""
     (code, steps, sizes), (_, all_steps, all_sizes) = gone, stayed
-    assert code == 0
+    assert code == ENDED
     assert len(steps) > 5  # the step of the signal was done
     assert (steps, sizes) == (all_steps[: len(steps)], all_sizes[: len(steps)])
     assert all_sizes[len(steps)] < sizes[-1]
@@ -106,8 +103,32 @@ def test_a_rank_leaves_although_another_dies():
 def test_a_job_that_all_ranks_leave_is_not_done():
     signals = dict.fromkeys(range(3), signal.SIGTERM)
     codes = [code for code, _, _ in pool.run(train_while_ranks_go, 3, args=(signals, True, 0))]
-    assert set(codes) <= {0, ENDED}
-    assert ENDED in codes  # of those that leave last
+    assert codes == [ENDED] * 3
+
+
+def interrupt_one_rank() -> tuple[list[int], int]:
+    """Return the steps of a program that raises an interrupt of its own, on rank 0."""
+    steps = []
+    raises = hvd.rank() == 0
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        while state.step < STEPS:
+            hvd.barrier()
+            steps.append(state.step)
+            state.step += 1
+            if raises and len(steps) == 5:
+                raise hvd.elastic.HostsUpdatedInterrupt
+            state.commit()
+
+    train(hvd.elastic.ObjectState(step=0))
+    return steps, hvd.size()
+
+
+def test_an_interrupt_of_one_rank_alone_makes_all_regroup():
+    for steps, size in pool.run(interrupt_one_rank, 2):
+        assert (steps[-1], size) == (STEPS - 1, 2)
+        assert set(steps) == set(range(STEPS))
 
 
 # --- the signal itself
@@ -151,20 +172,19 @@ def leave(job: Job) -> None:
     raise SystemExit(3)
 
 
-def leave_under_signals(job: Job) -> None:
-    try:
-        leave(job)
-    finally:
-        signal_to_self()
+def fail(job: Job) -> None:
+    signal_to_self()
+    assert job.asked.acquire(timeout=60)
+    raise ValueError("of the function")
 
 
 def fork(job: Job) -> None:
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            signal_to_self()
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    """A forked process is no rank, also while it is in no Python function."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    child.start()
+    child.terminate()
+    child.join()
+    assert child.exitcode == -signal.SIGTERM
     assert not job.asked.acquire(blocking=False)
 
 
@@ -194,7 +214,7 @@ def code_of(body: Callable[[Job], None], after: Callable[[], None] | None = None
 
 
 def exit_codes() -> dict[str, int | None]:
-    bodies = (end_function, never_commit, wait_to_be_let_in, leave, leave_under_signals, fork)
+    bodies = (end_function, never_commit, wait_to_be_let_in, leave, fail, fork)
     codes = {body.__name__: code_of(body) for body in bodies}
     codes["watch_signals"] = code_of(watch_signals)
     codes["stop_watching"] = code_of(watch_signals, stop_watching)
@@ -208,18 +228,11 @@ def test_exit_codes():
         "never_commit": ENDED,
         "wait_to_be_let_in": -signal.SIGTERM,
         "leave": 3,
-        "leave_under_signals": 3,
+        "fail": -signal.SIGTERM,  # when the error has been logged
         "fork": 0,
         "watch_signals": 0,
         "stop_watching": -signal.SIGTERM,
     }
-
-
-def raise_after_the_signal(job: Job) -> None:
-    with Drain(job, 60):
-        signal_to_self()
-        assert job.asked.acquire(timeout=60)
-        raise ValueError("of the function")
 
 
 def keep_the_programs_handler() -> None:
@@ -230,11 +243,7 @@ def keep_the_programs_handler() -> None:
         signal_to_self()
     assert got == [signal.SIGTERM]
     assert not job.asked.acquire(blocking=False)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with pytest.raises(ValueError, match="of the function"):
-        raise_after_the_signal(job)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_programs_handler_and_errors_stay():
+def test_the_programs_handler_stays():
     pool.run(keep_the_programs_handler, 1)

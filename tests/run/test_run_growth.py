@@ -119,34 +119,69 @@ def test_a_lost_host_is_left_out_for_a_time(tmp_path):
     assert f"{OTHER} is left out for 0.5 s" in said(job)
 
 
-def test_the_ranks_of_a_host_that_gets_sigterm_leave_in_peace(tmp_path):
-    options = ("--min-np", "1", "--max-np", "4", "--grace-period", "60")
-    job = ElasticJob(tmp_path, *options, "-H", f"localhost,{OTHER}:2")
-    job.wait_for("is rank 2 of 3")
-    os.kill(job.agent_of("1.1"), signal.SIGTERM)
-    job.wait_for_error("rank 1 on 127.0.0.2 has left")
-    job.wait_for_error("rank 2 on 127.0.0.2 has left")
+@pytest.mark.parametrize("signals", ["agent", "agent and ranks"])
+def test_the_ranks_of_a_host_that_gets_sigterm_leave_in_peace(tmp_path, signals):
+    options = ("--min-np", "1", "--max-np", "5", "--standby", "1", "--grace-period", "60")
+    job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}:3")
+    job.wait_for("is rank 3 of 4")
+    pids = [job.agent_of("1.1")]
+    pids += [job.pid_of(f"{rank}.1") for rank in (1, 2, 3)] if signals != "agent" else []
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    for rank in (1, 2, 3):
+        job.wait_for_error(f"rank {rank} on {OTHER} has left")
     job.wait_for("process 0.1 is rank 0 of 1")
     assert job.end() == 0, job.stderr
     lines = said(job)
-    assert lines[0] == "127.0.0.2 got SIGTERM: its ranks have 60 s to leave"
-    assert sorted(lines[1:]) == [
-        "rank 1 on 127.0.0.2 has left",
-        "rank 1 on 127.0.0.2 is asked to leave",
-        "rank 2 on 127.0.0.2 has left",
-        "rank 2 on 127.0.0.2 is asked to leave",
-    ]  # none has failed, and none starts again
+    assert lines[0] == f"{OTHER} got SIGTERM: its ranks have 60 s to leave"
+    # None has failed or starts again, and the host is not left out.
+    assert sorted(lines[1:]) == [f"rank {rank} on {OTHER} has left" for rank in (1, 2, 3)]
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_leave_a_host_in_time_are_ended(tmp_path):
-    """Fewer than --min-np would be left, so they are not asked to."""
-    options = ("--min-np", "2", "--grace-period", "1")
+def test_a_rank_that_does_not_leave_a_host_in_time_is_ended(tmp_path):
+    options = ("--min-np", "1", "--max-np", "2", "--grace-period", "1")
     job = ElasticJob(tmp_path, *options, "-H", f"localhost,{OTHER}")
     job.wait_for("is rank 1 of 2")
-    os.kill(job.agent_of("1.1"), signal.SIGTERM)
-    job.wait_for_error("rank 1 would leave, but --min-np is 2: they stay meanwhile")
-    assert job.wait() != 0
+    agent = job.agent_of("1.1")
+    os.kill(job.pid_of("1.1"), signal.SIGSTOP)
+    os.kill(agent, signal.SIGTERM)
+    job.wait_for("process 0.1 is rank 0 of 1")
+    assert job.end() == 0, job.stderr
+    first, second = said(job)
+    assert first == f"{OTHER} got SIGTERM: its ranks have 1 s to leave"
+    assert second.startswith(f"rank 1 on {OTHER} was ended by SIGKILL")
+
+
+WATCHING = """
+import os, time
+import torch_ring as hvd
+
+hvd.preemption.watch()
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    print(f"agent {os.getppid()} of rank {hvd.rank()}", flush=True)
+    while not hvd.preemption.requested():
+        time.sleep(0.02)
+        state.commit()
+
+train(hvd.elastic.ObjectState())
+print("stops", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_watches_signals_stops_when_a_host_gets_sigterm(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(WATCHING)
+    command = (sys.executable, str(program))
+    job = LaunchedJob("--min-np", "1", "-H", f"localhost,{OTHER}", *command)
+    job.wait_for("of rank 1")
+    os.kill(int(re.search(r"agent (\d+) of rank 1", job.stdout)[1]), signal.SIGTERM)
+    assert job.wait() == 0, job.stderr
+    assert job.stdout.count("stops") == 2
     job.require_nothing_left()
 
 
@@ -165,12 +200,24 @@ def test_a_process_takes_the_place_of_a_rank_that_gets_sigterm(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_that_all_get_sigterm_one_after_another_hand_their_state_on(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--max-np", "2")
+    job.wait_for("is rank 1 of 2")
+    for process, place in (("0.1", "process 0.2 is"), ("1.1", "process 1.2 is")):
+        os.kill(job.pid_of(process), signal.SIGTERM)
+        job.wait_for(place)
+    assert job.end() == 0, job.stderr
+    assert not [line for line in said(job) if "failed" in line or "ended by" in line]
+
+
+@pytest.mark.slow
 def test_a_job_of_which_all_ranks_get_sigterm_is_not_done(tmp_path):
     job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1")
     job.wait_for("is rank 1 of 2")
     for process in ("0.1", "1.1"):
         os.kill(job.pid_of(process), signal.SIGTERM)
     assert job.wait() == 128 + signal.SIGTERM
+    assert said(job)[-1] == "all ranks have left: the job is not done"
     job.require_nothing_left()
 
 

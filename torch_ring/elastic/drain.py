@@ -9,39 +9,32 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Protocol
 
-__all__ = ["ENDED_BY_SIGTERM", "Drain"]
+from torch_ring.elastic.job import ENDED_BY_SIGTERM, ElasticJob
+from torch_ring.world.forked_signals import before
+
+__all__ = ["Drain"]
 
 _log = logging.getLogger("torch_ring")
 
-ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the exit code of such a process, as shells count
-
 _ASK_AGAIN_S = 1.0  # rank 0 may have died meanwhile, or the ranks may have changed
-
-
-class _Job(Protocol):
-    @property
-    def is_member(self) -> bool: ...
-
-    def ask_to_leave(self) -> None: ...
 
 
 class Drain:
     """Context of an elastic function, in which SIGTERM asks that this process leave the job.
 
     Does nothing where the program, or `torch_ring.world.preemption.watch`, handles SIGTERM, or
-    outside the main thread: Python handles signals there. If the function returns first, the
-    signal has its usual effect then; so it has at once in a process that waits to be let in.
+    outside the main thread: Python handles signals there. If the function ends first, the signal
+    has its usual effect then; so it has at once in a process that waits to be let in, and in forked
+    ones.
 
     Args:
         job: is asked to let this process go, again and again until it has left.
         timeout_s: after which a process that has come to no commit ends as by the signal.
     """
 
-    def __init__(self, job: _Job, timeout_s: float) -> None:
+    def __init__(self, job: ElasticJob, timeout_s: float) -> None:
         self._job, self._timeout_s = job, timeout_s
-        self._pid = os.getpid()  # a forked process is no rank
         self._got: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal; False: the end
         self._is_wanted = self._is_over = False
         self._thread: threading.Thread | None = None
@@ -53,6 +46,7 @@ class Drain:
                 target=self._serve, name="torch_ring drain", daemon=True
             )
             self._thread.start()
+            before[signal.SIGTERM] = signal.SIG_DFL
             signal.signal(signal.SIGTERM, self._note)
 
     def __exit__(
@@ -60,18 +54,17 @@ class Drain:
     ) -> None:
         if self._thread is None:
             return
-        self._got.put(False)
-        self._thread.join()
-        if kind is SystemExit and self._is_wanted:
-            return  # it has left: more signals, as of a launcher, change nothing
+        self._got.put(False)  # its thread may still be talking to a host that is gone
         self._is_over = True
         if signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if kind is None and self._is_wanted:
+            signal.signal(signal.SIGTERM, before.pop(signal.SIGTERM))
+        if self._is_wanted and kind is not SystemExit:
+            if kind is not None:
+                _log.error("the elastic function failed after SIGTERM", exc_info=True)
             signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._is_over or os.getpid() != self._pid or not self._job.is_member:
+        if self._is_over or not self._job.is_member:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._is_wanted = True
@@ -83,7 +76,7 @@ class Drain:
         _log.warning(
             "process %d got SIGTERM: it leaves the job at its next commit() or "
             "check_host_updates()",
-            self._pid,
+            os.getpid(),
         )
         gives_up_at = time.monotonic() + self._timeout_s
         while time.monotonic() < gives_up_at:
@@ -96,7 +89,7 @@ class Drain:
         _log.error(
             "process %d has come to no commit() or check_host_updates() within %g s of SIGTERM "
             "(TORCH_RING_ELASTIC_TIMEOUT): it ends",
-            self._pid,
+            os.getpid(),
             self._timeout_s,
         )
         os._exit(ENDED_BY_SIGTERM)

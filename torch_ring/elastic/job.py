@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,9 +31,11 @@ from torch_ring.world.engine import EngineExchange
 from torch_ring.world.join import World, on_join
 from torch_ring.world.process_set import ProcessSetKeeper
 
-__all__ = ["ElasticJob"]
+__all__ = ["ENDED_BY_SIGTERM", "ElasticJob"]
 
 _log = logging.getLogger("torch_ring")
+
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the exit code of such a process, as shells count
 
 _KEY_BYTES = 32
 _GLANCE_S = 0.1  # for an answer of a rank that lives, while a world is made
@@ -59,12 +62,14 @@ class ElasticJob:
 
     Attributes:
         members: the processes of the last world that was made, by rank; none yet for a newcomer.
+        is_signalled: whether a signal has asked this process to leave.
     """
 
     def __init__(self, on_change: Callable[[bool], None]) -> None:
         _count(_calls + 1, _generation)
         config = self._config = current.config()
         self.members: Sequence[Member] = ()
+        self.is_signalled = False
         self._store: TCPStore | None = None  # of the present world
         self._serves: tuple[str, int] | None = None  # the address of the last store served here
         self._process_sets = ProcessSetKeeper()
@@ -107,17 +112,25 @@ class ElasticJob:
         """Whether this process belongs to a world: it is no newcomer that waits to be let in."""
         return bool(self.members)
 
-    @property
-    def must_leave(self) -> bool:
-        """Whether this process is to leave: the launcher, or a signal, has asked it to."""
-        return self._listener.must_leave
+    def leavers(self) -> Collection[int]:
+        """Return the ranks that leave now. Collective, at one step.
+
+        A process is to leave if the launcher or a signal has asked it to. If too few would be left
+        to go on, processes that wait are let in first.
+        """
+        own = self._listener.must_leave, self.has_newcomers
+        leave, wait = zip(*allgather_object(own, name="elastic.leave"), strict=True)
+        leavers = [rank for rank, leaves in enumerate(leave) if leaves]
+        left, limits = len(leave) - len(leavers), self._limits
+        has_room = len(leave) < limits.most
+        return [] if any(wait) and has_room and left < max(1, limits.least) else leavers
 
     def ask_to_leave(self) -> None:
         """Let this process leave, and tell the launcher and rank 0, which tells the others.
 
         Thread: any. Blocks for seconds if the host of one of them is gone.
         """
-        self._listener.must_leave = True
+        self._listener.must_leave = self.is_signalled = True
         key, directory = self._listener.key, self._config.directory
         if directory and process_name():
             with contextlib.suppress(RingError):  # it has ended, and will end this process
@@ -130,11 +143,12 @@ class ElasticJob:
         self._listener.close()
         self._store = None
 
-    def regroup(self, cause: BaseException | None) -> None:
+    def regroup(self, cause: BaseException | None, leavers: Collection[int] = ()) -> None:
         """Make a world of the processes that live, and of newcomers. Collective of those.
 
         Args:
             cause: why the last world has ended; None: this process is a newcomer.
+            leavers: ranks of which all know that they have left.
 
         Raises:
             CallOverError: the others are in a later function than this newcomer.
@@ -145,6 +159,7 @@ class ElasticJob:
             self._process_sets.note(current.world().process_sets, _names(self.members))
         suspects = self._leave(self.members)
         before = len(self.members)
+        self.members = [m for rank, m in enumerate(self.members) if rank not in leavers]
         limits = self._limits
         while True:
             group = self._next_group(limits, suspects)

@@ -273,6 +273,7 @@ class _Leading:
             for request in self._listener.take_newcomers(self._limits.most - len(survivors)):
                 self._joined[request.member.id] = request
                 survivors.append(request.member)
+            self._require_enough(survivors)
             group = Group(survivors, serve(), self._generation + 1)
         except _ElsewhereError:
             self._tell({"kind": "elsewhere"})
@@ -363,12 +364,16 @@ class _Leading:
                 f"{len(survivors)} ranks of {len(survivors) + len(lost)} find one another; "
                 f"{self._names(lost)} may live, and go on: these end"
             )
-        if len(survivors) < self._limits.least:
-            raise RingError(
-                f"{len(survivors)} ranks are left, and TORCH_RING_MIN_RANKS is "
-                f"{self._limits.least}: {self._names(missing)} have ended"
-            )
         return survivors
+
+    def _require_enough(self, group: Sequence[Member]) -> None:
+        if len(group) < self._limits.least:
+            missing = self._missing()
+            ended = f": {self._names(missing)} have ended" if missing else ""
+            raise RingError(
+                f"{len(group)} ranks are left, and TORCH_RING_MIN_RANKS is "
+                f"{self._limits.least}{ended}"
+            )
 
     def _too_late(self, missing: Sequence[Member]) -> str:
         late = [member for member in missing if not self._is_given_up(member)]

@@ -8,14 +8,19 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from torch_ring.collectives.objects import allgather_object
-from torch_ring.elastic.drain import ENDED_BY_SIGTERM, Drain
-from torch_ring.elastic.job import ElasticJob
+from torch_ring.elastic.drain import Drain
+from torch_ring.elastic.job import ENDED_BY_SIGTERM, ElasticJob
 from torch_ring.elastic.regroup import CallOverError, LeftOutError
-from torch_ring.elastic.state import ADDED, REMOVED, State, StateLostError
+from torch_ring.elastic.state import (
+    ADDED,
+    REMOVED,
+    RanksUpdatedInterrupt,
+    State,
+    StateLostError,
+)
 from torch_ring.errors import (
     HostsUpdatedInterrupt,
     MismatchError,
@@ -63,10 +68,11 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
         MismatchErrors and ProcessSetLostErrors come out of it. So does a RingError, if fewer than
         TORCH_RING_MIN_RANKS live, or if the others go on without this rank.
 
-        A rank that the launcher takes from the job, or that gets SIGTERM, leaves at the next
-        ``commit()`` or ``check_host_updates()``, by ``SystemExit(0)``; if all ranks leave at once,
-        by ``SystemExit(143)``, as the job is not done. A program that handles SIGTERM itself, or
-        has called `torch_ring.world.preemption.watch`, decides itself.
+        A rank that the launcher takes from the job leaves at the next ``commit()`` or
+        ``check_host_updates()``, by ``SystemExit(0)``; one that gets SIGTERM by
+        ``SystemExit(143)``, and so do all ranks if they leave at once: the job is not done. A
+        program that handles SIGTERM itself, or has called `torch_ring.world.preemption.watch`,
+        decides itself.
     """
 
     @functools.wraps(func)
@@ -97,17 +103,6 @@ def _note_hosts(state: State, have_come: bool) -> None:
     state.on_hosts_updated(time.time(), ADDED if have_come else REMOVED)
 
 
-def _leave_if(job: ElasticJob) -> None:
-    """Leave the job if this rank is to; the others find that it has gone. Collective."""
-    leave = allgather_object(job.must_leave, name="elastic.leave")
-    if all(leave):
-        _log.warning("all ranks leave the job at this step")
-        sys.exit(ENDED_BY_SIGTERM)
-    if leave[current.rank()]:
-        _log.warning("this rank leaves the job at this step")
-        sys.exit(0)
-
-
 def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> ResultT:
     prepare: Callable[[], None] | None = state.sync
     is_newcomer, resets, fruitless, failed_at = not job.members, False, 0, 0.0
@@ -134,15 +129,23 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
             raise
         except RingError as error:
             cause, prepare = error, state.resume
-        except HostsUpdatedInterrupt as interrupt:  # on all ranks, at one step
+        except HostsUpdatedInterrupt as interrupt:
             cause, prepare = interrupt, state.resume
-            try:
-                _leave_if(job)
-            except RingError as error:  # a rank has died meanwhile
-                cause = error
+        leavers: Collection[int] = ()
+        try:
+            if isinstance(cause, RanksUpdatedInterrupt):
+                leavers = job.leavers()
+        except MismatchError:
+            raise
+        except RingError as error:  # a rank has died meanwhile
+            cause = error
+        if leavers and current.rank() in leavers:
+            is_last = len(leavers) == current.size()
+            _log.warning("%s at this step", "all ranks leave" if is_last else "this rank leaves")
+            sys.exit(ENDED_BY_SIGTERM if is_last or job.is_signalled else 0)
         before = job.members
         _forget_frames(cause)
-        job.regroup(cause)
+        job.regroup(cause, leavers)
         resets = True
         is_fruitless = isinstance(cause, RingError) and job.members == before
         is_soon = time.monotonic() - failed_at < _SOON_S

@@ -43,6 +43,7 @@ __all__ = [
     "ModelStateHandler",
     "ObjectState",
     "OptimizerStateHandler",
+    "RanksUpdatedInterrupt",
     "State",
     "StateHandler",
     "StateLostError",
@@ -54,6 +55,10 @@ __all__ = [
 REMOVED, ADDED = 1, 2  # of Horovod's HostUpdateResult
 
 _MOST_LOOKED_AT = 10_000  # parts of an attribute: a model is near its top
+
+
+class RanksUpdatedInterrupt(HostsUpdatedInterrupt):
+    """Ranks are to come or to leave, and all ranks have it at one step."""
 
 
 class State(ABC):
@@ -104,7 +109,7 @@ class State(ABC):
             (self._last_updated_timestamp, last, results), 0, "elastic.hosts"
         )
         if self._last_updated_timestamp > before:
-            raise HostsUpdatedInterrupt(results == REMOVED)
+            raise RanksUpdatedInterrupt(results == REMOVED)
 
     def on_arrival(self) -> None:
         """Give way to the other ranks' states: this process has come while they train."""

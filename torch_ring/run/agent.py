@@ -217,7 +217,7 @@ class Agent:
         self._has_launcher = True
         self._parent = 0  # not 0: the launcher, a process of this host
         self._grace_s, self._drains = _LOST_GRACE_S, False
-        self._end_at: float | None = None  # not None: the ranks are to leave until then
+        self._end_at: float | None = None  # not None: the host goes, and the ranks leave until then
         self._silence_s = 0.0  # of the launcher, which counts as its end; 0: it may be silent
         self._heard = time.monotonic()
         self._kill_at: float | None = None  # not None: the ranks are being ended
@@ -239,8 +239,8 @@ class Agent:
             now = time.monotonic()
             if self._has_launcher and 0 < self._silence_s < now - self._heard:
                 self._lose_launcher()
-            if self._end_at is not None and (now >= self._end_at or not self._has_ranks()):
-                self._end(_LOST_GRACE_S)
+            if self._end_at is not None and (now >= self._end_at or not self._living()):
+                self._end(0.0)
             if self._kill_at is not None and now >= self._kill_at:
                 self._signal(self._descendants(), signal.SIGKILL)
                 if now >= self._kill_at + _KILL_PATIENCE_S:
@@ -319,7 +319,8 @@ class Agent:
     def _lose_launcher(self) -> None:
         self._has_launcher = False
         self._waiting.clear()
-        self._end(_LOST_GRACE_S)
+        if self._end_at is None:
+            self._end(_LOST_GRACE_S)
 
     def _do(self, request: dict[str, Any], payload: bytes) -> None:
         kind = request["do"]
@@ -418,15 +419,16 @@ class Agent:
         self._reap()
 
     def _go(self) -> None:
-        """Do what is to be done when the system ends this host: the ranks have the grace."""
+        """Pass a SIGTERM of the system on to the ranks, which have the grace."""
         if not self._drains:
             self._end(self._grace_s)
-        elif self._end_at is None:  # the launcher asks them to leave
-            self._end_at = time.monotonic() + self._grace_s
+        elif self._end_at is None and self._kill_at is None:
             self._send({"event": "going"})
+            self._signal(self._living(), signal.SIGTERM)  # they alone: their workers are in use
+            self._end_at = time.monotonic() + self._grace_s
 
-    def _has_ranks(self) -> bool:
-        return any(not process.is_standby for process in self._ranks.values())
+    def _living(self) -> list[int]:
+        return [pid for pid, process in self._ranks.items() if not process.is_standby]
 
     def _reap(self) -> None:
         while True:

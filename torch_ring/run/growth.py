@@ -141,6 +141,8 @@ class HostTable:
         """Note that a slot's process has failed. Returns a line if its host is left out; or ""."""
         place = self._place(slot)
         place.is_taken = False
+        if slot.host in self._going:
+            return ""
         place.early_ends = 0 if lived_s >= _STEADY_S else place.early_ends + 1
         delay_s = _FIRST_DELAY_S * 2 ** (place.early_ends - 2) if place.early_ends > 1 else 0.0
         place.due_at = now + min(delay_s, _LONGEST_DELAY_S)
@@ -153,7 +155,7 @@ class HostTable:
         return self._leave_out(slot.host, now)
 
     def drain(self, host: str) -> None:
-        """Note that a host is about to go: its slots are as not there, until it is lost."""
+        """Note that a host is about to go: until it is lost, nothing is started there."""
         self._going.add(host)
 
     def lose(self, host: str, now: float) -> str:
@@ -193,11 +195,11 @@ class HostTable:
         return self._records.setdefault(host, _Failures())
 
     def _is_listed(self, place: _Place) -> bool:
-        slot = place.slot
-        return slot.host not in self._going and slot.local_rank < self._listed.get(slot.host, 0)
+        return place.slot.local_rank < self._listed.get(place.slot.host, 0)
 
     def _is_open(self, place: _Place) -> bool:
-        return self._is_listed(place) and not place.is_taken
+        is_free = not place.is_taken and place.slot.host not in self._going
+        return is_free and self._is_listed(place)
 
     def _due_at(self, place: _Place) -> float:
         return max(place.due_at, self._record(place.slot.host).out_until)
@@ -342,8 +344,7 @@ class Growth:
 
     def next_at(self, now: float) -> float | None:
         """Return when there may be something to do; None: at the next event."""
-        is_watched = self._discovery is not None or self._settings.reset_limit is not None
-        if is_watched or self._table.vanished():
+        if self._discovery is not None or self._settings.reset_limit is not None:
             return now + _LOOK_S
         return self._table.next_at(now)
 
@@ -377,6 +378,7 @@ class Growth:
 
     def drain(self, host: str) -> None:
         """Note that a host is about to go."""
+        self._standbys.lose(host)
         self._table.drain(host)
 
     def lose(self, host: str, now: float) -> None:

@@ -122,6 +122,9 @@ class Job:
         self._leave()
         if self._signal and (self.failure or self._processes.living()):
             return exit_code(-self._signal)
+        if self._growth is not None and not (self.finished or self.failure or self._code):
+            self._screen.say("all ranks have left: the job is not done")
+            return exit_code(-signal.SIGTERM)
         return self._code or (exit_code(self.failure.code) if self.failure else 0)
 
     def _connect(self) -> None:
@@ -141,6 +144,8 @@ class Job:
                     self._hosts.note(event)
                 elif isinstance(event, Lost):
                     raise RingError(f"{event.host} cannot run ranks: {event.reason}")
+                elif isinstance(event, Going | Ended):
+                    raise RingError(f"{event.host} cannot run ranks: its agent got SIGTERM")
                 elif isinstance(event, Signal):
                     self._take_signal(event.number)
 
@@ -208,7 +213,9 @@ class Job:
         how = f"failed with exit code {event.code}"
         if event.code < 0:
             how = f"was ended by {_signal_name(-event.code)}"
-        if event.code or event.rank < 0:
+        has_left = event.code in (-signal.SIGTERM, exit_code(-signal.SIGTERM))
+        has_left = has_left and self._processes.leaves(event.rank)
+        if (event.code and not has_left) or event.rank < 0:
             self._fail(event.rank, event.code, how)
         else:
             slot = self._processes.finish(event.rank)
@@ -250,6 +257,10 @@ class Job:
     def _lost(self, event: Lost) -> None:
         was_ready = self._hosts.is_ready(event.host)
         self._hosts.lose(event.host)
+        if self._growth is not None and any(
+            map(self._processes.leaves, self._processes.on(event.host))
+        ):
+            self._growth.drain(event.host)  # its ssh ended before its agent told it
         for rank in self._processes.on(event.host):
             self._fail(rank, 1, f"is lost with its host: {event.reason}")
         if self._growth is not None and not self._is_ending():

@@ -194,17 +194,27 @@ class Processes:
         process = self._running.get(rank)
         if process is None:
             return None
-        growth = self._growth
-        leaves = process.leaves or (growth is not None and growth.is_left_by(process.name))
+        leaves = self.leaves(rank)
         has_finished = not (leaves or self._waits(process))
+        self._end(rank, process, "has left" if leaves else "")
+        return process.slot if has_finished else None
+
+    def leaves(self, rank: int) -> bool:
+        """Return whether a process leaves the job, as the launcher or a signal has asked it to."""
+        process, growth = self._running.get(rank), self._growth
+        if process is None or growth is None:
+            return False
+        return process.leaves or growth.is_left_by(process.name)
+
+    def _end(self, rank: int, process: _Process, text: str) -> None:
+        """Note the end of a process that is no failure, and say it unless `text` is empty."""
         del self._running[rank]
         self._expect()
         self._screen.finish(rank)
-        if leaves:
-            self._screen.say(f"rank {rank} on {process.slot.host} has left")
-        if growth is not None:
-            growth.end(process.slot, time.monotonic())
-        return process.slot if has_finished else None
+        if text:
+            self._screen.say(f"rank {rank} on {process.slot.host} {text}")
+        if self._growth is not None:
+            self._growth.end(process.slot, time.monotonic())
 
     def fail(self, rank: int, text: str, *, is_ending: bool) -> Slot | None:
         """Note that a process has failed; return its slot if it was a rank.
@@ -221,6 +231,9 @@ class Processes:
             return None
         process = self._running.get(rank)
         if process is None:
+            return None
+        if self.leaves(rank) and not is_ending:
+            self._end(rank, process, f"{text}, while it was to leave")
             return None
         waited = self._waits(process)
         del self._running[rank]

@@ -14,12 +14,12 @@ import signal
 import threading
 from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import Any
 
 from torch_ring._C import ControlPlane
 from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.setup.network import Deadline, pauses
 from torch_ring.world import current
+from torch_ring.world.forked_signals import before
 from torch_ring.world.join import World
 
 __all__ = ["reason", "requested", "shield_worker", "watch"]
@@ -28,8 +28,7 @@ _log = logging.getLogger("torch_ring")
 
 _SIGNALS = ("SIGTERM", "SIGUSR1")
 
-_given: dict[signal.Signals, Any] = {}  # watched signal -> the handler before
-_watched: Sequence[signal.Signals] = ()  # the same signals, also in a forked worker
+_watched: Sequence[signal.Signals] = ()  # also in a forked worker
 _got = ""  # the first signal that this process got
 _has_said = False  # that the ranks stop
 
@@ -154,22 +153,22 @@ def _number(name: str | int) -> signal.Signals:
 def _install(numbers: Iterable[signal.Signals]) -> None:
     global _got, _has_said, _watched
     new = {  # getsignal() does not know a handler that is none of Python's
-        number: _given.get(number, signal.getsignal(number) or signal.SIG_DFL) for number in numbers
+        number: before.get(number, signal.getsignal(number) or signal.SIG_DFL) for number in numbers
     }
     try:
         for number in new:
             signal.signal(number, _note)
-        for number in _given.keys() - new.keys():
+        for number in set(_watched).difference(new):
             if signal.getsignal(number) is _note:  # else the program has its own by now
-                signal.signal(number, _given[number])
+                signal.signal(number, before[number])
+            before.pop(number, None)
     except ValueError:
         raise InvalidArgumentError(
             "signals are handled by the main thread: call watch() there"
         ) from None
     if not new:
         _got, _has_said = "", False
-    _given.clear()
-    _given.update(new)
+    before.update(new)
     _watched = tuple(new)
 
 
@@ -186,30 +185,10 @@ def _tell() -> None:
         world.plane.want_stop(_got)
 
 
-class _Fork(threading.local):
-    """Signals wait while this thread forks.
-
-    Python forgets a signal that reaches the child before `in_child` has run.
-    """
-
-    mask: set[int | signal.Signals] | None = None
-
-    def before(self) -> None:
-        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _given) if _given else None
-
-    def after(self) -> None:
-        if self.mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-
-    def in_child(self) -> None:
-        global _got
-        given, _got = dict(_given), ""
-        _given.clear()
-        for number, handler in given.items():
-            signal.signal(number, handler)
-        self.after()
+def _forget_in_child() -> None:
+    global _got
+    _got = ""
 
 
-_fork = _Fork()
 current.after_join(_tell)
-os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_child=_fork.in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
