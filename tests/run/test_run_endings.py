@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from launched_jobs import LaunchedJob, run_job
+from launched_jobs import DEADLINE_S, LaunchedJob, run_job
 from slow import slow
 
 from torch_ring.run import job as launched_job
@@ -229,6 +231,29 @@ def test_a_stopped_rank_is_ended():
     code, _, errors = run_job("-np", "2", "bash", "-c", script)
     assert code == 6
     assert "rank 1 on localhost failed with exit code 6" in errors
+
+
+def handles(pid: int, number: int = signal.SIGTERM) -> bool:
+    """Return whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("options", [(), ("--min-np", "1")], ids=["plain", "elastic"])
+def test_an_agent_that_ends_while_other_hosts_are_reached_ends_the_job(tmp_path, options):
+    ssh = tmp_path / "ssh"  # that reaches its host after hours
+    ssh.write_text("#!/bin/sh\nexec sleep 10000\n")
+    ssh.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = ("--start-timeout", "3600", "-H", "localhost,far", "true")
+    job = LaunchedJob("-np", "2", *options, *command, PATH=path)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (agents := [p for p, c in job.processes().items() if "exec(" in c and handles(p)]):
+        assert time.monotonic() < deadline
+    os.kill(agents[0], signal.SIGTERM)
+    assert job.wait() == 1
+    job.wait_for_error("localhost cannot run ranks")
+    job.require_nothing_left()
 
 
 def test_ranks_do_not_outlive_an_agent_that_is_killed():

@@ -359,7 +359,7 @@ class Agent:
     # --- ranks
 
     def _start(self, request: dict[str, Any], given: bytes) -> None:
-        if self._kill_at is not None:
+        if self._kill_at is not None or self._end_at is not None:
             return
         folder = request["folder"]
         if not os.path.isdir(folder):
