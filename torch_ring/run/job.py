@@ -213,8 +213,8 @@ class Job:
         how = f"failed with exit code {event.code}"
         if event.code < 0:
             how = f"was ended by {_signal_name(-event.code)}"
-        has_left = event.code in (-signal.SIGTERM, exit_code(-signal.SIGTERM))
-        has_left = has_left and self._processes.leaves(event.rank)
+        is_by_sigterm = event.code in (-signal.SIGTERM, exit_code(-signal.SIGTERM))
+        has_left = is_by_sigterm and not self._is_ending() and self._processes.leaves(event.rank)
         if (event.code and not has_left) or event.rank < 0:
             self._fail(event.rank, event.code, how)
         else:
