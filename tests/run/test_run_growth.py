@@ -123,7 +123,7 @@ def test_a_lost_host_is_left_out_for_a_time(tmp_path):
 def test_the_ranks_of_a_host_that_gets_sigterm_leave_in_peace(tmp_path, signals):
     options = ("--min-np", "1", "--max-np", "5", "--standby", "1", "--grace-period", "60")
     job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}:3")
-    job.wait_for("is rank 3 of 4")
+    job.wait_for("of 4", 4)
     pids = [job.agent_of("1.1")]
     pids += [job.pid_of(f"{rank}.1") for rank in (1, 2, 3)] if signals != "agent" else []
     for pid in pids:
@@ -142,7 +142,7 @@ def test_the_ranks_of_a_host_that_gets_sigterm_leave_in_peace(tmp_path, signals)
 def test_a_rank_that_does_not_leave_a_host_in_time_is_ended(tmp_path):
     options = ("--min-np", "1", "--max-np", "2", "--grace-period", "1")
     job = ElasticJob(tmp_path, *options, "-H", f"localhost,{OTHER}")
-    job.wait_for("is rank 1 of 2")
+    job.wait_for("of 2", 2)
     agent = job.agent_of("1.1")
     os.kill(job.pid_of("1.1"), signal.SIGSTOP)
     os.kill(agent, signal.SIGTERM)
@@ -188,7 +188,7 @@ def test_a_program_that_watches_signals_stops_when_a_host_gets_sigterm(tmp_path)
 @pytest.mark.slow
 def test_a_process_takes_the_place_of_a_rank_that_gets_sigterm(tmp_path):
     job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--max-np", "2")
-    job.wait_for("is rank 1 of 2")
+    job.wait_for("of 2", 2)
     os.kill(job.pid_of("0.1"), signal.SIGTERM)
     job.wait_for_error("rank 0 on localhost has left")
     job.wait_for("process 0.2 is rank 1 of 2")
@@ -202,7 +202,7 @@ def test_a_process_takes_the_place_of_a_rank_that_gets_sigterm(tmp_path):
 @pytest.mark.slow
 def test_ranks_that_all_get_sigterm_one_after_another_hand_their_state_on(tmp_path):
     job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--max-np", "2")
-    job.wait_for("is rank 1 of 2")
+    job.wait_for("of 2", 2)
     for process, place in (("0.1", "process 0.2 is"), ("1.1", "process 1.2 is")):
         os.kill(job.pid_of(process), signal.SIGTERM)
         job.wait_for(place)
@@ -213,7 +213,7 @@ def test_ranks_that_all_get_sigterm_one_after_another_hand_their_state_on(tmp_pa
 @pytest.mark.slow
 def test_a_job_of_which_all_ranks_get_sigterm_is_not_done(tmp_path):
     job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1")
-    job.wait_for("is rank 1 of 2")
+    job.wait_for("of 2", 2)
     for process in ("0.1", "1.1"):
         os.kill(job.pid_of(process), signal.SIGTERM)
     assert job.wait() == 128 + signal.SIGTERM
