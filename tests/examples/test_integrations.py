@@ -60,6 +60,7 @@ def run_to_the_end(*command: str, **variables: str) -> str:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_monitor_refresh_ms": "0",  # ends workers when others use the memory
             "HF_HUB_OFFLINE": "1",
+            "TORCH_EXTENSIONS_DIR": folder,  # no lock of a run that was killed
         }
         output = Path(folder) / "output"
         try:
