@@ -193,7 +193,8 @@ void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atom
           for (int i = 1; i <= kRounds; ++i) {
             at(data, rank).store(i, std::memory_order_seq_cst);
             rank == 0 ? sleeper.wake() : ringer.ring(word);
-            while (taken.load() < i) std::this_thread::yield();
+            // Asleep: beside other processes, four threads that yield would hold up the sleeper.
+            for (int seen = taken.load(); seen < i; seen = taken.load()) taken.wait(seen);
           }
           return;
         }
@@ -213,6 +214,7 @@ void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atom
             CHECK(Clock::now() < deadline);
           }
           taken.store(i);
+          taken.notify_all();
         }
       });
     });
