@@ -235,7 +235,8 @@ class HostConnection:
         ssh: how it is reached; None: it is this host.
         environment: of the agent on this host, or of ssh.
         grace_s: for its ranks, when the agent gets SIGTERM.
-        drains: whether they are asked to leave then, and not ended at once.
+        drains: whether the job is elastic: its ranks alone get the signal then, and may leave by
+            themselves. Else all their processes get it.
         interface: of whose address the agent tells; empty: of none.
     """
 
