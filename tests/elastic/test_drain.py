@@ -14,6 +14,7 @@ import pytest
 
 import torch_ring as hvd
 from torch_ring.elastic.drain import Drain
+from torch_ring.elastic.regroup import Limits, leavers_of
 from torch_ring.world import preemption
 
 STEPS = 12
@@ -129,6 +130,25 @@ def test_an_interrupt_of_one_rank_alone_makes_all_regroup():
     for steps, size in pool.run(interrupt_one_rank, 2):
         assert (steps[-1], size) == (STEPS - 1, 2)
         assert set(steps) == set(range(STEPS))
+
+
+@pytest.mark.parametrize(
+    ("leave", "somebody_waits", "least", "most", "leavers"),
+    [
+        ([0, 1, 0], True, 1, 4, [1]),
+        ([0, 0, 0], True, 1, 4, []),
+        ([1, 1, 1], False, 1, 4, [0, 1, 2]),
+        ([1, 1, 1], True, 1, 4, []),  # its state would be lost
+        ([1, 1, 1], True, 1, 3, [0, 1, 2]),  # it could not be let in
+        ([0, 1, 1], True, 2, 4, []),
+        ([0, 1, 1], False, 2, 4, [1, 2]),
+    ],
+)
+def test_ranks_stay_until_a_process_that_waits_has_come(
+    leave, somebody_waits, least, most, leavers
+):
+    ranks = [(bool(leaves), somebody_waits and rank == 0) for rank, leaves in enumerate(leave)]
+    assert leavers_of(ranks, Limits(1.0, 1.0, least, most)) == leavers
 
 
 # --- the signal itself

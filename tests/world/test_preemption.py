@@ -208,6 +208,10 @@ def test_processes_that_are_forked():
     run(forked_processes, 1)
 
 
+def require_ignored() -> None:
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
 def check_arguments() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     assert error_of(lambda: preemption.watch(["SIGNONE"])) == (
@@ -237,6 +241,13 @@ def check_arguments() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the program's own: it stays
     preemption.watch(())
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    preemption.watch(["SIGUSR1"])
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    forked = multiprocessing.get_context("fork").Process(target=require_ignored)
+    forked.start()
+    forked.join()
+    assert forked.exitcode == 0  # in forked processes, too
+    preemption.watch(())
     signal.signal(signal.SIGUSR1, before)
 
 

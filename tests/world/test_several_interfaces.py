@@ -95,7 +95,9 @@ def sent_after_a_death(mib: int) -> dict[str, int]:
             os.kill(os.getpid(), signal.SIGKILL)
         return sent_in_this_world(1, mib)
 
-    return train(hvd.elastic.ObjectState())
+    sent = train(hvd.elastic.ObjectState())
+    hvd.shutdown()
+    return sent
 
 
 @pytest.mark.parametrize("connections", ["1", "2"])

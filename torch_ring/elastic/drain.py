@@ -11,7 +11,7 @@ import time
 from types import FrameType, TracebackType
 
 from torch_ring.elastic.job import ENDED_BY_SIGTERM, ElasticJob
-from torch_ring.world.forked_signals import before
+from torch_ring.world.forked_signals import give_back, handle
 
 __all__ = ["Drain"]
 
@@ -46,8 +46,7 @@ class Drain:
                 target=self._serve, name="torch_ring drain", daemon=True
             )
             self._thread.start()
-            before[signal.SIGTERM] = signal.SIG_DFL
-            signal.signal(signal.SIGTERM, self._note)
+            handle(signal.SIGTERM, self._note)
 
     def __exit__(
         self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None
@@ -56,8 +55,7 @@ class Drain:
             return
         self._got.put(False)  # its thread may still be talking to a host that is gone
         self._is_over = True
-        if signal.getsignal(signal.SIGTERM) == self._note:
-            signal.signal(signal.SIGTERM, before.pop(signal.SIGTERM))
+        give_back(signal.SIGTERM, self._note)
         if self._is_wanted and kind is not SystemExit:
             if kind is not None:
                 _log.error("the elastic function failed after SIGTERM", exc_info=True)

@@ -17,7 +17,15 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object
-from torch_ring.elastic.regroup import CallOverError, Group, LeftOutError, Limits, come, regroup
+from torch_ring.elastic.regroup import (
+    CallOverError,
+    Group,
+    LeftOutError,
+    Limits,
+    come,
+    leavers_of,
+    regroup,
+)
 from torch_ring.errors import MismatchError, RingError, first_line
 from torch_ring.membership.directory import ask_directory, notify, tell_directory, tell_leaving
 from torch_ring.membership.listener import Listener
@@ -115,15 +123,10 @@ class ElasticJob:
     def leavers(self) -> Collection[int]:
         """Return the ranks that leave now. Collective, at one step.
 
-        A process is to leave if the launcher or a signal has asked it to. If too few would be left
-        to go on, processes that wait are let in first.
+        A process is to leave if the launcher or a signal has asked it to.
         """
         own = self._listener.must_leave, self.has_newcomers
-        leave, wait = zip(*allgather_object(own, name="elastic.leave"), strict=True)
-        leavers = [rank for rank, leaves in enumerate(leave) if leaves]
-        left, limits = len(leave) - len(leavers), self._limits
-        has_room = len(leave) < limits.most
-        return [] if any(wait) and has_room and left < max(1, limits.least) else leavers
+        return leavers_of(allgather_object(own, name="elastic.leave"), self._limits)
 
     def ask_to_leave(self) -> None:
         """Let this process leave, and tell the launcher and rank 0, which tells the others.

@@ -35,7 +35,7 @@ from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.membership.listener import JoinRequest, Listener
 from torch_ring.membership.member import Member, Reach, dial, reach
 
-__all__ = ["CallOverError", "Group", "LeftOutError", "Limits", "come", "regroup"]
+__all__ = ["CallOverError", "Group", "LeftOutError", "Limits", "come", "leavers_of", "regroup"]
 
 _REQUESTS_S = 0.002  # of a wait for requests
 _PROBE_EVERY_S = 0.1
@@ -66,6 +66,19 @@ class Limits:
     silence_s: float
     least: int = 1
     most: int = 1 << 20
+
+
+def leavers_of(ranks: Sequence[tuple[bool, bool]], limits: Limits) -> list[int]:
+    """Return the ranks that leave now: none if those that wait have to be let in before.
+
+    Args:
+        ranks: whether each is to leave, and whether a process waits at it to be let in.
+        limits: how few may be left, and how many there may be.
+    """
+    leavers = [rank for rank, (leaves, _) in enumerate(ranks) if leaves]
+    has_room, somebody_waits = len(ranks) < limits.most, any(waits for _, waits in ranks)
+    are_too_few = len(ranks) - len(leavers) < max(1, limits.least)
+    return [] if are_too_few and has_room and somebody_waits else leavers
 
 
 @dataclass(frozen=True)

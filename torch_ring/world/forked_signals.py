@@ -1,15 +1,37 @@
-"""before: signals that this process handles, and the handlers that processes forked from it get."""
+"""handle, give_back: handlers of signals that processes forked from this one do not get."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-__all__ = ["before"]
+__all__ = ["give_back", "handle"]
 
-before: dict[signal.Signals, Any] = {}  # signal -> the handler that it had before
+_Handler = Callable[[int, FrameType | None], None]
+
+_handled: dict[signal.Signals, tuple[_Handler, Any]] = {}  # with the handler before
+
+
+def handle(number: signal.Signals, handler: _Handler) -> None:
+    """Handle a signal in this process alone. ValueError: this is not the main thread."""
+    present = signal.getsignal(number) or signal.SIG_DFL  # None: it is none of Python's
+    ours, before = _handled.get(number, (None, present))
+    signal.signal(number, handler)
+    _handled[number] = handler, before if present == ours else present
+
+
+def give_back(number: signal.Signals, handler: _Handler) -> None:
+    """Let a signal have the handler of before, unless somebody else handles it by now."""
+    ours, before = _handled.get(number, (None, None))
+    if ours != handler:
+        return
+    if signal.getsignal(number) == handler:
+        signal.signal(number, before)
+    del _handled[number]
 
 
 class _Fork(threading.local):
@@ -21,16 +43,15 @@ class _Fork(threading.local):
     mask: set[int | signal.Signals] | None = None
 
     def in_parent_before(self) -> None:
-        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, before) if before else None
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled) if _handled else None
 
     def after(self) -> None:
         if self.mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
 
     def in_child(self) -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        before.clear()
+        for number, (handler, _) in list(_handled.items()):
+            give_back(number, handler)
         self.after()
 
 

@@ -19,7 +19,7 @@ from torch_ring._C import ControlPlane
 from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.setup.network import Deadline, pauses
 from torch_ring.world import current
-from torch_ring.world.forked_signals import before
+from torch_ring.world.forked_signals import give_back, handle
 from torch_ring.world.join import World
 
 __all__ = ["reason", "requested", "shield_worker", "watch"]
@@ -152,24 +152,19 @@ def _number(name: str | int) -> signal.Signals:
 
 def _install(numbers: Iterable[signal.Signals]) -> None:
     global _got, _has_said, _watched
-    new = {  # getsignal() does not know a handler that is none of Python's
-        number: before.get(number, signal.getsignal(number) or signal.SIG_DFL) for number in numbers
-    }
+    new = tuple(numbers)
     try:
         for number in new:
-            signal.signal(number, _note)
+            handle(number, _note)
         for number in set(_watched).difference(new):
-            if signal.getsignal(number) is _note:  # else the program has its own by now
-                signal.signal(number, before[number])
-            before.pop(number, None)
+            give_back(number, _note)
     except ValueError:
         raise InvalidArgumentError(
             "signals are handled by the main thread: call watch() there"
         ) from None
     if not new:
         _got, _has_said = "", False
-    before.update(new)
-    _watched = tuple(new)
+    _watched = new
 
 
 def _note(number: int, _frame: FrameType | None) -> None:
