@@ -156,7 +156,7 @@ $(STAMPS)/test: $(STAMPS)/torch
 
 # 1.3 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
 # $(TORCH) again: open_clip needs a torchvision, which is to be that torch's. PyTorch-Ignite's own tests
-# are in the archive of its sources.
+# are in the archive of its sources. MPICH has a folder of its own: its mpirun has the name of Open MPI's.
 $(STAMPS)/integrations: $(STAMPS)/torch
 	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata \
 	  torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite; do \
@@ -165,6 +165,7 @@ $(STAMPS)/integrations: $(STAMPS)/torch
 	done
 	@$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary pytorch-ignite \
 	  --dest build/sources pytorch-ignite || echo "make: its own tests will be skipped"
+	@$(PIP) --target $(VENV)/mpich mpich || echo "make: mpich is not installed: its tests will be skipped"
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

