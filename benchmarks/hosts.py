@@ -4,10 +4,12 @@
     python benchmarks/hosts.py --hosts 3 --rate 1gbit -- --collective allreduce --max-bytes 1048576
     python benchmarks/hosts.py --program training_step.py -- --models resnet18
     python benchmarks/hosts.py --interfaces 2 --rate 100mbit -- --collective allreduce
+    python benchmarks/hosts.py --network ucx -- --collective allreduce
 
-Arguments after -- go to the program. Before and after it the bare traffic is measured without any
-library: every host sends to the next over each of its interfaces, all at once, with iperf3, or with
-plain_sockets.py where there is no iperf3.
+Arguments after -- go to the program. With --network ucx it runs over TCP, then over UCX, and the
+rows have both. Before and after it the bare traffic is measured without any library: every host
+sends to the next over each of its interfaces, all at once, with iperf3, or with plain_sockets.py
+where there is no iperf3.
 """
 
 from __future__ import annotations
@@ -46,12 +48,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--rate", help="that an interface may send, as tc has it: 1gbit; else unlimited"
     )
+    parser.add_argument("--network", choices=("tcp", "ucx"), default="tcp")
     parser.add_argument("--window", type=int, help="bytes of a socket's buffers; else the kernel's")
     parser.add_argument("--seconds", type=int, default=3, help="of traffic without a library")
     parser.add_argument("--plain-sockets", action="store_true", help="even if there is iperf3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("arguments", nargs="*", help="-- and arguments for the program")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.network != "tcp" and args.program != PROGRAMS[0]:
+        parser.error(f"--network {args.network} is for {PROGRAMS[0]}")
+    return args
 
 
 @contextmanager
@@ -113,7 +119,9 @@ def gigabytes_per_s(output: str) -> float:
 # --- with
 
 
-def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str, str]:
+def variables(
+    hosts: Sequence[Host], ranks_per_host: int, rank: int, network: str
+) -> dict[str, str]:
     """Return the variables that torchrun would set, and the interfaces."""
     interfaces = ",".join(hosts[0].interfaces)
     return {
@@ -128,19 +136,25 @@ def variables(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> dict[str
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "GLOO_SOCKET_IFNAME": interfaces,
         "TORCH_RING_INTERFACE": interfaces,
+        "TORCH_RING_NETWORK": network,
+        "UCX_NET_DEVICES": interfaces,
         "OMP_NUM_THREADS": "1",
     }
 
 
 def run_program(
-    program: str, hosts: Sequence[Host], ranks_per_host: int, arguments: Sequence[str]
+    program: str,
+    hosts: Sequence[Host],
+    ranks_per_host: int,
+    network: str,
+    arguments: Sequence[str],
 ) -> None:
     """Run a benchmark on all ranks; rank 0 prints. If one rank fails, end all."""
     command = (sys.executable, str(HERE / program), *arguments)
     ranks = range(len(hosts) * ranks_per_host)
     commands = []
     for rank in ranks:
-        pairs = [f"{k}={v}" for k, v in variables(hosts, ranks_per_host, rank).items()]
+        pairs = [f"{k}={v}" for k, v in variables(hosts, ranks_per_host, rank, network).items()]
         commands.append(hosts[rank // ranks_per_host].command("env", *pairs, *command))
     with started(commands) as processes:
         deadline = time.monotonic() + DEADLINE_S
@@ -151,6 +165,16 @@ def run_program(
             if time.monotonic() > deadline:
                 raise OSError(f"{program} still runs after {DEADLINE_S} s")
             time.sleep(0.1)
+
+
+def merged(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the report over TCP, to whose rows the results over another network are added."""
+    report = reports.pop("tcp")
+    for network, other in reports.items():
+        for row, added in zip(report["rows"], other["rows"], strict=True):
+            for library, result in added["results"].items():
+                row["results"][f"{library}, network={network}"] = result
+    return report
 
 
 def conclusions(rows: Sequence[dict[str, Any]], without: float) -> Iterator[str]:
@@ -172,10 +196,13 @@ def main() -> int:
         namespaces.hosts(args.hosts, args.rate, args.window, args.interfaces) as hosts,
     ):
         before = traffic(hosts, tool, args.seconds)
-        results = Path(folder) / "results.json"
-        arguments = [*args.arguments, "--json", str(results)]
-        run_program(args.program, hosts, args.ranks_per_host, arguments)
-        report = json.loads(results.read_text())
+        reports = {}
+        for network in dict.fromkeys(("tcp", args.network)):
+            results = Path(folder) / f"{network}.json"
+            arguments = [*args.arguments, "--json", str(results)]
+            run_program(args.program, hosts, args.ranks_per_host, network, arguments)
+            reports[network] = json.loads(results.read_text())
+        report = merged(reports)
         after = traffic(hosts, tool, args.seconds)
     without = statistics.mean([before, after])
     print(

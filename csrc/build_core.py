@@ -31,6 +31,7 @@ FOLDERS = (
     "timeline",
     "collective",
     "nccl",
+    "ucx",
     "engine",
 )
 FLAGS = [

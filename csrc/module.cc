@@ -19,6 +19,8 @@
 #include "engine/device.h"
 #include "gradients/gradient_hooks.h"
 #include "nccl/loader.h"
+#include "ucx/loader.h"
+#include "ucx/worker.h"
 
 namespace py = pybind11;
 
@@ -70,6 +72,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
       py::arg("library"));
+  module.def(
+      "ucx_found",
+      [](const std::string& library) {
+        const ucx::Api api = ucx::load(library);
+        return std::tuple(api.version, api.path, ucx::Worker(api).transports());
+      },
+      py::arg("library"), py::call_guard<py::gil_scoped_release>());
   module.def("device_in_use", [] { return DeviceChoice::of_process()->chosen(); });
   module.def("empty_result", &empty_result, py::arg("like"), py::arg("shape"));
   module.def("empty_result_like", &empty_result_like, py::arg("like"));

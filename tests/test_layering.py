@@ -30,6 +30,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     },
     "timeline": {"core", "messages", "engine/recorder.h"},
     "nccl": {"core", "collective/communicator.h"},
+    "ucx": {"core", "transport"},
     "bindings": {
         "core",
         "memory",
@@ -40,6 +41,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
         "collective",
         "engine",
         "nccl",
+        "ucx",
     },
     "gradients": {"core", "engine", "memory", "bindings"},
     "c10d": {"core", "control", "engine", "messages", "bindings"},
@@ -54,6 +56,7 @@ FORBIDDEN = {
     "messages": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "collective": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "nccl": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
+    "ucx": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "engine": r"<(cuda.*|torch/.*|ATen/.*|c10/.*)>",
     "bindings": r"<cuda.*>",
     "gradients": r"<cuda.*>",

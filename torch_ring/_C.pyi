@@ -32,6 +32,17 @@ def nccl_version(library: str) -> int:
     Errors: InvalidArgumentError if there is no NCCL, or it is too old.
     """
 
+def ucx_found(library: str) -> tuple[str, str, list[str]]:
+    """Load UCX, and return its version, path and the transports by which it reaches other hosts.
+
+    ``("1.22.0", "/usr/lib/libucp.so.0", ["rc_mlx5", "tcp"])``; none if UCX_TLS excludes them.
+
+    Args:
+        library: path of libucp.so.0; empty: the one that is loaded, or the system's.
+
+    Errors: InvalidArgumentError if there is none, or it is too old; RingError if it does not work.
+    """
+
 def device_in_use() -> device | None:
     """Return the device that this process drives from its first collective on one; None so far."""
 
@@ -443,6 +454,7 @@ class Engine:
         slots: by member, the offset of the set's memory in the member's part.
         launch_order: of this process, for all of its sets.
         checksums: whether data between hosts carry checksums.
+        ucx_library: as of ``ucx_found``, to send data between hosts over UCX; None: over TCP.
         timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
     """
@@ -462,6 +474,7 @@ class Engine:
         launch_order: LaunchOrder,
         *,
         checksums: bool,
+        ucx_library: str | None,
         timeout_s: float,
         timeout_name: str,
         stall_warning_s: float,

@@ -17,6 +17,8 @@
 #include "core/at.h"
 #include "core/error.h"
 #include "transport/host_memory.h"
+#include "ucx/loader.h"
+#include "ucx/stream.h"
 
 namespace py = pybind11;
 
@@ -275,7 +277,8 @@ World world_of(int rank, const std::vector<int>& members, std::vector<int> host_
                std::vector<std::string> labels, bool may_spin,
                const std::shared_ptr<ControlPlane>& plane, std::uint64_t set, int width,
                const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
-               bool checksums, const EngineConfig& config) {
+               bool checksums, const std::optional<std::string>& ucx_library,
+               const EngineConfig& config) {
   World world;
   world.topology = {rank, std::move(host_of)};
   if (members.size() != world.topology.host_of.size()) {
@@ -289,6 +292,10 @@ World world_of(int rank, const std::vector<int>& members, std::vector<int> host_
   if (plane) {
     world.sockets = sockets_of(plane, set, members, width);
     world.waits = waits_of(plane, set, members, config.patience());
+    if (ucx_library && world.topology.host_count() > 1) {
+      world.network =
+          std::make_shared<ucx::UcxNetwork>(ucx::load(*ucx_library), plane->key(), rank);
+    }
   }
   return world;
 }

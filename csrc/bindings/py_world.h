@@ -130,11 +130,13 @@ EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double
                               double fusion_window_s, std::size_t fusion_threshold_bytes);
 
 /// The world of one of `members` (torch_ring/_C.pyi, Engine). `plane` and `memory` may be null.
-/// Errors: ValueError if `host_of` does not name every member.
+/// `ucx_library`: as of ucx::load(); nothing: bytes between hosts travel over TCP.
+/// Errors: ValueError if `host_of` does not name every member; those of ucx::load() and Worker.
 World world_of(int rank, const std::vector<int>& members, std::vector<int> host_of,
                std::vector<std::string> labels, bool may_spin,
                const std::shared_ptr<ControlPlane>& plane, std::uint64_t set, int width,
                const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
-               bool checksums, const EngineConfig& config);
+               bool checksums, const std::optional<std::string>& ucx_library,
+               const EngineConfig& config);
 
 }  // namespace torch_ring

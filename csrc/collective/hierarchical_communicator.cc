@@ -35,10 +35,11 @@ HierarchicalCommunicator::HierarchicalCommunicator(World& world, const EngineCon
     std::vector<std::unique_ptr<Connection>> connections;
     for (const auto& ranks : ranks_of_host_) {
       const int peer = at(ranks, lane);
-      connections.push_back(
-          peer == rank_ ? nullptr
-                        : std::make_unique<Connection>(*sockets_, peer, world.width,
-                                                       at(world.labels, peer), world.checksums));
+      connections.push_back(peer == rank_
+                                ? nullptr
+                                : std::make_unique<Connection>(*sockets_, peer, world.width,
+                                                               at(world.labels, peer),
+                                                               world.checksums, world.network));
     }
     std::vector<std::uint32_t> host_sizes;
     for (const auto& ranks : ranks_of_host_) {

@@ -23,7 +23,7 @@ struct Ring {
                                 ? nullptr
                                 : std::make_unique<Connection>(*sockets, peer, world.width,
                                                                at(world.labels, peer),
-                                                               world.checksums));
+                                                               world.checksums, world.network));
     }
     return connections;
   }

@@ -8,6 +8,7 @@
 
 #include "core/at.h"
 #include "core/fd.h"
+#include "transport/network.h"
 #include "transport/shared_arena.h"
 #include "transport/shared_memory.h"
 #include "transport/socket_source.h"
@@ -50,6 +51,7 @@ struct World {
   std::unique_ptr<SocketSource> sockets;  // to the ranks of other hosts; null on one host
   std::size_t width = 1;                  // sockets of a connection
   bool checksums = false;                 // of what connections carry
+  std::shared_ptr<Network> network;       // null: connections move bytes over their sockets
   std::shared_ptr<WaitGraph> waits;       // may be null
 
   // Both empty where no two ranks share a host.

@@ -127,6 +127,9 @@ class ControlPlane {
     return news_.lost();
   }
 
+  /// The key of the world. Thread: any.
+  const Key& key() const noexcept { return options_.key; }
+
   /// The data connections that this rank has made or accepted so far, and that a SocketSource has
   /// taken.
   std::uint64_t connections() const {

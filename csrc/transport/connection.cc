@@ -20,8 +20,8 @@ namespace torch_ring {
 
 namespace {
 
-// Most bytes that one call moves: neither direction of an exchange waits long for the other, and
-// received data is still in the cache when it is reduced.
+// Most bytes that one call moves over sockets: neither direction of an exchange waits long for the
+// other, and received data is still in the cache when it is reduced.
 constexpr std::size_t kMoveBytes = 256u << 10;
 
 void make_non_blocking(int fd) {
@@ -35,6 +35,8 @@ bool is_tcp(int fd) {
   return ::getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &bytes) == 0 &&
          protocol == IPPROTO_TCP;
 }
+
+constexpr std::byte kAcknowledgement{0xa5};
 
 bool try_later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
@@ -66,16 +68,16 @@ struct Transfer {
 
   bool finished() const { return done == bytes.size(); }
 
-  /// Moves the bytes that the socket takes or has now; returns whether there were any.
+  /// Moves the bytes that can be moved now; returns whether there were any.
   bool move() {
     if (finished()) return false;
-    const auto next = bytes.subspan(done, std::min(kMoveBytes, bytes.size() - done));
+    const auto rest = bytes.subspan(done);
     try {
       std::size_t moved = 0;
       if constexpr (std::is_const_v<Byte>) {
-        moved = connection->try_send(next);
+        moved = connection->send_data(rest);
       } else {
-        moved = connection->try_receive(next);
+        moved = connection->receive_data(rest);
       }
       done += moved;
       return moved > 0;
@@ -94,12 +96,13 @@ struct Transfer {
 }  // namespace
 
 Connection::Connection(SocketSource& source, int rank, std::size_t width, std::string peer,
-                       bool is_checked)
+                       bool is_checked, std::shared_ptr<Network> network)
     : source_(source),
       rank_(rank),
       width_(width),
       peer_(std::move(peer)),
-      is_checked_(is_checked) {}
+      is_checked_(is_checked),
+      network_(std::move(network)) {}
 
 /// Takes the sockets, if there are any yet; returns whether there are.
 bool Connection::open(bool needed) {
@@ -118,8 +121,29 @@ bool Connection::open(bool needed) {
       throw_errno("setsockopt(TCP_NODELAY)");
     }
   }
+  if (network_) stream_ = network_->stream(sockets.front().get(), rank_, peer_);
   sockets_ = std::move(sockets);
+  if (stream_) send_now(stream_->greeting());
   return true;
+}
+
+/// Sends a few bytes, for which the socket has room: the peer has read all that came before.
+void Connection::send_now(std::span<const std::byte> bytes) {
+  if (send(bytes) == bytes.size()) return;
+  throw Error(ErrorKind::kInternal, "the socket to " + peer_ + " has no room for " +
+                                        std::to_string(bytes.size()) + " bytes");
+}
+
+/// Receives the peer's greeting, if there is a network; returns whether all of it has come.
+bool Connection::meet() {
+  while (stream_ && !is_met_) {
+    const auto room = stream_->greeting_room();
+    const std::size_t received = receive(room);
+    stream_->greeted(received);
+    is_met_ = stream_->greeting_room().empty();
+    if (received < room.size()) break;
+  }
+  return !stream_ || is_met_;
 }
 
 /// Calls move_part(socket, part of the bytes) until it moves less than its part.
@@ -140,22 +164,84 @@ std::size_t Connection::move(std::span<Byte> bytes, Position& position, Move&& m
   return done;
 }
 
-std::size_t Connection::try_send(std::span<const std::byte> bytes) {
-  if (!open(true)) return 0;
-  if (!is_checked_) return send(bytes);
-  return writer_.send(bytes, [&](std::span<const std::byte> part) { return send(part); });
+/// Sends bytes by move_part(bytes), in frames if the connection is checked.
+template <class Move>
+std::size_t Connection::send_by(std::span<const std::byte> bytes, Frames& frames,
+                                Move&& move_part) {
+  return is_checked_ ? frames.writer.send(bytes, move_part) : move_part(bytes);
 }
 
-std::size_t Connection::try_receive(std::span<std::byte> bytes) {
-  if (!open(true)) return 0;
-  if (!is_checked_) return receive(bytes);
-  const auto arrived =
-      reader_.receive(bytes, [&](std::span<std::byte> room) { return receive(room); });
-  if (arrived) return *arrived;
+/// Receives bytes by move_part(bytes), in frames if the connection is checked.
+template <class Move>
+std::size_t Connection::receive_by(std::span<std::byte> bytes, Frames& frames, Move&& move_part) {
+  const auto move = [&](std::span<std::byte> room) -> std::size_t {
+    if (failpoint("data.receive", rank_)) return 0;
+    const std::size_t received = move_part(room);
+    if (received > 0 && failpoint("data.received", rank_)) room[received - 1] ^= std::byte{1};
+    return received;
+  };
+  if (!is_checked_) return move(bytes);
+  if (const auto arrived = frames.reader.receive(bytes, move)) return *arrived;
   throw Error(ErrorKind::kInternal, "data from " + peer_ +
                                         " arrived damaged: they have another checksum than what it "
                                         "sent (TORCH_RING_CHECKSUM). A network card, a switch or "
                                         "the memory of one of the two hosts is broken");
+}
+
+std::size_t Connection::try_send(std::span<const std::byte> bytes) {
+  if (!open(true)) return 0;
+  return send_by(bytes, frames_, [&](auto part) { return send(part); });
+}
+
+std::size_t Connection::try_receive(std::span<std::byte> bytes) {
+  if (!open(true) || !meet()) return 0;
+  return receive_by(bytes, frames_, [&](auto room) { return receive(room); });
+}
+
+std::size_t Connection::send_data(std::span<const std::byte> bytes) {
+  if (!network_) return try_send(bytes.first(std::min(bytes.size(), kMoveBytes)));
+  if (!open(true) || !meet()) return 0;
+  take_acknowledgements();
+  return send_by(bytes, data_frames_, [&](auto part) { return stream_->send(part); });
+}
+
+std::size_t Connection::receive_data(std::span<std::byte> bytes) {
+  if (!network_) return try_receive(bytes.first(std::min(bytes.size(), kMoveBytes)));
+  if (!open(true) || !meet()) return 0;
+  const std::size_t received =
+      receive_by(bytes, data_frames_, [&](auto room) { return stream_->receive(room); });
+  acknowledge();
+  return received;
+}
+
+/// Reads no byte beyond the acknowledgements that are due.
+void Connection::take_acknowledgements() {
+  std::array<std::byte, 64> bytes;
+  while (const std::size_t due = std::min(stream_->unacknowledged(), bytes.size())) {
+    const std::size_t come = receive(std::span(bytes).first(due));
+    if (!std::ranges::all_of(std::span(bytes).first(come),
+                             [](std::byte byte) { return byte == kAcknowledgement; })) {
+      throw Error(ErrorKind::kInternal, "an acknowledgement of " + peer_ + " arrived damaged");
+    }
+    stream_->acknowledged(come);
+    if (come < due) return;
+  }
+}
+
+void Connection::acknowledge() {
+  if (const std::size_t messages = stream_->take_received()) {
+    send_now(std::vector(messages, kAcknowledgement));
+  }
+}
+
+pollfd Connection::send_poll() const {
+  if (!stream_) return {send_fd(), POLLOUT, 0};
+  const bool expects = !is_met_ || stream_->unacknowledged() > 0;
+  return {receive_fd(), static_cast<short>(expects ? POLLIN : POLLRDHUP), 0};
+}
+
+pollfd Connection::receive_poll() const {
+  return {receive_fd(), static_cast<short>(stream_ && is_met_ ? POLLRDHUP : POLLIN), 0};
 }
 
 std::size_t Connection::send(std::span<const std::byte> bytes) {
@@ -168,31 +254,40 @@ std::size_t Connection::send(std::span<const std::byte> bytes) {
 }
 
 std::size_t Connection::receive(std::span<std::byte> bytes) {
-  if (failpoint("data.receive", rank_)) return 0;
-  const auto receive_part = [&](int fd, std::span<std::byte> part) -> std::size_t {
+  return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
     const auto received = ::recv(fd, part.data(), part.size(), 0);
     if (received > 0) return static_cast<std::size_t>(received);
     if (received == 0) throw ConnectionLost(rank_, "connection to " + peer_ + " closed");
     if (!try_later(errno)) throw_failed(rank_, peer_, errno);
     return 0;
-  };
-  const std::size_t received = move(bytes, incoming_, receive_part);
-  if (received > 0 && failpoint("data.received", rank_)) bytes[received - 1] ^= std::byte{1};
-  return received;
+  });
 }
 
 bool Connection::readable() {
   if (!open(false) || failpoint("data.receive", rank_)) return false;
+  try {
+    if (!meet()) return false;
+  } catch (const ConnectionLost&) {
+    return true;  // try_receive() says why
+  }
   pollfd socket{receive_fd(), POLLIN, 0};
   return ::poll(&socket, 1, 0) > 0;
 }
 
 namespace {
 
+/// Takes back what unfinished transfers have lent.
+template <class Byte>
+void abandon(std::span<Transfer<Byte>> transfers) {
+  for (const auto& transfer : transfers) {
+    if (!transfer.finished()) transfer.connection->abandon_data();
+  }
+}
+
 /// Runs the transfers of an exchange. `fds`: room for one descriptor of each.
 void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byte>> receives,
          std::span<pollfd> fds, const Waiter& waiter,
-         const std::function<void(std::size_t)>& received) {
+         const std::function<void(std::size_t)>& received) try {
   const auto finished = [](const auto& transfer) { return transfer.finished(); };
   const auto silence = [&]() -> Standstill {
     std::vector<int> ranks;
@@ -213,6 +308,13 @@ void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byt
     return {std::move(ranks), text.str()};
   };
 
+  Network* network = nullptr;
+  const auto look = [&](const auto& transfer) {
+    if (!transfer.finished()) network = transfer.connection->network();
+  };
+  std::ranges::for_each(sends, look);
+  std::ranges::for_each(receives, look);
+
   while (!std::ranges::all_of(sends, finished) || !std::ranges::all_of(receives, finished)) {
     bool progress = false;
     const auto moved = [&] {
@@ -225,17 +327,22 @@ void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byt
       }
       // Set here, because a connection may just have got its sockets: the wait polls `fds` as they
       // are after this.
+      constexpr pollfd kNone{-1, 0, 0};
       auto fd = fds.begin();
       for (const auto& send : sends) {
-        *fd++ = {send.finished() ? -1 : send.connection->send_fd(), POLLOUT, 0};
+        *fd++ = send.finished() ? kNone : send.connection->send_poll();
       }
       for (const auto& receive : receives) {
-        *fd++ = {receive.finished() ? -1 : receive.connection->receive_fd(), POLLIN, 0};
+        *fd++ = receive.finished() ? kNone : receive.connection->receive_poll();
       }
       return progress;
     };
-    waiter.wait(moved, silence, fds);
+    waiter.wait(moved, silence, fds, network);
   }
+} catch (...) {
+  abandon(sends);
+  abandon(receives);
+  throw;
 }
 
 }  // namespace

@@ -1,15 +1,19 @@
 // Connection: an ordered byte stream to one peer over connected sockets.
 #pragma once
 
+#include <poll.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/fd.h"
 #include "transport/checked_stream.h"
+#include "transport/network.h"
 #include "transport/socket_source.h"
 #include "transport/waiter.h"
 
@@ -25,6 +29,10 @@ namespace torch_ring {
 /// memory spoil passes it now and then. A checked connection sends a CRC-32C with every frame
 /// (checked_stream.h).
 ///
+/// With a Network the data of exchange() travel over it, in messages. Their acknowledgements go
+/// over the sockets, a byte each, so what try_send() sends stays in order with them. The sockets
+/// begin with the network's greetings.
+///
 /// Thread: one at a time. Blocking: never.
 /// Errors: Error(kPeerLost) naming the peer when the stream ends or a socket fails;
 /// Error(kInternal) naming it when what it sent arrives damaged; the source's.
@@ -34,14 +42,21 @@ class Connection {
 
   /// Takes `width` stream sockets (TCP, or Unix sockets in tests) to `rank` from `source`, which
   /// outlives it, when they are needed, and makes them non-blocking, with TCP_NODELAY when they are
-  /// TCP. `peer` is the label of errors: "rank 2 (10.0.0.7, pid 41)". `is_checked`: the same at
-  /// both ends.
+  /// TCP. `peer` is the label of errors: "rank 2 (10.0.0.7, pid 41)". The same at both ends:
+  /// `is_checked`, and whether there is a `network`.
   Connection(SocketSource& source, int rank, std::size_t width, std::string peer,
-             bool is_checked = false);
+             bool is_checked = false, std::shared_ptr<Network> network = nullptr);
 
   /// Sends or receives the bytes that the sockets take or have now; returns their number, maybe 0.
   std::size_t try_send(std::span<const std::byte> bytes);
   std::size_t try_receive(std::span<std::byte> bytes);
+
+  /// The same for the bytes of an exchange, which are lent as NetworkStream says.
+  std::size_t send_data(std::span<const std::byte> bytes);
+  std::size_t receive_data(std::span<std::byte> bytes);
+  void abandon_data() noexcept {
+    if (stream_) stream_->abandon();
+  }
 
   /// Whether at least one byte can be received now (or the stream has ended). Makes no sockets.
   bool readable();
@@ -56,6 +71,12 @@ class Connection {
   /// none. They change after each stripe.
   int send_fd() const { return fd(outgoing_); }
   int receive_fd() const { return fd(incoming_); }
+
+  /// The socket (-1: there is none) and event to poll for the data of an exchange in each
+  /// direction, beside the network, which is null if there is none.
+  pollfd send_poll() const;
+  pollfd receive_poll() const;
+  Network* network() const noexcept { return network_.get(); }
   const std::string& peer() const noexcept { return peer_; }
 
   /// Why there are no sockets yet; empty if there are, or nothing is known.
@@ -70,9 +91,23 @@ class Connection {
   template <class Byte, class Move>
   std::size_t move(std::span<Byte> bytes, Position& position, Move&& move_part);
 
+  /// The two ends' frames of one way.
+  struct Frames {
+    CheckedWriter writer;
+    CheckedReader reader;
+  };
+  template <class Move>
+  std::size_t send_by(std::span<const std::byte> bytes, Frames& frames, Move&& move_part);
+  template <class Move>
+  std::size_t receive_by(std::span<std::byte> bytes, Frames& frames, Move&& move_part);
+
   bool open(bool needed);
+  bool meet();
   std::size_t send(std::span<const std::byte> bytes);
+  void send_now(std::span<const std::byte> bytes);
   std::size_t receive(std::span<std::byte> bytes);
+  void take_acknowledgements();
+  void acknowledge();
   int fd(Position position) const {
     return sockets_.empty() ? -1 : sockets_[position.socket].get();
   }
@@ -82,11 +117,14 @@ class Connection {
   const std::size_t width_;
   const std::string peer_;
   const bool is_checked_;
-  CheckedWriter writer_;
-  CheckedReader reader_;
+  const std::shared_ptr<Network> network_;
+  Frames frames_;            // of the sockets
   std::vector<Fd> sockets_;  // none before they are needed
   Position outgoing_;
   Position incoming_;
+  Frames data_frames_;                     // of the network
+  std::unique_ptr<NetworkStream> stream_;  // null without a network, or sockets
+  bool is_met_ = false;                    // the peer's greeting has come
 };
 
 /// The bytes of one of several peers in an exchange.
@@ -104,7 +142,8 @@ struct IncomingBytes {
 /// from every peer by now, so that a reduction overlaps the transfer; all of `incoming` are equally
 /// long then.
 /// Blocking: until all is done. Errors: Connection's; Error(kTimeout) with the progress in both
-/// directions, when nothing has moved for the waiter's timeout.
+/// directions, when nothing has moved for the waiter's timeout. After an error `outgoing` is not
+/// read any more, nor `incoming` written.
 void exchange(std::span<const OutgoingBytes> outgoing, std::span<const IncomingBytes> incoming,
               const Waiter& waiter, const std::function<void(std::size_t)>& received = {});
 

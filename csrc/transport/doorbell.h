@@ -42,8 +42,8 @@ class Doorbell {
  public:
   enum State : std::uint32_t { kAwake, kInFutex, kInPoll };
 
-  // One for each step of an exchange among 2^31 hosts, and one for the step that is due.
-  static constexpr std::size_t kMostFds = 32;
+  // One for each step of an exchange among 2^31 hosts, one for the step that is due, a network's.
+  static constexpr std::size_t kMostFds = 33;
 
   /// The state that ringers must find. All zeros: awake, and without a socket.
   struct Word {

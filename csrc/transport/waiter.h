@@ -13,6 +13,7 @@
 #include "core/abort.h"
 #include "core/clock.h"
 #include "transport/doorbell.h"
+#include "transport/network.h"
 #include "transport/wait_graph.h"
 
 namespace torch_ring {
@@ -47,14 +48,15 @@ class Waiter {
 
   /// Returns when ready() holds: it loads what peers store by seq_cst loads, as Doorbell::sleep()
   /// needs it. `stuck` gives the Standstill of the timeout's error. A sleep also ends when one of
-  /// `fds` is ready.
+  /// `fds` is ready, or there is something to move for `network`, if it is not null.
   template <class Ready, class Stuck>
-  void wait(Ready&& ready, Stuck&& stuck, std::span<const pollfd> fds = {}) const {
+  void wait(Ready&& ready, Stuck&& stuck, std::span<const pollfd> fds = {},
+            Network* network = nullptr) const {
     if (ready()) return;
     auto now = Clock::now();
     const auto deadline = now + timeout_;
     LongWait wait(graph_.get());
-    while (!wait_until(ready, std::min(deadline, now + kPoll), kSpin, fds)) {
+    while (!wait_until(ready, std::min(deadline, now + kPoll), kSpin, fds, network)) {
       now = Clock::now();
       if (now >= deadline) throw Error(ErrorKind::kTimeout, blame(stuck()));
       wait.lasts(now, [&] { return stuck().ranks; });
@@ -67,7 +69,7 @@ class Waiter {
   /// them died counts.
   template <class Ready>
   bool wait_until(Ready&& ready, Clock::time_point deadline, std::chrono::microseconds spin,
-                  std::span<const pollfd> fds = {}) const {
+                  std::span<const pollfd> fds = {}, Network* network = nullptr) const {
     // The yields below let another rank of an oversubscribed host run instead.
     if (may_spin_) {
       // By the clock, because ready() is one load in shared memory but two system calls on a
@@ -85,7 +87,12 @@ class Waiter {
       abort_.check();
       ::sched_yield();
     }
-    doorbell_.sleep([&] { return abort_.raised() || ready(); }, deadline, fds);
+    const auto awake = [&] { return abort_.raised() || ready(); };
+    if (network) {
+      sleep_beside(*network, awake, deadline, fds);
+    } else {
+      doorbell_.sleep(awake, deadline, fds);
+    }
     if (ready()) return true;
     abort_.check();
     return false;
@@ -102,6 +109,20 @@ class Waiter {
   static constexpr int kYields = 20;
   // How often a wait that lasts looks whether the other ranks must be told of it.
   static constexpr std::chrono::milliseconds kPoll{50};
+
+  template <class Awake>
+  void sleep_beside(Network& network, Awake&& awake, Clock::time_point deadline,
+                    std::span<const pollfd> fds) const {
+    std::vector<pollfd> all(fds.size() + 1);
+    const auto armed = [&] {
+      if (awake() || !network.arm()) return true;
+      // Now, since ready() may have changed `fds`, and made the network's first stream.
+      all.front() = {network.fd(), POLLIN, 0};
+      std::ranges::copy(fds, all.begin() + 1);
+      return false;
+    };
+    doorbell_.sleep(armed, deadline, all);
+  }
 
   /// The text of a standstill, and which ranks cause it: the peer may only wait for another one.
   std::string blame(const Standstill& still) const {

@@ -2,6 +2,7 @@
 
 #include <latch>
 #include <optional>
+#include <thread>
 
 #include "elements.h"
 #include "test_world.h"
@@ -31,9 +32,10 @@ TEST(waiter_takes_what_has_come_even_after_an_abort) {
 
 /// Two ranks, each with its connection to the other and its Waiter.
 struct End {
-  End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout, bool slow)
+  End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout, bool slow,
+      const std::shared_ptr<Network>& network)
       : waiting(timeout),
-        link(std::move(sockets), "rank " + std::to_string(peer) + " (a thread)", slow) {}
+        link(std::move(sockets), "rank " + std::to_string(peer) + " (a thread)", slow, network) {}
 
   void exchange(std::span<const std::byte> outgoing, std::span<std::byte> incoming,
                 const std::function<void(std::size_t)>& received = {}) {
@@ -45,6 +47,7 @@ struct End {
   Connection& connection = link.connection;
 };
 
+/// `timeout`: of end 0.
 struct Pair {
   explicit Pair(Sockets sockets, std::chrono::milliseconds timeout = patient().timeout,
                 int connections = 1, bool slow = false) {
@@ -55,11 +58,19 @@ struct Pair {
       of_end[1].push_back(std::move(one));
     }
     for (int end = 0; end < 2; ++end) {
-      ends[end].emplace(std::move(of_end[end]), 1 - end, timeout, slow && end == 0);
+      ends[end].emplace(std::move(of_end[end]), 1 - end, end == 0 ? timeout : patient().timeout,
+                        slow && end == 0, sockets == Sockets::kUcx ? ucx_network(0) : nullptr);
     }
   }
   std::optional<End> ends[2];
 };
+
+/// Registers `body` for every way between the ends.
+bool on_all_ways(const std::string& name, const std::function<void(Sockets)>& body) {
+  add_test("connection over Unix sockets: " + name, [=] { body(Sockets::kUnix); });
+  add_test("connection over TCP: " + name, [=] { body(Sockets::kTcp); });
+  return add_ucx_test("connection over UCX: " + name, [=] { body(Sockets::kUcx); });
+}
 
 void exchange_both_ways(Sockets sockets, int connections = 1, bool slow = false) {
   Pair pair(sockets, patient().timeout, connections, slow);
@@ -79,8 +90,9 @@ void exchange_both_ways(Sockets sockets, int connections = 1, bool slow = false)
 
 }  // namespace
 
-TEST(connection_exchange_both_ways_unix) { exchange_both_ways(Sockets::kUnix); }
-TEST(connection_exchange_both_ways_tcp) { exchange_both_ways(Sockets::kTcp); }
+[[maybe_unused]] const bool added_both_ways =
+    on_all_ways("exchange both ways", [](Sockets sockets) { exchange_both_ways(sockets); });
+
 TEST(connection_exchange_both_ways_over_three_sockets) { exchange_both_ways(Sockets::kTcp, 3); }
 
 TEST(connection_exchange_begins_when_the_sockets_are_there) {
@@ -134,16 +146,17 @@ TEST(connection_stripes_data_over_its_sockets) {
   }
 }
 
-TEST(connection_exchange_in_one_direction_or_none) {
-  Pair pair(Sockets::kTcp);
-  const Bytes data = pattern(kMiB, 0);
-  run_ranks(2, [&](int rank) {
-    Bytes incoming(rank == 0 ? 0 : kMiB);
-    pair.ends[rank]->exchange({data.data(), rank == 0 ? kMiB : 0}, incoming);
-    if (rank == 1) CHECK(same(incoming, data));
-  });
-  exchange(nullptr, {}, nullptr, {}, pair.ends[0]->waiting.waiter);
-}
+[[maybe_unused]] const bool added_one_direction =
+    on_all_ways("exchange in one direction or none", [](Sockets sockets) {
+      Pair pair(sockets);
+      const Bytes data = pattern(kMiB, 0);
+      run_ranks(2, [&](int rank) {
+        Bytes incoming(rank == 0 ? 0 : kMiB);
+        pair.ends[rank]->exchange({data.data(), rank == 0 ? kMiB : 0}, incoming);
+        if (rank == 1) CHECK(same(incoming, data));
+      });
+      exchange(nullptr, {}, nullptr, {}, pair.ends[0]->waiting.waiter);
+    });
 
 TEST(connection_is_readable_with_data_or_end_of_stream) {
   Pair pair(Sockets::kUnix);
@@ -159,63 +172,173 @@ TEST(connection_is_readable_with_data_or_end_of_stream) {
   CHECK_EQ(pair.ends[0]->connection.try_receive({}), 0u);
 }
 
-TEST(connection_reports_end_of_stream_after_the_last_byte) {
-  for (const Sockets sockets : {Sockets::kUnix, Sockets::kTcp}) {
-    Pair pair(sockets);
-    const Bytes data = pattern(1000, 0);
-    pair.ends[1]->exchange(data, {});
-    pair.ends[1].reset();
-    Bytes incoming(1000);
-    pair.ends[0]->exchange({}, incoming);
-    CHECK(same(incoming, data));
-    CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kPeerLost,
-                 "connection to rank 1 (a thread) closed after 0 of 1000 bytes received");
-  }
+[[maybe_unused]] const bool added_end =
+    on_all_ways("the end of the stream comes after the last byte", [](Sockets sockets) {
+      Pair pair(sockets);
+      const Bytes data = pattern(1000, 0);
+      run_ranks(2, [&](int rank) {
+        if (rank == 1) {
+          pair.ends[1]->exchange(data, {});
+          pair.ends[1].reset();
+          return;
+        }
+        Bytes incoming(1000);
+        pair.ends[0]->exchange({}, incoming);
+        CHECK(same(incoming, data));
+        CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kPeerLost,
+                     "connection to rank 1 (a thread) closed after 0 of 1000 bytes received");
+      });
+    });
+
+[[maybe_unused]] const bool added_lost =
+    on_all_ways("the error of a lost peer names it and the progress", [](Sockets sockets) {
+      Pair pair(sockets);
+      const Bytes data = pattern(3 * kMiB / 2, 0);
+      run_ranks(2, [&](int rank) {
+        if (rank == 1) {
+          pair.ends[1]->exchange(data, {});
+          pair.ends[1].reset();
+        } else {
+          Bytes incoming(4 * kMiB);
+          CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kPeerLost,
+                       "connection to rank 1 (a thread) closed after 1.5 of 4.0 MiB received");
+        }
+      });
+      const auto send_on = [&] {
+        while (true) pair.ends[0]->exchange(data, {});  // the first bytes may still be sent
+      };
+      CHECK_THROWS(send_on(), ErrorKind::kPeerLost,
+                   sockets == Sockets::kUcx
+                       ? "connection to rank 1 (a thread) closed after 0.0 of 1.5"
+                       : "connection to rank 1 (a thread) failed: ");
+    });
+
+/// Receives a byte at end 0, however long that takes.
+std::byte receive_byte(Pair& pair) {
+  std::byte byte{};
+  while (pair.ends[0]->connection.receive_data({&byte, 1}) == 0) std::this_thread::yield();
+  return byte;
 }
 
-TEST(connection_lost_error_names_peer_and_progress) {
-  Pair pair(Sockets::kTcp);
-  const Bytes data = pattern(3 * kMiB / 2, 0);
-  run_ranks(2, [&](int rank) {
-    if (rank == 1) {
-      pair.ends[1]->exchange(data, {});
-      pair.ends[1].reset();
-    } else {
-      Bytes incoming(4 * kMiB);
-      CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kPeerLost,
-                   "connection to rank 1 (a thread) closed after 1.5 of 4.0 MiB received");
-    }
-  });
-  const auto send_on = [&] {
-    while (true) pair.ends[0]->exchange(data, {});  // the first bytes are still sent
-  };
-  CHECK_THROWS(send_on(), ErrorKind::kPeerLost, "connection to rank 1 (a thread) failed: ");
-}
+[[maybe_unused]] const bool added_timeout =
+    on_all_ways("the error of a timeout names the peer and the progress", [](Sockets sockets) {
+      Pair pair(sockets, std::chrono::milliseconds(50));
+      std::latch sent(1);
+      run_ranks(2, [&](int rank) {
+        const Bytes data = pattern(1001, 0);
+        if (rank == 1) {
+          pair.ends[1]->exchange(data, {});
+          sent.count_down();
+          return;
+        }
+        CHECK(receive_byte(pair) == data.front());
+        sent.wait();
+        Bytes incoming(3000);
+        CHECK_THROWS(
+            pair.ends[0]->exchange({}, incoming), ErrorKind::kTimeout,
+            "no progress for 0.05 s (TORCH_RING_TIMEOUT): 1.0 of 2.9 KiB received from rank 1 "
+            "(a thread)");
+      });
+    });
 
-TEST(connection_timeout_error_names_peer_and_progress) {
-  Pair pair(Sockets::kUnix, std::chrono::milliseconds(50));
-  Bytes incoming(3000);
-  pair.ends[1]->exchange(pattern(1000, 0), {});
-  CHECK_THROWS(pair.ends[0]->exchange({}, incoming), ErrorKind::kTimeout,
-               "no progress for 0.05 s (TORCH_RING_TIMEOUT): 1.0 of 2.9 KiB received from rank 1 "
-               "(a thread)");
-}
+[[maybe_unused]] const bool added_aborted =
+    on_all_ways("an exchange throws the abort's cause", [](Sockets sockets) {
+      Pair pair(sockets);
+      std::latch waiting(1);
+      run_ranks(2, [&](int rank) {
+        End& end = *pair.ends[0];
+        if (rank == 0) {
+          Bytes incoming(1);
+          waiting.count_down();
+          CHECK_THROWS(end.exchange({}, incoming), ErrorKind::kPeerLost, "rank 7 was killed");
+        } else {
+          waiting.wait();
+          end.waiting.abort.raise(Error(ErrorKind::kPeerLost, "rank 7 was killed"));
+          end.waiting.doorbell.wake();
+        }
+      });
+    });
 
-TEST(connection_exchange_throws_the_abort_cause) {
-  Pair pair(Sockets::kUnix);
-  std::latch waiting(1);
-  run_ranks(2, [&](int rank) {
-    End& end = *pair.ends[0];
-    if (rank == 0) {
+// A rank that gives up frees its tensors: nobody reads or writes them afterwards.
+[[maybe_unused]] const bool added_given_up =
+    on_all_ways("a failed exchange leaves its bytes alone", [](Sockets sockets) {
+      Pair pair(sockets, std::chrono::milliseconds(50));
+      const Bytes data = pattern(9 * kMiB, 0);
+      std::latch given_up(1);
+      run_ranks(2, [&](int rank) {
+        if (rank == 0) {
+          CHECK(receive_byte(pair) == std::byte{7});
+          Bytes outgoing = data;
+          CHECK_THROWS(pair.ends[0]->exchange(outgoing, {}), ErrorKind::kTimeout, "no progress");
+          std::ranges::fill(outgoing, std::byte{0xff});
+          pair.ends[0].reset();
+          given_up.count_down();
+          return;
+        }
+        const std::byte seven{7};
+        pair.ends[1]->exchange({&seven, 1}, {});
+        given_up.wait();
+        Bytes incoming(data.size());
+        std::size_t arrived = 0;
+        CHECK_THROWS(
+            pair.ends[1]->exchange({}, incoming, [&](std::size_t bytes) { arrived = bytes; }),
+            ErrorKind::kPeerLost, "connection to rank 0 (a thread) ");
+        incoming.resize(arrived);
+        CHECK(same(incoming, Bytes(data.begin(), data.begin() + static_cast<long>(arrived))));
+      });
+    });
+
+// Over UCX the last bytes may lie in its buffers when they are sent: nothing moves them between
+// exchanges, so an exchange has to end later.
+[[maybe_unused]] const bool added_tail =
+    on_all_ways("a sender that waits for nothing has sent everything", [](Sockets sockets) {
+      Pair pair(sockets);
+      const Bytes data = pattern(9 * kMiB, 0);
+      for (int turn = 0; turn < 10; ++turn) {
+        std::latch has_come(2);
+        run_ranks(2, [&](int rank) {
+          Bytes incoming(rank == 0 ? data.size() : 0);
+          pair.ends[rank]->exchange({data.data(), rank == 0 ? 0 : data.size()}, incoming);
+          if (rank == 0) CHECK(same(incoming, data));
+          has_come.arrive_and_wait();
+        });
+      }
+    });
+
+[[maybe_unused]] const bool added_in_turns =
+    on_all_ways("bytes outside exchanges stay in order with these", [](Sockets sockets) {
+      Pair pair(sockets);
+      run_ranks(2, [&](int rank) {
+        Connection& connection = pair.ends[rank]->connection;
+        for (int turn = 0; turn < 5; ++turn) {
+          const std::byte own{static_cast<unsigned char>(10 * turn + rank)};
+          while (connection.try_send({&own, 1}) == 0) std::this_thread::yield();
+          std::byte other{};
+          while (connection.try_receive({&other, 1}) == 0) std::this_thread::yield();
+          CHECK_EQ(static_cast<int>(other), 10 * turn + 1 - rank);
+          const Bytes data = pattern(kMiB, rank + turn);
+          Bytes incoming(kMiB);
+          pair.ends[rank]->exchange(data, incoming);
+          CHECK(same(incoming, pattern(kMiB, 1 - rank + turn)));
+        }
+      });
+    });
+
+[[maybe_unused]] const bool added_stranger =
+    add_ucx_test("connection over UCX: an address without a proof is refused", [] {
+      auto [here, there] = tcp_pair();
+      Waiting waiting(patient().timeout);
+      Link link(alone(std::move(here)), "rank 1 (a thread)", false, ucx_network(0));
+      Key other{};
+      other[0] = std::byte{1};
+      ucx::UcxNetwork stranger(*ucx_api(), other, 0);
+      const auto stream = stranger.stream(there.get(), 0, "rank 0 (a thread)");
+      const auto greeting = stream->greeting();
+      CHECK_EQ(::send(there.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL),
+               static_cast<ssize_t>(greeting.size()));
       Bytes incoming(1);
-      waiting.count_down();
-      CHECK_THROWS(end.exchange({}, incoming), ErrorKind::kPeerLost, "rank 7 was killed");
-    } else {
-      waiting.wait();
-      end.waiting.abort.raise(Error(ErrorKind::kPeerLost, "rank 7 was killed"));
-      end.waiting.doorbell.wake();
-    }
-  });
-}
+      CHECK_THROWS(exchange(nullptr, {}, &link.connection, incoming, waiting.waiter),
+                   ErrorKind::kMismatch, "does not prove that the address of its UCX is its own");
+    });
 
 }  // namespace torch_ring::test::connection_test

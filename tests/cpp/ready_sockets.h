@@ -35,8 +35,9 @@ class ReadySockets final : public SocketSource {
 
 /// A connection that is its own source of sockets.
 struct Link {
-  Link(std::vector<Fd> sockets, const std::string& peer, bool slow = false)
-      : source(1, slow), connection(source, 0, sockets.size(), peer) {
+  Link(std::vector<Fd> sockets, const std::string& peer, bool slow = false,
+       std::shared_ptr<Network> network = nullptr)
+      : source(1, slow), connection(source, 0, sockets.size(), peer, false, std::move(network)) {
     for (Fd& socket : sockets) source.add(0, std::move(socket));
   }
 

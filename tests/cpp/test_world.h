@@ -22,10 +22,12 @@
 #include "transport/doorbell.h"
 #include "transport/host_memory.h"
 #include "transport/waiter.h"
+#include "ucx_network.h"
 
 namespace torch_ring::test {
 
-enum class Sockets { kUnix, kTcp };
+/// The way between two ranks. kUcx: UCX, beside TCP sockets.
+enum class Sockets { kUnix, kTcp, kUcx };
 
 /// Two ends of one stream.
 inline std::pair<Fd, Fd> unix_pair() {
@@ -55,7 +57,7 @@ inline std::pair<Fd, Fd> tcp_pair() {
 }
 
 inline std::pair<Fd, Fd> socket_pair(Sockets sockets) {
-  return sockets == Sockets::kTcp ? tcp_pair() : unix_pair();
+  return sockets == Sockets::kUnix ? unix_pair() : tcp_pair();
 }
 
 /// One socket as the vector that Connection takes.
@@ -85,6 +87,7 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
     for (std::size_t peer = 0; peer < size; ++peer) {
       world.labels.push_back("rank " + std::to_string(peer) + " (a thread)");
     }
+    if (sockets == Sockets::kUcx) world.network = ucx_network(static_cast<int>(rank));
     sockets_of.push_back(std::make_unique<ReadySockets>(size));
     world.width = static_cast<std::size_t>(connections);
   }
@@ -190,6 +193,7 @@ inline void run_world(const Layout& layout, int size,
 /// same code.
 inline void add_for_sizes(const Layout& layout, const std::string& name,
                           const std::function<void(const Layout&, int size)>& body) {
+  if (layout.sockets == Sockets::kUcx && !has_ucx()) return;  // connection_test.cc says so
   for (const int size : layout.sizes) {
     if (kSanitized && size > 3 && size != layout.sizes.front()) continue;
     add_test(layout.name + " x" + std::to_string(size) + ": " + name, [=] { body(layout, size); });

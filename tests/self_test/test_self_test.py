@@ -16,14 +16,17 @@ from unittest import mock
 import pool
 import pytest
 import torch
+from launcher_commands import TORCHRUN, output_of, start_program
 from scripts import ROOT
 
 import torch_ring as hvd
+from torch_ring.config import Config
 from torch_ring.self_test import command, machine, rank
+from torch_ring.setup.ucx import own_ucx
 
 DEADLINE_S = 120  # of one of its runs, or of its own start
 SECRET = "a-word-that-nobody-may-read"
-FIGURES = r"torch_ring \S+ us; gloo \S+ us; torch_ring is \S+ times as fast"
+FIGURES = r"torch_ring \S+ us(?: \(\S+ GB/s\))?; gloo \S+ us; torch_ring is \S+ times as fast"
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -89,7 +92,8 @@ def test_in_words_and_without_the_secret() -> None:
     ):
         assert re.search(rf"^{line}$", output, re.MULTILINE), f"{line}\n{output}"
     for size in ("1 KB", "1024 KB"):
-        assert len(re.findall(rf"^  {size} +{FIGURES}$", output, re.MULTILINE)) == 2, output
+        found = re.findall(rf"^  {size} +{FIGURES}$", output, re.MULTILINE)
+        assert len(found) == 2, output
     assert output.endswith("\nself-test passed\n")
 
 
@@ -119,7 +123,7 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     shm, tcp = found["runs"]
     assert (shm["asked_transport"], shm["transport"], shm["ranks"]) == ("auto", "shm", 2)
     assert (tcp["asked_transport"], tcp["transport"], tcp["ranks"]) == ("tcp", "tcp", 2)
-    for run in (shm, tcp):
+    for run in found["runs"]:
         assert [row["bytes"] for row in run["allreduce"]] == [1 << 10, 1 << 20]
         assert all(row["torch_ring_us"] > 0 and row["gloo_us"] > 0 for row in run["allreduce"])
 
@@ -291,3 +295,30 @@ def test_two_gpus_are_tried(
         assert (tried[2:] == []) == not_tested
         assert ("not tested here: an allreduce by NCCL" in capsys.readouterr().out) == not_tested
     assert tried[2] == (2, "auto", "cuda")
+
+
+@pytest.mark.slow
+def test_over_ucx(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_ucx(Config.from_environment())
+    if not own[:1].isdigit():
+        pytest.skip(own)
+    monkeypatch.setenv("TORCH_RING_NETWORK", "ucx")
+    assert command.main(["--json", "--timeout", str(DEADLINE_S)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ucx"]["problem"] is None
+    run = found["runs"][2]
+    assert (run["asked_transport"], run["transport"], run["ranks"]) == ("ucx", "ucx", 2)
+
+
+# --- the ranks of a launcher
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher() -> None:
+    process = start_program([*TORCHRUN, "--nproc-per-node", "2", "-m", "torch_ring", "--launched"])
+    output = output_of(process)
+    assert process.returncode == 0, output
+    line = r"^2 ranks, launched  +allreduce is right, by 2 ranks on one host, by shared memory$"
+    assert len(re.findall(line, output, re.MULTILINE)) == 1, output
+    assert re.search(r"^  1024 KB  +torch_ring \S+ us \(\S+ GB/s\)$", output, re.MULTILINE), output
+    assert output.count("self-test passed\n") == 1

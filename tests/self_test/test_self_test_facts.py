@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import re
 from pathlib import Path
@@ -92,3 +95,23 @@ def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"^  load +none$", "\n".join(command._in_words(found)), re.MULTILINE)
     with pytest.raises(hvd.InvalidArgumentError, match="no-such-interface"):
         address_of_interface("no-such-interface")
+
+
+def be_launched(arguments: list[str]) -> tuple[int, str]:
+    """Run the self-test as one of a job's ranks, of which the last one finds a wrong sum."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.ExitStack() as stack:
+        if os.environ["RANK"] == "1":
+            wrong = mock.Mock(side_effect=RuntimeError("the allreduce of 1 elements is wrong"))
+            stack.enter_context(mock.patch.object(rank, "_check", wrong))
+        return command.main(arguments), output.getvalue()
+
+
+def test_a_launched_rank_that_fails_fails_all() -> None:
+    (first, said), (second, silent) = pool.run(
+        be_launched, 2, args=[["--launched", "--json"]], initialized=False
+    )
+    assert (first, second, silent) == (1, 1, "")
+    found = json.loads(said)
+    assert (found["passed"], found["runs"]) == (False, [])
+    assert "rank 1" in found["problems"][0]

@@ -27,6 +27,7 @@ def made_up_peer(rank: int, machine: str = "a", **more) -> PeerInfo:
         "ports": [1],
         "socket": "s",
         "cpus": "3",
+        "ucx": "",
     }
     return PeerInfo(rank=rank, machine=machine, **(usual | more))
 

@@ -387,10 +387,22 @@ def _require_no_group() -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Move this process into a network namespace made by ``ip netns add``."""
+    """Move this thread into a network namespace made by ``ip netns add``, with its /sys.
+
+    Its own /sys, as ``ip netns exec`` mounts it, is where UCX looks for network interfaces.
+    """
+    libc, new_net, new_mounts = _libc(), 0x40000000, 0x00020000
+    private, recursive, detach = 1 << 18, 1 << 14, 2
     with open(f"/var/run/netns/{name}") as file:
-        if _libc().setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), f"setns({name})")
+        results = [
+            libc.setns(file.fileno(), new_net),
+            libc.unshare(new_mounts),
+            libc.mount(b"none", b"/", None, private | recursive, None),
+            libc.umount2(b"/sys", detach),
+            libc.mount(name.encode(), b"/sys", b"sysfs", 0, None),
+        ]
+    if any(results):
+        raise OSError(ctypes.get_errno(), f"setns({name}): {results}")
 
 
 def _libc() -> ctypes.CDLL:

@@ -217,6 +217,8 @@ class Config:
     interface: str = ""
     connections: int = 1
     checksum: int = 0
+    network: str = "tcp"
+    ucx_library: str = ""
     nccl_library: str = ""
     secret: str = field(default="", repr=False)
     exit_with_launcher: int = 1
@@ -493,8 +495,22 @@ SETTINGS = (
         "checksum",
         "TORCH_RING_CHECKSUM",
         count(0, 1),
-        "1: data that travel over TCP carry a CRC-32C, and damaged ones are an error on all ranks",
+        "1: data between hosts carry a CRC-32C, and damaged ones are an error on all ranks",
         common=True,
+    ),
+    Setting(
+        "network",
+        "TORCH_RING_NETWORK",
+        one_of("tcp", "ucx", "auto"),
+        "what carries the data of collectives between hosts, on CPUs: tcp, ucx, or auto, which is "
+        "ucx where all ranks have RDMA and the same UCX (docs/rdma.md)",
+        common=True,
+    ),
+    Setting(
+        "ucx_library",
+        "TORCH_RING_UCX_LIBRARY",
+        str,
+        "path of libucp.so.0; if unset, that of the package libucx, or the system's",
     ),
     Setting(
         "nccl_library",

@@ -12,7 +12,7 @@ from typing import Any
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, first_line
 from torch_ring.self_test.machine import facts
-from torch_ring.self_test.rank import run_ranks
+from torch_ring.self_test.rank import run_launched, run_ranks
 from torch_ring.setup.launchers import discover
 
 __all__ = ["main"]
@@ -30,9 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parse(arguments)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED))  # it ends its ranks first
     try:
-        if _is_not_first():
-            return 0  # under a launcher one process is enough
-        return _run(args)
+        is_first = not _is_not_first()
+        if args.launched:
+            return _run_launched(args, is_first)
+        return _run(args) if is_first else 0  # under a launcher one process is enough
     except BrokenPipeError:  # `| head`; what else is written must not fail at exit, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _UNREAD
@@ -52,6 +53,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     ranks_help = "the number of ranks to start; default: 2"
     parser.add_argument("--ranks", type=_count, default=2, metavar="N", help=ranks_help)
+    launched_help = "try the ranks that a launcher has started, on all hosts, in place of own ones"
+    parser.add_argument("--launched", action="store_true", help=launched_help)
     timeout_help = "the deadline of each of the runs; default: 60"
     parser.add_argument(
         "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help=timeout_help
@@ -99,6 +102,8 @@ def _run(args: argparse.Namespace) -> int:
     say("\n".join(_in_words(report)))
     runs = []
     wanted = [("auto", args.ranks, "cpu"), ("tcp", args.ranks, "cpu")]
+    if config.network != "tcp":
+        wanted.append(("ucx", args.ranks, "cpu"))
     gpus = len(report["gpus"]["names"])
     if gpus >= 2:
         wanted.append(("auto", min(gpus, args.ranks), "cuda"))
@@ -109,7 +114,8 @@ def _run(args: argparse.Namespace) -> int:
         runs.append(run)
         say(run_in_words(run))
         if run["failure"]:
-            with_setting = f"{ranks} local ranks with TORCH_RING_TRANSPORT={transport}"
+            setting = "NETWORK" if transport == "ucx" else "TRANSPORT"
+            with_setting = f"{ranks} local ranks with TORCH_RING_{setting}={transport}"
             problems.append(f"{with_setting}: {run['failure']}")
 
     report |= {"runs": runs, "problems": problems, "passed": not problems}
@@ -117,6 +123,25 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1), flush=True)
     say(f"self-test FAILED: {problems[0]}" if problems else "self-test passed")
     return 1 if problems else 0
+
+
+def _run_launched(args: argparse.Namespace, is_first: bool) -> int:
+    """Be one of the launched ranks; the first prints."""
+    run: Facts = {}
+    problem = None
+    try:
+        run = run_launched()
+    except RuntimeError as error:  # RingError is one
+        problem = first_line(error)
+    if is_first and args.json:
+        runs = [run] if run else []
+        found = {"runs": runs, "problems": [problem] if problem else [], "passed": not problem}
+        print(json.dumps(found, indent=1), flush=True)
+    elif is_first:
+        if run:
+            print(run_in_words(run))
+        print(f"self-test FAILED: {problem}" if problem else "self-test passed", flush=True)
+    return 1 if problem else 0
 
 
 def _in_words(facts: Facts, indent: str = "") -> list[str]:
@@ -142,6 +167,9 @@ def run_in_words(run: Facts) -> str:
     lines += [_row("", line) for line in run["log"] if "no shared memory" in line]
     for row in run["allreduce"]:
         ours, text = row["torch_ring_us"], f"torch_ring {row['torch_ring_us']:.4g} us"
+        if row["bytes"] >= 1 << 20:  # the bus bandwidth of nccl-tests
+            rate = row["bytes"] * 2 * (1 - 1 / run["ranks"]) / ours / 1e3
+            text += f" ({rate:.3g} GB/s)"
         if gloo := row.get("gloo_us"):
             text += f"; gloo {gloo:.4g} us; torch_ring is {gloo / ours:.3g} times as fast"
         lines.append(_row(f"  {row['bytes'] >> 10} KB", text))

@@ -23,6 +23,7 @@ from torch_ring.errors import InvalidArgumentError, first_line
 from torch_ring.setup.control_groups import cpu_quota
 from torch_ring.setup.launchers import discover, variables_of_launchers
 from torch_ring.setup.network import own_address
+from torch_ring.setup.ucx import own_ucx
 
 __all__ = ["facts", "gpus"]
 
@@ -72,6 +73,7 @@ def facts(config: Config) -> Facts:
             "secret": "set" if config.secret or config.secret_file else "none",
         },
         "network": _network(config),
+        "ucx": _ucx(config),
         "nccl": _nccl(config),
         "gpus": gpus(),
     }
@@ -106,6 +108,15 @@ def _network(config: Config) -> Facts:
         return {"problem": None, "address": own_address(config.interface, None)}
     except (InvalidArgumentError, OSError) as error:
         return {"problem": first_line(error), "address": None}
+
+
+def _ucx(config: Config) -> Facts:
+    """Return UCX's version and the transports by which it reaches other hosts, or why not."""
+    found = own_ucx(config) if config.network != "tcp" else "TORCH_RING_NETWORK=tcp"
+    if not found[:1].isdigit():
+        return {"problem": found, "version": None, "transports": []}
+    version, *transports = found.split()
+    return {"problem": None, "version": version, "transports": transports}
 
 
 def _started_by() -> str:

@@ -1,4 +1,4 @@
-"""run_ranks: local ranks that check allreduce, and time it beside gloo's.
+"""run_ranks: local ranks that check allreduce, and time it beside gloo's. run_launched: a job's.
 
 The module is also the program of a rank: it prints its result as a line of JSON.
 """
@@ -31,7 +31,7 @@ from torch_ring.errors import first_line
 from torch_ring.setup.launchers import without_launchers
 from torch_ring.world import current
 
-__all__ = ["run_ranks"]
+__all__ = ["run_launched", "run_ranks"]
 
 _GRACE_S = 5.0  # for the other ranks, when one has failed: they may know more of it
 _POLL_S = 0.02
@@ -44,7 +44,8 @@ def run_ranks(size: int, transport: str, deadline_s: float, device: str = "cpu")
 
     Args:
         size: the number of ranks.
-        transport: their TORCH_RING_TRANSPORT.
+        transport: their TORCH_RING_TRANSPORT; "ucx": they have TORCH_RING_NETWORK=ucx, and share no
+            memory.
         deadline_s: seconds after which all of them are ended.
         device: "cpu", or "cuda": a GPU for each rank.
 
@@ -128,8 +129,10 @@ class _Rank:
 
 def _environment(transport: str, deadline_s: float) -> dict[str, str]:
     waiting_s = f"{max(0.1, 0.7 * deadline_s):g}"  # less: the ranks' errors say more than their end
+    over_ucx = transport == "ucx"
     return without_launchers() | {
-        "TORCH_RING_TRANSPORT": transport,
+        "TORCH_RING_TRANSPORT": "tcp" if over_ucx else transport,
+        "TORCH_RING_NETWORK": "ucx" if over_ucx else "tcp",
         "TORCH_RING_INIT_TIMEOUT": waiting_s,
         "TORCH_RING_TIMEOUT": waiting_s,
         "TORCH_RING_LOG_LEVEL": "info",
@@ -181,21 +184,52 @@ def _test(rank: int, size: int, device: str, deadline_s: int, port: int) -> Fact
     if device == "cuda":
         torch.cuda.set_device(rank)
     world.init(rank=rank, size=size, local_rank=rank, local_size=size)
-    transport = "shm" if current.engine().has_shared_memory() else "tcp"
-    for count in (1, 1000, 1 << 20):
-        _check(count, device)
-    calls: dict[str, Call] = {"torch_ring": lambda tensor: allreduce_(tensor, op=Sum)}
+    transport = "shm" if current.engine().has_shared_memory() else current.config().network
+    _check_sums(device)
+    calls: dict[str, Call] = {"torch_ring": _allreduce}
     problem = None
     if device == "cpu":
         problem = _start_gloo(port, deadline_s)
         if problem is None:
             calls["gloo"] = dist.all_reduce
-    rows = [{"bytes": count, **_times(calls, count, device)} for count in _TIMED_BYTES]
+    rows = _rows(calls, device)
     if "gloo" in calls:
         dist.destroy_process_group()
     world.shutdown()
     used = "nccl" if device == "cuda" else transport
     return {"transport": used, "gloo_problem": problem, "allreduce": rows}
+
+
+def run_launched() -> Facts:
+    """Be one of the ranks that a launcher has started, on all hosts: check allreduce, and time it.
+
+    Returns:
+        As run_ranks, without gloo's times, of which a job has no store.
+
+    Raises:
+        RingError: the ranks do not meet, or lose one another.
+        RuntimeError: a sum is wrong.
+    """
+    world.init()
+    _check_sums("cpu")
+    result: Facts = {"asked_transport": "launched", "ranks": world.size(), "failure": None}
+    result |= {"transport": current.world().summary, "gloo_problem": None}
+    result["allreduce"] = _rows({"torch_ring": _allreduce}, "cpu")
+    world.shutdown()
+    return result | {"log": []}
+
+
+def _allreduce(tensor: Tensor) -> Tensor:
+    return allreduce_(tensor, op=Sum)
+
+
+def _check_sums(device: str) -> None:
+    for count in (1, 1000, 1 << 20):
+        _check(count, device)
+
+
+def _rows(calls: dict[str, Call], device: str) -> list[Facts]:
+    return [{"bytes": count, **_times(calls, count, device)} for count in _TIMED_BYTES]
 
 
 def _check(count: int, device: str) -> None:

@@ -54,6 +54,7 @@ from torch_ring.setup.network import (
     pauses,
 )
 from torch_ring.setup.peer_info import PeerInfo, parse_table
+from torch_ring.setup.ucx import own_ucx, ucx_library, uses_ucx
 
 __all__ = [
     "Connections",
@@ -156,6 +157,7 @@ class Connections:
         is_private: whether nobody but the ranks can know the key with which they connect.
         queries: what the ranks ask one another; None in a world of one.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
+        ucx_library: the UCX over which data travel between hosts; None: they travel over TCP.
         launch_order: in which the process sets use this process's devices.
         farewell_s: how long a rank that leaves waits for peers that do not hear its goodbye.
         engines: those of the process sets that run.
@@ -171,6 +173,7 @@ class Connections:
     queries: Queries | None = None
     memory: HostMemory | None = None
     is_private: bool = True
+    ucx_library: str | None = None
     launch_order: LaunchOrder = field(default_factory=LaunchOrder)
     farewell_s: float = FAREWELL_S
     engines: WeakSet[Engine] = field(default_factory=WeakSet)
@@ -180,6 +183,14 @@ class Connections:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.labels)
+
+    @property
+    def network(self) -> str:
+        """The network between hosts, as the log names it: "TCP", "UCX 1.22.0 (rc_mlx5, tcp)"."""
+        if self.ucx_library is None:
+            return "TCP"
+        version, *transports = self.peers[self.rank].ucx.split()
+        return f"UCX {version} ({', '.join(transports)})"
 
     def add_engine(self, engine: Engine) -> None:
         """Take note of a new engine."""
@@ -257,7 +268,8 @@ def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[
     addresses = own_addresses(config.interface, towards, one_host=identity.on_one_node())
     with contextlib.ExitStack() as closing, listen_unix(name) as unix:
         tcp = [closing.enter_context(_listen_tcp(each, identity, config)) for each in addresses]
-        yield Listeners(_own_info(identity, shares, tcp, unix), tcp, unix)
+        ucx = own_ucx(config) if config.network != "tcp" else ""
+        yield Listeners(_own_info(identity, shares, tcp, unix, ucx), tcp, unix)
 
 
 def connect(
@@ -298,8 +310,10 @@ def connect(
         if config.transport != "tcp" and shares and (lack := topology.lack_of_memory(peers)):
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
         labels = topology.labels(peers)
+        is_ucx = len(set(host_of)) > 1 and uses_ucx(config, peers, labels)
         token = hmac.digest(secret, b"token", hashlib.sha256).hex()[:32]
         connections = Connections(rank, peers, host_of, labels, token, is_private=is_private)
+        connections.ucx_library = ucx_library(config) if is_ucx else None
         _open.add(connections)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:
@@ -428,7 +442,11 @@ def _raise_descriptor_limit() -> None:
 
 
 def _own_info(
-    identity: Identity, shares: int, tcp: Sequence[socket.socket], unix: socket.socket
+    identity: Identity,
+    shares: int,
+    tcp: Sequence[socket.socket],
+    unix: socket.socket,
+    ucx: str,
 ) -> PeerInfo:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -451,6 +469,7 @@ def _own_info(
         ports=[each.getsockname()[1] for each in tcp],
         socket=unix.getsockname()[1:].decode(),
         cpus=f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}",
+        ucx=ucx,
     )
 
 

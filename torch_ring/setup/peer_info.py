@@ -243,6 +243,7 @@ class PeerInfo:
         addresses, ports: the TCP addresses for ranks on other hosts, of each network interface.
         socket: the name of the abstract Unix socket for ranks on its own host.
         cpus: the CPUs the rank may run on, as a hexadecimal bit mask.
+        ucx: the version and transports of its UCX, or why it has none; empty: it was not asked for.
     """
 
     rank: int
@@ -256,6 +257,7 @@ class PeerInfo:
     ports: Sequence[int]
     socket: str
     cpus: str
+    ucx: str
 
     @property
     def address(self) -> str:
@@ -368,4 +370,5 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "ports": _some(_whole(1 << 16)),
     "socket": _text,
     "cpus": _is_mask,
+    "ucx": _text,
 }

@@ -23,6 +23,9 @@ __all__ = ["EngineExchange", "interrupt_deferred", "make_engine", "wait_for_all"
 
 _log = logging.getLogger("torch_ring")
 
+_AVERAGE = 0  # ReduceOp::kAverage
+_NOT_INLINE = 16 << 10  # elements: 64 KiB do not travel with the agreement
+
 
 def make_engine(
     connections: Connections,
@@ -56,6 +59,7 @@ def make_engine(
         list(slots),
         connections.launch_order,
         checksums=bool(config.checksum),
+        ucx_library=connections.ucx_library,
         timeout_s=config.timeout_s,
         timeout_name=config.timeout_name,
         stall_warning_s=config.stall_warning_s,
@@ -69,19 +73,26 @@ def make_engine(
     return engine
 
 
-def wait_for_all(engine: Engine, deadline: Deadline, size: int) -> None:
+def wait_for_all(
+    engine: Engine, deadline: Deadline, size: int, *, over_network: bool = False
+) -> None:
     """Wait until the engines of all ranks run.
 
     Args:
         engine: the world's.
         deadline: of init().
         size: the number of ranks.
+        over_network: whether they also send data, which a barrier does not: over UCX that can fail.
 
     Raises:
         TimeoutError: an engine has not answered before the deadline.
-        PeerLostError: a rank has died.
+        PeerLostError: a rank has died, or is not reached.
     """
-    work = engine.barrier("torch_ring.init")
+    if over_network:
+        data = torch.zeros(_NOT_INLINE, dtype=torch.float32, device="cpu")
+        work = engine.allreduce(data, data, "torch_ring.init", _AVERAGE, 1.0, 1.0)
+    else:
+        work = engine.barrier("torch_ring.init")
     for _ in pauses(deadline, size):
         if work.done():
             work.wait()

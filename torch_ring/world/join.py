@@ -58,6 +58,7 @@ class World:
         topology: its position among nodes.
         cpu_sharers: the number of ranks, this one included, that may run on its CPUs.
         host_of: the host index of each rank.
+        summary: the line that rank 0 logs: ranks, hosts, transports.
         address: where other hosts reach this one; 127.0.0.1 if all ranks are on one host.
         token: the same on its ranks, and of no other world; anybody may know it.
         is_guarded: whether strangers can have the key of the world, so that what comes from another
@@ -79,6 +80,7 @@ class World:
     topology: Topology
     cpu_sharers: int
     host_of: Sequence[int]
+    summary: str
     address: str
     token: str
     is_guarded: bool
@@ -259,15 +261,15 @@ def _connect(
         if failure is not None:
             raise failure from None
         raise
-    _log_world(connections, world)
+    _log_world(world)
     return world
 
 
-def _log_world(connections: Connections, world: World) -> None:
+def _log_world(world: World) -> None:
     """Log on rank 0 the ranks and hosts, and what the user may want to change."""
     if world.rank > 0:
         return
-    _log.info("%s", _describe(connections))
+    _log.info("%s", world.summary)
     if world.is_guarded:
         _log.warning("%s", _NO_SECRET)
     idle = None if _has_joined else _idle_cpus(world.cpu_sharers)
@@ -315,7 +317,8 @@ def _start_engine(
     try:
         _begin_observing(world, begin)
         if deadline is not None:
-            wait_for_all(world.engine, deadline, connections.size)
+            over_ucx = connections.ucx_library is not None
+            wait_for_all(world.engine, deadline, connections.size, over_network=over_ucx)
     except BaseException:
         world.close(failed=True)
         raise
@@ -333,6 +336,7 @@ def _world_of(connections: Connections, config: Config, table: ProcessSetTable) 
         topology_of(rank, peers) if peers else Topology(),
         cpu_sharers(rank, peers) if peers else 1,
         host_of,
+        _describe(connections),
         peers[rank].address if has_several_hosts else "127.0.0.1",
         connections.token,
         has_several_hosts and not (connections.is_private or config.trust_network),
@@ -364,15 +368,15 @@ def _begin_observing(world: World, begin: _Begin) -> None:
 
 
 def _describe(connections: Connections) -> str:
-    """Return the line that rank 0 logs: ranks, hosts, transports."""
+    """Return what World.summary says."""
     sizes = list(Counter(connections.host_of).values())
     ranks = f"{connections.size} ranks"
     if len(sizes) == 1:
         return f"{ranks} on one host, by shared memory"
     addresses = ", ".join(dict.fromkeys("+".join(peer.addresses) for peer in connections.peers))
     if len(sizes) == connections.size:
-        return f"{ranks}, by TCP over {addresses}"
+        return f"{ranks}, by {connections.network} over {addresses}"
     return (
         f"{ranks} on {len(sizes)} hosts ({'+'.join(map(str, sizes))}): shared memory inside hosts, "
-        f"TCP between them over {addresses}"
+        f"{connections.network} between them over {addresses}"
     )

@@ -1,0 +1,96 @@
+#include "ucx/loader.h"
+
+#include <dlfcn.h>
+
+#include "core/error.h"
+
+namespace torch_ring::ucx {
+
+namespace {
+
+constexpr const char* kSoname = "libucp.so.0";
+constexpr unsigned kOldestMinor = 16;
+
+std::string path_of(void* symbol, const std::string& otherwise) {
+  Dl_info info{};
+  return dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : otherwise;
+}
+
+/// Two libraries in one process would share the parts of one of them.
+void* open(const std::string& path) {
+  void* const loaded = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD);
+  if (loaded && path.empty()) return loaded;
+  if (loaded && dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD) != loaded) {
+    throw Error(ErrorKind::kInvalidArgument,
+                path + " cannot be loaded: this process has another UCX, " +
+                    path_of(dlsym(loaded, "ucp_get_version"), kSoname));
+  }
+  const char* name = path.empty() ? kSoname : path.c_str();
+  if (void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL)) return library;
+  throw Error(ErrorKind::kInvalidArgument, std::string("UCX cannot be loaded: ") + dlerror());
+}
+
+class Symbols {
+ public:
+  Symbols(void* library, std::string path) : library_(library), path_(std::move(path)) {}
+
+  template <class Function>
+  void get(Function*& function, const char* name) const {
+    function = reinterpret_cast<Function*>(dlsym(library_, name));
+    if (!function) fail(std::string("has no ") + name);
+  }
+
+  [[noreturn]] void fail(const std::string& why) const {
+    throw Error(ErrorKind::kInvalidArgument, path_ + " " + why + ": it is not UCX 1." +
+                                                 std::to_string(kOldestMinor) +
+                                                 " or a newer one of version 1");
+  }
+
+ private:
+  void* library_;
+  std::string path_;
+};
+
+}  // namespace
+
+Api load(const std::string& path) {
+  void* library = open(path);
+  Api api{};
+  api.path = path_of(dlsym(library, "ucp_get_version"), path.empty() ? kSoname : path);
+
+  const Symbols symbols(library, api.path);
+  void (*get_version)(unsigned*, unsigned*, unsigned*) = nullptr;
+  symbols.get(get_version, "ucp_get_version");
+  symbols.get(api.version_string, "ucp_get_version_string");
+  api.version = api.version_string();
+  unsigned major = 0;
+  unsigned minor = 0;
+  unsigned release = 0;
+  get_version(&major, &minor, &release);
+  if (major != 1 || minor < kOldestMinor) symbols.fail("is " + api.version);
+
+  symbols.get(api.status_string, "ucs_status_string");
+  symbols.get(api.config_read, "ucp_config_read");
+  symbols.get(api.config_modify, "ucp_config_modify");
+  symbols.get(api.config_release, "ucp_config_release");
+  symbols.get(api.init, "ucp_init_version");
+  symbols.get(api.cleanup, "ucp_cleanup");
+  symbols.get(api.worker_create, "ucp_worker_create");
+  symbols.get(api.worker_destroy, "ucp_worker_destroy");
+  symbols.get(api.worker_get_address, "ucp_worker_get_address");
+  symbols.get(api.worker_release_address, "ucp_worker_release_address");
+  symbols.get(api.worker_get_efd, "ucp_worker_get_efd");
+  symbols.get(api.worker_arm, "ucp_worker_arm");
+  symbols.get(api.worker_progress, "ucp_worker_progress");
+  symbols.get(api.ep_create, "ucp_ep_create");
+  symbols.get(api.ep_close, "ucp_ep_close_nbx");
+  symbols.get(api.ep_query, "ucp_ep_query");
+  symbols.get(api.tag_send, "ucp_tag_send_nbx");
+  symbols.get(api.tag_probe, "ucp_tag_probe_nb");
+  symbols.get(api.tag_message_receive, "ucp_tag_msg_recv_nbx");
+  symbols.get(api.request_check_status, "ucp_request_check_status");
+  symbols.get(api.request_free, "ucp_request_free");
+  return api;
+}
+
+}  // namespace torch_ring::ucx

@@ -1,0 +1,256 @@
+"""TORCH_RING_NETWORK=ucx: data travel between hosts over UCX (here over its tcp).
+
+tests/cpp/ runs the connections and communicators over it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from namespaces import NETWORK
+from pool import all_have_passed, error_of, run
+from scripts import ROOT
+
+import torch_ring as hvd
+from torch_ring._C import arm_failpoints
+from torch_ring.config import Config
+from torch_ring.setup import connect, ucx
+from torch_ring.world import current
+
+OVER_UCX = {"TORCH_RING_NETWORK": "ucx", "UCX_TLS": "tcp"}
+COUNTS = (1, 1000, 20_000, 1 << 21)  # inline, one message, several, megabytes
+
+OWN = ucx.own_ucx(Config.from_environment())
+needs_ucx = pytest.mark.skipif(not OWN[:1].isdigit(), reason=OWN)
+
+
+def reduce_and_gather() -> str:
+    rank, size = hvd.rank(), hvd.size()
+    for count in COUNTS:
+        mine = (torch.arange(count) % 7 + rank).float()
+        want = (torch.arange(count) % 7 * size + size * (size - 1) // 2).float()
+        assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), want)
+        everyones = hvd.allgather(mine.view(1, -1))
+        assert all(torch.equal(row, mine - rank + peer) for peer, row in enumerate(everyones))
+        assert torch.equal(hvd.broadcast(mine, size - 1), mine - rank + size - 1)
+    return current.world().summary
+
+
+@needs_ucx
+@pytest.mark.parametrize("checksum", ["0", "1"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(size, checksum):
+    env = OVER_UCX | {"TORCH_RING_CHECKSUM": checksum}
+    line, *others = run(reduce_and_gather, size, transport="tcp", env=env)
+    assert others == [line] * (size - 1)
+    assert re.fullmatch(rf"{size} ranks, by UCX 1\.[\d.]+ \(tcp\) over 127\.0\.0\.1", line), line
+
+
+def reduce_with_a_dying_rank() -> tuple[str, str, bool]:
+    """The last rank dies when a part of its data has come."""
+    last = hvd.size() - 1
+    hvd.allreduce_(torch.ones(1 << 20), name="first")
+    data = torch.ones(32 << 20)
+    if hvd.rank() == last:
+        arm_failpoints(f"data.received:{last - 1}:20:kill")
+    kind, text = error_of(lambda: hvd.allreduce_(data, name="second"))
+    data.fill_(2)
+    time.sleep(0.5)  # nothing writes to it any more
+    return kind, text, bool((data == 2).all())
+
+
+@needs_ucx
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_death_is_told(size):
+    died = size - 1
+    outcomes = run(reduce_with_a_dying_rank, size, transport="tcp", env=OVER_UCX, may_die={died})
+    for kind, text, is_own in outcomes[:-1]:
+        assert kind == "PeerLostError", text
+        assert f"rank {died}" in text, text
+        assert is_own
+
+
+def broadcast_and_idle(folder: Path) -> None:
+    """The root has to wait for the others in no call of torch_ring: they get all that it sent."""
+    hvd.broadcast(torch.zeros(1 << 20), 0)
+    data = torch.full((16 << 20,), float(hvd.rank()))
+    hvd.broadcast_(data, 0)
+    assert (data == 0).all()
+    all_have_passed(folder, hvd.size())
+
+
+@needs_ucx
+def test_nothing_is_left_to_send_when_a_collective_is_over(tmp_path):
+    run(broadcast_and_idle, 3, args=[tmp_path], transport="tcp", env=OVER_UCX)
+
+
+# --- which ranks use it
+
+
+def init_with(found: list[str]) -> tuple[str, str]:
+    """Call init() with what each rank finds of UCX; return its error, or what is in use."""
+    mine = found[int(os.environ["RANK"])]
+    with mock.patch.object(connect, "own_ucx", return_value=mine):
+        try:
+            hvd.init()
+        except (hvd.InvalidArgumentError, hvd.RingError) as error:
+            return type(error).__name__, str(error)
+    return "", current.world().summary
+
+
+NO_UCX = "UCX cannot be loaded: libucp.so.0: no such file"
+
+
+@pytest.mark.parametrize(
+    ("found", "trouble"),
+    [
+        (["1.22.0 tcp", NO_UCX], rf"needs UCX\. rank 1 \(.*\): {NO_UCX}"),
+        (
+            ["1.22.0 rc_mlx5 tcp", "1.21.0 rc_mlx5 tcp"],
+            r"needs the same UCX on all ranks: rank 0 \(.*\) has 1\.22\.0, "
+            r"rank 1 \(.*\) has 1\.21\.0",
+        ),
+    ],
+)
+def test_a_rank_with_another_ucx_or_none_is_named_on_all(found, trouble):
+    env = OVER_UCX | {"TORCH_RING_INIT_TIMEOUT": "30"}
+    outcomes = run(init_with, 2, args=[found], transport="tcp", env=env, initialized=False)
+    for kind, text in outcomes:
+        assert kind in ("InvalidArgumentError", "RingError"), text
+        assert re.search(f"TORCH_RING_NETWORK=ucx {trouble}", text), text
+
+
+@needs_ucx
+@pytest.mark.parametrize(
+    ("found", "network"),
+    [
+        ([f"{OWN.split()[0]} rc_mlx5 tcp"] * 2, rf"UCX {OWN.split()[0]} \(rc_mlx5, tcp\)"),
+        ([f"{OWN.split()[0]} rc_mlx5 tcp", f"{OWN.split()[0]} tcp"], "TCP"),
+        ([OWN, NO_UCX], "TCP"),
+    ],
+)
+def test_auto_takes_ucx_where_all_ranks_have_rdma(found, network):
+    env = OVER_UCX | {"TORCH_RING_NETWORK": "auto"}
+    outcomes = run(init_with, 2, args=[found], transport="tcp", env=env, initialized=False)
+    for kind, text in outcomes:
+        assert kind == "", text
+        assert re.fullmatch(rf"2 ranks, by {network} over 127\.0\.0\.1", text), text
+
+
+def test_one_host_needs_no_ucx():
+    outcomes = run(init_with, 2, args=[[NO_UCX] * 2], env=OVER_UCX, initialized=False)
+    assert outcomes == [("", "2 ranks on one host, by shared memory")] * 2
+
+
+def init_with_devices(devices: list[str]) -> tuple[str, str]:
+    os.environ["UCX_NET_DEVICES"] = devices[int(os.environ["RANK"])]
+    return error_of(hvd.init)
+
+
+@needs_ucx
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+def test_a_rank_that_ucx_does_not_reach_fails_init(hosts):
+    """UCX of rank 1 has the loopback interface only."""
+    outcomes = run(
+        init_with_devices,
+        2,
+        args=[["all", "lo"]],
+        transport="auto",
+        env=OVER_UCX | {"MASTER_ADDR": f"{NETWORK}.1"},
+        initialized=False,
+        namespaces=hosts[:2],
+    )
+    for kind, text in outcomes:
+        assert kind in ("RingError", "PeerLostError"), text
+        assert re.search(
+            r"no connection to rank [01] \(.* over UCX .* \(UCX_TLS, UCX_NET_DEVICES\)", text
+        )
+
+
+@needs_ucx
+def test_a_network_that_leads_nowhere_is_named():
+    env = OVER_UCX | {"UCX_TLS": "self"}
+    outcomes = run(error_of, 2, args=[hvd.init], transport="tcp", env=env, initialized=False)
+    for _, text in outcomes:
+        assert "has no transport to other hosts (UCX_TLS, UCX_NET_DEVICES)" in text, text
+
+
+def test_what_is_no_ucx_is_refused(tmp_path):
+    path = tmp_path / "libucp.so.0"
+    path.write_text("text")
+    why = r"UCX cannot be loaded: |.* this process has another UCX, /.*libucp\.so"
+    assert re.match(why, ucx.own_ucx(Config(ucx_library=str(path))))
+
+
+def own_ucx_with(monkeypatch, tmp_path, devices=(), interface="", **environment) -> dict[str, str]:
+    """Return UCX's variables, as own_ucx() leaves them for UCX to read."""
+    for device in devices:
+        (tmp_path / device).mkdir()
+    monkeypatch.setattr(ucx, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(ucx, "ucx_found", lambda _: ("1.22.0", "/libucp.so.0", ["tcp"]))
+    without = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
+    with mock.patch.dict(os.environ, without | environment, clear=True):
+        assert ucx.own_ucx(Config(interface=interface)) == "1.22.0 tcp"
+        return {k: v for k, v in os.environ.items() if k.startswith("UCX_")}
+
+
+def test_variables_that_ucx_reads(monkeypatch, tmp_path):
+    usual = {"UCX_HANDLE_ERRORS": "none", "UCX_LOG_FILE": "stderr", "UCX_TCP_KEEPIDLE": "inf"}
+    assert own_ucx_with(monkeypatch, tmp_path) == usual
+    own = {"UCX_LOG_FILE": "/tmp/log", "UCX_NET_DEVICES": "all"}
+    assert own_ucx_with(monkeypatch, tmp_path, interface="lo", **own) == usual | own
+    devices = {"UCX_NET_DEVICES": "lo"}
+    assert own_ucx_with(monkeypatch, tmp_path, interface="lo,127.0.0.1") == usual | devices
+    assert own_ucx_with(monkeypatch, tmp_path, ["mlx5_0"], interface="lo") == usual
+
+
+def test_ucx_without_memory_events_is_refused(monkeypatch):
+    monkeypatch.setenv("UCX_MEM_EVENTS", "n")
+    assert "UCX crashes when an exchange fails" in ucx.own_ucx(Config())
+
+
+def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
+    monkeypatch.setattr(ucx, "ucx_found", mock.Mock(side_effect=hvd.RingError("é\n" * 2000)))
+    assert ucx.own_ucx(Config()) == "??" * 250
+
+
+# --- other tests, over it
+
+
+@needs_ucx
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "tests/collectives -k tcp",
+        "tests/world/test_lost_ranks.py tests/world/test_departures.py -k tcp",
+        "tests/world/test_several_hosts.py tests/world/test_process_sets_on_hosts.py",
+        "tests/elastic/test_kills.py tests/elastic/test_survivors.py",
+        "tests/c10d -k tcp",
+    ],
+)
+def test_other_tests_pass_over_ucx(tests: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*command, *tests.split(), f"--basetemp={tmp_path / 'tests'}"],
+        cwd=ROOT,
+        env=os.environ | OVER_UCX,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    assert ended.returncode == 0, ended.stdout[-8000:]
+    assert re.search(r"UCX 1\.[\d.]+ \(tcp\)", ended.stdout)  # init() logs it
