@@ -98,7 +98,8 @@ void broadcast(Rank* ranks, int rank, float* data, std::size_t count) {
       wait(other.staged, done + 1);
       count >= kStreamed ? copy_out(data + begin, slot, floats)
                          : void(std::memcpy(data + begin, slot, floats * sizeof(float)));
-      // Own the cache lines just read, which makes the next write to them cheap (docs/tuning.md).
+      // Own the cache lines just read, which makes the next write to them cheap
+      // (docs/internals/measurements.md).
       for (std::size_t i = 0; i < floats; i += 16) *static_cast<volatile float*>(slot + i) = 0;
     }
     own.staged.store(done + 1, std::memory_order_release);

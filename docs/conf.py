@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch_ring
-from torch_ring.config import SETTINGS
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -62,19 +61,8 @@ templates_path = ["_templates"]
 html_additional_pages = {"index": "redirect.html"}
 
 
-def settings_table() -> str:
-    """Return the table of the settings, as README.md has it."""
-    rows = ["| variable | means | default |", "|---|---|---|"]
-    for setting in SETTINGS:
-        names = f"`{setting.variable}`"
-        aliases = ", ".join(f"`{alias}`" for alias, _ in reversed(setting.aliases))
-        names += f" ({aliases})" if aliases else ""
-        rows.append(f"| {names} | {setting.meaning} | {setting.default} |")
-    return "\n".join(rows)
-
-
 def read_page(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG001
-    """Put in the table of settings; turn links to a folder into links to its page."""
+    """Turn links to a folder into links to its page."""
     folder = (ROOT / docname).parent
 
     def link(match: re.Match[str]) -> str:
@@ -85,8 +73,7 @@ def read_page(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: AR
             return f"]({match[1]}/{'index.md' if path.name == 'docs' else 'README.md'})"
         return match[0]
 
-    text = source[0].replace("<!-- the table of settings -->", settings_table())
-    source[0] = re.sub(r"\]\(([^)#:\s]+)(#[^)]*)?\)", link, text)
+    source[0] = re.sub(r"\]\(([^)#:\s]+)(#[^)]*)?\)", link, source[0])
 
 
 def setup(app: Sphinx) -> None:

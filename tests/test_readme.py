@@ -1,21 +1,34 @@
-"""README.md has a row for every setting."""
+"""README.md: its length and its settings; docs/settings.md: all settings."""
 
 from __future__ import annotations
 
-import pytest
+import re
+import sys
+
 from scripts import ROOT
 
-from torch_ring.config import SETTINGS, Setting
+from torch_ring.config import SETTINGS
+
+README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.variable)
-def test_readme_has_every_setting(setting: Setting) -> None:
-    rows = [
-        line
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith(f"| `{setting.variable}`")
-    ]
-    assert len(rows) == 1
-    assert setting.meaning in rows[0]
-    assert all(f"`{alias}`" in rows[0] for alias, _ in setting.aliases)
-    assert rows[0].endswith(f"| {setting.default} |")
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 110
+
+
+def test_settings_of_the_readme() -> None:
+    defaults = {setting.variable: setting.default for setting in SETTINGS}
+    named = set(re.findall(r"`(TORCH_RING_\w+)`", README))
+    assert named <= defaults.keys()
+    with_defaults = re.findall(r"`(TORCH_RING_\w+)` \(default (\w+)", README)
+    assert len(with_defaults) == len(named) - 1  # the secret has none
+    assert all(defaults[variable] == default for variable, default in with_defaults)
+
+
+def test_the_page_of_settings_is_written_anew() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from write_settings import PAGE, page
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    assert PAGE.read_text() == page(), "type: python docs/write_settings.py"

@@ -16,8 +16,8 @@ struct NetworkCost {
   std::uint64_t reduction_ps;  // of a byte that is reduced
 };
 
-/// TCP over Ethernet of 25 Gbit/s; docs/tuning.md has the reasons. It is a constant, because all
-/// ranks must choose alike.
+/// TCP over Ethernet of 25 Gbit/s; docs/internals/measurements.md has the reasons. It is a
+/// constant, because all ranks must choose alike.
 inline constexpr NetworkCost kEthernet{30'000'000, 400, 500, 100};
 
 /// Up to this number of ranks the choice depends on the size alone: logarithms save a step or two.

@@ -20,7 +20,7 @@ inline constexpr std::size_t kCacheLine = 64;
 ///
 /// A core that writes lines which another core's cache shares makes them exclusive one after the
 /// other; lines that it has lost to another core it fetches many at a time. On two cores without a
-/// common cache that is 2 GB/s against 20 GB/s (docs/tuning.md).
+/// common cache that is 2 GB/s against 20 GB/s (docs/internals/measurements.md).
 inline void own_cache_lines(std::byte* data, std::size_t bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
   for (std::uintptr_t at = begin; at < begin + bytes; at = (at / kCacheLine + 1) * kCacheLine) {

@@ -43,7 +43,7 @@ class Slot {
   static constexpr std::size_t kEntryBytes = 64u << 10;  // the largest entry of a board
   static constexpr std::size_t kEntrySlotBytes = kEntryBytes + 64;
   static constexpr std::size_t kWorldSlotBytes = 4u << 20;
-  // Measured (docs/tuning.md).
+  // Measured (docs/internals/measurements.md).
   static constexpr std::size_t kSegmentBytes = 256u << 10;
   static constexpr std::size_t kSegments = 6;
   // Large enough to hide the latency of ring steps, small enough to stay in a last-level cache.

@@ -4,6 +4,7 @@ Open first: `settings`, the table of all settings.
 """
 
 from torch_ring.config.settings import (
+    GROUPS,
     SETTINGS,
     Config,
     Setting,
@@ -17,6 +18,7 @@ from torch_ring.config.settings import (
 )
 
 __all__ = [
+    "GROUPS",
     "SETTINGS",
     "Config",
     "Setting",

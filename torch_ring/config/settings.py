@@ -12,6 +12,7 @@ from typing import Any
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
+    "GROUPS",
     "SETTINGS",
     "Config",
     "Setting",
@@ -300,7 +301,7 @@ def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
 # Milliseconds: for so long operations of which a program polls do not begin, init()'s among them.
 _LONGEST_WINDOW = 1000.0
 
-SETTINGS = (
+_CONNECTIONS = (
     Setting(
         "transport",
         "TORCH_RING_TRANSPORT",
@@ -310,171 +311,12 @@ SETTINGS = (
         common=True,
     ),
     Setting(
-        "timeout_s",
-        "TORCH_RING_TIMEOUT",
-        number(0.0),
-        "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
-        "never, as long as that rank lives (a transfer that has begun still fails after 300 s "
-        "without a byte)",
-        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", number(0.0)),),
-    ),
-    Setting(
-        "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", number(0.1), "seconds that init() may take"
-    ),
-    Setting(
-        "heartbeat_timeout_s",
-        "TORCH_RING_HEARTBEAT_TIMEOUT",
-        number(0.1),
-        "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
-        "cut off)",
+        "network",
+        "TORCH_RING_NETWORK",
+        one_of("tcp", "ucx", "auto"),
+        "what carries the data of collectives between hosts, on CPUs: tcp, ucx, or auto, which is "
+        "ucx where all ranks have RDMA and the same UCX (docs/rdma.md)",
         common=True,
-    ),
-    Setting(
-        "elastic_timeout_s",
-        "TORCH_RING_ELASTIC_TIMEOUT",
-        number(0.1),
-        "seconds after a failure in which the surviving ranks of torch_ring.elastic must find one "
-        "another",
-        (("HOROVOD_ELASTIC_TIMEOUT", number(0.1)),),
-        common=True,
-    ),
-    Setting(
-        "min_ranks",
-        "TORCH_RING_MIN_RANKS",
-        count(1, 10**6),
-        "the fewest ranks with which torch_ring.elastic goes on",
-        common=True,
-    ),
-    Setting(
-        "max_ranks",
-        "TORCH_RING_MAX_RANKS",
-        count(1, 1 << 20),
-        "the most ranks to which torch_ring.elastic grows",
-        common=True,
-    ),
-    Setting(
-        "directory",
-        "TORCH_RING_ELASTIC_DIRECTORY",
-        str,
-        "host:port at which torch_ring.run tells newcomers of an elastic job who its ranks are; it "
-        "sets this itself",
-    ),
-    Setting(
-        "is_newcomer",
-        "TORCH_RING_ELASTIC_NEWCOMER",
-        switch,
-        "1: this process was started for an elastic job that runs already; torch_ring.run sets it",
-    ),
-    Setting(
-        "stall_warning_s",
-        "TORCH_RING_STALL_WARNING",
-        number(0.0),
-        "seconds after which, again and again, a late rank is named in the log; 0: never",
-        (
-            ("HOROVOD_STALL_CHECK_DISABLE", disables_stall_check),
-            ("HOROVOD_STALL_CHECK_TIME_SECONDS", number(0.0)),
-        ),
-    ),
-    Setting(
-        "fusion_threshold_bytes",
-        "TORCH_RING_FUSION_THRESHOLD",
-        byte_count(0),
-        "most bytes of asynchronous allreduces that are fused into one; 0: none are fused",
-        (("HOROVOD_FUSION_THRESHOLD", byte_count(0)),),
-        common=True,
-    ),
-    Setting(
-        "fusion_window_s",
-        "TORCH_RING_FUSION_WINDOW",
-        number(0.0, 1e-3, _LONGEST_WINDOW),
-        "milliseconds for which asynchronous operations are collected, unless a thread waits for "
-        "one",
-        (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3, _LONGEST_WINDOW)),),
-    ),
-    Setting(
-        "bucket_bytes",
-        "TORCH_RING_BUCKET_BYTES",
-        byte_count(1),
-        "most bytes of gradients in a bucket, which DistributedOptimizer reduces together",
-        common=True,
-    ),
-    Setting(
-        "direct_gradient_bytes",
-        "TORCH_RING_DIRECT_GRADIENT_BYTES",
-        byte_count(0),
-        "bytes from which on backward writes a gradient straight into the shared memory in which "
-        "it is reduced, if all ranks are on one host; 0: all gradients are copied there",
-        common=True,
-    ),
-    Setting(
-        "kept_result_bytes",
-        "TORCH_RING_KEPT_RESULT_BYTES",
-        byte_count(0),
-        "bytes of freed memory of large results that a process keeps for later results; the system "
-        "may take it back; 0: none",
-    ),
-    Setting(
-        "address_space_bytes",
-        "TORCH_RING_ADDRESS_SPACE",
-        byte_count(1),
-        "most bytes of address space in which a rank maps the shared memory of its host; about "
-        "half of what `ulimit -v` leaves, if that is less",
-    ),
-    Setting(
-        "check_every",
-        "TORCH_RING_CHECK_EVERY",
-        count(0, 10**9),
-        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
-        "its state are the same on all ranks; 0: never",
-        common=True,
-    ),
-    Setting(
-        "run_ahead",
-        "TORCH_RING_RUN_AHEAD",
-        switch,
-        "1: backward passes on GPUs end without waiting for other hosts while they repeat "
-        "themselves; 0: the ranks agree on each pass; run_ahead=... of an optimizer comes first",
-        common=True,
-    ),
-    Setting(
-        "nan_check",
-        "TORCH_RING_NAN_CHECK",
-        switch,
-        "1: a DistributedOptimizer looks at each rank's gradients, and step() is an error on all "
-        "ranks that names the first NaN or infinity (docs/errors.md); nan_check=... of an "
-        "optimizer comes first",
-        common=True,
-    ),
-    Setting(
-        "autotune",
-        "TORCH_RING_AUTOTUNE",
-        switch,
-        "1: DistributedOptimizer tries other sizes of buckets in its first steps, and keeps them "
-        "if they are faster (docs/tuning.md)",
-        (("HOROVOD_AUTOTUNE", switch),),
-        common=True,
-    ),
-    Setting(
-        "autotune_log",
-        "TORCH_RING_AUTOTUNE_LOG",
-        str,
-        "path of a CSV file to which rank 0 adds the sizes that it has considered",
-        (("HOROVOD_AUTOTUNE_LOG", str),),
-    ),
-    Setting(
-        "as_gloo",
-        "TORCH_RING_AS_GLOO",
-        switch,
-        "1: where a program asks torch.distributed for gloo, it gets ring "
-        "(docs/torch-distributed.md)",
-    ),
-    Setting(
-        "as_horovod",
-        "TORCH_RING_AS_HOROVOD",
-        one_of("0", "1", "force"),
-        "1: programs that torch_ring.run starts, and others once they have imported torch, find "
-        "torch_ring where they import horovod, unless Horovod is installed; force: also then "
-        "(docs/migrating-from-horovod.md)",
     ),
     Setting(
         "interface",
@@ -499,12 +341,11 @@ SETTINGS = (
         common=True,
     ),
     Setting(
-        "network",
-        "TORCH_RING_NETWORK",
-        one_of("tcp", "ucx", "auto"),
-        "what carries the data of collectives between hosts, on CPUs: tcp, ucx, or auto, which is "
-        "ucx where all ranks have RDMA and the same UCX (docs/rdma.md)",
-        common=True,
+        "address_space_bytes",
+        "TORCH_RING_ADDRESS_SPACE",
+        byte_count(1),
+        "most bytes of address space in which a rank maps the shared memory of its host; about "
+        "half of what `ulimit -v` leaves, if that is less",
     ),
     Setting(
         "ucx_library",
@@ -519,6 +360,48 @@ SETTINGS = (
         "path of libnccl.so.2, or of librccl.so.1; if unset, the one that torch has loaded, or the "
         "system's",
     ),
+)
+
+_WAITING = (
+    Setting(
+        "timeout_s",
+        "TORCH_RING_TIMEOUT",
+        number(0.0),
+        "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
+        "never, as long as that rank lives (a transfer that has begun still fails after 300 s "
+        "without a byte)",
+        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", number(0.0)),),
+    ),
+    Setting(
+        "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", number(0.1), "seconds that init() may take"
+    ),
+    Setting(
+        "heartbeat_timeout_s",
+        "TORCH_RING_HEARTBEAT_TIMEOUT",
+        number(0.1),
+        "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
+        "cut off)",
+        common=True,
+    ),
+    Setting(
+        "stall_warning_s",
+        "TORCH_RING_STALL_WARNING",
+        number(0.0),
+        "seconds after which, again and again, a late rank is named in the log; 0: never",
+        (
+            ("HOROVOD_STALL_CHECK_DISABLE", disables_stall_check),
+            ("HOROVOD_STALL_CHECK_TIME_SECONDS", number(0.0)),
+        ),
+    ),
+    Setting(
+        "exit_with_launcher",
+        "TORCH_RING_EXIT_WITH_LAUNCHER",
+        count(0, 1),
+        "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
+    ),
+)
+
+_SECRETS = (
     Setting(
         "secret",
         "TORCH_RING_SECRET",
@@ -542,18 +425,144 @@ SETTINGS = (
         "run code; 0: only plain data",
         common=True,
     ),
+)
+
+_TRAINING = (
     Setting(
-        "exit_with_launcher",
-        "TORCH_RING_EXIT_WITH_LAUNCHER",
-        count(0, 1),
-        "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
+        "bucket_bytes",
+        "TORCH_RING_BUCKET_BYTES",
+        byte_count(1),
+        "most bytes of gradients in a bucket, which DistributedOptimizer reduces together",
+        common=True,
     ),
     Setting(
-        "flight_dir",
-        "TORCH_RING_FLIGHT_DIR",
+        "direct_gradient_bytes",
+        "TORCH_RING_DIRECT_GRADIENT_BYTES",
+        byte_count(0),
+        "bytes from which on backward writes a gradient straight into the shared memory in which "
+        "it is reduced, if all ranks are on one host; 0: all gradients are copied there",
+        common=True,
+    ),
+    Setting(
+        "nan_check",
+        "TORCH_RING_NAN_CHECK",
+        switch,
+        "1: a DistributedOptimizer looks at each rank's gradients, and step() is an error on all "
+        "ranks that names the first NaN or infinity (docs/errors.md); nan_check=... of an "
+        "optimizer comes first",
+        common=True,
+    ),
+    Setting(
+        "check_every",
+        "TORCH_RING_CHECK_EVERY",
+        count(0, 10**9),
+        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
+        "its state are the same on all ranks; 0: never",
+        common=True,
+    ),
+    Setting(
+        "run_ahead",
+        "TORCH_RING_RUN_AHEAD",
+        switch,
+        "1: backward passes on GPUs end without waiting for other hosts while they repeat "
+        "themselves; 0: the ranks agree on each pass; run_ahead=... of an optimizer comes first",
+        common=True,
+    ),
+    Setting(
+        "autotune",
+        "TORCH_RING_AUTOTUNE",
+        switch,
+        "1: DistributedOptimizer tries other sizes of buckets in its first steps, and keeps them "
+        "if they are faster (docs/tuning.md)",
+        (("HOROVOD_AUTOTUNE", switch),),
+        common=True,
+    ),
+    Setting(
+        "autotune_log",
+        "TORCH_RING_AUTOTUNE_LOG",
         str,
-        "folder into which a rank writes its last operations with each RingError, and on "
-        "SIGUSR2 (docs/tracing.md); if unset, none",
+        "path of a CSV file to which rank 0 adds the sizes that it has considered",
+        (("HOROVOD_AUTOTUNE_LOG", str),),
+    ),
+)
+
+_COLLECTIVES = (
+    Setting(
+        "fusion_threshold_bytes",
+        "TORCH_RING_FUSION_THRESHOLD",
+        byte_count(0),
+        "most bytes of asynchronous allreduces that are fused into one; 0: none are fused",
+        (("HOROVOD_FUSION_THRESHOLD", byte_count(0)),),
+        common=True,
+    ),
+    Setting(
+        "fusion_window_s",
+        "TORCH_RING_FUSION_WINDOW",
+        number(0.0, 1e-3, _LONGEST_WINDOW),
+        "milliseconds for which asynchronous operations are collected, unless a thread waits for "
+        "one",
+        (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3, _LONGEST_WINDOW)),),
+    ),
+    Setting(
+        "kept_result_bytes",
+        "TORCH_RING_KEPT_RESULT_BYTES",
+        byte_count(0),
+        "bytes of freed memory of large results that a process keeps for later results; the system "
+        "may take it back; 0: none",
+    ),
+)
+
+_ELASTIC = (
+    Setting(
+        "elastic_timeout_s",
+        "TORCH_RING_ELASTIC_TIMEOUT",
+        number(0.1),
+        "seconds after a failure in which the surviving ranks of torch_ring.elastic must find one "
+        "another",
+        (("HOROVOD_ELASTIC_TIMEOUT", number(0.1)),),
+        common=True,
+    ),
+    Setting(
+        "min_ranks",
+        "TORCH_RING_MIN_RANKS",
+        count(1, 10**6),
+        "the fewest ranks with which torch_ring.elastic goes on",
+        common=True,
+    ),
+    Setting(
+        "max_ranks",
+        "TORCH_RING_MAX_RANKS",
+        count(1, 1 << 20),
+        "the most ranks to which torch_ring.elastic grows",
+        common=True,
+    ),
+)
+
+_NAMES = (
+    Setting(
+        "as_gloo",
+        "TORCH_RING_AS_GLOO",
+        switch,
+        "1: where a program asks torch.distributed for gloo, it gets ring "
+        "(docs/torch-distributed.md)",
+    ),
+    Setting(
+        "as_horovod",
+        "TORCH_RING_AS_HOROVOD",
+        one_of("0", "1", "force"),
+        "1: programs that torch_ring.run starts, and others once they have imported torch, find "
+        "torch_ring where they import horovod, unless Horovod is installed; force: also then "
+        "(docs/migrating-from-horovod.md)",
+    ),
+)
+
+_OBSERVING = (
+    Setting(
+        "log_level",
+        "TORCH_RING_LOG_LEVEL",
+        one_of(*LEVELS),
+        "debug, info, warning or error",
+        (("HOROVOD_LOG_LEVEL", horovod_level),),
     ),
     Setting(
         "timeline",
@@ -569,6 +578,13 @@ SETTINGS = (
         switch,
         "1: that timeline marks each round of agreement",
         (("HOROVOD_TIMELINE_MARK_CYCLES", switch),),
+    ),
+    Setting(
+        "flight_dir",
+        "TORCH_RING_FLIGHT_DIR",
+        str,
+        "folder into which a rank writes its last operations with each RingError, and on "
+        "SIGUSR2 (docs/tracing.md); if unset, none",
     ),
     Setting(
         "metrics_file",
@@ -591,11 +607,35 @@ SETTINGS = (
         "port on 127.0.0.1 at which local rank 0 serves its counters to Prometheus, local rank 1 "
         "at the next one, and so on (docs/tracing.md); 0: none",
     ),
+)
+
+_BY_LAUNCHER = (
     Setting(
-        "log_level",
-        "TORCH_RING_LOG_LEVEL",
-        one_of(*LEVELS),
-        "debug, info, warning or error",
-        (("HOROVOD_LOG_LEVEL", horovod_level),),
+        "directory",
+        "TORCH_RING_ELASTIC_DIRECTORY",
+        str,
+        "host:port at which torch_ring.run tells newcomers of an elastic job who its ranks are; it "
+        "sets this itself",
+    ),
+    Setting(
+        "is_newcomer",
+        "TORCH_RING_ELASTIC_NEWCOMER",
+        switch,
+        "1: this process was started for an elastic job that runs already; torch_ring.run sets it",
     ),
 )
+
+# By the headings of docs/settings.md.
+GROUPS = {
+    "Transports": _CONNECTIONS,
+    "Deadlines": _WAITING,
+    "Secrets": _SECRETS,
+    "Training": _TRAINING,
+    "Collectives": _COLLECTIVES,
+    "Elastic jobs": _ELASTIC,
+    "Programs for other libraries": _NAMES,
+    "Observing": _OBSERVING,
+    "Set by the launcher": _BY_LAUNCHER,
+}
+
+SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)
