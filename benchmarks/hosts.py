@@ -120,7 +120,7 @@ def gigabytes_per_s(output: str) -> float:
 
 
 def variables(
-    hosts: Sequence[Host], ranks_per_host: int, rank: int, network: str
+    hosts: Sequence[Host], ranks_per_host: int, rank: int, network: str = "tcp"
 ) -> dict[str, str]:
     """Return the variables that torchrun would set, and the interfaces."""
     interfaces = ",".join(hosts[0].interfaces)

@@ -16,7 +16,6 @@ from unittest import mock
 import pool
 import pytest
 import torch
-from launcher_commands import TORCHRUN, output_of, start_program
 from scripts import ROOT
 
 import torch_ring as hvd
@@ -308,17 +307,3 @@ def test_over_ucx(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert found["ucx"]["problem"] is None
     run = found["runs"][2]
     assert (run["asked_transport"], run["transport"], run["ranks"]) == ("ucx", "ucx", 2)
-
-
-# --- the ranks of a launcher
-
-
-@pytest.mark.slow
-def test_ranks_of_a_launcher() -> None:
-    process = start_program([*TORCHRUN, "--nproc-per-node", "2", "-m", "torch_ring", "--launched"])
-    output = output_of(process)
-    assert process.returncode == 0, output
-    line = r"^2 ranks, launched  +allreduce is right, by 2 ranks on one host, by shared memory$"
-    assert len(re.findall(line, output, re.MULTILINE)) == 1, output
-    assert re.search(r"^  1024 KB  +torch_ring \S+ us \(\S+ GB/s\)$", output, re.MULTILINE), output
-    assert output.count("self-test passed\n") == 1

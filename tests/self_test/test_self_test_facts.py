@@ -14,6 +14,7 @@ from unittest import mock
 import pool
 import pytest
 import torch
+from launcher_commands import TORCHRUN, output_of, start_program
 
 import torch_ring as hvd
 from torch_ring.config import Config
@@ -115,3 +116,17 @@ def test_a_launched_rank_that_fails_fails_all() -> None:
     found = json.loads(said)
     assert (found["passed"], found["runs"]) == (False, [])
     assert "rank 1" in found["problems"][0]
+
+
+# --- the ranks of a launcher
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher() -> None:
+    process = start_program([*TORCHRUN, "--nproc-per-node", "2", "-m", "torch_ring", "--launched"])
+    output = output_of(process)
+    assert process.returncode == 0, output
+    line = r"^2 ranks, launched  +allreduce is right, by 2 ranks on one host, by shared memory$"
+    assert len(re.findall(line, output, re.MULTILINE)) == 1, output
+    assert re.search(r"^  1024 KB  +torch_ring \S+ us \(\S+ GB/s\)$", output, re.MULTILINE), output
+    assert output.count("self-test passed\n") == 1
