@@ -237,7 +237,6 @@ def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
         "tests/world/test_lost_ranks.py tests/world/test_departures.py -k tcp",
         "tests/world/test_several_hosts.py tests/world/test_process_sets_on_hosts.py",
         "tests/elastic/test_kills.py tests/elastic/test_survivors.py",
-        "tests/c10d -k tcp",
     ],
 )
 def test_other_tests_pass_over_ucx(tests: str, tmp_path: Path) -> None:
