@@ -11,6 +11,7 @@
 #include <iomanip>
 #include <sstream>
 #include <system_error>
+#include <utility>
 
 #include "core/connection_lost.h"
 #include "core/error.h"
@@ -123,15 +124,10 @@ bool Connection::open(bool needed) {
   }
   if (network_) stream_ = network_->stream(sockets.front().get(), rank_, peer_);
   sockets_ = std::move(sockets);
-  if (stream_) send_now(stream_->greeting());
+  if (stream_ && send(stream_->greeting()) < stream_->greeting().size()) {
+    throw Error(ErrorKind::kInternal, "a new socket to " + peer_ + " takes no greeting");
+  }
   return true;
-}
-
-/// Sends a few bytes, for which the socket has room: the peer has read all that came before.
-void Connection::send_now(std::span<const std::byte> bytes) {
-  if (send(bytes) == bytes.size()) return;
-  throw Error(ErrorKind::kInternal, "the socket to " + peer_ + " has no room for " +
-                                        std::to_string(bytes.size()) + " bytes");
 }
 
 /// Receives the peer's greeting, if there is a network; returns whether all of it has come.
@@ -208,10 +204,9 @@ std::size_t Connection::send_data(std::span<const std::byte> bytes) {
 std::size_t Connection::receive_data(std::span<std::byte> bytes) {
   if (!network_) return try_receive(bytes.first(std::min(bytes.size(), kMoveBytes)));
   if (!open(true) || !meet()) return 0;
-  const std::size_t received =
-      receive_by(bytes, data_frames_, [&](auto room) { return stream_->receive(room); });
-  acknowledge();
-  return received;
+  received_ += receive_by(bytes.subspan(received_), data_frames_,
+                          [&](auto room) { return stream_->receive(room); });
+  return acknowledge() ? std::exchange(received_, 0) : 0;
 }
 
 /// Reads no byte beyond the acknowledgements that are due.
@@ -228,10 +223,11 @@ void Connection::take_acknowledgements() {
   }
 }
 
-void Connection::acknowledge() {
-  if (const std::size_t messages = stream_->take_received()) {
-    send_now(std::vector(messages, kAcknowledgement));
-  }
+/// Acknowledges what has been received; returns whether the sockets have taken all of it.
+bool Connection::acknowledge() {
+  owed_ += stream_->take_received();
+  if (owed_ > 0) owed_ -= send(std::vector(owed_, kAcknowledgement));
+  return owed_ == 0;
 }
 
 pollfd Connection::send_poll() const {
@@ -241,6 +237,7 @@ pollfd Connection::send_poll() const {
 }
 
 pollfd Connection::receive_poll() const {
+  if (owed_ > 0) return {send_fd(), POLLOUT, 0};
   return {receive_fd(), static_cast<short>(stream_ && is_met_ ? POLLRDHUP : POLLIN), 0};
 }
 

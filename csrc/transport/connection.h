@@ -104,10 +104,9 @@ class Connection {
   bool open(bool needed);
   bool meet();
   std::size_t send(std::span<const std::byte> bytes);
-  void send_now(std::span<const std::byte> bytes);
   std::size_t receive(std::span<std::byte> bytes);
   void take_acknowledgements();
-  void acknowledge();
+  bool acknowledge();
   int fd(Position position) const {
     return sockets_.empty() ? -1 : sockets_[position.socket].get();
   }
@@ -125,6 +124,8 @@ class Connection {
   Frames data_frames_;                     // of the network
   std::unique_ptr<NetworkStream> stream_;  // null without a network, or sockets
   bool is_met_ = false;                    // the peer's greeting has come
+  std::size_t owed_ = 0;                   // acknowledgements for which the sockets had no room
+  std::size_t received_ = 0;               // bytes that the caller gets when none is owed
 };
 
 /// The bytes of one of several peers in an exchange.

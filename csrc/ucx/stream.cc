@@ -21,9 +21,10 @@ namespace {
 
 constexpr std::uint32_t kMagic = 0x31584355;  // "UCX1"
 constexpr std::size_t kMostAddressBytes = 64u << 10;
-constexpr std::size_t kMostMessages = 8;  // of a direction that are under way
-constexpr std::chrono::seconds kGrace{2};
+constexpr std::size_t kMostMessages = 8;   // of a direction that are under way
+constexpr std::chrono::seconds kGrace{8};  // longer than a watchdog looks for a cause
 constexpr std::chrono::seconds kCloseTimeout{10};
+constexpr int kCloseTurns = 10'000;  // the process may have been stopped
 
 template <class T>
 std::span<const std::byte> bytes_of(const T& value) {
@@ -99,11 +100,14 @@ void UcxStream::greeted(std::size_t bytes) {
 /// receive.
 void UcxStream::connect() {
   if (endpoint_) return;
-  if (error_ != kOk) throw_lost("failed: an exchange was given up");
+  if (error_ != kOk) {
+    throw_lost(socket_has_ended() ? "closed" : "failed: an exchange was given up");
+  }
   EndpointParams params;
   params.address = address_.data();
   params.argument = this;
   params.on_error = [](void* stream, Endpoint, Status status) {
+    static_cast<UcxStream*>(stream)->is_peers_error_ = true;
     static_cast<UcxStream*>(stream)->note(status);
   };
   const Status status = api_.ep_create(worker_.handle(), &params, &endpoint_);
@@ -128,15 +132,24 @@ std::size_t UcxStream::send(std::span<const std::byte> bytes) {
   while (error_ == kOk && done + under_way_ < bytes.size() && outgoing_.size() < kMostMessages) {
     const auto rest = bytes.subspan(done + under_way_);
     const auto part = rest.first(std::min(rest.size(), kPieceBytes));
-    const StatusPointer request =
-        api_.tag_send(endpoint_, part.data(), part.size(), head_.tag, &kNoParams);
-    if (is_error(request)) note(error_of(request));
-    outgoing_.push_back({request, part.size()});
+    Outgoing& message = outgoing_.emplace_back();  // first: UCX must not have what is not noted
+    message.bytes = part.size();
     under_way_ += part.size();
+    message.request = api_.tag_send(endpoint_, part.data(), part.size(), head_.tag, &kNoParams);
+    if (is_error(message.request)) note(error_of(message.request));
   }
+  if (done > 0 || bytes.empty()) return done;
   // As long as acknowledgements are due, their end is that of the socket.
-  if (done == 0 && !bytes.empty()) check(unacknowledged() == 0 && socket_has_ended());
-  return done;
+  const bool is_over = unacknowledged() == 0 && socket_has_ended();
+  if (is_over &&
+      under_way_ > 0) {  // all of it has come: UCX waits for words of a peer that has left
+    done = under_way_;
+    close();
+    note(kCanceled);
+    return done;
+  }
+  check(is_over);
+  return 0;
 }
 
 std::size_t UcxStream::receive(std::span<std::byte> bytes) {
@@ -188,7 +201,7 @@ void UcxStream::begin_to_receive(std::span<std::byte> bytes) {
       throw Error(ErrorKind::kInternal,
                   peer_ + " sent a message of " + std::to_string(info.bytes) + " bytes over UCX");
     }
-    Incoming message;
+    Incoming& message = incoming_.emplace_back();  // first, as in send()
     message.left = info.bytes;
     std::byte* to = bytes.data() + next;
     if (next + info.bytes > bytes.size()) {
@@ -198,7 +211,6 @@ void UcxStream::begin_to_receive(std::span<std::byte> bytes) {
     message.request = api_.tag_message_receive(worker_.handle(), to, info.bytes, found, &kNoParams);
     if (is_error(message.request)) note(error_of(message.request));
     next += info.bytes;
-    incoming_.push_back(std::move(message));
   }
 }
 
@@ -221,9 +233,10 @@ bool UcxStream::socket_has_ended() const {
 /// Throws if the peer has ended the connection, or the endpoint has failed for a while.
 void UcxStream::check(bool is_over) const {
   if (is_over) throw_lost("closed");
-  if (error_ != kOk && Clock::now() > error_time_ + kGrace) {
-    throw_lost(std::string("failed: ") + api_.status_string(error_));
-  }
+  if (error_ == kOk || Clock::now() < error_time_ + kGrace) return;
+  if (is_peers_error_) throw_lost(std::string("failed: ") + api_.status_string(error_));
+  throw Error(ErrorKind::kInternal,
+              "UCX of this rank fails with data of " + peer_ + ": " + api_.status_string(error_));
 }
 
 void UcxStream::abandon() noexcept {
@@ -243,9 +256,9 @@ void UcxStream::close() noexcept {
   const auto deadline = Clock::now() + kCloseTimeout;
   const auto finish = [&](StatusPointer request) {
     if (!request || is_error(request)) return;
-    while (api_.request_check_status(request) == kInProgress) {
+    for (int turn = 0; api_.request_check_status(request) == kInProgress; ++turn) {
       worker_.progress();
-      if (Clock::now() > deadline) {
+      if (turn > kCloseTurns && Clock::now() > deadline) {
         std::fprintf(stderr,
                      "torch_ring: UCX %s does not give back the memory of a message to %s. To go "
                      "on would damage data.\n",

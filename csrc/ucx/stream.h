@@ -101,6 +101,7 @@ class UcxStream final : public NetworkStream {
   Endpoint endpoint_ = nullptr;  // null before it is needed, and after abandon()
   Status error_ = kOk;           // of the endpoint; kCanceled after abandon()
   Clock::time_point error_time_;
+  bool is_peers_error_ = false;
 
   std::deque<Outgoing> outgoing_;
   std::size_t under_way_ = 0;     // bytes of them

@@ -50,6 +50,9 @@ Worker::Worker(Api api) : api_(std::move(api)) {
     const Params params;
     Status status =
         api_.config_modify(config, "RNDV_THRESH", std::to_string(kEagerBytes + 1).c_str());
+    // Its receives end when the sender's request can end, too. UCX has it as its default
+    // since 1.16.
+    if (status == kOk) status = api_.config_modify(config, "PROTO_ENABLE", "y");
     if (status == kOk) status = api_.init(kMajor, kMinor, &params, config, &context_);
     api_.config_release(config);
     check(status, "ucp_init");
