@@ -93,11 +93,12 @@ def forked(
         cleanup.callback(family.kill)
         for rank in range(size):
             host = hosts[rank * len(hosts) // size] if hosts else None
+            theirs = environment(rank)  # here: in a child an error would go on as this program
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             if (pid := os.fork()) == 0:
                 ours = [reports[0], *writes]
                 line = Line(rank, size, reports[1], [read for read, _ in gates])
-                be_rank(line, body, environment(rank), host, output.fileno(), ours, parent)
+                be_rank(line, body, theirs, host, output.fileno(), ours, parent)
             family.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             with signals_taken():

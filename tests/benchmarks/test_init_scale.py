@@ -193,6 +193,17 @@ def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
         assert eventually(lambda: not alive(pids), END_S)
 
 
+def test_variables_that_fail_end_the_program_and_no_rank_goes_on_as_it(tmp_path: Path) -> None:
+    text = FORKED.replace("lambda rank: {}", "lambda rank: {'RANK': [0][rank]}")
+    text = text.replace(
+        "with forked", "import atexit; atexit.register(print, 'ended')\nwith forked"
+    )
+    done = python("-c", text, folder=tmp_path, jobs=1)
+    assert done.returncode == 1
+    assert "IndexError" in done.stderr.splitlines()[-1]
+    assert done.stdout == "ended\n"
+
+
 @contextmanager
 def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     program = subprocess.Popen(
