@@ -392,12 +392,12 @@ def enter_namespace(name: str) -> None:
     Its own /sys, as ``ip netns exec`` mounts it, is where UCX looks for network interfaces.
     """
     libc, new_net, new_mounts = _libc(), 0x40000000, 0x00020000
-    private, recursive, detach = 1 << 18, 1 << 14, 2
+    slave, recursive, detach = 1 << 19, 1 << 14, 2
     with open(f"/var/run/netns/{name}") as file:
         results = [
             libc.setns(file.fileno(), new_net),
             libc.unshare(new_mounts),
-            libc.mount(b"none", b"/", None, private | recursive, None),
+            libc.mount(b"none", b"/", None, slave | recursive, None),
             libc.umount2(b"/sys", detach),
             libc.mount(name.encode(), b"/sys", b"sysfs", 0, None),
         ]
