@@ -137,7 +137,6 @@ def variables(
         "GLOO_SOCKET_IFNAME": interfaces,
         "TORCH_RING_INTERFACE": interfaces,
         "TORCH_RING_NETWORK": network,
-        "UCX_NET_DEVICES": interfaces,
         "OMP_NUM_THREADS": "1",
     }
 

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "core/error.h"
+#include "core/symbols.h"
 
 namespace torch_ring::nccl {
 
@@ -37,28 +38,6 @@ void* open(const std::string& path) {
                   "is (TORCH_RING_NCCL_LIBRARY)");
 }
 
-class Symbols {
- public:
-  Symbols(void* library, std::string path) : library_(library), path_(std::move(path)) {}
-
-  template <class Function>
-  void get(Function*& function, const char* name) const {
-    function = reinterpret_cast<Function*>(dlsym(library_, name));
-    if (function) return;
-    throw Error(ErrorKind::kInvalidArgument, path_ + " has no " + name + ": it is not NCCL " +
-                                                 version_text(kOldestVersion) + " or newer");
-  }
-
- private:
-  void* library_;
-  std::string path_;
-};
-
-std::string path_of(void* symbol, const std::string& otherwise) {
-  Dl_info info{};
-  return dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : otherwise;
-}
-
 }  // namespace
 
 std::string version_text(int version) {
@@ -68,10 +47,10 @@ std::string version_text(int version) {
 
 Api load(const std::string& path) {
   void* library = open(path);
+  const Symbols symbols(library, "ncclGetVersion", path.empty() ? kSonames[0] : path,
+                        "NCCL " + version_text(kOldestVersion) + " or newer");
   Api api{};
-  api.path = path_of(dlsym(library, "ncclGetVersion"), path.empty() ? kSonames[0] : path);
-
-  const Symbols symbols(library, api.path);
+  api.path = symbols.path();
   symbols.get(api.get_version, "ncclGetVersion");
   if (api.get_version(&api.version) != Result::kSuccess || api.version < kOldestVersion) {
     throw Error(ErrorKind::kInvalidArgument, api.path + " is NCCL " + version_text(api.version) +

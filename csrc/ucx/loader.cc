@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include "core/error.h"
+#include "core/symbols.h"
 
 namespace torch_ring::ucx {
 
@@ -11,9 +12,9 @@ namespace {
 constexpr const char* kSoname = "libucp.so.0";
 constexpr unsigned kOldestMinor = 16;
 
-std::string path_of(void* symbol, const std::string& otherwise) {
-  Dl_info info{};
-  return dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : otherwise;
+Symbols symbols_of(void* library, const std::string& path) {
+  return {library, "ucp_get_version", path,
+          "UCX 1." + std::to_string(kOldestMinor) + " or a newer one of version 1"};
 }
 
 /// Two libraries in one process would share the parts of one of them.
@@ -23,42 +24,20 @@ void* open(const std::string& path) {
   if (loaded && dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD) != loaded) {
     throw Error(ErrorKind::kInvalidArgument,
                 path + " cannot be loaded: this process has another UCX, " +
-                    path_of(dlsym(loaded, "ucp_get_version"), kSoname));
+                    symbols_of(loaded, kSoname).path());
   }
   const char* name = path.empty() ? kSoname : path.c_str();
   if (void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL)) return library;
   throw Error(ErrorKind::kInvalidArgument, std::string("UCX cannot be loaded: ") + dlerror());
 }
 
-class Symbols {
- public:
-  Symbols(void* library, std::string path) : library_(library), path_(std::move(path)) {}
-
-  template <class Function>
-  void get(Function*& function, const char* name) const {
-    function = reinterpret_cast<Function*>(dlsym(library_, name));
-    if (!function) fail(std::string("has no ") + name);
-  }
-
-  [[noreturn]] void fail(const std::string& why) const {
-    throw Error(ErrorKind::kInvalidArgument, path_ + " " + why + ": it is not UCX 1." +
-                                                 std::to_string(kOldestMinor) +
-                                                 " or a newer one of version 1");
-  }
-
- private:
-  void* library_;
-  std::string path_;
-};
-
 }  // namespace
 
 Api load(const std::string& path) {
   void* library = open(path);
+  const Symbols symbols = symbols_of(library, path.empty() ? kSoname : path);
   Api api{};
-  api.path = path_of(dlsym(library, "ucp_get_version"), path.empty() ? kSoname : path);
-
-  const Symbols symbols(library, api.path);
+  api.path = symbols.path();
   void (*get_version)(unsigned*, unsigned*, unsigned*) = nullptr;
   symbols.get(get_version, "ucp_get_version");
   symbols.get(api.version_string, "ucp_get_version_string");

@@ -11,9 +11,8 @@ namespace torch_ring::ucx {
 /// system's. The library is never unloaded. Thread: any. Errors: Error(kInvalidArgument) if there
 /// is no UCX, if it is older than 1.16, or the process has loaded another one.
 ///
-/// UCX reads its settings (UCX_...) from the environment, some when it is loaded: unless
-/// UCX_HANDLE_ERRORS=none and UCX_MEM_EVENTS=n it takes over the signals of crashes, and patches
-/// libc's mmap() in memory.
+/// UCX reads its settings (UCX_...) from the environment, some when it is loaded: torch_ring/setup/
+/// ucx.py sets them before.
 Api load(const std::string& path = "");
 
 }  // namespace torch_ring::ucx

@@ -1,0 +1,44 @@
+// Symbols: the functions of a library that was loaded by dlopen().
+#pragma once
+
+#include <dlfcn.h>
+
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace torch_ring {
+
+/// Thread: one at a time. Errors: Error(kInvalidArgument) that names the library and the version
+/// that is needed.
+class Symbols {
+ public:
+  /// `name`: a function that the library has, by which its path is found; `otherwise`: the path if
+  /// that is not. `needed`: "NCCL 2.18 or newer".
+  Symbols(void* library, const char* name, std::string otherwise, std::string needed)
+      : library_(library), path_(std::move(otherwise)), needed_(std::move(needed)) {
+    Dl_info info{};
+    void* const function = dlsym(library, name);
+    if (function && dladdr(function, &info) && info.dli_fname) path_ = info.dli_fname;
+  }
+
+  const std::string& path() const noexcept { return path_; }
+
+  template <class Function>
+  void get(Function*& function, const char* name) const {
+    function = reinterpret_cast<Function*>(dlsym(library_, name));
+    if (!function) fail(std::string("has no ") + name);
+  }
+
+  [[noreturn]] void fail(const std::string& why) const {
+    throw Error(ErrorKind::kInvalidArgument, path_ + " " + why + ": it is not " + needed_);
+  }
+
+ private:
+  void* library_;
+  std::string path_;
+  std::string needed_;
+};
+
+}  // namespace torch_ring
