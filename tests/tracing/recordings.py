@@ -80,3 +80,18 @@ def dump_of(rank: int, late_by_ms: int = 0) -> dict[str, Any]:
         "state": "scheduled",
     }
     return {"version": "2.10", "rank": rank, "pg_config": {}, "entries": [entry, waiting]}
+
+
+def failed_dump() -> dict[str, object]:
+    """Return a dump whose second operation has failed 0.5 ms after it was asked for."""
+    dump = dump_of(rank=0)
+    failed = dump["entries"][1]
+    failed["ring"] = {
+        "name": "loss",
+        "state": "failed",
+        "ended_ns": failed["time_created_ns"] + 500_000,
+        "error": "rank 0: the ranks <disagree>",
+    }
+    dump["entries"].append(failed | {"collective_seq_id": 3, "ring": {"name": "later"}})
+    dump["entries"][2]["time_created_ns"] += 9_000_000
+    return dump

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recordings import timeline_events, write_timeline
+from recordings import MILLISECOND, failed_dump, timeline_events, write_timeline
 
 from torch_ring.tracing.command import main
 
@@ -75,6 +76,10 @@ def wait_for(chromium: Any, condition: Callable[[Any], Any]) -> Any:
 
 def open_page(chromium: Any, folder: Path, events: list[dict[str, Any]]) -> None:
     write_timeline(folder / "timeline.json", events)
+    open_recording(chromium, folder)
+
+
+def open_recording(chromium: Any, folder: Path) -> None:
     assert main(["show", str(folder)]) == 0
     chromium.get((folder / "page.html").as_uri())
     drawn = "return document.documentElement.dataset.drawn"
@@ -158,6 +163,36 @@ def test_light_and_dark(chromium: Any, tmp_path: Path) -> None:
     dark = chromium.execute_script(look)
     assert light[0] != dark[0]
     assert light[1] != dark[1]
+
+
+@pytest.mark.slow
+def test_nothing_overflows_a_narrow_screen(chromium: Any, tmp_path: Path) -> None:
+    narrow = {"width": 480, "height": 900, "deviceScaleFactor": 2, "mobile": True}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    open_page(chromium, tmp_path, timeline_events(steps=6))
+    width = "return document.documentElement.scrollWidth"
+    assert chromium.execute_script(width) == 480
+    (tmp_path / "timeline.json").write_bytes(pickle.dumps(failed_dump()))
+    open_recording(chromium, tmp_path)
+    assert chromium.find_elements("css selector", ".failures")
+    assert chromium.execute_script(width) == 480
+
+
+@pytest.mark.slow
+def test_a_gap_after_the_start_is_folded(chromium: Any, tmp_path: Path) -> None:
+    events = timeline_events(steps=6)
+    args = events[-1]["args"] | {"tensor": "broadcast.weights", "sequence": 100}
+    for event in events:
+        if "ts" in event:
+            event["ts"] += 500 * MILLISECOND
+    start = {"name": "BROADCAST", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": MILLISECOND}
+    open_page(chromium, tmp_path, [*events, start | {"args": args}])
+    ticks = (
+        "return Bokeh.documents[0].get_model_by_name('timeline').below[0].formatter"
+        ".doFormat([0, 1, 100], {loc: 0})"
+    )
+    assert chromium.execute_script(ticks) == ["0 ms", "1 ms", "500 ms"]
+    assert "gradients.0.3.0.0" in hover_over(chromium, "gradients.0.3.0.0")
 
 
 @pytest.mark.slow

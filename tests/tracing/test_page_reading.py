@@ -8,7 +8,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from recordings import MILLISECOND, dump_of, timeline_events, write_timeline
+from recordings import MILLISECOND, dump_of, failed_dump, timeline_events, write_timeline
 
 from torch_ring.tracing.page.document import draw_page
 from torch_ring.tracing.page.recording import NothingToShowError, events_of, read_recording, step_of
@@ -73,21 +73,6 @@ def test_a_dump_of_torch_ring_has_names(tmp_path: Path) -> None:
     assert other.name == "all_reduce 2"
 
 
-def failed_dump() -> dict[str, object]:
-    """Return a dump whose second operation has failed 0.5 ms after it was asked for."""
-    dump = dump_of(rank=0)
-    failed = dump["entries"][1]
-    failed["ring"] = {
-        "name": "loss",
-        "state": "failed",
-        "ended_ns": failed["time_created_ns"] + 500_000,
-        "error": "rank 0: the ranks <disagree>",
-    }
-    dump["entries"].append(failed | {"collective_seq_id": 3, "ring": {"name": "later"}})
-    dump["entries"][2]["time_created_ns"] += 9_000_000
-    return dump
-
-
 def test_a_failed_operation_has_its_error_and_its_end(tmp_path: Path) -> None:
     (tmp_path / "flight_0").write_bytes(pickle.dumps(failed_dump()))
     _, failed, later = read_recording(tmp_path).operations
@@ -100,17 +85,17 @@ def test_a_failed_operation_has_its_error_and_its_end(tmp_path: Path) -> None:
     assert (later.state, later.error) == ("scheduled", "")
 
 
-def test_the_page_lists_what_has_failed(tmp_path: Path) -> None:
+def test_the_page_lists_failed_operations(tmp_path: Path) -> None:
     pytest.importorskip("bokeh", reason="bokeh is not installed: pip install bokeh")
     (tmp_path / "flight_0").write_bytes(pickle.dumps(failed_dump()))
     page = draw_page(read_recording(tmp_path), "a job", 1000.0)
     assert "<dt>failed</dt><dd>1</dd>" in page
     assert "<dt>not completed</dt><dd>1</dd>" in page
-    card = page.partition("What has failed")[2].partition("</section>")[0]
+    card = page.partition("Failed operations")[2].partition("</section>")[0]
     assert "<td>rank 0</td><td>allreduce loss</td>" in card
     assert "<td>rank 0: the ranks &lt;disagree&gt;</td>" in card
     (tmp_path / "flight_0").write_bytes(pickle.dumps(dump_of(rank=0)))
-    assert "What has failed" not in draw_page(read_recording(tmp_path), "a job", 1000.0)
+    assert "Failed operations" not in draw_page(read_recording(tmp_path), "a job", 1000.0)
 
 
 class Evil:

@@ -1,15 +1,17 @@
-"""Results of a recording: late ranks, and times of steps."""
+"""Results of a recording: late ranks, times of steps, and the idle time before the first one."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from torch_ring.tracing.page.recording import Operation, Recording, step_of
 
-__all__ = ["Arrival", "Lateness", "arrivals", "lateness", "step_times"]
+__all__ = ["Arrival", "Gap", "Lateness", "Step", "arrivals", "lateness", "start_gap", "step_times"]
+
+_LEAST_GAP = 0.1  # of the recording, before a gap is worth folding
 
 
 @dataclass(frozen=True)
@@ -65,37 +67,77 @@ def lateness(recording: Recording, arrived: list[Arrival | None], late_us: float
     ]
 
 
-def step_times(recording: Recording) -> dict[int, list[tuple[int, float]]]:
-    """Return for each rank (step, microseconds from its first operation to the next step's).
+@dataclass(frozen=True)
+class Step:
+    """A step of the job: one time for all ranks."""
 
-    A step is a backward pass of a `DistributedOptimizer`; in a job without one it is the time from
-    an operation to the next one of its name, for the name that comes most often.
+    number: int
+    time: float  # microseconds
+    last: int  # the rank that came last to its beginning
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Time in which no rank has an operation under way, microseconds."""
+
+    begin: float
+    end: float
+
+
+def step_times(recording: Recording) -> list[Step]:
+    """Return the steps whose next one was recorded, too.
+
+    A step begins when the last rank comes to its first operation: from then on all ranks work on
+    it, so its time is one for all of them. It is a backward pass of a `DistributedOptimizer`; in a
+    job without one, an operation of the name that comes most often.
     """
+    begins = _begins(recording)
+    last = {
+        step: max(of_ranks, key=lambda rank: of_ranks[rank]) for step, of_ranks in begins.items()
+    }
+    return [
+        Step(step, begins[following][last[following]] - begins[step][last[step]], last[step])
+        for step, following in pairwise(sorted(begins))
+        if following == step + 1
+    ]
+
+
+def start_gap(recording: Recording) -> Gap | None:
+    """Return the idle time between the operations of the start and the first step.
+
+    None where it is less than a tenth of the recording, or nothing came before the first step.
+    """
+    begins = _begins(recording)
+    first = min(min(of_ranks.values()) for of_ranks in begins.values())
+    before = [each.finished for each in recording.operations if each.submitted < first]
+    end = max(each.finished for each in recording.operations)
+    if not before or first - max(before) < _LEAST_GAP * end:
+        return None
+    return Gap(max(before), first)
+
+
+def _begins(recording: Recording) -> dict[int, dict[int, float]]:
+    """Return for each step, and each rank in it, when the rank came to its first operation."""
     begins: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for each in recording.operations:
         step = step_of(each.name)
         if step is not None:
-            begins[each.rank].setdefault(step, each.submitted)
-    if not begins:
-        begins = _repetitions(recording.operations)
-    result = {}
-    for rank, times in begins.items():
-        steps = sorted(times)
-        result[rank] = [
-            (step, times[following] - times[step])
-            for step, following in pairwise(steps)
-            if following == step + 1
-        ]
-    return {rank: steps for rank, steps in sorted(result.items()) if steps}
+            begins[step].setdefault(each.rank, each.submitted)
+    return begins or _repetitions(recording.operations)
 
 
-def _repetitions(operations: list[Operation]) -> defaultdict[int, dict[int, float]]:
-    counts: defaultdict[str, int] = defaultdict(int)
-    for each in operations:
-        counts[each.name] += 1
-    name = max(counts, key=lambda each: counts[each])
+def _repetitions(operations: list[Operation]) -> dict[int, dict[int, float]]:
+    """Return the same for the operations of the most frequent name, each a step."""
+    name = Counter(each.name for each in operations).most_common(1)[0][0]
+    counts: Counter[int] = Counter()
+    numbers: dict[tuple[str, int], int] = {}
     begins: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for each in operations:
-        if each.name == name:
-            begins[each.rank][len(begins[each.rank])] = each.submitted
+        if each.name != name:
+            continue
+        number = counts[each.rank]
+        if each.sequence >= 0:  # the same on all ranks, also of a dump that lacks its first ones
+            number = numbers.setdefault((each.process_set, each.sequence), len(numbers))
+        counts[each.rank] += 1
+        begins[number].setdefault(each.rank, each.submitted)
     return begins

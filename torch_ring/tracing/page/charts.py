@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from heapq import heappop, heappush
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import numpy as np
 from bokeh.layouts import column
 from bokeh.models import (
+    BasicTicker,
+    BoxAnnotation,
     BoxZoomTool,
     ColumnDataSource,
     CustomJSHover,
     CustomJSTickFormatter,
     HoverTool,
+    Label,
     PanTool,
     Range1d,
     RangeTool,
@@ -22,7 +26,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from torch_ring.tracing.page.analysis import Arrival
+from torch_ring.tracing.page.analysis import Arrival, Gap, Step
 from torch_ring.tracing.page.recording import Operation, Recording
 
 __all__ = ["MOST_LANES", "draw_steps", "draw_timeline", "lanes_of"]
@@ -43,7 +47,6 @@ COLORS = {
 }
 OTHER_COLOR = "#8793a6"
 LATE_COLOR = "#e5484d"
-RANK_COLORS = ("#3b82f6", "#e69f00", "#10a37f", "#a855f7", "#22b8cf", "#c98f65", "#84a834")
 
 LOOK: dict[str, Any] = {
     "sizing_mode": "stretch_width",
@@ -68,12 +71,64 @@ if (value < 1e6) return (value / 1e3).toFixed(2) + " ms";
 return (value / 1e6).toFixed(3) + " s";
 """
 
+# Milliseconds of the chart, which are earlier than those of the recording after a fold.
 TICK_IN_WORDS = """
-const far = Math.max(...ticks);
-if (far < 1) return (tick * 1e3).toFixed(0) + " µs";
-if (far < 1e4) return +tick.toFixed(3) + " ms";
-return +(tick / 1e3).toFixed(4) + " s";
+const time = tick > fold_begin ? tick + fold_length : tick;
+const far = Math.max(...ticks) + fold_length;
+if (far < 1) return (time * 1e3).toFixed(0) + " µs";
+if (far < 1e4) return +time.toFixed(3) + " ms";
+return +(time / 1e3).toFixed(4) + " s";
 """
+
+
+class TimeAxis:
+    """Places of times on the charts: microseconds of the recording become milliseconds there.
+
+    Most of the gap before the first step is folded: left out, and marked.
+    """
+
+    def __init__(self, gap: Gap | None) -> None:
+        self.gap = gap
+        self.fold_length = 0.0  # milliseconds
+        if gap is not None:
+            most = 0.9 * (gap.end - gap.begin) / 1e3
+            unit = 10.0 ** math.floor(math.log10(most)) / 2  # or ticks would have long numbers
+            self.fold_length = most // unit * unit
+
+    def place(self, times: Any) -> Any:
+        """Return the places of an array of times, none of which lies inside the gap."""
+        times = np.asarray(times, dtype=float)
+        if self.gap is None:
+            return times / 1e3
+        return times / 1e3 - self.fold_length * (times > self.gap.begin)
+
+    def formatter(self) -> Any:
+        begin = 0.0 if self.gap is None else self.gap.begin / 1e3
+        fold = {"fold_begin": begin, "fold_length": self.fold_length}
+        return CustomJSTickFormatter(code=TICK_IN_WORDS, args=fold)
+
+    def mark_fold(self, chart: Any, middle: float) -> None:
+        """Draw the rest of the gap as a hatched band; `middle`: of the label, on the y axis."""
+        if self.gap is None:
+            return
+        left, right = self.place([self.gap.begin, self.gap.end])
+        look = {"fill_alpha": 0.0, "line_alpha": 0.0, "hatch_pattern": "/", "hatch_alpha": 0.35}
+        chart.add_layout(
+            BoxAnnotation(left=left, right=right, hatch_color=OTHER_COLOR, name="fold", **look)
+        )
+        folded = self.fold_length
+        chart.add_layout(
+            Label(
+                x=(left + right) / 2,
+                y=middle,
+                text=f"{folded / 1e3:g} s left out" if folded >= 1e4 else f"{folded:g} ms left out",
+                angle=math.pi / 2,
+                text_align="center",
+                text_baseline="middle",
+                text_font_size="11px",
+                text_color=OTHER_COLOR,
+            )
+        )
 
 
 def new_chart(**options: Any) -> Any:
@@ -142,21 +197,24 @@ _TIMELINE_HOVER = """
 """
 
 
-def draw_timeline(recording: Recording, arrived: list[Arrival | None], late_us: float) -> Any:
+def draw_timeline(
+    recording: Recording, arrived: list[Arrival | None], late_us: float, gap: Gap | None
+) -> Any:
     """Return the chart of all operations: ranks as rows, a bar for each, the late ones marked."""
+    axis = TimeAxis(gap)
     operations = recording.operations
     lanes, lane_counts = lanes_of(operations)
     # A rank's row is one high; its lanes share it. The first rank is on top.
     rows = {rank: index for index, rank in enumerate(recording.ranks)}
-    end = max(1.0, *(each.finished for each in operations))
+    end = float(axis.place(max(1.0, *(each.finished for each in operations))))
     chart = new_chart(
         height=max(220, min(60 * len(rows) + 90, 900)),
-        x_range=Range1d(0, _first_window(operations, end), bounds=(-end * 2e-5, end * 1.02e-3)),
+        x_range=Range1d(0, _first_window(operations, axis, end), bounds=(-end * 0.02, end * 1.02)),
         y_range=Range1d(len(rows), -0.15),
         output_backend="webgl",
         name="timeline",
     )
-    chart.xaxis.formatter = CustomJSTickFormatter(code=TICK_IN_WORDS)
+    chart.xaxis.formatter = axis.formatter()
     chart.yaxis.ticker = [index + 0.45 for index in rows.values()]
     chart.yaxis.major_label_overrides = {
         index + 0.45: f"rank {rank}" for rank, index in rows.items()
@@ -166,7 +224,7 @@ def draw_timeline(recording: Recording, arrived: list[Arrival | None], late_us: 
         by_kind[each.kind].append(index)
     hovered = []
     for kind, indices in sorted(by_kind.items(), key=lambda item: -len(item[1])):
-        columns = _columns(recording, arrived, indices, lanes, lane_counts, rows)
+        columns = _columns(recording, arrived, indices, lanes, lane_counts, rows, axis)
         source = ColumnDataSource(columns, name=f"operations {kind}")
         color = COLORS.get(kind, OTHER_COLOR)
         # Lines as thin as a pixel keep bars visible that are narrower than one.
@@ -174,7 +232,8 @@ def draw_timeline(recording: Recording, arrived: list[Arrival | None], late_us: 
         waiting = chart.quad("submitted", "started", fill_alpha=0.25, line_alpha=0.35, **look)
         moving = chart.quad("started", "finished", legend_label=kind, name=f"bars {kind}", **look)
         hovered += [waiting, moving]
-    _mark_late(chart, recording, arrived, late_us, rows)
+    _mark_late(chart, recording, arrived, late_us, rows, axis)
+    axis.mark_fold(chart, len(rows) / 2)
     chart.add_tools(
         HoverTool(
             renderers=hovered,
@@ -189,28 +248,31 @@ def draw_timeline(recording: Recording, arrived: list[Arrival | None], late_us: 
     )
     chart.ygrid.visible = False
     put_legend_above(chart)
-    overview = _overview(chart, recording, arrived, end)
+    overview = _overview(chart, recording, arrived, axis, end)
     return column(chart, overview, sizing_mode="stretch_width")
 
 
-def _first_window(operations: list[Operation], end: float) -> float:
+def _first_window(operations: list[Operation], axis: TimeAxis, end: float) -> float:
     """Return until when the chart shows at first, in milliseconds: few enough bars to see them."""
     if len(operations) <= 2 * _FIRST_BARS:
-        return end / 1e3
-    return max(operations[_FIRST_BARS].submitted, 1.0) / 1e3
+        return end
+    return float(axis.place(max(operations[_FIRST_BARS].submitted, 1.0)))
 
 
-def _overview(chart: Any, recording: Recording, arrived: list[Arrival | None], end: float) -> Any:
+def _overview(
+    chart: Any, recording: Recording, arrived: list[Arrival | None], axis: TimeAxis, end: float
+) -> Any:
     """Return the strip of the whole time: how late the last rank came; its frame is the chart's."""
     longest = np.zeros(_OVERVIEW_BINS)
     for operation, arrival in zip(recording.operations, arrived, strict=True):
         if arrival is not None and arrival.last == operation.rank:
-            place = min(int(operation.submitted / end * _OVERVIEW_BINS), _OVERVIEW_BINS - 1)
-            longest[place] = max(longest[place], arrival.lag / 1e3)
-    edges = np.linspace(0, end / 1e3, _OVERVIEW_BINS + 1)
+            place = float(axis.place(operation.submitted)) / end * _OVERVIEW_BINS
+            bin_ = min(int(place), _OVERVIEW_BINS - 1)
+            longest[bin_] = max(longest[bin_], arrival.lag / 1e3)
+    edges = np.linspace(0, end, _OVERVIEW_BINS + 1)
     strip = figure(
         height=96,
-        x_range=Range1d(0, end / 1e3),
+        x_range=Range1d(0, end),
         y_range=Range1d(0, max(float(longest.max()) * 1.1, 1.0)),
         y_axis_label="late, ms",
         tools="",
@@ -220,7 +282,7 @@ def _overview(chart: Any, recording: Recording, arrived: list[Arrival | None], e
     )
     columns = {"left": edges[:-1], "right": edges[1:], "top": longest}
     strip.quad("left", "right", "top", source=ColumnDataSource(columns), bottom=0, color=LATE_COLOR)
-    strip.xaxis.formatter = CustomJSTickFormatter(code=TICK_IN_WORDS)
+    strip.xaxis.formatter = axis.formatter()
     strip.yaxis.ticker.desired_num_ticks = 2
     strip.ygrid.visible = False
     frame = RangeTool(x_range=chart.x_range)
@@ -237,6 +299,7 @@ def _columns(
     lanes: list[int],
     lane_counts: dict[int, int],
     rows: dict[int, int],
+    axis: TimeAxis,
 ) -> dict[str, Any]:
     """Return the columns of the bars; times of places in milliseconds, others in microseconds."""
     chosen = [recording.operations[index] for index in indices]
@@ -245,9 +308,9 @@ def _columns(
     row = np.array([rows[each.rank] for each in chosen], dtype=float)
     top = row + height * np.array([lanes[index] for index in indices])
     return {
-        "submitted": np.array([each.submitted for each in chosen]) / 1e3,
-        "started": np.array([each.started for each in chosen]) / 1e3,
-        "finished": np.array([each.finished for each in chosen]) / 1e3,
+        "submitted": axis.place([each.submitted for each in chosen]),
+        "started": axis.place([each.started for each in chosen]),
+        "finished": axis.place([each.finished for each in chosen]),
         "top": top,
         "bottom": top + height * 0.92,
         "name": [each.name for each in chosen],
@@ -276,14 +339,15 @@ def _mark_late(
     arrived: list[Arrival | None],
     late_us: float,
     rows: dict[int, int],
+    axis: TimeAxis,
 ) -> None:
     """Draw a red triangle where the last rank came to an operation that waited for it."""
     late = [
-        (operation.submitted / 1e3, rows[operation.rank] - 0.04)
+        (operation.submitted, rows[operation.rank] - 0.04)
         for operation, arrival in zip(recording.operations, arrived, strict=True)
         if arrival and arrival.last == operation.rank and arrival.lag >= late_us
     ]
-    columns = {"x": np.array([x for x, _ in late]), "y": np.array([y for _, y in late])}
+    columns = {"x": axis.place([x for x, _ in late]), "y": np.array([y for _, y in late])}
     chart.scatter(
         "x",
         "y",
@@ -296,8 +360,8 @@ def _mark_late(
     )
 
 
-def draw_steps(times: dict[int, list[tuple[int, float]]]) -> Any:
-    """Return the chart of the time of each step, a line for each rank."""
+def draw_steps(steps: list[Step]) -> Any:
+    """Return the chart of the time of each step."""
     chart = new_chart(
         height=300,
         x_axis_label="step",
@@ -305,27 +369,21 @@ def draw_steps(times: dict[int, list[tuple[int, float]]]) -> Any:
         output_backend="webgl",
         name="steps",
     )
-    hovered = []
-    for index, (rank, pairs) in enumerate(times.items()):
-        columns = {
-            "step": [step for step, _ in pairs],
-            "time": [time / 1e3 for _, time in pairs],
-            "rank": [rank] * len(pairs),
-        }
-        look = {
-            "source": ColumnDataSource(columns),
-            "color": RANK_COLORS[index % len(RANK_COLORS)],
-            "legend_label": f"rank {rank}",
-        }
-        chart.line("step", "time", line_width=1.5, **look)
-        hovered.append(chart.scatter("step", "time", size=5 if len(pairs) < 300 else 2, **look))
+    columns = {
+        "step": [each.number for each in steps],
+        "time": [each.time / 1e3 for each in steps],
+        "last": [each.last for each in steps],
+    }
+    look = {"source": ColumnDataSource(columns), "color": COLORS["allreduce"]}
+    chart.line("step", "time", line_width=1.5, **look)
+    points = chart.scatter("step", "time", size=5 if len(steps) < 300 else 2, **look)
+    chart.xaxis.ticker = BasicTicker(min_interval=1)  # no half steps
     chart.y_range.start = 0
     chart.add_tools(
         HoverTool(
-            renderers=hovered,
-            tooltips='<div class="hover"><b>step @step</b><span>rank @rank: @time{0.00} '
-            "ms</span></div>",
+            renderers=[points],
+            tooltips='<div class="hover"><b>step @step</b><span>@time{0.00} ms; rank @last came '
+            "last to it</span></div>",
         )
     )
-    put_legend_above(chart)
     return chart

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any
 
 from torch_ring.tracing.page.analysis import (
     Lateness,
+    Step,
     arrivals,
     lateness,
+    start_gap,
     step_times,
 )
 from torch_ring.tracing.page.recording import Operation, Recording
@@ -52,10 +55,11 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
             "'torch_ring[trace]', or pip install bokeh"
         ) from None
     arrived = arrivals(recording)
-    times = step_times(recording)
-    figures: dict[str, Any] = {"timeline": draw_timeline(recording, arrived, late_us)}
-    if times:
-        figures["steps"] = draw_steps(times)
+    steps = step_times(recording)
+    timeline = draw_timeline(recording, arrived, late_us, start_gap(recording))
+    figures: dict[str, Any] = {"timeline": timeline}
+    if steps:
+        figures["steps"] = draw_steps(steps)
     script, places = components(figures)
     resources = Resources(mode="inline", components=["bokeh", "bokeh-gl"])
     empty = '<p class="empty">nothing of this was recorded</p>'
@@ -65,7 +69,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
         library=resources.render_js(),
         charts=script,
         colors=(_HERE / "page.js").read_text(),
-        facts=_facts(recording, times),
+        facts=_facts(recording, steps),
         failures=_failures(recording.operations),
         late=_late_table(lateness(recording, arrived, late_us), late_us),
         notes="".join(f"<li>{escape(note)}</li>" for note in recording.notes),
@@ -74,7 +78,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
     )
 
 
-def _facts(recording: Recording, times: dict[int, list[tuple[int, float]]]) -> str:
+def _facts(recording: Recording, steps: list[Step]) -> str:
     """Return the numbers on top of the page."""
     operations = recording.operations
     facts = {
@@ -88,9 +92,8 @@ def _facts(recording: Recording, times: dict[int, list[tuple[int, float]]]) -> s
             )
         ),
     }
-    all_times = sorted(time for pairs in times.values() for _, time in pairs)
-    if all_times:
-        facts["a step, median"] = _seconds(all_times[len(all_times) // 2])
+    if steps:
+        facts["a step, median"] = _seconds(median(each.time for each in steps))
     failed = sum(each.state == "failed" for each in operations)
     unfinished = sum(each.state != "completed" for each in operations) - failed
     facts |= {"failed": f"{failed:,}"} if failed else {}
@@ -114,7 +117,7 @@ def _failures(operations: list[Operation]) -> str:
     left_out = len(failed) - len(rows)
     more = f"<p>and {left_out:,} more</p>" if left_out else ""
     return (
-        '<section class="card failures"><h2>What has failed</h2><table><thead><tr><th></th>'
+        '<section class="card failures"><h2>Failed operations</h2><table><thead><tr><th></th>'
         "<th>operation</th><th>at</th><th>error</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>{more}</section>"
     )
