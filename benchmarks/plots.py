@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 from targets import MB, Report, load, of_kind, rows_of
 
 # One colour for each library, in all figures; a palette that colour-blind readers can tell apart.
@@ -41,7 +43,15 @@ SHARDING = {
     "zero": "DDP, ZeroRedundancyOptimizer",
 }
 BIN_S = 0.25  # of steps that are counted together
-STYLE: dict[str, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+# Two pixels for each of a page's 72 an inch, and letters that a phone shows legibly.
+DPI = 160
+STYLE: dict[str, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "legend.fontsize": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+}
 NAMES = {"mpi": "Open MPI", "touch": "read and write once", "ddp": "DDP, gloo"}
 
 
@@ -59,7 +69,7 @@ def allreduce(reports: dict[str, Report], axes: Axes) -> None:
 
 def overview(reports: dict[str, Report], sheet: Figure) -> None:
     """README.md's picture: allreduce of three libraries by size, and training steps beside DDP."""
-    left, right = sheet.subplots(1, 2, width_ratios=(3, 2))
+    left, right = sheet.subplots(1, 2, width_ratios=(1, 1))
     rows = of_kind(rows_of(reports, "allreduce"), "float32", "private")
     for library in ("torch_ring", "mpi", "gloo"):
         if library in rows[0]["results"]:
@@ -73,8 +83,8 @@ def overview(reports: dict[str, Report], sheet: Figure) -> None:
         places = [place + offset for place in range(len(steps))]
         bars = right.bar(places, heights, 0.38, color=COLOURS[variant], label=name_of(variant))
         if variant != "ddp":
-            right.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7)
-    right.set_xticks(range(len(steps)), list(steps))
+            right.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=8)
+    right.set_xticks(range(len(steps)), list(steps), fontsize=9)
     right.set(
         ylim=(0, 1.3),
         ylabel="time / DDP's",
@@ -93,7 +103,7 @@ def collectives(reports: dict[str, Report], axes: Axes) -> None:
     axes.set(
         yscale="log",
         ylabel="gloo's time / torch_ring's",
-        title=f"float32, {machine(reports, 'collectives')}",
+        title=f"speed relative to gloo, float32, {machine(reports, 'collectives')}",
     )
 
 
@@ -115,20 +125,21 @@ def hosts(reports: dict[str, Report], axes: Axes, count: int) -> None:
 
 
 def training_step(reports: dict[str, Report], axes: Axes) -> None:
-    """Exposed communication of each model."""
+    """Time of a step of each model, relative to that of torch without communication."""
     rows = rows_of(reports, "training_step")
     models = list(dict.fromkeys(row["model"] for row in rows))
+    alone = {row["model"]: row["step_ms"] for row in rows if row["variant"] == "torch"}
     for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
-        heights = [row["exposed_ms"] for row in rows if row["variant"] == variant]
+        steps = [row for row in rows if row["variant"] == variant]
+        heights = [row["step_ms"] / alone[row["model"]] for row in steps]
         places = [place + offset for place in range(len(models))]
-        drawn = [max(height, 0) for height in heights]
-        bars = axes.bar(places, drawn, 0.38, color=COLOURS[variant], label=name_of(variant))
-        axes.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=8)
+        bars = axes.bar(places, heights, 0.38, color=COLOURS[variant], label=name_of(variant))
+        axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=9)
+    axes.axhline(1, color="#000000", linestyle=":", label="no communication")
     axes.set_xticks(range(len(models)), models)
-    axes.margins(y=0.2)  # for the numbers
+    axes.margins(y=0.25)  # for the numbers, and the legend
     axes.set(
-        yscale="symlog",
-        ylabel="exposed communication (ms)",
+        ylabel="time / that without communication",
         title=f"a training step, {machine(reports, 'training_step')}",
     )
 
@@ -143,9 +154,9 @@ def sharded_state(reports: dict[str, Report], axes: Axes) -> None:
         heights = [row[value] / base[value] for value in values]
         bars = axes.bar(places, heights, 0.19, color=COLOURS[variant], label=name)
         labels = [text.format(row[value]) for value, text in values.items()]
-        axes.bar_label(bars, labels, fontsize=7, rotation=90, padding=3)
+        axes.bar_label(bars, labels, fontsize=8, rotation=90, padding=3)
     axes.set_xticks(range(len(values)), ["memory of all ranks", "step()", "a training step"])
-    axes.margins(y=0.3)  # for the numbers
+    axes.margins(y=0.35)  # for the numbers
     axes.set(
         ylabel="relative to shard_state=False",
         title=f"Adam, {base['parameters'] / 1e6:.0f} M parameters, "
@@ -158,22 +169,12 @@ def overhead(reports: dict[str, Report], axes: Axes) -> None:
     rows = rows_of(reports, "overhead")
     models = list(dict.fromkeys(row["model"] for row in rows))
     for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
-        of_variant = [row for row in rows if row["variant"] == variant]
+        added = [row["added_us"] for row in rows if row["variant"] == variant]
         places = [place + offset for place in range(len(models))]
-        collective = [row["collective_us"] for row in of_variant]
-        host = [max(row["host_us"], 0) for row in of_variant]
-        colour = COLOURS[variant]
-        axes.bar(places, host, 0.38, color=colour, label=f"{name_of(variant)}: host")
-        axes.bar(
-            places,
-            collective,
-            0.38,
-            bottom=host,
-            color=colour,
-            alpha=0.4,
-            label=f"{name_of(variant)}: a bare collective",
-        )
+        bars = axes.bar(places, added, 0.38, color=COLOURS[variant], label=name_of(variant))
+        axes.bar_label(bars, [f"{height:.0f}" for height in added], fontsize=9)
     axes.set_xticks(range(len(models)), models)
+    axes.margins(y=0.15)  # for the numbers
     axes.set(
         ylabel="added to a step (us)",
         title=f"beside computing, {machine(reports, 'overhead')}",
@@ -196,7 +197,9 @@ def scaling_published(reports: dict[str, Report], axes: Axes) -> None:
                 for ranks, efficiency in zip(curve["ranks"], curve["efficiencies"], strict=True)
                 if ranks <= 1024
             ]
-            axes.plot(*zip(*points, strict=True), style, color=colour, label=f"{model}, {variant}")
+            axes.plot(*zip(*points, strict=True), style, color=colour)
+    for variant, style in (("Horovod, flat ring", "-"), ("torch_ring, NCCL", "--")):
+        axes.plot([], [], style, color="#999999", label=f"modelled: {variant}")
     axes.set_xscale("log", base=2)
     axes.set_xticks([4, 16, 64, 128, 512, 1024], ["4", "16", "64", "128", "512", "1024"])
     axes.set(
@@ -212,16 +215,18 @@ def scaling_today(reports: dict[str, Report], axes: Axes) -> None:
     report = reports["scaling_model"]
     curves = [curve for curve in report["curves"] if curve["model"] == "resnet101"]
     variants = list(dict.fromkeys(curve["variant"] for curve in curves))
-    for variant, colour in zip(variants, ("#d55e00", "#56b4e9", "#0072b2"), strict=True):
+    colours = ("#d55e00", "#56b4e9", "#0072b2")
+    for variant, colour, width in zip(variants, colours, (1.5, 4, 1.5), strict=True):
         for cluster, style in (("A100", "-"), ("H100", "--")):
             curve = curve_of(report, cluster, "resnet101", variant)
             percent = [100 * efficiency for efficiency in curve["efficiencies"]]
-            axes.plot(curve["ranks"], percent, style, color=colour, label=f"{cluster}: {variant}")
+            label = f"{cluster}: {variant}"
+            axes.plot(curve["ranks"], percent, style, color=colour, linewidth=width, label=label)
     axes.set_xscale("log")
     axes.set(
         xlabel="GPUs, 8 a server",
         ylabel="scaling efficiency (%)",
-        title="ResNet-101, 256 images a GPU, modelled: no stragglers, no congestion",
+        title="ResNet-101, modelled without stragglers or congestion",
         ylim=(0, 100),
     )
 
@@ -353,7 +358,7 @@ def draw_all(folder: Path) -> list[Path]:
     ]
     if {"allreduce", "training_step"} <= reports.keys():
         with plt.rc_context(STYLE):
-            sheet = plt.figure(figsize=(10, 3.6), layout="constrained")
+            sheet = plt.figure(figsize=(8, 3.2), layout="constrained")
             overview(reports, sheet)
             files.append(save(sheet, folder / "overview.png"))
     return files
@@ -363,7 +368,7 @@ def draw_one(reports: dict[str, Report], name: str, path: Path) -> Path:
     """Draw one of `FIGURES`; return its file."""
     _, figure_of = FIGURES[name]
     with plt.rc_context(STYLE):
-        sheet, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        sheet, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
         figure_of(reports, axes)
         return save(sheet, path)
 
@@ -371,9 +376,14 @@ def draw_one(reports: dict[str, Report], name: str, path: Path) -> Path:
 def save(sheet: Figure, path: Path) -> Path:
     for axes in sheet.axes:
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize=7)
-    sheet.savefig(path, dpi=80, metadata={"Software": None})
+            axes.legend()
+    buffer = BytesIO()
+    sheet.savefig(buffer, dpi=DPI)
     plt.close(sheet)
+    # 64 colours are enough, in a third of the bytes.
+    Image.open(buffer).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
     return path
 
 

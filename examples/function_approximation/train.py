@@ -212,7 +212,7 @@ def plot(
     for curve in curves:
         right.semilogy(*zip(*curve, strict=True))
     right.set(xlabel="step", ylabel="loss")
-    figure.savefig(path, dpi=70)
+    figure.savefig(path, dpi=160)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def plot(path, history):
     for axes in (left, right):
         axes.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="epoch", ylabel="test accuracy")
-    figure.savefig(path, dpi=70)
+    figure.savefig(path, dpi=160)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def draw(history: list[dict], path: Path) -> None:
         axes.set(xlabel="epoch", ylabel=label, ylim=(0, None))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=160)
 
 
 def main() -> None:

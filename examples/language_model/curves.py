@@ -66,7 +66,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     for axes in below:
         axes.set_ylabel("distance from the first run")
     [above, *below][-1].set_xlabel("step")
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=160)
 
 
 def _columns(rows: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -224,7 +224,7 @@ def plot(path: Path, x: Tensor, solutions: dict[int, Tensor], all_curves: list) 
     axes[1, 0].set(ylabel="loss")
     axes[0, 0].legend(fontsize="small")
     axes[1, 0].legend(fontsize="small")
-    figure.savefig(path, dpi=62)
+    figure.savefig(path, dpi=160)
 
 
 if __name__ == "__main__":
