@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ class Lateness:
     times_last: int
     of: int
     median_lag: float  # microseconds, of those times
+    waited: float  # microseconds in which another rank waited for it then
 
 
 def arrivals(recording: Recording) -> list[Arrival | None]:
@@ -52,19 +54,30 @@ def arrivals(recording: Recording) -> list[Arrival | None]:
 
 
 def lateness(recording: Recording, arrived: list[Arrival | None], late_us: float) -> list[Lateness]:
-    """Return for each rank how often it was last."""
-    lags: defaultdict[int, list[float]] = defaultdict(list)
+    """Return for each rank how often it was last, and how long others waited for it."""
+    waits: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     of: defaultdict[int, int] = defaultdict(int)
     for operation, arrival in zip(recording.operations, arrived, strict=True):
         if arrival is None:
             continue
         of[operation.rank] += 1
         if arrival.last == operation.rank and arrival.lag >= late_us:
-            lags[operation.rank].append(arrival.lag)
-    return [
-        Lateness(rank, len(lags[rank]), of[rank], median(lags[rank]) if lags[rank] else 0.0)
-        for rank in recording.ranks
-    ]
+            end = operation.submitted
+            waits[operation.rank].append((end - arrival.lag, end))
+    result = []
+    for rank in recording.ranks:
+        lag = median(end - begin for begin, end in waits[rank]) if waits[rank] else 0.0
+        result.append(Lateness(rank, len(waits[rank]), of[rank], lag, _length(waits[rank])))
+    return result
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    length, covered = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        length += max(0.0, end - max(begin, covered))
+        covered = max(covered, end)
+    return length
 
 
 @dataclass(frozen=True)

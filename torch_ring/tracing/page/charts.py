@@ -151,6 +151,7 @@ def put_legend_above(chart: Any) -> None:
     chart.legend.click_policy = "hide"
     chart.legend.orientation = "horizontal"
     chart.legend.location = "left"
+    chart.legend.ncols = 3  # so that a phone shows all of them
     chart.add_layout(chart.legend[0], "above")
 
 

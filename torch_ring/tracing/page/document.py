@@ -55,6 +55,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
             "'torch_ring[trace]', or pip install bokeh"
         ) from None
     arrived = arrivals(recording)
+    recorded = max(1.0, *(each.finished for each in recording.operations))
     steps = step_times(recording)
     timeline = draw_timeline(recording, arrived, late_us, start_gap(recording))
     figures: dict[str, Any] = {"timeline": timeline}
@@ -71,7 +72,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
         colors=(_HERE / "page.js").read_text(),
         facts=_facts(recording, steps),
         failures=_failures(recording.operations),
-        late=_late_table(lateness(recording, arrived, late_us), late_us),
+        late=_late_table(lateness(recording, arrived, late_us), late_us, recorded),
         notes="".join(f"<li>{escape(note)}</li>" for note in recording.notes),
         sources=escape(", ".join(recording.sources)),
         **{name: places.get(name, empty) for name in ("timeline", "steps")},
@@ -123,24 +124,24 @@ def _failures(operations: list[Operation]) -> str:
     )
 
 
-def _late_table(late: list[Lateness], late_us: float) -> str:
-    """Return the table of how often each rank came last."""
+def _late_table(late: list[Lateness], late_us: float, recorded: float) -> str:
+    """Return the table of how often each rank came last; `recorded`: microseconds of the whole."""
     if not any(each.of for each in late):
         return '<p class="empty">one rank alone was recorded: nobody to compare it with</p>'
-    most = max(each.times_last for each in late)
+    most = max(each.waited for each in late)
     rows = []
     for each in late:
-        share = each.times_last / each.of if each.of else 0.0
-        worst = ' class="worst"' if most and each.times_last == most else ""
+        share = each.waited / recorded
+        worst = ' class="worst"' if most and each.waited == most else ""
         by = _seconds(each.median_lag) if each.times_last else ""
         rows.append(
             f"<tr{worst}><td>rank {each.rank}</td><td>{each.times_last:,} of {each.of:,}</td>"
-            f'<td class="share"><span style="width:{share * 100:.1f}%"></span>{share:.0%}</td>'
-            f"<td>{by}</td></tr>"
+            f'<td>{by}</td><td class="share"><span style="width:{share * 100:.1f}%"></span>'
+            f"{_seconds(each.waited)}</td></tr>"
         )
     return (
-        f"<table><thead><tr><th></th><th>last by {_seconds(late_us)} or more</th><th>share</th>"
-        f"<th>median</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        f"<table><thead><tr><th></th><th>last by {_seconds(late_us)} or more</th><th>median</th>"
+        f"<th>others waited</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
 
 
