@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compiles the floors of csrc that do without torch into one static library.
+"""Compiles the layers of csrc that do not use torch into one static library.
 
     python3 csrc/build_core.py build/core/libtorch_ring_core.a
 
 The extension, the C++ tests and the modules of a wheel, one for each torch, are linked with the
-same library. Each folder is compiled as one file, which includes its sources: that takes half of
+same library. Each folder is compiled as one file, which includes its sources: this takes half of
 the time, since they share most of their headers. With TORCH_RING_BY_FILE=1 each source is compiled
-by itself, so that after a change of one only that one is.
+separately, so that a change recompiles only its source.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FLAGS = [
 
 def jobs():
     """Return how many files to compile at a time: MAX_JOBS, or one for each processor."""
-    limit = os.environ.get("MAX_JOBS", "")  # torch, too, ignores one that is no number
+    limit = os.environ.get("MAX_JOBS", "")  # torch also ignores a value that is no number
     return max(1, int(limit)) if limit.isdecimal() else len(os.sched_getaffinity(0))
 
 
@@ -88,7 +88,7 @@ def objects_of(library):
 
 
 def build(library, flags=FLAGS):
-    """Compile what has changed, and make the library anew if anything has.
+    """Compile the changed files, and rebuild the library if there are any.
 
     Raises:
         SystemExit: the compiler has failed, after its messages.
@@ -96,7 +96,7 @@ def build(library, flags=FLAGS):
     objects = objects_of(library)
     objects.mkdir(parents=True, exist_ok=True)
     with (objects / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the extension and the tests are built at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the extension and the tests may build at the same time
         command = shlex.split(os.environ.get("CXX") or "g++")
         command += [*flags, f"-I{CSRC}"]
         for variable in ("CPPFLAGS", "CXXFLAGS"):
@@ -143,7 +143,7 @@ def name_of(source):
 
 
 def parts_of(source):
-    """Return the files that one file of `files_to_compile` has the code of."""
+    """Return the sources whose code one file of `files_to_compile` contains."""
     return [source] if source.is_relative_to(CSRC) else sorted((CSRC / source.stem).glob("*.cc"))
 
 

@@ -50,12 +50,13 @@ void translate(std::exception_ptr pointer) {
   } catch (const Error& error) {
     const auto errors = py::module_::import("torch_ring.errors");
     std::string text = error.what();
-    // Python may have more to say of a failed collective: where its last operations are written.
+    // Python may add to the error of a failed collective, such as the file with the last
+    // operations.
     if (error.kind() != ErrorKind::kInvalidArgument) {
       text += errors.attr("note_for_error")().cast<std::string>();
     }
     PyErr_SetString(py::object(errors.attr(python_name(error.kind()))).ptr(), text.c_str());
-  } catch (const std::system_error& error) {  // a thread that could not be started
+  } catch (const std::system_error& error) {  // a thread could not be started
     const auto text = "cannot start a thread: " + std::string(error.what());
     PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), text).ptr());
   }

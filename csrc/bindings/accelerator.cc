@@ -32,7 +32,8 @@ constexpr const char* kInstead =
     "Capture the model by torch.cuda.make_graphed_callables(), whose backward is one step of "
     "autograd, and leave gradients, collectives and step() outside of the graph";
 
-/// torch.cuda.is_current_stream_capturing, or that of another type's module; None without one.
+/// torch.cuda.is_current_stream_capturing, or that of another device type's module; None without
+/// one.
 py::object capture_query(const char* type) {
   const py::object module = py::module_::import("torch").attr("get_device_module")(type);
   return py::getattr(module, "is_current_stream_capturing", py::none());
@@ -180,7 +181,7 @@ class Accelerator final : public Device, public Buffers {
   ~Accelerator() override {
     const StreamScope now(stream_);
     if (communicator_->close()) return;
-    // NCCL hangs, and may yet write: what it uses is left behind with it.
+    // NCCL hangs, and may still write: the memory that it uses is leaked with it.
     new std::deque<Batch>(std::move(batches_));
     new at::Tensor(std::move(buffer_));
   }
@@ -316,7 +317,7 @@ class Accelerator final : public Device, public Buffers {
   const c10::Stream stream_;
   const DevicePatience patience_;
   const nccl::Api api_;
-  std::deque<Batch> batches_;   // those that have not ended, in the order of the stream
+  std::deque<Batch> batches_;   // pending ones, in the order of the stream
   Clock::time_point progress_;  // when the last one ended, or the first began
   Clock::time_point warned_;    // when a stall was logged last
   std::optional<nccl::NcclCommunicator> communicator_;
@@ -459,7 +460,7 @@ void narrow(const at::Tensor& output, const at::Tensor& wide, const Reduction& r
   } else if (!is_pair) {
     output.copy_(at::div(wide, ranks, "trunc"));
   } else {
-    // The average rounded down, and what is left of the sum then; toward zero from there.
+    // The average rounded down, from the quotients and the remainders; then toward zero.
     const at::Tensor rest = wide.select(1, 1);
     const at::Tensor down = wide.select(1, 0) + at::div(rest, ranks, "floor");
     const at::Tensor is_inexact = at::remainder(rest, ranks).ne(0);

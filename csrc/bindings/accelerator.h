@@ -19,30 +19,29 @@
 
 namespace torch_ring {
 
-/// The work that would be captured.
+/// The kind of work that would be captured.
 enum class Captured { kCollective, kBackward };
 
-/// Operations that may not be captured into a CUDA graph. The reason why `what` must not run now,
-/// if this thread's current stream on `device` is being captured into a graph: a replay runs on the
-/// device alone, so no rank would agree on its collectives, and no hook would see its gradients.
-/// Nothing for the CPU. It takes the GIL: hold no lock. Thread: any.
-/// Blocking: no.
+/// The reason why `what` must not run now, if this thread's current stream on `device` is being
+/// captured into a CUDA graph: a replay runs on the device alone, so no rank would agree on its
+/// collectives, and no hook would see its gradients. Nothing for the CPU. It takes the GIL: hold no
+/// lock. Thread: any. Blocking: no.
 std::optional<std::string> capture_problem(c10::Device device, Captured what);
 
 /// This thread's current stream on the device.
 c10::Stream current_stream(c10::Device device);
 
-/// Keeps a tensor's memory from being used for others until the stream has done what is on it when
-/// the memory is freed. Does nothing for memory that the device's own allocator does not own.
+/// Protects a freed tensor's memory from reuse until the stream has done the work enqueued on it
+/// before the release. Does nothing for memory that the device's own allocator does not own.
 void record_on_stream(const at::Tensor& tensor, c10::Stream stream);
 
-/// The streams of one device on which something has been made that one stream will use.
+/// The streams of one device that produce data for one other stream.
 /// Thread: one at a time.
 class Producers {
  public:
   void add(c10::Stream stream);
 
-  /// Makes `stream` wait for what is on the others now, and forgets them.
+  /// Makes `stream` wait for the work on the others now, and forgets them.
   void join(c10::Stream stream);
 
   void clear() { streams_.clear(); }
@@ -73,8 +72,8 @@ class OutputEvent {
   /// request. The host waits for neither.
   void follow(Request& request);
 
-  /// Whether the output has been written. Call this and wait() only when the request's work is
-  /// done, which means enqueued.
+  /// Whether the output has been written. Call this and wait() only when the request's Work is
+  /// done, which means that its device work is enqueued.
   bool query() const { return event_->query(); }
   /// Makes the current stream wait for the output, and keeps `output` alive for that stream's work.
   void wait(const at::Tensor& output) const;
@@ -82,10 +81,10 @@ class OutputEvent {
  private:
   c10::Device device_;
   std::shared_ptr<c10::Event> event_;
-  std::optional<c10::Stream> home_;  // for which the caller allocated the output, if it did
+  std::optional<c10::Stream> home_;  // the stream of the output's allocation, if the caller made it
 };
 
-/// The device of this process's tensors: that of the first tensor. Thread: any.
+/// The device of this process's tensors, chosen by the first tensor. Thread: any.
 class DeviceChoice {
  public:
   /// The one choice that all live engines share.
@@ -118,33 +117,34 @@ struct NcclSettings {
   bool blocking = false;  // NCCL_COMM_BLOCKING is set, which cannot be used here
 };
 
-/// How long the ranks' devices wait for one another, and who hears of it.
+/// How long the ranks' devices wait for one another, and the log for warnings.
 struct DevicePatience {
   EngineConfig config;
   std::function<void(const std::string&)> log;  // takes a warning
 };
 
-/// Makes a device for DeviceExecutor::Make. Its stream waits for late ranks as
-/// `patience` says, and calls of NCCL for its transfer_timeout(). `labels`: by rank.
+/// Makes a device for DeviceExecutor::Make. Its stream waits for late ranks according to
+/// `patience`, and calls of NCCL take at most its transfer_timeout(). `labels`: by rank.
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
                                          const DevicePatience& patience,
                                          const std::vector<std::string>& labels,
                                          const NcclSettings& settings);
 
-/// output = input * scaling.prescale * scaling.postscale / scaling.divisor. Of floating point and
-/// complex: by one factor, 16-bit floats in float32, rounded once. Integers, which have no divisor
-/// here: in float64, truncated toward zero and clamped to the range of the dtype. Booleans are
-/// copied. `output` may be `input`, or another tensor over the same memory.
+/// output = input * scaling.prescale * scaling.postscale / scaling.divisor. Floating-point and
+/// complex numbers are multiplied by one factor, 16-bit floats in float32, and rounded once.
+/// Integers, which have no divisor here, are scaled in float64, truncated toward zero and clamped
+/// to the range of the dtype. Booleans are copied. `output` may be `input`, or another tensor over
+/// the same memory.
 void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& scaling);
 
-/// `tensor`, integers of one dimension, for a reduction that would wrap around in its dtype, or for
-/// which NCCL has none: in int32 or int64. An int64 of an Average of n ranks becomes two numbers,
-/// its quotient by n and the remainder, because the sums of n of these fit int64.
+/// `tensor`, one-dimensional integers, converted to int32 or int64 for a reduction that would wrap
+/// around in its dtype, or for a dtype that NCCL lacks. An int64 of an Average of n ranks becomes
+/// two numbers, its quotient by n and the remainder, because the sums of n of these fit int64.
 at::Tensor widened(const at::Tensor& tensor, const Reduction& reduction);
 
-/// Writes the reduction to `output`, scaled but for the prescale, which its inputs have. `wide` are
-/// the reduced numbers of widened().
+/// Writes the reduction to `output`, with all factors except the prescale, which its inputs have
+/// already. `wide`: the reduced numbers of widened().
 void narrow(const at::Tensor& output, const at::Tensor& wide, const Reduction& reduction);
 
 }  // namespace torch_ring

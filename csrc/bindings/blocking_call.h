@@ -23,8 +23,8 @@ class WithoutGil {
 
 /// Counts calls that run without the GIL. When the interpreter ends, threads that wait for the GIL
 /// are ended by pthread_exit(), which must not happen below frames of C++: it would call
-/// std::terminate(). So whoever ends the interpreter first waits until all calls have returned to
-/// Python.
+/// std::terminate(). So the code that ends the interpreter first waits until all calls have
+/// returned to Python.
 ///
 /// Thread: any.
 class CountedCall {
@@ -34,8 +34,8 @@ class CountedCall {
   CountedCall(const CountedCall&) = delete;
   CountedCall& operator=(const CountedCall&) = delete;
 
-  /// Waits, without the GIL, until no thread is in such a call. Returns whether that is so, after
-  /// `patience` at most. Thread: with the GIL.
+  /// Waits, without the GIL, until no thread is in such a call, for `patience` at most. Returns
+  /// whether it has succeeded. Thread: with the GIL.
   static bool await_all(std::chrono::milliseconds patience) {
     if (running_.load() == 0) return true;
     const WithoutGil no_gil;
@@ -44,7 +44,7 @@ class CountedCall {
       if (std::chrono::steady_clock::now() >= deadline) return false;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    // They have the GIL in turn, and have still to raise their errors.
+    // The threads take the GIL in turn, and still have to raise their errors.
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     return true;
   }
@@ -56,7 +56,7 @@ class CountedCall {
   static inline std::atomic<int> running_{0};
 };
 
-/// Releases the GIL for its lifetime, and counts it.
+/// Releases the GIL for its lifetime, and counts the call.
 ///
 /// Thread: any, with the GIL.
 class BlockingCall {

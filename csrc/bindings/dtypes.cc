@@ -24,7 +24,7 @@ constexpr std::array<at::ScalarType, kDTypeCount> kScalarTypes{
 
 constexpr int kUnknown = -1;
 
-// By torch's number: the number of a DType, or kUnknown.
+// By torch's number: the DType's number, or kUnknown.
 constexpr auto kDTypes = [] {
   std::array<int, static_cast<std::size_t>(at::ScalarType::NumOptions)> dtypes{};
   dtypes.fill(kUnknown);

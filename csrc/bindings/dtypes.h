@@ -10,13 +10,13 @@
 
 namespace torch_ring {
 
-/// The dtype of `tensor`. Errors: Error(kInvalidArgument) if torch_ring does not move it.
+/// The dtype of `tensor`. Errors: Error(kInvalidArgument) if torch_ring does not support it.
 DType dtype_of(const at::Tensor& tensor);
 
 at::ScalarType scalar_type_of(DType dtype);
 
 /// Checks that there is an operator for the dtype. `what` begins the message.
-/// Errors: Error(kInvalidArgument), which lists what there is.
+/// Errors: Error(kInvalidArgument), which lists the supported dtypes or operators.
 void check_reducible(DType dtype, ReduceOp op, const std::string& what);
 
 }  // namespace torch_ring

@@ -23,7 +23,7 @@ void check_signals() {
 
 namespace {
 
-/// Whether Python has other threads than this one: they may yet submit something.
+/// Whether Python has threads beside this one, which may still submit something.
 bool has_other_threads() {
   const py::gil_scoped_acquire gil;
   PyThreadState* const first = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
@@ -54,7 +54,7 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
       transport_(transport_among(size_, hosts_)),
       plane_(std::move(plane)) {
   auto abort = std::make_shared<Abort>();
-  // Shared with the engine's thread, which has no GIL.
+  // Shared with the engine's thread, which does not hold the GIL.
   const std::shared_ptr<py::function> shared_log(new py::function(std::move(log)),
                                                  [](py::function* function) {
                                                    const py::gil_scoped_acquire gil;
@@ -116,7 +116,7 @@ at::Tensor PyEngine::allreduce_and_wait(const at::Tensor& tensor, std::optional<
     engine->submit_and_wait(std::move(request), kCheckSignals);
   }
   if (in_place && !tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version();  // autograd then refuses a stale saved tensor
+    tensor.unsafeGetTensorImpl()->bump_version();  // so autograd refuses a stale saved tensor
   }
   return *output;
 }

@@ -36,7 +36,7 @@ void check_signals();
 
 inline const Engine::Interrupt kCheckSignals = check_signals;
 
-/// A pending result as Python sees it. A work, its engine, and its result.
+/// A pending result in Python: a work, its engine, and its result.
 class PyWork {
  public:
   PyWork(std::shared_ptr<Engine> engine, std::shared_ptr<Work> work, std::shared_ptr<Result> result)
@@ -44,7 +44,7 @@ class PyWork {
   PyWork(PyWork&&) = default;
   PyWork& operator=(PyWork&&) = default;
 
-  /// The caller may have been about to wait, and a signal handler has thrown meanwhile.
+  /// The caller may have been about to wait when a signal handler threw.
   ~PyWork() {
     if (work_ && !work_->done()) engine_->tend();
   }
@@ -91,10 +91,10 @@ inline std::shared_ptr<Result> result_in(const at::Tensor& output) {
   return std::make_shared<Result>(Result{output, {}});
 }
 
-/// The engine of a process set, its communicator, and what lives as long as they do: Python's
+/// The engine of a process set, its communicator, and objects of the same lifetime: Python's
 /// `Engine` (torch_ring/_C.pyi documents the methods), which other bindings hold as well.
 ///
-/// Thread: any, with the GIL, which its end needs, too. Blocking: as Engine, without the GIL.
+/// Thread: any, with the GIL, also for the destructor. Blocking: as Engine, without the GIL.
 /// Errors: Engine's; Error(kInternal) after shutdown().
 class PyEngine {
  public:
@@ -159,9 +159,9 @@ class PyEngine {
                                             double postscale, bool blocking) const;
 
   /// Begins a message to another rank of the set, or the receipt of one, from `source` or from any
-  /// rank (csrc/messages). Until the request has ended it keeps the tensor, to which nobody else
-  /// writes; a received one is not read either. `deadline`: by default as late as timeout() allows.
-  /// Thread: any, without the GIL. Blocking: no.
+  /// rank (csrc/messages). The request keeps the tensor until it has ended; meanwhile nobody else
+  /// writes to the tensor, or reads a received one. `deadline`: by default after timeout(). Thread:
+  /// any, without the GIL. Blocking: no.
   /// Errors: Error(kInvalidArgument); the cause that has ended the messages.
   std::shared_ptr<MessageRequest> send(const at::Tensor& tensor, int destination, int tag,
                                        std::optional<Clock::time_point> deadline = {}) const;
@@ -205,7 +205,7 @@ class PyEngine {
   int size() const { return size_; }
   /// The number of its process set.
   std::uint64_t set() const { return set_; }
-  /// How late another rank may be; 0: it is waited for without end.
+  /// How late another rank may be; 0: no limit.
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:

@@ -1,4 +1,4 @@
-// PyMessage, totals_of(): messages as Python sees them.
+// PyMessage, totals_of(): messages in Python.
 #pragma once
 
 #include <memory>
@@ -21,14 +21,14 @@ class PyMessage {
 
   bool done() const { return request_->done(); }
 
-  /// Waits without the GIL. Returns the other rank: the one that has sent it, or gets it.
+  /// Waits without the GIL. Returns the other rank: the sender or the receiver.
   int wait() const;
 
  private:
   std::shared_ptr<MessageRequest> request_;
 };
 
-/// The sums as Python sees them: Engine.message_totals().
+/// The sums for Python: Engine.message_totals().
 pybind11::dict totals_of(const MessageTotals& totals);
 
 /// Adds Message and MessageRecord (torch_ring/_C.pyi documents them).

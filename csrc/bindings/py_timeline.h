@@ -1,4 +1,4 @@
-// PyTimeline: a timeline as Python holds it.
+// PyTimeline: a timeline in Python.
 #pragma once
 
 #include <sys/types.h>
@@ -15,7 +15,7 @@ class module_;
 
 namespace torch_ring {
 
-/// In a forked child it leaks the parent's timeline, whose thread is not there.
+/// In a forked child it leaks the parent's timeline, whose thread does not exist there.
 ///
 /// Thread: any, with the GIL, which stop() releases.
 class PyTimeline {

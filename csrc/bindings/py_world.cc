@@ -69,7 +69,7 @@ PyHostMemory::PyHostMemory(Fd memory, std::vector<int> ranks, int rank)
 
 void PyHostMemory::use(World& world, std::span<const int> members,
                        std::span<const std::int64_t> offsets) const {
-  if (world.topology.host_count() == world.topology.size()) return;  // none shares a host
+  if (world.topology.host_count() == world.topology.size()) return;  // no two ranks share a host
   for (const int rank : world.topology.ranks_of_host(world.topology.host())) {
     world.slots.push_back({at(memories_, index_of(ranks_, at(members, rank))),
                            static_cast<std::size_t>(at(offsets, rank))});
@@ -159,7 +159,7 @@ void PyControlPlane::close_set(std::uint64_t set) {
 
 void PyControlPlane::leave_unused(std::uint64_t set, int members) {
   if (plane_ && ::getpid() == pid_) plane_->leave(set, 0, members);
-  close_set(set);  // members that use it may have connected to this one
+  close_set(set);  // members that use it may have connected to this rank
 }
 
 void PyControlPlane::give_reason(std::string why) {

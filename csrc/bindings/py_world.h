@@ -1,4 +1,4 @@
-// world_of() and engine_config_of(): what an engine is made from, of Python's arguments.
+// world_of() and engine_config_of(): the parameters of an engine, from Python's arguments.
 #pragma once
 
 #include <sys/types.h>
@@ -27,14 +27,13 @@ class str;
 
 namespace torch_ring {
 
-/// The memory of this process's host, as Python holds it. The memory of a host and this rank's
-/// arena in it, for all process sets.
+/// The memory of this process's host in Python, with this rank's arena in it, for all process sets.
 ///
 /// Thread: any. Blocking: while the system looks for memory.
 class PyHostMemory {
  public:
   /// `ranks`: those of this host, ascending; `rank`: this one. Errors: Error(kInternal) if `memory`
-  /// is not that of such a host.
+  /// does not fit such a host.
   PyHostMemory(Fd memory, std::vector<int> ranks, int rank);
 
   /// In a forked child: HostMemory::leave_to_parent().
@@ -46,7 +45,7 @@ class PyHostMemory {
 
   /// Gives a set's `world` its slots and the arena. `members`: the set's ranks in the world, by
   /// rank in the set; `offsets`: of their slots. Errors: Error(kInternal) if another rank's offset
-  /// cannot be one.
+  /// is invalid.
   void use(World& world, std::span<const int> members, std::span<const std::int64_t> offsets) const;
 
  private:
@@ -58,8 +57,8 @@ class PyHostMemory {
 
 void bind_host_memory(pybind11::module_& module);
 
-/// The control plane of a process, as Python holds it. Owns the plane together with the engines
-/// that use it. In a forked child it lets go of the parent's plane.
+/// The control plane of a process in Python. Shares ownership of the plane with the engines that
+/// use it. In a forked child it leaks the parent's plane.
 ///
 /// Thread: any, with the GIL.
 class PyControlPlane {
@@ -75,11 +74,11 @@ class PyControlPlane {
   void fail(std::uint64_t set, const std::string& why);
   /// Closes the data connections of a set that no engine has taken, and refuses later ones.
   void close_set(std::uint64_t set);
-  /// Tells the others that this rank has left a set of so many members, which it has not used.
+  /// Tells the others that this rank has left a set of `members` members without using it.
   void leave_unused(std::uint64_t set, int members);
-  /// Whether all its members have left a set: then none of them uses its memory.
+  /// Whether all members have left a set: then none of them uses its memory.
   bool has_ended(std::uint64_t set) const { return plane_ && plane_->has_ended(set); }
-  /// Why this process leaves, for the other ranks' errors.
+  /// Sets the reason why this process leaves, for the other ranks' errors.
   void give_reason(std::string why);
   /// The ranks that are lost.
   std::vector<int> lost() const { return plane_->lost(); }
@@ -94,11 +93,11 @@ class PyControlPlane {
   }
   std::optional<bool> pass_point() { return plane_ ? plane_->pass_point() : false; }
   std::string why_stop() const { return plane_ ? plane_->why_stop() : ""; }
-  /// The data connections that have been made so far.
+  /// The number of data connections so far.
   std::uint64_t connections() const { return plane_->connections(); }
   void stop(std::chrono::milliseconds patience = kGoodbyePatience);
 
-  /// Takes note of the descriptors that a child is about to inherit.
+  /// Records the descriptors that a child is about to inherit.
   void before_fork();
   /// In a forked child: closes the parent's connections, and leaks its thread and memory.
   void abandon();
@@ -121,8 +120,8 @@ std::shared_ptr<WaitGraph> waits_of(const std::shared_ptr<ControlPlane>& plane, 
 
 void bind_control_plane(pybind11::module_& module);
 
-/// A string of Python of bytes that another program may have sent; those that are no UTF-8 are
-/// replaced. Thread: with the GIL.
+/// A Python string of bytes that another program may have sent; invalid UTF-8 is replaced. Thread:
+/// with the GIL.
 pybind11::str as_text(std::string_view bytes);
 
 /// The settings, from seconds; a timeout is rounded up to milliseconds.
@@ -130,7 +129,7 @@ EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double
                               double fusion_window_s, std::size_t fusion_threshold_bytes);
 
 /// The world of one of `members` (torch_ring/_C.pyi, Engine). `plane` and `memory` may be null.
-/// `ucx_library`: as of ucx::load(); nothing: bytes between hosts travel over TCP.
+/// `ucx_library`: the parameter of ucx::load(); none: bytes between hosts travel over TCP.
 /// Errors: ValueError if `host_of` does not name every member; those of ucx::load() and Worker.
 World world_of(int rank, const std::vector<int>& members, std::vector<int> host_of,
                std::vector<std::string> labels, bool may_spin,

@@ -131,8 +131,8 @@ class ResultAllocator final : public c10::Allocator {
   PagePool pages_{0};
 };
 
-/// Whether a result of `numel` elements lies in kept pages. All others than plain tensors on the
-/// host are made by torch.
+/// Whether a result of `numel` elements lies in kept pages. torch makes all results but plain
+/// tensors on the host.
 bool is_kept(const at::Tensor& like, std::int64_t numel) {
   return like.is_cpu() && like.layout() == at::kStrided && !like.is_nested() &&
          like.has_storage() && !like.unsafeGetTensorImpl()->is_python_dispatch() &&
@@ -153,7 +153,7 @@ at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes) {
 }
 
 at::Tensor empty_result_like(const at::Tensor& like) {
-  if (lack_of_memory(like)) return like;  // for the request, which refuses it
+  if (lack_of_memory(like)) return like;  // the request will refuse it
   if (!is_kept(like, like.numel()) || !like.is_non_overlapping_and_dense()) {
     return at::empty_like(like);
   }
@@ -181,7 +181,7 @@ at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape,
     return at::empty(shape, options);
   }
   void* data = memory.get();
-  // A resize takes other memory, as it would of a tensor of torch's own: batched_powerSGD_hook()
+  // A resize allocates other memory, like that of an ordinary tensor: batched_powerSGD_hook()
   // resizes DDP's buckets.
   return at::for_blob(data, shape)
       .deleter([memory = std::move(memory)](void*) {})
@@ -221,8 +221,8 @@ at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
   return fingerprint.on_host() && !values.is_cpu() ? values.detach().cpu() : values;
 }
 
-/// Sets the request's input to `input`, which it keeps alive, and its output to `output`, or to a
-/// contiguous copy where needed, which may be `input` if `in_place`.
+/// Sets the request's input to `input`, which it keeps alive, and its output to `output`. Where
+/// this needs a contiguous copy, the copy may be `input` if `in_place`.
 void set_buffers_to(Request& request, const at::Tensor& input, const at::Tensor& output,
                     bool in_place = false) {
   request.input = input.const_data_ptr();
@@ -260,7 +260,7 @@ void set_input(Request& request, const at::Tensor& input) {
   request.finish = [input] {};  // keeps it alive
 }
 
-/// Refuses a root that is no rank.
+/// Refuses a root that is not a rank.
 void check_root(int root, int size, const std::string& what) {
   if (root >= 0 && root < size) return;
   refuse(what + ": root rank " + std::to_string(root) + " is not one of the " +
@@ -281,7 +281,7 @@ void check_parts(const at::Tensor& parts, const at::Tensor& part, int size,
   }
 }
 
-/// Sets the buffers of an allgather or an alltoall into memory that is there.
+/// Sets the buffers of an allgather or an alltoall whose output is given.
 void set_given_buffers(Request& request, const at::Tensor& input, const at::Tensor& output) {
   request.input = input.const_data_ptr();
   request.allocate = [output](std::span<const std::int64_t>) { return output.mutable_data_ptr(); };
@@ -290,7 +290,7 @@ void set_given_buffers(Request& request, const at::Tensor& input, const at::Tens
 }
 
 /// Sets the buffers of an allgather or an alltoall, whose output size depends on the other ranks.
-/// Turns the fingerprint's shape into that of a row.
+/// Reduces the fingerprint's shape to that of a row.
 void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
   request.fingerprint.shape.erase(request.fingerprint.shape.begin());
   request.input = input.const_data_ptr();
@@ -423,7 +423,7 @@ Request alltoall_into_request(const at::Tensor& tensor, const at::Tensor& output
   Request request;
   request.fingerprint = fingerprint_of(Collective::kAlltoall, tensor, std::move(name));
   request.fingerprint.shape = std::move(row);
-  request.fingerprint.tells_expected = true;  // so that the output has room
+  request.fingerprint.tells_expected = true;  // so that the ranks check the output's room
   request.rows = std::move(splits.sent);
   request.rows.insert(request.rows.end(), splits.received.begin(), splits.received.end());
   set_given_buffers(request, tensor, output);
@@ -572,7 +572,7 @@ MessageSpec receive_spec(const at::Tensor& tensor, std::optional<int> source, in
   check_writable(tensor, "receive");
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   const at::Tensor target = tensor.detach();
-  // A clone has the values that a shorter message leaves as they are.
+  // A clone keeps the old values beyond the end of a shorter message.
   const at::Tensor memory = is_plain(target) ? target : target.clone(at::MemoryFormat::Contiguous);
   MessageSpec spec = spec_of(memory, source, tag);
   spec.is_send = false;

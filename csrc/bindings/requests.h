@@ -28,30 +28,30 @@ namespace torch_ring {
 /// Throws Error(kInvalidArgument).
 [[noreturn]] void refuse(const std::string& why);
 
-/// Refuses a tensor without memory of its own, or on a device that is not known. `what` begins the
-/// message, here and below. Errors: Error(kInvalidArgument).
+/// Refuses a tensor without memory of its own, or on an unknown device. `what` begins the message,
+/// here and below. Errors: Error(kInvalidArgument).
 void check_tensor(const at::Tensor& tensor, const std::string& what);
 
-/// Why the tensor's values are not in its memory, if they are not: "is a DTensor, which has no
+/// The reason why the tensor has no memory with its values, if so: "is a DTensor, which has no
 /// ...". Tensors that wrap others, or that stand for others in a trace, have a storage without
 /// memory.
 std::optional<std::string> lack_of_memory(const at::Tensor& tensor);
 
-/// Refuses a tensor of which several elements share a place in memory, or that has none.
+/// Refuses a tensor whose elements share memory, or that has no memory.
 /// Errors: Error(kInvalidArgument).
 void check_writable(const at::Tensor& tensor, const std::string& what);
 
 /// Whether the tensor's memory holds its values, one after the other.
 bool is_plain(const at::Tensor& tensor);
 
-/// The values of `tensor` in memory, one after the other. Values that torch only flags as negated,
-/// as conjugated or as all zero become so in memory.
+/// The values of `tensor` in memory, one after the other, with torch's lazy flags (negated,
+/// conjugated, all zero) applied.
 at::Tensor values_of(const at::Tensor& tensor);
 
-/// Has torch work for the caller of an operation in any thread: whoever waits makes progress for
-/// all, in the modes of its own program. While this lives, the thread is in none of them but, if so
-/// asked, in inference mode: where the caller was, if it gets a new tensor, or where a tensor was
-/// made that is written to.
+/// Lets torch work for the caller of an operation on any thread: a waiting thread makes progress
+/// for all callers, and may be in other modes of torch. While this lives, the thread is in none of
+/// its own modes; it is in inference mode if `in_inference_mode`: for a new tensor, if the caller
+/// was; for a written tensor, if it was made there.
 class ForCaller {
  public:
   explicit ForCaller(bool in_inference_mode) : inference_(in_inference_mode) {}
@@ -72,9 +72,9 @@ auto torch_call(const Function& function) {
   }
 }
 
-/// Memory for the results of collectives. An uninitialised contiguous tensor of this shape,
-/// with the dtype and device of `like`. On the host, from 4 MiB on, its memory comes from a
-/// pool of pages, and returns there with the tensor (memory/page_pool.h).
+/// An uninitialised contiguous tensor of this shape for a result, with the dtype and device of
+/// `like`. On the host, from 4 MiB on, its memory comes from a pool of pages, and returns there
+/// with the tensor (memory/page_pool.h).
 at::Tensor empty_result(const at::Tensor& like, at::IntArrayRef sizes);
 
 /// The same with the shape and the layout of `like`, as at::empty_like(). A tensor with holes does
@@ -84,12 +84,12 @@ at::Tensor empty_result_like(const at::Tensor& like);
 /// Keeps at most `most_bytes` in this process's pool; none before the first call.
 void keep_results(std::size_t most_bytes);
 
-/// The bytes that the pool keeps now.
+/// The bytes in the pool now.
 std::size_t kept_result_bytes();
 
-/// Tensors and gradients' blocks in the memory that the ranks of a host share, by the communicator
-/// of one process set.
-/// Thread: any; of gradient_blocks() and vacant_bytes() one at a time (the GIL's).
+/// Tensors and gradients' blocks in the shared memory of a host, from the communicator of one
+/// process set.
+/// Thread: any; gradient_blocks() and vacant_bytes() with the GIL.
 class SharedTensors {
  public:
   using Log = std::function<void(const std::string&)>;
@@ -98,14 +98,14 @@ class SharedTensors {
   SharedTensors(int rank, std::weak_ptr<HostCommunicator> communicator, Log log)
       : rank_(rank), communicator_(std::move(communicator)), log_(std::move(log)) {}
 
-  /// A tensor whose allreduce copies nothing; an ordinary one where the ranks share no memory, and
-  /// where it has no room, of which the log is told once.
+  /// A tensor whose allreduce copies nothing; an ordinary one if the ranks share no memory, or if
+  /// it is full, which is logged once.
   at::Tensor empty(const std::vector<std::int64_t>& shape, at::TensorOptions options) const;
 
   /// Blocks for large gradients of all optimizers of the set.
   std::shared_ptr<BlockPool> gradient_blocks();
 
-  /// Of these, those that wait for their next gradients.
+  /// The bytes of the blocks that wait for their next gradients.
   std::size_t vacant_bytes() const { return blocks_ ? blocks_->vacant_bytes() : 0; }
 
  private:
@@ -113,7 +113,7 @@ class SharedTensors {
   const std::weak_ptr<HostCommunicator> communicator_;
   const Log log_;
   std::shared_ptr<BlockPool> blocks_;
-  mutable std::atomic<bool> is_full_{false};  // and the log says so
+  mutable std::atomic<bool> is_full_{false};  // and logged
 };
 
 /// The result of a request, valid when its work is done.
@@ -126,14 +126,14 @@ struct Result {
 /// Refuses an op that the dtype does not have on `size` ranks. Errors: Error(kInvalidArgument).
 void check_op(DType dtype, ReduceOp op, const std::string& what, int size);
 
-/// The part of an operation of this tensor on which the ranks agree.
+/// The fingerprint of an operation on this tensor.
 Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std::string name);
 
 /// A Request::begin that keeps tensors for the stream that uses them.
 std::function<void()> keeper(std::vector<at::Tensor> tensors);
 
 /// Requests of the public operations. Each checks its tensors, keeps them alive until the work is
-/// done, and copies to and from contiguous memory where it must.
+/// done, and copies to and from contiguous memory where necessary.
 /// Errors: Error(kInvalidArgument).
 /// `size` is the number of ranks; `result->tensor` becomes the gathered rows.
 Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
@@ -146,16 +146,16 @@ Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> resu
 /// that the ranks agree on its shape.
 Request allgather_into_request(const at::Tensor& tensor, const at::Tensor& output,
                                std::string name);
-/// `splits`: the rows for each rank; together at most those of the tensor.
+/// `splits`: the number of rows for each rank; together at most the tensor's rows.
 Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
                          std::shared_ptr<Result> result, std::string name, int size);
-/// The rows that go to each rank, and those that come from it.
+/// The numbers of rows sent to each rank, and received from it.
 struct Splits {
   std::vector<std::int64_t> sent;
   std::vector<std::int64_t> received;
 };
-/// The same of contiguous memory `tensor` into `output`; a row has the shape `row`. The ranks agree
-/// that `output` has room.
+/// The same from contiguous memory `tensor` into `output`; a row has the shape `row`. The ranks
+/// check that `output` has room.
 Request alltoall_into_request(const at::Tensor& tensor, const at::Tensor& output,
                               std::vector<std::int64_t> row, Splits splits, std::string name);
 /// `output` has this rank's rows (scattered_rows()).
@@ -175,10 +175,9 @@ Request barrier_request(std::string name, bool resets_numbering);
 /// `result` becomes an int64 scalar: the last rank that joined.
 Request join_request(const std::shared_ptr<Result>& result);
 
-/// Both check the tensor, keep it until the request has ended, and copy where its memory is not
-/// contiguous. Without a deadline. A received tensor's version is bumped, so that autograd notices.
-/// Thread: any, with or without the GIL. Errors: Error(kInvalidArgument); the tensor must be on the
-/// CPU.
+/// Both check the tensor, keep it until the request has ended, and copy it if its memory is not
+/// contiguous. They set no deadline. A received tensor's version is bumped for autograd. Thread:
+/// any, with or without the GIL. Errors: Error(kInvalidArgument); the tensor must be on the CPU.
 MessageSpec send_spec(const at::Tensor& tensor, int destination, int tag);
 MessageSpec receive_spec(const at::Tensor& tensor, std::optional<int> source, int tag);
 

@@ -82,8 +82,7 @@ class Spans {
   Spans& operator=(const Spans&) = delete;
 
   void end() {
-    // The profiler looks for fields when the span ends, too, and takes it for granted that there
-    // are any.
+    // The profiler reads the fields when the span ends, too, and assumes that there are some.
     mark_sequence();
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PARAM_COMMS_INFO, fields_);
     comms_.end();
@@ -93,14 +92,14 @@ class Spans {
   std::uint64_t* sequence() { return &sequence_; }
 
  private:
-  /// The profiler reads a span's fields when it begins, and the ranks agree later: so the number
-  /// gets a span of its own.
+  /// The profiler reads a span's fields when it begins, before the ranks agree, so the number gets
+  /// a span of its own.
   void mark_sequence() {
     if (sequence_ == 0) return;
     at::RecordFunction mark(at::RecordScope::USER_SCOPE);
     if (mark.isActive())
       mark.before("torch_ring: agreed " + std::to_string(sequence_) + ": " + words_);
-    sequence_ = 0;  // end() is called again
+    sequence_ = 0;  // end() may be called again
   }
 
   const std::string words_;
@@ -120,7 +119,7 @@ void follow_with_span(Request& request, const SpanGroup& group) {
   const auto spans =
       std::make_shared<Spans>(std::move(*callbacks), std::move(*named), request, group);
   request.sequence = spans->sequence();
-  // The profiler finds its state in the thread that ends the span.
+  // The profiler needs its state in the thread that ends the span.
   const std::function<void()> end = at::wrapPropagateTLSState([spans] { spans->end(); });
   request.finish = [end, next = std::move(request.finish)] {
     if (next) next();

@@ -22,15 +22,15 @@ struct SpanGroup {
   std::string transport;
 };
 
-/// Opens the spans of a request, if a profiler is on, and has them closed when the request ends.
-/// One has the fields of torch's own collectives ("record_param_comms": what Kineto and Holistic
-/// Trace Analysis read); the other is called as the request is, "torch_ring: allreduce 'x' ...".
-/// At their end there is a short one, "torch_ring: agreed 17: allreduce 'x' ...", with the number
-/// of the agreement, which is the same on all ranks. Without a profiler: costs a look whether there
-/// is one. Thread: the one that submits the request; the progress thread closes the spans.
+/// Opens the spans of a request, if a profiler is on, and closes them when the request ends. One
+/// has the fields of torch's own collectives ("record_param_comms", which Kineto and Holistic Trace
+/// Analysis read); the other has the request's name, "torch_ring: allreduce 'x' ...". At their end
+/// there is a short one, "torch_ring: agreed 17: allreduce 'x' ...", with the number of the
+/// agreement, which is the same on all ranks. Cost without a profiler: the check for one. Thread:
+/// the one that submits the request; the progress thread closes the spans.
 void follow_with_span(Request& request, const SpanGroup& group);
 
-/// The sums as Python sees them: Engine.totals().
+/// The sums for Python: Engine.totals().
 pybind11::dict totals_of(const OperationTotals& totals);
 
 /// Adds OperationRecord and RecordStream (torch_ring/_C.pyi documents them).

@@ -25,7 +25,7 @@ std::vector<std::int64_t> numbers_of(const at::Tensor& tensor) {
   return {numbers.begin(), numbers.end()};
 }
 
-/// The header that one rank has sent.
+/// The header from one rank.
 struct Part {
   Part(int rank, const at::Tensor& sent) : rank(rank) {
     const std::vector<std::int64_t> fixed = numbers_of(sent.narrow(0, 0, kFixedWords));

@@ -1,4 +1,4 @@
-// SparseMessage, sparse_sum(): the sum of the ranks' sparse tensors, for both doors. Their rows are
+// SparseMessage, sparse_sum(): the sum of the ranks' sparse tensors, for both APIs. Their rows are
 // gathered and never made dense.
 #pragma once
 
@@ -19,11 +19,12 @@ struct SparseMessage {
   at::Tensor values;  // flat
 };
 
-/// `own`: sparse COO; none: this rank gives nothing. `like`: has the dtype and device of the sum.
+/// `own`: sparse COO; none: this rank contributes nothing. `like`: has the dtype and device of the
+/// sum.
 SparseMessage sparse_message(const std::optional<at::Tensor>& own, const at::Tensor& like,
                              ReduceOp op);
 
-/// The messages of all ranks, one after the other. A rank without a header gives nothing.
+/// The messages of all ranks, one after the other. A rank without a header contributes nothing.
 struct GatheredSparse {
   const at::Tensor& headers;
   const std::vector<std::int64_t>& lengths;  // of the headers, by rank
@@ -31,8 +32,8 @@ struct GatheredSparse {
 };
 
 /// The sum, an uncoalesced sparse COO tensor.
-/// `what`: begins an error's text. `ranks`: as errors name them. `is_coalesced`: of the sum; none:
-/// as torch finds.
+/// `what`: begins an error's text. `ranks`: the ranks in errors. `is_coalesced`: of the sum; none:
+/// torch decides.
 /// Errors: Error(kMismatch): the shapes or the operators of two ranks differ.
 at::Tensor sparse_sum(const std::string& what, ReduceOp op, const at::Tensor& like,
                       const std::vector<int>& ranks, const GatheredSparse& gathered,

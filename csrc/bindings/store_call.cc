@@ -29,10 +29,10 @@ namespace torch_ring {
 
 namespace {
 
-/// The stores of torch wait for their server, and the system for a host's address, without a
-/// deadline of ours, and no signal interrupts them. So each call has a thread, which does not know
-/// Python: one that is given up sleeps on until its server answers or the process ends, and
-/// disturbs neither a fork nor the end of the interpreter.
+/// A call that its caller can give up. torch's stores wait for their server, and the system for a
+/// host's address, without a deadline of ours, and no signal interrupts them. So each call has a
+/// thread without Python: after it is given up, the thread sleeps until the server answers or the
+/// process ends, and disturbs neither a fork nor the end of the interpreter.
 ///
 /// Thread: one at a time. Blocking: wait().
 class StoreCall {
@@ -41,14 +41,14 @@ class StoreCall {
   using Result =
       std::variant<std::monostate, bool, std::int64_t, Bytes, c10::intrusive_ptr<c10d::Store>>;
 
-  /// Begins `call`, which owns what it uses. Errors: std::system_error if there is no thread for
-  /// it.
+  /// Begins `call`, which must own all that it uses. Errors: std::system_error if there is no
+  /// thread for it.
   explicit StoreCall(std::function<Result()> call);
 
-  /// Whether the call has ended; waits for that at most so long.
+  /// Whether the call has ended; waits for it for `time` at most.
   bool wait(std::chrono::duration<double> time) const;
 
-  /// Its result, to be called once, after it has ended. Errors: those of the call.
+  /// Its result. Call it once, after the call has ended. Errors: those of the call.
   Result result();
 
  private:
@@ -73,7 +73,7 @@ StoreCall::StoreCall(std::function<Result()> call) : state_(std::make_shared<Sta
     } catch (...) {
       error = std::current_exception();
     }
-    call = nullptr;  // the caller may be the last owner of the store, and close it, from now on
+    call = nullptr;  // from now on the caller may be the last owner of the store, and close it
     const std::scoped_lock lock(state->mutex);
     state->result = std::move(result);
     state->error = std::move(error);
@@ -111,7 +111,7 @@ StoreCall connect_tcp_store(std::string host, std::uint16_t port, double timeout
   });
 }
 
-/// `listening`: a socket that listens, which it then owns; none: the store makes one.
+/// `listening`: a listening socket, which the store then owns; none: the store makes one.
 StoreCall serve_tcp_store(std::string host, std::uint16_t port, double timeout_s,
                           std::optional<int> listening) {
   return StoreCall([host = std::move(host), port, timeout_s, listening] {

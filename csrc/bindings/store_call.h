@@ -1,5 +1,5 @@
-// bind_store_call(): one call of a store of torch.distributed, or on the way to it, which its
-// caller can give up.
+// bind_store_call(): calls of a store of torch.distributed, and of the resolver, that their callers
+// can give up.
 #pragma once
 
 namespace pybind11 {

@@ -18,16 +18,16 @@ namespace torch_ring {
 
 namespace {
 
-/// An object of Python that threads without the GIL hold, and let go of.
+/// A Python object for threads without the GIL.
 std::shared_ptr<py::object> shared(py::object object) {
   return {new py::object(std::move(object)), [](py::object* held) {
-            if (Py_IsInitialized() == 0) return;  // it is of no more use to anybody
+            if (Py_IsInitialized() == 0) return;  // leaks it: the interpreter has ended
             const py::gil_scoped_acquire gil;
             delete held;
           }};
 }
 
-/// Throws an exception of torch_ring's as the Error that becomes one again in any thread.
+/// Throws an exception of torch_ring's as an Error, which any thread can convert back.
 void throw_as_error(py::error_already_set& error) {
   const auto errors = py::module_::import("torch_ring.errors");
   const std::pair<const char*, ErrorKind> kinds[] = {
@@ -95,7 +95,7 @@ c10::intrusive_ptr<RingBackend> make_ring_backend(int rank, int size, py::object
 }  // namespace
 
 void bind_ring_backend(py::module_& module) {
-  py::module_::import("torch._C._distributed_c10d");  // has the base classes
+  py::module_::import("torch._C._distributed_c10d");  // defines the base classes
   // The destructor takes the GIL itself, in leave(); it may wait for the group's threads.
   py::class_<RingBackend, c10d::Backend, c10::intrusive_ptr<RingBackend>>(module, "RingBackend")
       .def(py::init(&make_ring_backend), py::arg("rank"), py::arg("size"), py::kw_only(),

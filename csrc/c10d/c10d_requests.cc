@@ -66,7 +66,7 @@ std::int64_t elements_of(const std::vector<at::Tensor>& tensors) {
   return count;
 }
 
-/// The memory of tensors that lie one after the other in one storage; undefined if they do not.
+/// A flat tensor over tensors that lie one after the other in one storage; undefined for others.
 at::Tensor flat_over(const std::vector<at::Tensor>& tensors) {
   const at::Tensor& first = tensors.front();
   std::int64_t offset = first.storage_offset();
@@ -162,10 +162,10 @@ using c10d::PreMulSumSupplement;
 #endif
 using RedOp = c10d::ReduceOp::RedOpType;
 
-/// An operator of torch.distributed as the engine has it, for tensors of a dtype.
+/// The engine's operator for one of torch.distributed, for tensors of a dtype.
 ReduceOp operator_of(const c10d::ReduceOp& op, at::ScalarType dtype) {
   switch (op.op_) {
-    case RedOp::SUM:  // of bools, as NCCL and gloo have it: whether one of them is true
+    case RedOp::SUM:  // of bools, as in NCCL and gloo: whether any of them is true
       return dtype == at::kBool ? ReduceOp::kMax : ReduceOp::kSum;
     case RedOp::AVG:
       return ReduceOp::kAverage;
@@ -188,8 +188,8 @@ ReduceOp operator_of(const c10d::ReduceOp& op, at::ScalarType dtype) {
   }
 }
 
-/// This rank's part of a reduction: for PREMUL_SUM a copy, multiplied by the factor, of which each
-/// rank may have one of its own. So it is not part of the request.
+/// This rank's input of a reduction: for PREMUL_SUM a copy, multiplied by the factor. Each rank may
+/// have a factor of its own, so it is not part of the request.
 at::Tensor part_for(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what) {
   if (op.op_ != RedOp::PREMUL_SUM) return tensor;
   const auto* const supplement = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
@@ -207,7 +207,7 @@ at::Tensor part_for(const c10d::ReduceOp& op, const at::Tensor& tensor, const ch
 
 void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin(), from.end()); }
 
-/// The request, which copies its output to the tensors when it is done.
+/// Makes the request copy its output to the tensors when it is done.
 Request written_back(Request request, const JoinedTensors& output) {
   request.finish = [finish = std::move(request.finish), output] {
     finish();
@@ -216,7 +216,7 @@ Request written_back(Request request, const JoinedTensors& output) {
   return request;
 }
 
-/// A flat tensor as one part for each rank.
+/// A flat tensor, viewed as one part for each rank.
 at::Tensor parts_of(const at::Tensor& flat, const at::Tensor& part, int size) {
   std::vector<std::int64_t> shape = part.sizes().vec();
   shape.insert(shape.begin(), size);
@@ -462,7 +462,7 @@ class SparseAllreduce {
             allgather_request(message.values, values_, "", false)};
   }
 
-  /// One of the two is done.
+  /// Called when one of the two is done.
   void gathered(LateError& error) {
     if (++gathered_ < 2) return;
     const ForCaller for_caller(tensor_.is_inference());

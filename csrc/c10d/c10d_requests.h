@@ -21,7 +21,7 @@ using Tensors = std::vector<at::Tensor>;
 
 /// `what` begins the message of each. Errors: Error(kInvalidArgument).
 
-/// Refuses to go on in another process than `process`.
+/// Refuses to work in another process than `process`.
 void refuse_in_child_of(::pid_t process);
 
 void require_as_many(const char* what, std::size_t outputs, std::size_t inputs);
@@ -35,25 +35,25 @@ void require_like(const char* what, const at::Tensor& part, const at::Tensor& wh
 /// One part for each rank, each with the dtype, device and number of elements of `own`.
 void require_parts(const char* what, const Tensors& parts, const at::Tensor& own, int size);
 
-/// Makes the requests members of one operation, which run together.
+/// Makes the requests members of one operation, so that they run together.
 void group(std::vector<Request>& requests);
 
-/// Several tensors as one piece of memory. Several tensors of one dtype and device as one flat
-/// tensor: their own memory where they lie one after the other in it, and new memory else.
+/// Several tensors of one dtype and device as one flat tensor: over their own memory if they lie
+/// there one after the other, otherwise over new memory.
 class JoinedTensors {
  public:
   /// With the tensors' values. Errors: Error(kInvalidArgument); `what` begins the message.
   static JoinedTensors inputs(const std::vector<at::Tensor>& tensors, const char* what);
 
   /// Without values; write_back() copies them to the tensors.
-  /// `overlaps`: a tensor that is read while the memory is written. It must not share memory with
-  /// it: then the memory is new.
+  /// `overlaps`: a tensor that is read while the memory is written; if they would share memory, the
+  /// memory is new.
   static JoinedTensors outputs(const std::vector<at::Tensor>& tensors, const char* what,
                                const at::Tensor* overlaps = nullptr);
 
   const at::Tensor& flat() const { return flat_; }
 
-  /// Copies the memory to the tensors, if it is not theirs.
+  /// Copies the memory to the tensors, if it is not their own.
   void write_back() const;
 
  private:
@@ -67,8 +67,8 @@ class JoinedTensors {
 /// Whether the two tensors may share memory. For contiguous ones: exactly.
 bool may_overlap(const at::Tensor& one, const at::Tensor& other);
 
-/// An error of an operation that this rank finds while the operation runs, too late to refuse it:
-/// what it has received does not fit its tensors. Not the engine's: the group goes on.
+/// An error that this rank finds while an operation runs, too late to refuse it: the received data
+/// does not fit its tensors. It does not end the group.
 class LateError {
  public:
   void set(Error error) {
@@ -102,13 +102,13 @@ struct GroupRank {
 };
 
 /// The operations of torch.distributed. Each checks its tensors, keeps them alive until its
-/// requests are done, and copies to and from contiguous memory where it must: several tensors that
-/// lie one after the other in memory are not copied. Tensors have any shape, 0 dimensions and 0
-/// elements included; their shapes and dtypes must be the same on all ranks, which the engine
+/// requests are done, and copies to and from contiguous memory where necessary: several tensors
+/// that lie one after the other in memory are not copied. Tensors have any shape, 0 dimensions and
+/// 0 elements included; their shapes and dtypes must be the same on all ranks, which the engine
 /// checks.
 /// Errors: Error(kInvalidArgument).
 
-/// Each tensor becomes its reduction. As one request for each tensor: the engine may fuse them.
+/// Each tensor becomes its reduction. One request for each tensor; the engine may fuse them.
 C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, int size);
 
 /// The sparse (COO) tensor becomes the sum over the ranks, which may have different indices.
@@ -116,10 +116,10 @@ C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& 
 C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op,
                                          int size);
 
-/// Each tensor becomes that of rank `root`.
+/// Each tensor becomes the tensor of rank `root`.
 C10dOperation broadcast_operation(const Tensors& tensors, int root, int size);
 
-/// The tensor of rank `root` becomes the reduction; the others' stay as they are.
+/// The tensor of rank `root` becomes the reduction; the others' stay unchanged.
 C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
                                GroupRank place);
 
@@ -148,13 +148,13 @@ C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensor
 /// outputs[r] becomes inputs[rank] of rank r. The tensors may differ in size.
 C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, int size);
 
-/// Rows of `output` become those that the ranks send to this one, in the order of ranks. Each
-/// split: the rows for, or from, each rank; empty: equally many.
+/// `output` becomes the rows that the ranks send to this one, in the order of ranks. The splits:
+/// the numbers of rows for, or from, each rank; empty: equal numbers.
 C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor& input,
                                       std::vector<std::int64_t> output_splits,
                                       std::vector<std::int64_t> input_splits, int size);
 
-/// All ranks have come here.
+/// Done when all ranks have called it.
 C10dOperation barrier_operation();
 
 }  // namespace torch_ring

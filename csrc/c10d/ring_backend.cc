@@ -30,7 +30,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kFirstPause{1};
 constexpr milliseconds kLongestPause{10};
-// Rank 0 gives the others this long to read its answer, before it may end the store.
+// How long rank 0 waits for the others to read its answer, before it may end the store.
 constexpr std::chrono::seconds kReading{5};
 
 std::string nonce() {
@@ -46,9 +46,9 @@ std::string listed(const std::vector<int>& ranks) {
 
 [[noreturn]] void fail(const std::string& why) { throw Error(ErrorKind::kTimeout, why); }
 
-/// The values of one barrier in the store. Each side tells the other a random number, and believes
-/// a value only if it has its own: what an earlier barrier or group of the same name has left, of
-/// which the store may be full, is never taken for this one's.
+/// The values of one barrier in the store. Each side sends the other a random number, and accepts a
+/// value only if it contains its own number, so that values left by an earlier barrier or group of
+/// the same name are ignored.
 class BarrierStore {
  public:
   BarrierStore(c10d::Store& store, std::uint64_t number)
@@ -58,7 +58,7 @@ class BarrierStore {
     store_.set(kPrefix + key, number_ + " " + value);
   }
 
-  /// This barrier's value; empty: there is none.
+  /// This barrier's value; empty if there is none.
   std::string read(const std::string& key) const {
     if (!store_.check({kPrefix + key})) return "";
     const std::vector<std::uint8_t> bytes = store_.get(kPrefix + key);
@@ -73,7 +73,7 @@ class BarrierStore {
   const std::string number_;
 };
 
-/// Whether `is_there` holds before the deadline; it looks once at least.
+/// Whether `is_there` holds before the deadline; checked at least once.
 bool await(Clock::time_point deadline, const std::function<bool()>& is_there,
            const std::function<void()>& check) {
   milliseconds pause = kFirstPause;
@@ -95,7 +95,7 @@ std::string here(int rank) { return "here/" + std::to_string(rank); }
 std::string answer(int rank) { return "answer/" + std::to_string(rank); }
 std::string seen(int rank) { return "seen/" + std::to_string(rank); }
 
-/// Rank 0: returns the ranks that have not come.
+/// For rank 0: returns the ranks that have not arrived.
 std::vector<int> gather(BarrierStore& board, int size, Clock::time_point deadline,
                         bool wait_for_all_ranks, const std::function<void()>& check) {
   const std::string call = nonce();
@@ -120,7 +120,7 @@ std::vector<int> gather(BarrierStore& board, int size, Clock::time_point deadlin
   return missing;
 }
 
-/// Another rank: returns whether rank 0 has answered.
+/// For other ranks: returns whether rank 0 has answered.
 bool come(BarrierStore& board, int rank, Clock::time_point deadline,
           const std::function<void()>& check) {
   const std::string own = nonce();
@@ -178,7 +178,7 @@ Tensors flattened(const TensorLists& lists) {
   return all;
 }
 
-/// The one element of a list: torch.distributed gives lists, which have been for several GPUs.
+/// The only element of a list: torch.distributed passes lists, once meant for several GPUs.
 template <class Element>
 const Element& only(const std::vector<Element>& list, const char* what) {
   if (list.size() == 1) return list.front();
@@ -220,7 +220,7 @@ bool all_done(const std::vector<std::shared_ptr<Work>>& works) {
 constexpr Clock::time_point kNever = Clock::time_point::max();
 
 /// The profiler's span of an operation that runs in this thread. The constructor of c10d::Work
-/// opens the others'.
+/// opens the spans of the others.
 class ProfilerSpan {
  public:
   ProfilerSpan(const char* title, const Tensors& inputs) : guard_(at::RecordScope::USER_SCOPE) {
@@ -317,7 +317,7 @@ std::shared_ptr<PendingOperation> RingBackend::defer(Tensors outputs,
       try {
         self->connect();
       } catch (const std::exception&) {
-        // The operations have it.
+        // The operations get it.
       }
       self.reset();
     }).detach();
@@ -332,9 +332,9 @@ std::optional<milliseconds> RingBackend::timeout_of(milliseconds asked) const {
   return asked > kNoTimeout && asked != timeout_ ? std::optional(asked) : std::nullopt;
 }
 
-/// Waits for what an operation shares memory with, if either of them writes there. Returns whether
-/// there was such a one since the last call, also if it is done by now: a copy of the memory may be
-/// older.
+/// Waits for earlier operations that share memory with this one, if either of them writes there.
+/// Returns whether there was one since the last call, even if it is done by now: a copy of the
+/// memory may be older.
 bool RingBackend::await_memory(const Tensors& reads, const Tensors& writes) {
   std::vector<std::shared_ptr<Work>> earlier;
   {
@@ -353,13 +353,13 @@ bool RingBackend::await_memory(const Tensors& reads, const Tensors& writes) {
     try {
       engine_->wait(*work, interrupt_at(std::nullopt));
     } catch (const Error&) {
-      // It is told to those who wait for that operation.
+      // The threads that wait for that operation get it.
     }
   }
   return !earlier.empty();
 }
 
-/// Lets go of the first operations in flight that are done: usually all of them.
+/// Drops the first operations in flight that are done, usually all of them.
 void RingBackend::forget_done() {
   const std::scoped_lock lock(in_flight_mutex_);
   while (!in_flight_.empty() && all_done(in_flight_.front().works)) in_flight_.pop_front();
@@ -378,21 +378,21 @@ std::shared_ptr<PendingOperation> RingBackend::submit(C10dOperation operation,
   return pending;
 }
 
-/// Runs an operation to its end, if it is a blocking one, and else submits it. `make`: checks the
-/// tensors among `given`, and copies those that are not contiguous.
+/// Runs a blocking operation to its end, and submits any other. `make`: checks the tensors among
+/// `given`, and copies those that are not contiguous.
 template <class AnyOptions, class Make, class... Given>
 RingBackend::Works RingBackend::start(OpType type, const char* title, const Tensors& inputs,
                                       const AnyOptions& options, Make* make,
                                       const Given&... given) {
   refuse_in_child_of(pid_);
-  if (has_in_flight_) forget_done();  // before a copy is made: it has what they have written
+  if (has_in_flight_) forget_done();  // before a copy is made, which then has their results
   C10dOperation operation = make(given...);
   const std::uint64_t sequence = ++sequence_;
   const auto timeout = timeout_of(options.timeout);
   std::shared_ptr<PendingOperation> pending;
   if (options.asyncOp && !is_direct_.load(std::memory_order_acquire) && on_host(inputs) &&
       on_host(operation.outputs)) {
-    // Copies are made when it begins: operations before it may write to the same memory.
+    // Copies are made when it begins, because earlier operations may write to the same memory.
     const Tensors outputs = operation.outputs;
     pending = defer(outputs, [this, timeout, inputs, outputs, make, ... given = given] {
       await_memory(inputs, outputs);
@@ -472,7 +472,8 @@ RingBackend::Works RingBackend::_allgather_base(at::Tensor& output, at::Tensor& 
                allgather_into_operation, Tensors{output}, Tensors{input}, size_);
 }
 
-/// Of each input a list for each rank, as dist.all_gather_coalesced() has it: outputs[r][i].
+/// Takes, like dist.all_gather_coalesced(), a list for each rank with an output for each input:
+/// outputs[r][i].
 RingBackend::Works RingBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                     const c10d::AllgatherOptions& options) {
   TensorLists by_input(inputs.size());
@@ -580,7 +581,7 @@ void RingBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
 at::Tensor RingBackend::allocateTensor(long size, at::TensorOptions options) {
   if (!options.device().is_cpu()) return at::empty({size}, options);
   const at::Tensor tensor = connected().empty_shared({size}, options);
-  // DDP makes its views for a bucket of complex numbers as of real ones, in pairs.
+  // DDP makes its views of a bucket of complex numbers in pairs of real ones.
   return tensor.is_complex() ? at::view_as_real(tensor).flatten() : tensor;
 }
 
@@ -623,15 +624,15 @@ void RingBackend::abort() {
   try {
     engine->end(Error(ErrorKind::kInternal, "the group was aborted by abort()"));
   } catch (const Error&) {
-    // end() throws the cause, which the operations tell.
+    // end() throws the cause, which the operations report.
   }
 }
 
 void RingBackend::shutdown() {
   if (::getpid() != pid_) return abandon();
   membership_.leave();
-  // The callbacks of the pool's threads need the GIL, which the destructor's caller may have.
-  // PyGILState_Check() says yes when the interpreter has ended.
+  // The callbacks of the pool's threads need the GIL, which the destructor's caller may hold.
+  // PyGILState_Check() returns true after the interpreter has ended.
   if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
     const WithoutGil no_gil;
     pool_->stop();

@@ -25,19 +25,19 @@
 
 namespace torch_ring {
 
-/// A barrier over a store, which tells which ranks have not come. Blocks until all ranks have
-/// come. Rank 0 calls the others, looks for their keys in the store, in their order, answers
-/// each, and waits until they have read that: the store may end with it. The messages begin as
-/// gloo's, on which programs rely. Cost: three keys for each rank, which later barriers use
-/// again, and a look at the store every 10 ms at most.
+/// A barrier over a store that reports the ranks that have not arrived. Blocks until all ranks have
+/// arrived. Rank 0 calls the others, looks for their keys in the store, in their order, answers
+/// each, and waits until they have read the answer, because the store may end with rank 0. The
+/// messages begin like gloo's, on which programs rely. Cost: three keys for each rank, which later
+/// barriers reuse, and a read of the store every 1 to 10 ms.
 ///
 /// Args:
 ///   number: of this barrier in its group, the same on all ranks.
-///   wait_for_all_ranks: whether rank 0 names all ranks that have not come, or the first one only.
+///   wait_for_all_ranks: whether rank 0 names all missing ranks, or only the first one.
 ///   check: throws if the group has ended.
 ///
 /// Errors: Error(kTimeout) on rank 0: names the missing ranks; on the others: rank 0 has not
-/// answered. What `check` throws.
+/// answered. Those of `check`.
 void monitored_barrier(c10d::Store& store, int rank, int size, std::uint64_t number,
                        std::chrono::milliseconds timeout, bool wait_for_all_ranks,
                        const std::function<void()>& check);
@@ -47,30 +47,31 @@ struct MemoryRange {
   const std::byte* end;
 };
 
-/// Torch.distributed's backend `ring`, over an engine. A group of torch.distributed. Its
-/// operations have no names: the ranks match them by their order in the group, and the engine
-/// compares what they ask for, with the data or before it, so that ranks which differ all get a
-/// MismatchError. The group is connected when it is first used.
+/// torch.distributed's backend `ring`: a group, over an engine. Its operations have no names: the
+/// ranks match them by their order in the group, and the engine compares the requests, with the
+/// data or before it, so that all ranks get a MismatchError if they differ. The group is connected
+/// at its first use.
 ///
-/// A blocking operation (async_op=False) runs in the thread that calls it and returns no Work;
-/// other operations run on the engine's thread, or in the thread that waits for them. Those that
-/// come first, in a group that is not connected, wait in a queue while a thread connects it: the
-/// other ranks may come to this group by way of others in which this rank is awaited. An operation
-/// on memory that one in flight has waits for that one: they have their order in this, too.
+/// A blocking operation (async_op=False) runs in the calling thread and returns no Work; other
+/// operations run on the engine's thread, or in a thread that waits for them. In a group that is
+/// not connected, the first operations wait in a queue while a thread connects it, because other
+/// ranks may wait for this one in other groups before they reach this group. An operation that
+/// shares memory with one in flight waits for it, so operations keep their order in this respect,
+/// too.
 ///
 /// Thread: any, without the GIL; operations of one group from one thread at a time, or their order
 /// is undefined. Blocking: blocking operations, the first one of a group if it is on a device,
 /// monitoredBarrier() and shutdown().
 /// A forked child has no part in its parent's groups.
-/// Errors: torch_ring's errors, which Python sees as RuntimeErrors.
+/// Errors: torch_ring's errors, which are RuntimeErrors in Python.
 class RingBackend final : public c10d::Backend {
  public:
   using Works = c10::intrusive_ptr<c10d::Work>;
 
   /// The group's part in Python (torch_ring/c10d/groups.py). Each takes the GIL itself.
   struct Membership {
-    std::shared_ptr<void> group;  // the object of Python that does the following
-    /// Once, at the first use. Its errors of torch_ring's are Errors, which any thread may throw.
+    std::shared_ptr<void> group;  // the Python object with the functions below
+    /// Called once, at the first use. It throws torch_ring's exceptions as Errors, for any thread.
     std::function<std::shared_ptr<const PyEngine>()> connect;
     std::function<void()> leave;  // may be called again
     /// A backend for some of the ranks, this one included, in their order.
@@ -78,13 +79,13 @@ class RingBackend final : public c10d::Backend {
         const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&, std::chrono::milliseconds)>
         split;
     std::function<std::string()> handle;  // for reconfigure()
-    /// Leaves the ranks, makes a new group; returns the rank and the size.
+    /// Leaves the group and makes a new one; returns the rank and the size.
     std::function<std::pair<int, int>(std::int64_t uuid, const std::vector<std::string>& handles,
                                       bool in_order, std::chrono::milliseconds timeout)>
         reconfigure;
   };
 
-  /// `store`: of this group alone. `timeout`: of its operations, which the engine knows.
+  /// `store`: of this group alone. `timeout`: of its operations, known to the engine.
   RingBackend(int rank, int size, c10::intrusive_ptr<c10d::Store> store,
               std::chrono::milliseconds timeout, Membership membership);
   ~RingBackend() override;
@@ -127,16 +128,16 @@ class RingBackend final : public c10d::Backend {
   Works recvAnysource(Tensors& tensors, int tag) override;
   Works barrier(const c10d::BarrierOptions& options) override;
 
-  /// Over the group's store, so that it can tell which ranks have not come.
+  /// Over the group's store, so that it can name the missing ranks.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_for_all_ranks) override;
 
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
 
-  /// Of CPU tensors: DDP's buckets, and FSDP2's buffers if it is told to.
+  /// For CPU tensors: DDP's buckets, and FSDP2's buffers if it is configured so.
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return device < 0; }
-  /// A tensor of one dimension whose allreduce copies nothing, if there is room in the memory that
-  /// the ranks of a host share. Complex numbers are pairs of real ones. Connects the group.
+  /// A tensor of one dimension whose allreduce copies nothing, if the host's shared memory has
+  /// room. Complex numbers are pairs of real ones. Connects the group.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;  // NOLINT: torch's
 
   /// The timeout of operations that begin from now on.
@@ -155,7 +156,7 @@ class RingBackend final : public c10d::Backend {
 #endif
 
   /// Fails the operations in flight, and later ones, on all ranks; leaves a group that is not
-  /// connected, also while another thread connects it. Blocking: no.
+  /// connected, even while another thread connects it. Blocking: no.
   void abort() override;
 
   /// Leaves the group. Operations in flight fail.
@@ -177,16 +178,16 @@ class RingBackend final : public c10d::Backend {
   bool await_memory(const Tensors& reads, const Tensors& writes);
   Works start_message(c10d::OpType type, const char* title, const at::Tensor& tensor,
                       std::function<std::shared_ptr<MessageRequest>()> post);
-  /// Connects the group at the first call, and waits for that.
+  /// Connects the group at the first call, and waits until it is connected.
   const PyEngine& connected();
-  /// Connects the group, and begins what has been asked for meanwhile. Precondition: this thread
-  /// has set is_connecting_.
+  /// Connects the group, and begins the deferred operations. Precondition: this thread has set
+  /// is_connecting_.
   void connect();
   /// Begins an operation when the group is connected.
   std::shared_ptr<PendingOperation> defer(Tensors outputs, DeferredOperation::Begin begin);
-  /// How long an operation waits for late ranks; none: for the group's timeout.
+  /// How long an operation waits for late ranks; none: the group's timeout.
   std::optional<std::chrono::milliseconds> timeout_of(std::chrono::milliseconds asked) const;
-  /// In a forked child: leaks what belongs to the parent's threads. Once more does nothing.
+  /// In a forked child: leaks the objects of the parent's threads. A second call does nothing.
   void abandon();
 
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -201,8 +202,8 @@ class RingBackend final : public c10d::Backend {
   std::deque<std::shared_ptr<DeferredOperation>> deferred_;
   std::condition_variable has_connected_;  // or has failed to
   std::mutex replacing_;                   // held while the engine changes, and by abort()
-  std::atomic<bool> is_connected_{false};  // there are the next two
-  std::atomic<bool> is_direct_{false};     // releases them; nothing is deferred any more
+  std::atomic<bool> is_connected_{false};  // the next two are set
+  std::atomic<bool> is_direct_{false};     // releases them; no operation is deferred any more
   std::shared_ptr<const PyEngine> py_engine_;
   std::shared_ptr<Engine> engine_;
   std::mutex in_flight_mutex_;  // guards the next one

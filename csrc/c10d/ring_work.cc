@@ -23,8 +23,8 @@ namespace {
 // A callback that lasts longer may be waiting for the thread that stops the pool.
 constexpr std::chrono::seconds kStopPatience{1};
 
-// Callbacks that last longer may be waiting for a later operation of the group. Longer, where some
-// do: they may as well be waiting for Python's lock, of which there is one.
+// Callbacks that last longer may be waiting for a later operation of the group. The patience grows
+// with the number of running callbacks, which may as well be waiting for the GIL.
 constexpr std::chrono::milliseconds kCallbackPatience{10};
 constexpr std::chrono::milliseconds kLongestPatience{100};
 
@@ -37,12 +37,12 @@ struct FuturePool::State {
   std::condition_variable changed;
   std::deque<Completion> added;
   int idle = 0;               // threads that wait for the role
-  int watching = 0;           // of these, until a callback has lasted too long
+  int watching = 0;           // of these: waiting until a callback has lasted too long
   int threads = 0;            // that have not ended
   int completing = 0;         // threads that run callbacks
-  Clock::time_point since{};  // when the last of these has begun
+  Clock::time_point since{};  // when the last of these began
   bool is_awaiting = false;   // a thread has the role: it waits for the operations
-  bool is_urgent = false;     // a callback has added a future, for which it may wait
+  bool is_urgent = false;     // a callback has added a future, and may wait for it
   bool stopping = false;
 
   bool role_is_free() const {
@@ -67,7 +67,7 @@ void FuturePool::add(Completion completion) {
   call_a_thread(state_);
 }
 
-/// Lets a thread look at what has been added. Precondition: the lock is held.
+/// Lets a thread handle the added futures. Precondition: the lock is held.
 void FuturePool::call_a_thread(const std::shared_ptr<State>& state) {
   if (state->idle == 0) {
     std::thread([state] { run(state); }).detach();
@@ -107,7 +107,7 @@ void FuturePool::run(const std::shared_ptr<State>& state) {
       try {
         call_a_thread(state);
       } catch (const std::system_error&) {
-        // No thread can be had: this one goes on after the callbacks.
+        // No thread can be started: this one continues after the callbacks.
       }
     }
     lock.unlock();
@@ -298,7 +298,7 @@ bool RingWork::isCompleted() {
 bool RingWork::isSuccess() const { return operation_->done() && !exception(); }
 
 std::exception_ptr RingWork::exception() const {
-  // A work that is done has its error; the base class is told of it when somebody asks.
+  // A done work has its error, of which the base class is told only on demand.
   if (operation_->done()) const_cast<RingWork*>(this)->await();
   return c10d::Work::exception();
 }
@@ -310,7 +310,7 @@ bool RingWork::wait(std::chrono::milliseconds timeout) {
   try {
     operation_->wait(deadline);
   } catch (...) {
-    if (operation_->done()) finish_once(std::current_exception());  // else a signal's
+    if (operation_->done()) finish_once(std::current_exception());  // otherwise a signal handler's
     throw;
   }
   finish_once(nullptr);
@@ -354,7 +354,7 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
   return future_;
 }
 
-/// By the pool, after await(): the future's callbacks may wait for other operations.
+/// Called by the pool, after await(): the future's callbacks may wait for other operations.
 void RingWork::complete_future() {
   if (const std::exception_ptr error = exception()) {
     future_->setError(error);

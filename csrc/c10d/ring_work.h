@@ -23,16 +23,16 @@ namespace torch_ring {
 
 /// An operation with a future.
 struct Completion {
-  std::function<void()> await;     // blocks until the operation is done or has failed; throws not
+  std::function<void()> await;     // blocks until the operation is done or has failed; never throws
   std::function<void()> complete;  // completes the future: runs its callbacks, which may block
 };
 
-/// Threads that wait for operations and complete their futures. Completes the futures of one
-/// group, in the order in which they were added. One thread at a time waits for operations, and
-/// makes progress on them. While it completes a future, another thread takes that role if a
-/// callback asks for a future itself, or lasts for long: it may wait for a later operation of
-/// the group, as PowerSGD's does. So there are as many threads as callbacks that wait, and one
-/// or two more. A pool without futures has no threads.
+/// Threads that wait for the operations of one group and complete their futures, in the order in
+/// which they were added. One thread at a time waits for operations, and makes progress on them.
+/// While it completes a future, another thread takes that role if a callback requests a future
+/// itself, or lasts long: the callback may wait for a later operation of the group, as PowerSGD's
+/// does. So there are one or two more threads than waiting callbacks. A pool without futures has no
+/// threads.
 ///
 /// Thread: any. Blocking: stop() only.
 class FuturePool {
@@ -49,7 +49,7 @@ class FuturePool {
   /// callback may be waiting for the caller. Call it when the operations have failed or are done.
   void stop();
 
-  /// In a forked child, which lacks the threads: leaks what they hold.
+  /// In a forked child, which lacks the threads: leaks their objects.
   void abandon();
 
  private:
@@ -60,17 +60,17 @@ class FuturePool {
   std::shared_ptr<State> state_;  // the threads, which are detached, share it
 };
 
-/// A point in time at which an operation has failed; none: its own timeout counts alone.
+/// The time at which a wait fails; none: only the operation's own timeout counts.
 using OperationDeadline = std::optional<std::chrono::steady_clock::time_point>;
 
-/// The function that a waiting thread calls: it runs Python's signal handlers, in a thread that
-/// Python knows, and watches the deadline.
+/// The function that a waiting thread calls: runs Python's signal handlers, in a thread known to
+/// Python, and checks the deadline.
 Engine::Interrupt interrupt_at(OperationDeadline deadline);
 
-/// The time after which a wait without an engine calls it again.
+/// The interval at which a wait without an engine calls it.
 inline constexpr std::chrono::milliseconds kInterrupts{50};
 
-/// An operation that has been asked for: a collective, or a message.
+/// A requested operation: a collective, or a message.
 /// Thread: any, without the GIL.
 class PendingOperation {
  public:
@@ -78,8 +78,8 @@ class PendingOperation {
 
   virtual bool done() const = 0;
 
-  /// Blocks until it is done. Python's signal handlers run in a thread of Python's. Errors: the
-  /// operation's; Error(kTimeout) when the deadline has passed, and an exception of a signal
+  /// Blocks until it is done. In a thread known to Python, signal handlers run meanwhile. Errors:
+  /// the operation's; Error(kTimeout) when the deadline has passed, and an exception of a signal
   /// handler, after which the operation goes on.
   virtual void wait(OperationDeadline deadline) const = 0;
 
@@ -92,7 +92,7 @@ class PendingOperation {
   virtual int source() const;
 };
 
-/// A collective that the engine runs. A thread that waits makes progress itself.
+/// A collective that the engine runs. A waiting thread makes progress itself.
 class PendingCollective final : public PendingOperation {
  public:
   /// Submits the operation's requests. Errors: Error(kInvalidArgument); the engine's fatal cause.
@@ -112,7 +112,7 @@ class PendingCollective final : public PendingOperation {
   std::vector<std::shared_ptr<Work>> works_;
 };
 
-/// A message to or from another rank. While nobody waits for it, it may take as long as it likes.
+/// A message to or from another rank. It has a time limit only while a thread waits for it.
 class PendingMessage final : public PendingOperation {
  public:
   /// `timeout`: of a wait without a deadline, which then ends the group on all ranks; 0: none.
@@ -136,7 +136,7 @@ class PendingMessage final : public PendingOperation {
   std::chrono::milliseconds timeout_;
 };
 
-/// An operation of a group that is being connected. Another thread begins it, or lets it fail.
+/// An operation of a group that is being connected. The connecting thread begins it, or fails it.
 class DeferredOperation final : public PendingOperation {
  public:
   /// Begins the operation. Errors: those of PendingCollective and of PyEngine::send().
@@ -146,7 +146,7 @@ class DeferredOperation final : public PendingOperation {
   DeferredOperation(Tensors outputs, Begin begin)
       : outputs_(std::move(outputs)), begin_(std::move(begin)) {}
 
-  /// To be called once, unless it fails.
+  /// Call it once, or fail() instead.
   void begin();
   void fail(const Error& error);
 
@@ -165,8 +165,8 @@ class DeferredOperation final : public PendingOperation {
   mutable std::condition_variable changed_;
 };
 
-/// A PendingOperation as torch.distributed sees it. A future is made only if asked for; the pool
-/// completes it. Its value is the list of outputs.
+/// A PendingOperation for torch.distributed. A future is made only on demand; the pool completes
+/// it. Its value is the list of outputs.
 /// Thread: any, without the GIL.
 class RingWork final : public c10d::Work {
  public:

@@ -45,9 +45,9 @@ struct Dots {
   double factor_of_b() const { return bb == 0 ? 1 : 1 - ab / (2 * bb); }
 };
 
-/// The tensors' pieces, as many of each tensor as there are ranks, in the order in which they are
-/// halved: piece 0 of every tensor, piece 1 of every tensor, and so on. So a rank's half has half
-/// of every tensor, and the dot products of a tensor do not depend on its neighbours.
+/// The tensors' pieces, one per rank of each tensor, in the order of halving: piece 0 of every
+/// tensor, piece 1 of every tensor, and so on. So a rank's half has half of every tensor, and the
+/// dot products of a tensor do not depend on its neighbours.
 class Pieces {
  public:
   Pieces(std::span<const std::size_t> counts, int levels)
@@ -81,7 +81,7 @@ class Pieces {
     return {begin.begin, last.begin + last.count - begin.begin};
   }
 
-  /// Calls fn(piece) for those of one tensor.
+  /// Calls fn(piece) for the kept pieces of one tensor.
   template <class Fn>
   void for_kept(int rank, int halvings, std::size_t tensor, Fn&& fn) const {
     const auto [first, count] = pieces_of(rank, halvings);

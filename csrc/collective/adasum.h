@@ -19,9 +19,8 @@ namespace torch_ring {
 /// Training with Adaptive Summation", MLSys 2021): log2(n) exchanges of halves, quarters, ..., each
 /// with one allgather of 3 dot products a tensor, then an allgather of the results.
 ///
-/// 16-bit floats are computed in float32 and rounded once; dot products are float64. Results are
-/// the same bits on all ranks. Every tensor is halved by itself, so that its bits do not depend on
-/// the others.
+/// 16-bit floats are computed in float32 and rounded once; dot products are float64. All ranks get
+/// the same bits. Every tensor is halved separately, so that its bits do not depend on the others.
 ///
 /// Errors: Error(kInvalidArgument), before anything has moved, unless the number of ranks is a
 /// power of two and the dtype is floating-point; the communicator's.

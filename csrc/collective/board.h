@@ -13,8 +13,8 @@ namespace torch_ring {
 
 using ByteSpan = std::span<const std::byte>;
 
-/// The rank that has waited least in a round, which posted last to it: the others waited for that
-/// rank at least; and how long the others waited at most. Needs no clock that two ranks share.
+/// The rank with the shortest wait in a round, which is the last one to post to it, since the
+/// others waited for it; and the longest wait of the others. Needs no common clock.
 struct LeastWait {
   static constexpr std::uint32_t kNone = 0xffffffff;
 
@@ -32,16 +32,16 @@ struct LeastWait {
   int last() const { return us == kNone ? -1 : static_cast<int>(rank); }
 };
 
-/// An entry as its rank posts it.
+/// A rank's entry of a round.
 struct Post {
-  ByteSpan common;  // usually equal on all ranks: then it is sent once for all of them
+  ByteSpan common;  // usually equal on all ranks, and then sent once for all of them
   ByteSpan own;     // differs from rank to rank; usually empty
   ByteSpan local;   // only the ranks of this rank's host see it
-  // For how long this rank waited in the round before. LeastWait::kNone if it had only answered
-  // others there: who answers posts after the last, and waits for nobody.
+  // This rank's wait in the round before. LeastWait::kNone if its entry there was empty: such an
+  // answer follows the last request, and its rank waits for no other.
   std::uint32_t waited_us = LeastWait::kNone;
-  // Of the waits of this rank for operations on which the ranks agreed there, the longest that is
-  // notable (Lateness); 0: none.
+  // The longest notable wait (Lateness) of this rank for the operations agreed on in that round; 0:
+  // none.
   std::uint32_t most_us = 0;
 };
 
@@ -57,7 +57,7 @@ struct Run {
 struct Round {
   std::span<const Run> runs;         // of all ranks, in their order; neighbours may be equal
   std::span<const ByteSpan> locals;  // the local parts, by index within this rank's host
-  std::span<const int> host_ranks;   // the ranks of this host, ascending: whose parts these are
+  std::span<const int> host_ranks;   // the ranks of this host, ascending: the owners of `locals`
   int last_of_previous = -1;         // the rank that posted last to the round before; -1: unknown
   std::uint32_t most_us = 0;         // the longest Post::most_us of a rank
 };
@@ -71,7 +71,7 @@ struct Round {
 /// message-passing systems", IEEE TPDS 8(11), 1997). Their size grows with the number of runs, and
 /// not with n: while all ranks post the same, each is as long as one entry.
 ///
-/// Thread: one at a time, but for wake(). Blocking: only wait_until().
+/// Thread: one at a time, except wake(). Blocking: only wait_until().
 /// Errors: the Abort's cause, or Error(kPeerLost).
 class Board {
  public:
@@ -81,13 +81,13 @@ class Board {
   /// rank.
   virtual std::size_t capacity() const = 0;
 
-  /// The longest entry that fits even if every rank posts another one, at most capacity(). Longer
-  /// ones fit as long as enough ranks post the same; if they do not, the round fails on every rank
-  /// with Error(kInternal). The same on every rank.
+  /// The longest entry that fits even if every rank posts a different one, at most capacity().
+  /// Longer ones fit as long as enough ranks post the same; if they do not, the round fails on
+  /// every rank with Error(kInternal). The same on every rank.
   virtual std::size_t safe_capacity() const { return capacity(); }
 
-  /// The largest inline payload, in bytes: data up to this size belongs into the entry, because to
-  /// send it separately costs a second synchronisation. The same on every rank.
+  /// The largest inline payload, in bytes: data up to this size belongs in the entry, because
+  /// sending it separately costs a second synchronisation. The same on every rank.
   virtual std::size_t inline_limit() const = 0;
 
   /// Starts this rank's next round with its entry. The previous round must be complete.
@@ -103,8 +103,8 @@ class Board {
   /// a multiple of 8.
   virtual Round round() = 0;
 
-  /// The ranks whose entries are missing from the posted round. Between hosts also ranks that
-  /// have posted, if their entries arrive behind the missing ones: the WaitGraph tells them apart.
+  /// The ranks whose entries are missing from the posted round. Between hosts they include ranks
+  /// whose entries arrive behind missing ones: the WaitGraph tells them apart.
   virtual std::vector<int> missing() const = 0;
 
   /// Waits until the round that this rank posted to is complete, until a peer has posted to one

@@ -15,7 +15,7 @@ std::uint64_t doublings(std::uint64_t ranks) {
   return static_cast<std::uint64_t>(std::bit_width(ranks - 1));
 }
 
-/// The most bytes that are left to reduce when the last byte of a step arrives.
+/// The most bytes left to reduce when the last byte of a step arrives.
 std::uint64_t last_segment(std::uint64_t bytes) {
   return std::min<std::uint64_t>(bytes, kSegmentBytes);
 }
@@ -43,7 +43,7 @@ std::uint64_t scattered_ps(std::uint64_t bytes, std::uint64_t ranks, const Netwo
   return bytes / round * round_ps(round) + (rest > 0 ? round_ps(rest) : 0);
 }
 
-/// The exchanges, of as many ranks at once as a section has, in which one rank serves the others.
+/// The number of exchanges in which one rank serves all others, as many at once as a section has.
 std::uint64_t turns_of(std::uint64_t ranks) {
   return (ranks + kSectionRanks - 3) / (kSectionRanks - 1);
 }
@@ -60,8 +60,8 @@ std::uint64_t scattered_reduce_ps(std::uint64_t bytes, std::uint64_t ranks,
          last_segment(bytes / ranks) * ranks * cost.reduction_ps;
 }
 
-/// The time of `bytes` in segments. A last one counts by its bytes, so that more bytes never take
-/// less time and each algorithm has one run of sizes.
+/// The time of `bytes` in segments. The last one counts by its bytes, so that the time grows with
+/// the size, and each algorithm is the fastest in one interval of sizes.
 std::uint64_t in_segments(std::uint64_t segment_ps, std::uint64_t bytes) {
   return segment_ps +
          (bytes - std::min<std::uint64_t>(bytes, kSegmentBytes)) * (segment_ps / kSegmentBytes);

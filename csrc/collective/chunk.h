@@ -1,4 +1,4 @@
-// Range and chunk_of(): how a buffer is divided among ranks.
+// Range and chunk_of(): the division of a buffer among ranks.
 #pragma once
 
 #include <algorithm>

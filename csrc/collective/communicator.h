@@ -12,7 +12,7 @@
 namespace torch_ring {
 
 /// All ranks call the same functions in the same order with matching arguments; the engine ensures
-/// it (engine/agreement.h). Buffers need no alignment beyond their dtype's.
+/// this (engine/agreement.h). Buffers need no alignment beyond their dtype's.
 ///
 /// Thread: one at a time. Blocking: until this rank's part is done, bounded by the timeout.
 /// Errors: Error kinds kPeerLost, kTimeout, kInternal; after one, the communicator is unusable.
@@ -33,7 +33,7 @@ class Communicator {
                          const Reduction& reduction,
                          std::span<const std::int64_t> shared_offsets = {}) = 0;
 
-  /// `data` of every rank becomes that of rank `root`.
+  /// `data` of every rank becomes `data` of rank `root`.
   virtual void broadcast(void* data, std::size_t bytes, int root) = 0;
 
   /// `output` becomes the ranks' inputs, one after the other; rank r sends bytes[r] bytes.
@@ -49,13 +49,13 @@ class Communicator {
   virtual void reducescatter(const void* input, void* output, std::span<const std::size_t> counts,
                              const Reduction& reduction) = 0;
 
-  /// `output` of rank `root` becomes what allreduce() would make: the same bits. The others' is not
-  /// used. The root's `input` may be its `output`.
+  /// `output` of rank `root` becomes the result of allreduce(), with the same bits. The others'
+  /// `output` is not used. The root's `input` may be its `output`.
   virtual void reduce_to(int root, const void* input, void* output, std::size_t count,
                          const Reduction& reduction) = 0;
 
   /// `output` of rank `root` becomes the ranks' inputs, one after the other; rank r sends bytes[r]
-  /// bytes. The others' is not used. The root's `input` may be its part of `output`.
+  /// bytes. The others' `output` is not used. The root's `input` may be its part of `output`.
   virtual void gather(const void* input, void* output, std::span<const std::size_t> bytes,
                       int root) = 0;
 
@@ -65,8 +65,8 @@ class Communicator {
   virtual void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
                        int root) = 0;
 
-  /// output[i] = what allreduce() would make of inputs[r][i], if rank r had it: the same bits.
-  /// Nothing moves. Here: reduced in the order of ranks.
+  /// output[i] = the result of an allreduce() to which rank r contributes inputs[r][i], with the
+  /// same bits. Local: nothing is sent. This default reduces in the order of ranks.
   virtual void reduce_inputs(std::span<const void* const> inputs, void* output, std::size_t count,
                              const Reduction& reduction) const;
 
@@ -87,16 +87,16 @@ class HostCommunicator : public Communicator {
   // Memory of this rank that the other ranks of its host have mapped.
   // Thread: any. Blocking: while the system looks for memory.
 
-  /// Whether there is some. None of the rest does anything without it.
+  /// Whether there is some. Without it the functions below do nothing.
   virtual bool has_shared_memory() const { return false; }
 
   /// New memory, freed with its last reference, which may outlive the communicator. Null if the
   /// address space set aside for it is used up. Errors: Error(kInternal) when no memory is left.
   virtual std::shared_ptr<void> allocate_shared(std::size_t /*bytes*/) { return nullptr; }
 
-  /// Gives [data, data + bytes) pages of its own, which the other ranks do not reach, with the same
-  /// content and at the same address: shared_offset_of() is -1 from then on. Other threads may
-  /// write to it meanwhile.
+  /// Replaces the pages of [data, data + bytes) by private ones with the same content at the same
+  /// address, out of the other ranks' reach: shared_offset_of() is -1 from then on. Other threads
+  /// may write to it meanwhile.
   virtual void isolate(const void* /*data*/, std::size_t /*bytes*/) noexcept {}
 
   /// The offset of [data, data + bytes) in this rank's memory, or -1 if it lies elsewhere.

@@ -11,14 +11,14 @@
 namespace torch_ring {
 
 /// In each step a member sends one frame and receives one. A member stands for one rank, or, as
-/// the leader of a host, for several. A frame has the runs of all ranks that its members stand for
-/// (runs.h), so that it is as long as one entry while all entries are equal:
+/// the leader of a host, for several. A frame has the runs of all ranks of its members (runs.h), so
+/// that it is as long as one entry while all entries are equal:
 ///
 ///   frame:  u32 round, modulo 2^32 | u32 us | u32 rank | u32 most_us | u64 bytes of the runs |
 ///   runs
 ///
-/// The second to fourth are the LeastWait of the round before, among the same ranks: that of all
-/// members has the least and the most of the frames, however often one of them is counted.
+/// The second to fourth fields are the LeastWait of the same ranks in the round before. Minimum and
+/// maximum over the frames give that of all members, even if a member is counted twice.
 ///
 /// Cost of a round: ceil(log2(members)) frames. Time: of a received frame, O(its bytes + runs).
 ///
@@ -44,16 +44,16 @@ class BruckFrames {
   /// The frame to send in `step`: empty after due().
   ByteSpan frame(std::size_t step) const { return outgoing_[step]; }
 
-  /// Where the next bytes of the frame that is due belong: some of them, and none of what follows
-  /// it. Precondition: not complete().
+  /// The room for the next bytes of the due frame, maybe not all, and never for bytes beyond it.
+  /// Precondition: not complete().
   std::span<std::byte> room();
 
-  /// Takes the first `bytes` bytes of room(), which have been received. After the last byte of a
-  /// frame the next step is due, and its frame is ready.
+  /// Processes `bytes` received bytes at the front of room(). After the last byte of a frame the
+  /// next step is due, and its frame is ready.
   /// Errors: Error(kInternal) on a frame that does not belong here. Then the round is lost.
   void absorb(std::size_t bytes);
 
-  /// The number of members whose entries are here: this one, and those that follow it.
+  /// The number of members whose entries have arrived: this one, and its successors.
   int members_known() const;
 
   /// The entries of all members' ranks, in the order of members. Valid until begin().

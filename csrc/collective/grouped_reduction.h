@@ -1,5 +1,4 @@
-// reduce_in_groups(): the reduction of inputs that lie on one rank, in the order of additions that
-// an allreduce has. Pure.
+// reduce_in_groups(): a local reduction, with the order of additions of an allreduce. Pure.
 #pragma once
 
 #include <span>
@@ -10,8 +9,8 @@
 namespace torch_ring {
 
 /// reduce(), group by group: the inputs with the indices in `groups`, each group in the order
-/// given, then the groups' results in sections_of() them. Partial results are those that travel
-/// between ranks, so the bits are those of such ranks.
+/// given, then the groups' results in sections_of() them. Partial results have the dtype that
+/// travels between ranks, so the bits are those of an allreduce.
 void reduce_in_groups(std::span<void* const> outputs, std::span<const void* const> inputs,
                       std::span<const std::vector<int>> groups, std::size_t count,
                       const Reduction& reduction);

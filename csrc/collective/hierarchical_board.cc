@@ -79,7 +79,7 @@ void HierarchicalBoard::publish() {
   host_.publish(host_.own().published, local_.round_number());
 }
 
-/// Reads the runs of all hosts. These are the same on every host: so are errors.
+/// Reads the runs of all hosts, which are the same on every host, and so are the errors.
 void HierarchicalBoard::read() {
   runs_.clear();
   read_slot(world_slot(host_.slot(0), local_.round_number()), static_cast<std::uint32_t>(size_),
@@ -106,7 +106,7 @@ std::vector<int> HierarchicalBoard::missing() const {
 }
 
 void HierarchicalBoard::wait_until(Clock::time_point deadline, std::chrono::microseconds spin) {
-  // While this host's entries are incomplete, frames of other leaders are no reason to wake up.
+  // While this host's entries are incomplete, frames of other leaders are not a reason to wake up.
   // Once they are complete, this returns: its sleep does not poll the leaders' sockets.
   const bool gathered = gathered_;
   const bool network_matters = leaders_ != nullptr && (!open_ || gathered);

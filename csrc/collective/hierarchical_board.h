@@ -1,4 +1,4 @@
-// HierarchicalBoard: a Board of several hosts, shared memory inside them, TCP between their
+// HierarchicalBoard: a Board of several hosts, with shared memory inside them and TCP between their
 // leaders.
 #pragma once
 
@@ -13,11 +13,11 @@
 namespace torch_ring {
 
 /// In a round the ranks of a host post in shared memory. When all have posted, their leader (host
-/// index 0) posts their entries as runs to the other leaders. It writes the runs of all ranks that
-/// come back to its memory, where its host's ranks read them. World slot r % 2 is free for round
-/// r + 2 for the reason given in shm_board.h. The world slot has runs (write_slot()), in the order
-/// of hosts and their ranks. While the ranks post the same, they are as long as one entry, whatever
-/// the number of ranks.
+/// index 0) posts their entries as runs to the other leaders. It writes the runs of all ranks to
+/// its memory, where its host's ranks read them. World slot r % 2 is free for round r + 2 for the
+/// reason given in shm_board.h. The world slot has runs (write_slot()), in the order of hosts and
+/// their ranks. While the ranks post the same, they are as long as one entry, regardless of the
+/// number of ranks.
 class HierarchicalBoard : public Board {
  public:
   /// `ranks_of_host`: by host; `leaders` is null on ranks that do not lead. All outlive the board.

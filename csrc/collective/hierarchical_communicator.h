@@ -13,20 +13,20 @@
 namespace torch_ring {
 
 /// Shared memory inside hosts and a RingCommunicator across them per lane. With L lanes, local rank
-/// j < L reduces chunk j of its host, reduces that among the j-th ranks of all hosts, and writes
-/// the result to all buffers of its host. For S bytes on h hosts each host sends 2 S (h - 1) / h
-/// bytes, whatever its number of ranks, on L connections at once.
+/// j < L reduces chunk j inside its host, then with the j-th ranks of all hosts, and writes the
+/// result to all buffers of its host. For S bytes on h hosts each host sends 2 S (h - 1) / h bytes,
+/// regardless of its number of ranks, on L connections at once.
 ///
 /// So the values of a host's ranks are added first, in the order of ranks, then those of the hosts.
 ///
-/// A reduce is such an allreduce, in which the lanes reduce to the root's host, S (h - 1) bytes or
-/// 2 S (h - 1) / h arrive there (RingCommunicator), and the result is written to the root's buffer
-/// alone. In a gather each host's parts go to one rank in shared memory, from these on one lane to
-/// the root's host, and to the root; a scatter is the reverse. Each byte travels once between
-/// hosts. The lane is the root's, if it has one.
+/// In a reduce the lanes reduce to the root's host, which receives S (h - 1) or 2 S (h - 1) / h
+/// bytes (RingCommunicator), and the result is written to the root's buffer alone. In a gather each
+/// host's parts go through shared memory to one rank, from there on one lane to the root's host,
+/// and to the root; a scatter is the reverse. Each byte travels once between hosts. The lane is the
+/// root's, if it has one.
 ///
-/// A reducescatter is such an allreduce, of which each rank copies its part only, so the network
-/// moves up to twice the necessary bytes. An alltoall takes three hops (routed_alltoall.h).
+/// A reducescatter is an allreduce of which each rank copies only its part, so the network moves up
+/// to twice the necessary bytes. An alltoall takes three hops (routed_alltoall.h).
 class HierarchicalCommunicator : public HostCommunicator {
  public:
   HierarchicalCommunicator(World& world, const EngineConfig& config, const Abort& abort);
@@ -62,8 +62,7 @@ class HierarchicalCommunicator : public HostCommunicator {
  private:
   bool leads() const { return shm_.rank() == 0; }
 
-  /// The buffers of this host's ranks: those at shared_offsets, or their staging_ if
-  /// that is empty.
+  /// The buffers of this host's ranks: those at `shared_offsets`, or their staging_ if it is empty.
   std::vector<std::byte*> buffers_of_host(std::span<const std::int64_t> shared_offsets);
 
   /// Allreduce of a private tensor, round by round. Calls take(range) when staging_ has the results
@@ -81,7 +80,7 @@ class HierarchicalCommunicator : public HostCommunicator {
   int index_of(int rank) const;
   bool is_on_host_of(int rank) const { return at(host_of_, rank_) == at(host_of_, rank); }
 
-  /// The rank of each host, by its index there, through which the data of a gather or scatter goes.
+  /// The index, on each host, of the rank that passes the data of a gather or scatter on.
   int lane_of(int root) const { return index_of(root) < lanes_ ? index_of(root) : 0; }
 
   /// The bytes of the parts of this host's ranks, and of each host.

@@ -1,4 +1,4 @@
-// Host: the ranks of one host, with their slots of shared memory, and waiting for them.
+// Host: the ranks of one host, their slots of shared memory, and the waits for them.
 #pragma once
 
 #include <memory>
@@ -13,11 +13,11 @@
 
 namespace torch_ring {
 
-/// Thread: the progress thread, but for wake(). Blocking: wait_all(), wait_one() and barrier().
+/// Thread: the progress thread, except wake(). Blocking: wait_all(), wait_one() and barrier().
 class Host {
  public:
-  /// Uses the slots of `world`, and commits the parts of this rank's that every set needs. Errors:
-  /// Error(kInternal) without memory, and if a place is no slot.
+  /// Uses the slots of `world`, and commits the parts of this rank's slot that every set needs.
+  /// Errors: Error(kInternal) without memory, or if a slot is invalid.
   Host(const World& world, const EngineConfig& config, const Abort& abort);
 
   int index() const { return index_; }  // this rank's, among the ranks of its host
@@ -52,8 +52,8 @@ class Host {
 
   using Counter = std::atomic<std::uint64_t> SegmentHeader::*;
 
-  /// The value of a peer's counter; what the peer wrote before its publish() is visible then.
-  /// seq_cst, because a rank looks at it before it sleeps (Doorbell).
+  /// The value of a peer's counter; the peer's writes before its publish() are visible afterwards.
+  /// seq_cst, because a rank loads it before it sleeps (Doorbell).
   static std::uint64_t load(const std::atomic<std::uint64_t>& counter) {
     return counter.load(std::memory_order_seq_cst);
   }

@@ -9,7 +9,7 @@ namespace torch_ring {
 
 namespace {
 
-/// A RingCommunicator of single ranks, with what it needs.
+/// A RingCommunicator of single ranks, with its doorbell, waiter and sockets.
 struct Ring {
   Ring(World& world, const EngineConfig& config, const Abort& abort)
       : waiter(abort, doorbell, world.may_spin, config.transfer_timeout(), world.waits),

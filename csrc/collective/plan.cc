@@ -11,8 +11,8 @@ namespace {
 /// `rank` + `distance` around the ring, for any distance above -2 * size.
 int around(int rank, int distance, int size) { return (rank + distance + 2 * size) % size; }
 
-/// Ranks in rows of one from each section: row i has the ranks that divide the i-th arc. Ranks
-/// that are left over when all rows are full have no arc.
+/// Ranks in rows of one from each section: row i has the ranks that divide the i-th arc. The last
+/// ranks, which do not fill a row, have no arc.
 struct Grid {
   int sections;
   int arcs;

@@ -32,17 +32,17 @@ std::vector<std::size_t> column_of(std::span<const std::size_t> matrix, int size
 /// polls.
 inline constexpr int kSectionRanks = 16;
 
-/// The ranks of `size`, in sections that are reduced first, each in the order of its ranks. Then
-/// the sections' results are reduced in the same way, and so on. Up to kSectionRanks are one
+/// The ranks 0 to `size` - 1 in sections. Each section is reduced first, in the order of its ranks;
+/// then the sections' results are reduced in the same way, and so on. Up to kSectionRanks are one
 /// section.
 ///
-/// The order in which ranks are added depends on `size` alone: not on the place of
-/// an element in a buffer. So the bits of a sum do not depend on what travels with it.
+/// The order of the additions depends on `size` alone, not on the place of an element in a buffer.
+/// So the bits of a sum do not depend on the other tensors in the buffer.
 std::vector<std::vector<int>> sections_of(int size);
 
 /// A rank's part in one level of a reduce-scatter. Each member of its section sends every other
-/// one the arc of chunks that the other reduces: the i-th member the chunks `first_chunk` + i *
-/// `chunks` and so on, `chunks` of them. The last member may have none: it only sends.
+/// one the arc of chunks that the receiver reduces: to the i-th member `chunks` chunks from
+/// `first_chunk` + i * `chunks` on. The last member may have none: it only sends.
 struct ScatterLevel {
   std::vector<int> section;  // ranks, in the order of the additions
   int index;                 // of this rank in it
@@ -51,13 +51,13 @@ struct ScatterLevel {
   int chunks;
 };
 
-/// The levels of a rank: one for up to kSectionRanks, about log16(size) for more. After the last
-/// one the rank's chunk is complete. Chunks are those of chunks_by_rank(). Each rank sends about
-/// size - 1 chunks.
+/// The levels of a rank: one for up to kSectionRanks ranks, about log16(size) for more. After the
+/// last one the rank's chunk is complete. Chunks: chunks_by_rank(). Each rank sends about size - 1
+/// chunks.
 std::vector<ScatterLevel> scatter_levels(int rank, int size);
 
 /// The chunks of `count` elements, by rank: consecutive, and empty for a rank that has no arc on
-/// some level. They are as equal as chunk_of() makes them.
+/// some level. Their lengths are those of chunk_of().
 std::vector<Range> chunks_by_rank(std::size_t count, int size);
 
 /// One step of a ring: a rank sends chunk `send` to the next rank while it receives chunk `receive`
@@ -68,7 +68,7 @@ struct RingStep {
   bool operator==(const RingStep&) const = default;
 };
 
-/// size - 1 steps after which every rank has every chunk. Each rank begins by sending its own.
+/// size - 1 steps, after which every rank has every chunk. Each rank first sends its own.
 std::vector<RingStep> allgather_steps(int rank, int size);
 
 /// One step of Bruck's allgather. A rank has the entries of rank, rank + 1, ... (mod size); it
@@ -85,8 +85,8 @@ struct BruckStep {
 /// message-passing systems", IEEE TPDS 8(11), 1997.
 std::vector<BruckStep> bruck_steps(int rank, int size);
 
-/// The elements of `count` of the consecutive `chunks`: those from `first` to the last one, and
-/// those from chunk 0 on. The second range is empty unless the chunks go around the end.
+/// The elements of `count` consecutive `chunks` from `first` on, around the end: up to the last
+/// chunk, and from chunk 0 on. The second range is empty unless they go around the end.
 std::array<Range, 2> arc_of(std::span<const Range> chunks, int first, int count);
 
 /// An edge of a binomial tree. It leads to `peer`; below it are the ranks of the chunks `first`,
@@ -98,14 +98,15 @@ struct TreeEdge {
   bool operator==(const TreeEdge&) const = default;
 };
 
-/// A rank's edges; a root has no parent. The children's subtrees shrink, so that a rank serves the
-/// child first that has most to pass on.
+/// A rank's edges; a root has no parent. The children are in descending order of their subtrees, so
+/// that a rank first serves the child that has most to pass on.
 struct Tree {
   std::optional<TreeEdge> parent;
   std::vector<TreeEdge> children;
 };
 
-/// The tree of `root` has ceil(log2(size)) levels, and every edge leads over a distance of Bruck's.
+/// The tree of `root` has ceil(log2(size)) levels, and every edge spans a distance of Bruck's
+/// steps.
 Tree binomial_tree(int rank, int size, int root);
 
 }  // namespace torch_ring

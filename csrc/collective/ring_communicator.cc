@@ -174,7 +174,7 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* result,
     at(inputs, level.index) = data + begin * item;
     std::vector<OutgoingBytes> outgoing;
     std::vector<IncomingBytes> incoming;
-    for (int distance = 1; distance < members; ++distance) {  // not all to the first one first
+    for (int distance = 1; distance < members; ++distance) {  // each begins with another receiver
       const int to = (level.index + distance) % members;
       const Range given = arc(to);
       if (given.count > 0) {
@@ -186,7 +186,7 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* result,
       at(inputs, from) = arriving;
       arriving += bytes;
     }
-    // Partial results lie from the begin of the first level's arc on: where the own ones were.
+    // Partial results begin at the first level's arc, in place of the own ones.
     const std::size_t place = first_level ? 0 : begin;
     exchange_and_add(outgoing, incoming, own.count, item, [&](Range segment) {
       const std::vector<const void*> arrived = shifted(inputs, segment.begin * item);
@@ -210,8 +210,8 @@ void RingCommunicator::reduce_scatter(const std::byte* input, std::byte* result,
                  reduction);
 }
 
-/// Runs an exchange in which `count` elements of `item` bytes come from every peer, and calls
-/// add(segment) for those that have come from all of them.
+/// Runs an exchange in which every peer sends `count` elements of `item` bytes, and calls
+/// add(segment) for the elements that have arrived from all of them.
 template <class Add>
 void RingCommunicator::exchange_and_add(std::span<const OutgoingBytes> outgoing,
                                         std::span<const IncomingBytes> incoming, std::size_t count,
@@ -225,7 +225,7 @@ void RingCommunicator::exchange_and_add(std::span<const OutgoingBytes> outgoing,
   });
 }
 
-/// Gathers all chunks of `data` on every rank, which has its own at first.
+/// Gathers all chunks of `data` on every rank; at first each rank has its own.
 void RingCommunicator::gather_everywhere(std::byte* data, std::span<const Range> chunks) {
   const Range last = chunks.back();
   if (choose_allgather(last.begin + last.count, size()) == AllgatherPath::kDoubling) {
@@ -304,7 +304,7 @@ void RingCommunicator::reduce_to(int root, const void* input, void* output, std:
   if (count == 0) return;
   const std::size_t item = size_of(reduction.dtype);
   if (choose_reduce(count * item, size()) == ReducePath::kDirect) {
-    // A reducescatter in which all of it is the root's part.
+    // A reducescatter whose only part is the root's.
     std::vector<std::size_t> counts(static_cast<std::size_t>(size()), 0);
     at(counts, root) = count;
     reducescatter(input, output, counts, reduction);
@@ -359,9 +359,9 @@ void RingCommunicator::scatter(const void* input, void* output, std::span<const 
   });
 }
 
-/// Exchanges parts of the given lengths between the root and all others: those of a few ranks at
-/// once (a Doorbell polls so many), a round of them all after another. add(rank, range of its part,
-/// outgoing, incoming) appends to the exchange that a range takes, on the root and on its rank.
+/// Exchanges parts of the given lengths between the root and all others, in rounds of round_bytes()
+/// of each part, with as many ranks at once as a Doorbell can poll. add(rank, range of its part,
+/// outgoing, incoming) appends a range to an exchange, on the root and on the range's rank.
 template <class Add>
 void RingCommunicator::exchange_with_root(std::span<const std::size_t> bytes, int root, Add&& add) {
   const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());

@@ -12,11 +12,11 @@
 
 namespace torch_ring {
 
-/// Data goes around a ring, or in few steps across it: choice.h chooses by bytes and ranks, the
+/// Data goes around a ring, or across it in few steps: choice.h chooses by bytes and ranks, the
 /// same on every rank. In a ring each rank sends to the next and receives from the previous one at
 /// the same time. Bruck's algorithms take ceil(log2(n)) steps at distances 1, 2, 4, ...
 /// (BruckStep). A reduction exchanges inputs, all at once among up to kSectionRanks, and adds them
-/// in an order that depends on n alone (sections_of()): for so few ranks, in the order of ranks.
+/// in an order that depends on n alone (sections_of()): up to kSectionRanks, in the order of ranks.
 /// Cost for S bytes among n ranks, sent and received by each, with l = ceil(log2(n)):
 ///
 ///   allreduce   gathered: l steps, S (n - 1) bytes
@@ -66,7 +66,7 @@ class RingCommunicator : public HostCommunicator {
   /// Allreduce of partial results, in place and unscaled, between a hierarchy's reduce_partial()
   /// and finish_partial(). `partial` has accumulation_dtype(reduction).
   void allreduce_partial(void* partial, std::size_t count, const Reduction& reduction);
-  /// The same to rank `root` alone; the others' `partial` is spoilt or stays as it is.
+  /// The same to rank `root` alone; the others' `partial` may be overwritten.
   void reduce_partial_to(int root, void* partial, std::size_t count, const Reduction& reduction);
 
  private:

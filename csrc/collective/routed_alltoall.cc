@@ -14,11 +14,11 @@ namespace torch_ring {
 
 namespace {
 
-// Bytes that a rank packs at once, about: they lie in the caches, and in memory that the C library
-// keeps. New pages would cost more than all copies.
+// The approximate bytes that a rank packs at once: they fit the caches, and memory that the C
+// library keeps. New pages would cost more than all copies.
 constexpr std::size_t kPacked = 4 << 20;
 
-/// How many bytes of each part to move at once; 0 if there are none. The same on all ranks.
+/// The bytes of each part to move at once; 0 if there are none. The same on all ranks.
 std::size_t piece_of(std::span<const std::size_t> bytes, int size) {
   std::size_t busiest = 0;
   for (int rank = 0; rank < size; ++rank) {
@@ -31,7 +31,7 @@ std::size_t piece_of(std::span<const std::size_t> bytes, int size) {
   return (*std::ranges::max_element(bytes) + times - 1) / times;
 }
 
-/// A rank's parts: each shares the memory in which it lies, or lies in the caller's input.
+/// A rank's parts: each one shares ownership of its memory, or lies in the caller's input.
 using Parts = std::map<Part, std::shared_ptr<const std::byte>>;
 
 std::shared_ptr<std::byte[]> memory_for(std::span<const Part> parts) {
@@ -55,7 +55,7 @@ void take_hop(Communicator& communicator, const Hop& hop, Parts& parts) {
   const auto outgoing = memory_for(hop.sent);
   std::byte* to = outgoing.get();
   for (const Part& part : hop.sent) {
-    const auto sent = parts.extract(part);  // whose memory may be free then
+    const auto sent = parts.extract(part);  // may free its memory at the end of the loop body
     std::memcpy(to, sent.mapped().get(), part.bytes);
     to += part.bytes;
   }
@@ -119,7 +119,7 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
       const Part part{from, to, *next++};
       const int sender = routes.holder(from, to, hop - 1);
       const std::size_t row = at(member_of, sender);
-      if (part.bytes == 0 || row == kNone) continue;  // no hop leads out of the members
+      if (part.bytes == 0 || row == kNone) continue;  // hops stay among the members
       const int receiver = routes.holder(from, to, hop);
       if (sender == receiver) continue;  // it stays where it is
       const std::size_t column = at(member_of, receiver);

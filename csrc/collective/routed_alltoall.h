@@ -1,4 +1,5 @@
-// Routes and routed_alltoall(): an alltoall where only ranks of one lane have connections.
+// Routes and routed_alltoall(): an alltoall between hosts where only ranks of one lane have
+// connections.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +23,11 @@ class Routes {
 
   int size() const { return static_cast<int>(positions_.size()); }
 
-  /// The rank that has the part from rank `from` to rank `to` after `hops` hops.
+  /// The rank that holds the part from rank `from` to rank `to` after `hops` hops.
   int holder(int from, int to, int hops) const;
 
-  /// The ranks among which `rank` takes a hop, in the order of their communicator: those of its
-  /// host, or of its lane; none if it is on no lane.
+  /// The ranks that take part in a hop with `rank`, in the order of their communicator: those of
+  /// its host, or of its lane; none if it is on no lane.
   std::vector<int> members(int rank, int hop) const;
 
  private:
@@ -49,8 +50,8 @@ struct Part {
   auto operator<=>(const Part&) const = default;
 };
 
-/// One rank's share of one hop: an alltoall among its members. Empty parts are left out, and those
-/// that stay where they are.
+/// One rank's share of one hop: an alltoall among its members. Empty parts, and parts that stay on
+/// their rank, are left out.
 struct Hop {
   std::vector<std::size_t> bytes;  // the alltoall's matrix, by member: its diagonal is 0
   std::vector<Part> sent;          // in the order of receivers
@@ -64,9 +65,9 @@ Hop plan_hop(const Routes& routes, int rank, int hop, std::span<const std::size_
 /// Communicator::alltoall() in three hops. `host` connects the ranks of this host. `lane` connects
 /// one rank of each host, in the order of hosts; it is null on a rank without a lane.
 ///
-/// Cost: each byte travels once between hosts, on the receiver's lane, and inside hosts once to
-/// that lane, and once from it if the receiver is not on it. The bytes are packed, a few
-/// MiB at a time, and unpacked by the receiver. A hop in which nothing travels is left out.
+/// Cost: each byte travels once between hosts, on the receiver's lane; inside hosts once to that
+/// lane, and once more if the receiver is not on it. The bytes are packed, a few MiB at a time, and
+/// unpacked by the receiver. Empty hops are skipped.
 void routed_alltoall(const Routes& routes, int rank, Communicator& host, Communicator* lane,
                      const void* input, void* output, std::span<const std::size_t> bytes);
 

@@ -33,7 +33,7 @@ struct Group {
   GroupHeader header;
 };
 
-/// The group at the begin of `items`.
+/// The group at the beginning of `items`.
 Group first_group(std::span<const EqualEntries> items) {
   const ByteSpan common = items.front().common;
   GroupHeader header{0, static_cast<std::uint32_t>(common.size()), 0};
@@ -73,14 +73,14 @@ std::byte* put(std::byte* to, ByteSpan bytes) {
 
 [[noreturn]] void throw_broken(const char* what) { throw Error(ErrorKind::kInternal, what); }
 
-/// Takes bytes off the front of untrusted ones.
+/// Reads untrusted bytes from the front.
 class Reader {
  public:
   explicit Reader(ByteSpan bytes) : left_(bytes) {}
 
   bool empty() const { return left_.empty(); }
 
-  /// The next `bytes` bytes, and what pads them.
+  /// Takes the next `bytes` bytes and their padding.
   ByteSpan take(std::uint64_t bytes) {
     if (bytes > left_.size() || padded(bytes) > left_.size()) {
       throw_broken("an entry that does not fit");

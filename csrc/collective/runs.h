@@ -30,7 +30,7 @@ class Runs {
     items_.clear();
     ranks_ = 0;
   }
-  /// Adds the entries of the next ranks; to the last item, if they are equal to its.
+  /// Adds the entries of the next ranks, to the last item if they equal its entries.
   void append(const EqualEntries& entries);
   void append(const Runs& runs);
 
@@ -62,21 +62,21 @@ constexpr std::size_t most_encoded_bytes(std::size_t ranks, std::size_t capacity
   return ranks * (3 * sizeof(std::uint64_t) + capacity);
 }
 
-/// Appends the decoded runs of exactly `ranks` ranks to `to`; they point into `bytes`. It believes
-/// no size that it has not checked. Time: O(bytes). Errors: Error(kInternal) on other bytes than
-/// encode() makes of entries of up to `capacity` bytes.
+/// Appends the decoded runs of exactly `ranks` ranks to `to`; they point into `bytes`. It checks
+/// every size before use. Time: O(bytes). Errors: Error(kInternal) unless encode() makes such bytes
+/// of entries of up to `capacity` bytes.
 void decode(ByteSpan bytes, std::uint32_t ranks, std::size_t capacity, Runs& to);
 
 /// A slot of shared memory through which one rank hands runs to others:
 ///
 ///   u64 bytes of the runs | runs
 ///
-/// write_slot() writes only the size of runs that do not fit, and read_slot() throws for it.
+/// For runs that do not fit, write_slot() writes only the size, and read_slot() throws.
 /// Errors of read_slot(): as those of decode().
 void write_slot(std::span<std::byte> slot, const Runs& runs);
 void read_slot(ByteSpan slot, std::uint32_t ranks, std::size_t capacity, Runs& to);
 
-/// The longest entry such that those of `ranks` ranks fit a slot though all differ.
+/// The longest entry such that `ranks` different ones fit a slot.
 constexpr std::size_t safe_capacity(std::size_t slot_bytes, std::size_t ranks) {
   const std::size_t share = (slot_bytes - sizeof(std::uint64_t)) / ranks;
   const std::size_t overhead = most_encoded_bytes(1, 0);
@@ -86,7 +86,7 @@ constexpr std::size_t safe_capacity(std::size_t slot_bytes, std::size_t ranks) {
 /// The entries of a round, by rank.
 class RoundEntries {
  public:
-  /// Takes the entries of all ranks, in the order of `ranks`; in that of the ranks if it is empty.
+  /// Takes the entries of all ranks, in the order of `ranks`; or in ascending order if it is empty.
   void assign(const Runs& runs, std::span<const int> ranks = {});
 
   std::span<const Run> runs() const { return runs_; }

@@ -70,7 +70,7 @@ Round ShmBoard::round() {
     const auto [common, own, local, waited_us, most_us] = entry(index);
     least_wait_.include({waited_us, static_cast<std::uint32_t>(at(ranks_, index)), most_us});
     at(locals_, index) = local;
-    // Own parts are not compared here: usually they are empty, or differ.
+    // Own parts are not compared: they are usually empty, or differ.
     if (own.empty() && !runs_.empty() && runs_.back().own.empty() &&
         common.size() == runs_.back().common.size() &&
         std::memcmp(common.data(), runs_.back().common.data(), common.size()) == 0) {

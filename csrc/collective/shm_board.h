@@ -10,14 +10,14 @@
 namespace torch_ring {
 
 /// Round r lies in entry slot r % 2 of every rank's memory. A rank posts round r + 2 only after
-/// round r + 1 is complete: every rank has posted r + 1, and so has read round r. Two slots are
+/// round r + 1 is complete: every rank has posted to r + 1, and so has read round r. Two slots are
 /// enough, with no second barrier. Cost of a round: one barrier.
 ///
 ///   slot:  u32 bytes of common | u32 of own | u32 of local | u32 us waited | u32 us at most | u32
 ///   0 |
 ///          the parts, each padded to 8
 ///
-/// The board of one host of several gives entries by index within the host.
+/// As the board of one of several hosts, it returns entries by index within the host.
 class ShmBoard : public Board {
  public:
   explicit ShmBoard(Host& host);
@@ -45,7 +45,7 @@ class ShmBoard : public Board {
   std::vector<Run> runs_;         // of the completed round
   std::vector<ByteSpan> locals_;  // of the completed round, by index
   std::uint64_t round_ = 0;
-  bool open_ = false;  // posted to, and not yet seen complete
+  bool open_ = false;  // posted to, and not yet seen to be complete
   LeastWait least_wait_;
   std::atomic<bool> woken_{false};
 };

@@ -14,7 +14,7 @@ namespace torch_ring {
 
 namespace {
 
-// Bytes up to which a second flag costs more than reducing the whole tensor on every rank.
+// Up to so many bytes a second flag costs more than reducing the whole tensor on every rank.
 constexpr std::size_t kOneShotBytes = 32u << 10;
 
 }  // namespace
@@ -137,7 +137,7 @@ struct ShmCommunicator::Pipeline {
     const Range whole = segment(index);
     const Range mine = chunk_of(whole.count, comm.size(), comm.rank());
     const std::size_t own = (whole.begin + mine.begin) * item();
-    // Where nobody else gets the sum, there is no line of a peer's to write it to first.
+    // A root is the only rank with the sum: there is no peer's segment to write it to first.
     const bool past_caches = !root && nontemporal();
     std::vector<void*> outputs;
     std::vector<const void*> inputs;

@@ -21,26 +21,27 @@ namespace torch_ring {
 ///              other chunks out of its own segment. Two flags a segment; the three stages of
 ///              neighbouring segments overlap.
 ///
-/// Reducescatter and alltoall stage too, with one flag a segment; staging a segment overlaps
+/// Reducescatter and alltoall stage too, with one flag a segment; staging a segment overlaps with
 /// collecting the one before. A segment of a reducescatter has the same share of every rank's part:
 /// (n-1)S/n are staged, and reduced into the output. In an alltoall each rank stages its parts in
 /// the order rank + 1, rank + 2, ..., so that the ranks do not all stage for one receiver at a
 /// time.
 ///
-/// A reduce takes the last two paths, too, but that the sums are written into the root's segment
-/// alone and nobody else waits for them: each rank reads S, where a root that reduced all of it
-/// would read (n-1)S. In a gather of parts of P bytes each rank stages P and the root copies all
-/// out; in a scatter the root stages (n-1)P and each rank copies P out. One flag a segment. Senders
-/// run ahead of receivers by the number of slots.
+/// A reduce takes the last two paths, too, but writes the sums into the root's segment alone, and
+/// nobody else waits for them: each rank reads S, where a root that reduced everything would read
+/// (n-1)S. In a gather of parts of P bytes each rank stages P and the root copies all of them out;
+/// in a scatter the root stages (n-1)P and each rank copies P out. One flag a segment. Senders run
+/// ahead of receivers by the number of slots.
 ///
-/// The only reader of staged bytes owns their cache lines afterwards: the pipeline's sums write
-/// them, the other collectives call own_cache_lines(). Results of 16 MiB and more are written past
-/// the caches, except in an allreduce in place; a sum is then first written to a peer's segment.
+/// The only reader of staged bytes owns their cache lines afterwards: the pipeline writes its sums
+/// to them, the other collectives call own_cache_lines(). Results of 16 MiB and more are written
+/// past the caches, except in an allreduce in place; a sum is then first written to a peer's
+/// segment.
 ///
 /// Segments are numbered across all collectives: segment g lies in slot g % kSegments of the
 /// staging memory. `staged` and `reduced` count them, so no flag is ever reset.
 ///
-/// A slot needs no flag to be free. A rank that has published staged = g touches no peer's segment
+/// No flag marks a slot as free. A rank that has published staged = g touches no peer's segment
 /// before g - 1 any more. So when all ranks have published g + 2, segment g + kSegments may take
 /// the slot of segment g; its own rank has finished with g by then. claim() waits for that.
 class ShmCommunicator : public HostCommunicator {
@@ -81,7 +82,7 @@ class ShmCommunicator : public HostCommunicator {
 
   void allreduce_shared(std::size_t count, const Reduction& reduction,
                         std::span<const std::int64_t> offsets);
-  // With a `root`: the result goes to that rank alone.
+  // With a `root`, the result goes to that rank alone.
   void allreduce_one_shot(const void* input, void* output, std::size_t count,
                           const Reduction& reduction, std::optional<int> root = {});
   void allreduce_pipelined(const void* input, void* output, std::size_t count,

@@ -81,7 +81,7 @@ void TcpBoard::wake() {
   waiter_.wake();
 }
 
-/// Sends the bytes that the sockets take; returns whether every frame begun is sent.
+/// Sends the bytes that the sockets take; returns whether every begun frame is sent.
 bool TcpBoard::flush() {
   bool gone = true;
   for (std::size_t i = 0; i < steps().size(); ++i) {
@@ -92,7 +92,7 @@ bool TcpBoard::flush() {
   return gone;
 }
 
-/// Receives the bytes that have arrived of the frame that is due; returns whether it is complete.
+/// Receives the due frame's bytes that have arrived; returns whether it is complete.
 bool TcpBoard::receive_frame() {
   const std::size_t step = frames_.due();
   Connection& from = connection(steps()[step].from);

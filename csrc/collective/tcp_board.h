@@ -15,21 +15,21 @@
 namespace torch_ring {
 
 /// A step is one frame (frames.h) in each direction. No rank is the source of two steps, so a
-/// connection has at most one frame a round each way, in the order of the rounds, in whatever order
-/// ranks post.
+/// connection has at most one frame a round each way, in the order of the rounds, regardless of the
+/// order in which ranks post.
 ///
 /// Data travels on the same connections. Therefore every rank runs the collectives of a round
-/// before its next post(), and before peer_posted(), which would take their bytes for a frame. The
-/// board never reads beyond the frame that is due.
+/// before its next post(), and before peer_posted(), which would mistake their bytes for a frame.
+/// The board never reads beyond the due frame.
 ///
-/// A board of leaders has a member for each host. It is used by post_runs() and runs().
+/// A board of leaders has a member for each host, and is used through post_runs() and runs().
 class TcpBoard : public Board {
  public:
   static constexpr std::size_t kEntryBytes = 64u << 10;
   static constexpr std::size_t kInlineLimit = 16u << 10;
 
   /// `connections[r]` leads to member r, null at `rank` itself; they and `waiter` outlive the
-  /// board. `ranks_of_member`: of how many ranks each member posts the entries; empty: of one.
+  /// board. `ranks_of_member`: the number of ranks whose entries each member posts; empty: one.
   /// `capacity`: of an entry.
   TcpBoard(int rank, std::vector<Connection*> connections, const Waiter& waiter,
            std::vector<std::uint32_t> ranks_of_member = {}, std::size_t capacity = kEntryBytes);

@@ -16,8 +16,7 @@
 
 namespace torch_ring {
 
-/// The hosts and the lanes of the ranks. The layout of the ranks, from the view
-/// of one of them.
+/// The hosts and the lanes of the ranks, as seen by one of them.
 struct Topology {
   int rank = 0;              // this process
   std::vector<int> host_of;  // rank -> host, hosts numbered in order of their first rank
@@ -35,14 +34,14 @@ struct Topology {
   int lanes() const;
 };
 
-/// Where the slot of one rank lies.
+/// The place of a rank's slot.
 struct SlotPlace {
   std::shared_ptr<const SharedMemory> memory;  // of the rank
-  std::size_t offset = 0;                      // in it; may be another on every rank
+  std::size_t offset = 0;                      // in it; may differ from rank to rank
 };
 
-/// A rank's knowledge of its world, or of a process set, in which `rank` then means the rank in the
-/// set. The bindings make it, and the C++ tests do.
+/// A rank's knowledge of its world, or of a process set; `rank` then means the rank in the set. The
+/// bindings and the C++ tests make it.
 struct World {
   Topology topology;
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
@@ -50,7 +49,7 @@ struct World {
 
   std::unique_ptr<SocketSource> sockets;  // to the ranks of other hosts; null on one host
   std::size_t width = 1;                  // sockets of a connection
-  bool checksums = false;                 // of what connections carry
+  bool checksums = false;                 // of the data of connections
   std::shared_ptr<Network> network;       // null: connections move bytes over their sockets
   std::shared_ptr<WaitGraph> waits;       // may be null
 
@@ -60,8 +59,8 @@ struct World {
 };
 
 /// Maps the memory of this rank's host (HostMemory::create) and fills in `slots` and `arena`: rank
-/// i of the memory is the i-th rank of the host, and its slot that of the world. `world` has its
-/// topology. Throws Error(kInternal) if the memory is not that of such a host.
+/// i of the memory is the i-th rank of the host, with the world's slot. Precondition: `world` has
+/// its topology. Throws Error(kInternal) if the memory does not fit such a host.
 void share_host_memory(World& world, Fd memory);
 
 }  // namespace torch_ring

@@ -18,8 +18,7 @@ namespace torch_ring {
 
 namespace {
 
-// Pause of a listener for which there are no descriptors: poll() would say at once that it is
-// ready, again and again.
+// Pause of a listener without free descriptors: poll() would report it ready again and again.
 constexpr std::chrono::milliseconds kPause{50};
 
 bool is_this_users(int fd) {
@@ -101,7 +100,7 @@ bool Acceptor::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
   try {
     if (advance_handshake(stranger.handshake, stranger.socket.get()) != 0) return true;
   } catch (const Error&) {
-    return true;  // it is none of us
+    return true;  // not a rank of this world
   }
   stranger.has_spoken = true;
   if (!stranger.handshake.done()) return false;
@@ -133,7 +132,7 @@ Clock::time_point Acceptor::due() const {
 
 std::optional<Error> Acceptor::trouble(Clock::time_point now) const {
   if (!trouble_ || now < troubled_ + kTrouble) return std::nullopt;
-  // Not a copy: copies of an exception share their text, and it may be read when trouble_ ends.
+  // Not a copy: copies of an exception share their text, which may be read while trouble_ is reset.
   return Error(trouble_->kind(), std::string(trouble_->what()));
 }
 

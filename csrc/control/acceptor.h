@@ -13,13 +13,14 @@
 
 namespace torch_ring {
 
-/// Accepts whoever connects, and drops without a word who does not prove within kPatience that it
+/// Accepts every connection, and silently drops one that does not prove within kPatience that it
 /// knows the key. The peer of a Unix socket must belong to this user.
 ///
-/// Strangers take a quarter of the descriptors that this process may have, and kStrangers at most.
-/// If others wait, a stranger makes room after kHaste, or after kSilence if it has said nothing: a
-/// peer says hello as soon as it is connected. The newest of them goes first, so that a flood does
-/// not drive out a peer that came before it.
+/// Strangers (connections not yet authenticated) take at most a quarter of the descriptors that
+/// this process may have, and at most kStrangers. If others wait, a stranger makes room after
+/// kHaste, or after kSilence if it has sent nothing: a peer sends its hello as soon as it is
+/// connected. The newest stranger goes first, so that a flood does not drive out a peer that came
+/// before it.
 ///
 /// Thread: one at a time. Blocking: no.
 class Acceptor {
@@ -28,21 +29,21 @@ class Acceptor {
   static constexpr std::chrono::seconds kPatience{5};
   static constexpr std::chrono::seconds kHaste{1};
   static constexpr std::chrono::milliseconds kSilence{250};
-  /// A lack of descriptors that passes within this time is no trouble.
+  /// trouble() does not report errors of accept() that end within this time.
   static constexpr std::chrono::seconds kTrouble{2};
 
   struct Arrival {
     Hello hello;
     Fd socket;
-    bool unix;  // it has come over the Unix socket, from a process of this user
+    bool unix;  // it came over the Unix socket, from a process of this user
   };
 
   Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, std::vector<Fd> tcp_listeners);
 
-  /// Accepts and authenticates as far as possible now; the connections that are done.
+  /// Accepts and authenticates as far as possible now; returns the authenticated connections.
   std::vector<Arrival> admit(const PollSet& polls, Clock::time_point now);
 
-  /// Why it has not been able to accept anybody for kTrouble: it lacks descriptors or memory.
+  /// The error with which every accept() has failed for kTrouble: no descriptors or no memory.
   std::optional<Error> trouble(Clock::time_point now) const;
 
   void add_to(PollSet& polls, Clock::time_point now);
@@ -66,14 +67,14 @@ class Acceptor {
     bool has_spoken = false;
     std::size_t slot = PollSet::kNone;
 
-    /// From when on it makes room for others.
+    /// The time from which on it makes room for others.
     Clock::time_point yields() const { return since + (has_spoken ? kHaste : kSilence); }
   };
 
   void accept(Listener& listener, Clock::time_point now);
-  /// Drops a stranger, if there is one whose time is up; returns whether there was.
+  /// Drops a stranger whose time is up; returns whether there was one.
   bool make_room(Clock::time_point now);
-  /// Whether the stranger is to be dropped; a peer that is done is moved to `arrivals`.
+  /// Returns whether to drop the stranger; moves it to `arrivals` if it is authenticated.
   bool advance(Stranger& stranger, std::vector<Arrival>& arrivals);
 
   const std::uint32_t rank_;
@@ -81,9 +82,9 @@ class Acceptor {
   const std::size_t room_;
   std::vector<Listener> listeners_;
   std::list<Stranger> strangers_;  // the oldest first
-  std::optional<Error> trouble_;   // with which accept() has failed since...
-  Clock::time_point troubled_{};   // ... then
-  Clock::time_point pause_{};      // accepts nobody before
+  std::optional<Error> trouble_;   // the error of accept(), which has failed without a break
+  Clock::time_point troubled_{};   // since this time
+  Clock::time_point pause_{};      // accepts no connection before this time
   bool listens_ = true;            // in this poll
 };
 

@@ -27,7 +27,7 @@ void LauncherWatch::check(const PollSet& polls, Clock::time_point now) {
   pidfd_.reset();
   deadline_ = now + kPatience;
   const std::string line = text_ + '\n';
-  // There is nobody to tell if this fails.
+  // If this fails, the line is lost.
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
   ::kill(::getpid(), SIGTERM);
 }
@@ -208,7 +208,7 @@ std::unique_ptr<WaitGraph> ControlPlane::waits(std::uint64_t set, std::vector<in
 bool ControlPlane::has_ended(std::uint64_t set) const {
   const std::scoped_lock lock(mutex_);
   if (news_.has_ended(set)) return true;
-  // Of one that ended long ago nothing is known any more, not even that this rank has left it.
+  // A set that ended long ago is forgotten, even that this rank has left it.
   return !news_.is_left_by_some(set) && std::ranges::none_of(own_news_, [&](const Message& news) {
     return news.kind == Message::Kind::kLeft && news.set == set;
   });
@@ -217,7 +217,7 @@ bool ControlPlane::has_ended(std::uint64_t set) const {
 void ControlPlane::fail(std::uint64_t set, const Error& cause) {
   {
     const std::scoped_lock lock(mutex_);
-    if (farewell_ || news_.has_failed(set)) return;  // one that leaves tells nothing more
+    if (farewell_ || news_.has_failed(set)) return;  // a leaving rank tells nothing more
     own_news_.push_back(Message::failed(rank_, set, cause));
   }
   ::eventfd_write(wake_.get(), 1);
@@ -326,7 +326,7 @@ std::vector<int> ControlPlane::descriptors() const {
 
 namespace {
 
-constexpr std::chrono::milliseconds kGather{10};  // departures on their way wait for others
+constexpr std::chrono::milliseconds kGather{10};  // departures wait so long for others
 
 }  // namespace
 
@@ -356,7 +356,7 @@ void ControlPlane::run() {
     for (const std::uint64_t set : ended) subscriptions_.forget(set);
     for (const int rank : presumed) subscriptions_.tell_presumed(rank);
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
-    if (!found.empty()) {  // what the ranks sent before has been passed on now
+    if (!found.empty()) {  // all their earlier messages have been passed on
       lock.lock();
       for (const std::uint64_t probe : found) probes_.erase(probe);
       lock.unlock();
@@ -387,7 +387,7 @@ Clock::time_point ControlPlane::prepare(PollSet& polls) {
   return due;
 }
 
-/// `slept`: when the thread went to sleep: what had arrived by then is received now.
+/// `slept`: the time when the thread went to sleep: data that had arrived by then is received now.
 void ControlPlane::turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now) {
   eventfd_t rings = 0;
   ::eventfd_read(wake_.get(), &rings);
@@ -402,7 +402,7 @@ void ControlPlane::turn(const PollSet& polls, Clock::time_point slept, Clock::ti
   send(now);
 }
 
-/// This world may have ranks of two jobs, since process `pid` has come as the same rank: it ends.
+/// Ends this world, which may have ranks of two jobs: process `pid` claims the same rank.
 void ControlPlane::leave_mixed(pid_t pid, Clock::time_point now) {
   const std::string why =
       "may be in the wrong job: process " + std::to_string(pid) +
@@ -419,7 +419,8 @@ void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
     if (!link.ready(polls) || failpoint("control.receive", rank_)) continue;
     try {
       for (const Message& message : link.receive(now)) {
-        // A rank that was taken for lost, and goes on, takes those who dropped it for lost.
+        // A rank that was presumed lost and goes on presumes that the ranks that dropped it are
+        // lost.
         const bool revenge = message.kind == Message::Kind::kLost && news_.lost(link.peer());
         if (!revenge) learn(message, &link, now);
       }
@@ -433,11 +434,11 @@ void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
 
 void ControlPlane::admit(const PollSet& polls, Clock::time_point now) {
   for (auto& [hello, socket, unix] : acceptor_.admit(polls, now)) {
-    // The handshake has shown that it knows the key, and that it means this rank.
+    // The handshake has proved that the peer knows the key, and that it means this rank.
     const auto peer = static_cast<int>(hello.from);
     if (hello.from >= options_.host_of.size() || !connects(hello.set, peer, rank_)) continue;
-    // A rank of this host comes over the Unix socket, as a process of this user: where strangers
-    // can read the key, none of them passes for it.
+    // A rank of this host comes over the Unix socket, as a process of this user, so that a stranger
+    // who can read the key cannot pass for it.
     if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;
     if (hello.channel == Hello::kControl) {
       add_link(peer, std::move(socket), now);
@@ -481,7 +482,7 @@ void ControlPlane::judge_silence(Clock::time_point slept, Clock::time_point now)
       lose(link.peer(), silence(), now);
     }
   }
-  // No turn takes that long: this process itself was stopped.
+  // No turn takes so long: this process itself was stopped.
   if (now - slept > options_.heartbeat_timeout / 2) dials_.excuse(now);
 }
 
@@ -515,8 +516,7 @@ void ControlPlane::send(Clock::time_point now) {
   links_.remove_if([](const ControlLink& link) { return link.ended(); });
 }
 
-/// Takes the links to be parted from, with this rank's departure in their queues. A rank that is
-/// lost is not waited for.
+/// Takes all links, with this rank's departure in their queues, except those to lost ranks.
 std::list<ControlLink> ControlPlane::say_goodbye() {
   if (failpoint("departure", rank_)) return {};
   const auto now = Clock::now();
@@ -531,7 +531,7 @@ std::list<ControlLink> ControlPlane::say_goodbye() {
 
 void ControlPlane::add_link(int peer, Fd socket, Clock::time_point now) {
   if (!news_.alive(peer)) return;
-  // A peer that connects once more has given the former connection up.
+  // A peer that connects again has given up its former connection.
   links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });
   ControlLink& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
   for (const Message& news : news_.known()) link.queue(news, now);
@@ -544,13 +544,14 @@ ControlLink* ControlPlane::link_to(int peer) {
   return found == links_.end() ? nullptr : &*found;
 }
 
-/// This rank has noticed that `peer` is gone.
+/// Handles the loss of `peer`, which this rank has noticed.
 void ControlPlane::lose(int peer, const std::string& how, Clock::time_point now) {
   if (news_.alive(peer) && judges()) learn(Message::lost(peer, rank_, how), nullptr, now);
 }
 
-/// All between this rank and `peer` have left, and now nobody listens there, so the word of its
-/// departure was lost with them. If it has died after all, others will say so.
+/// Presumes that `peer` has departed: all ranks between this one and `peer` have left, and nobody
+/// listens there now, so the news of its departure was lost with them. If it has died after all,
+/// other ranks will report that.
 void ControlPlane::presume_departed(int peer) {
   news_.presume_departed(peer);
   presumed_.push_back(peer);
@@ -569,14 +570,14 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
   if (left && news_.has_ended(message.set)) {
     ended_.push_back(message.set);
     for (const std::uint64_t number : numbers_of(message.set)) {
-      data_.close(number);  // this rank may have announced that it left, and not have closed it yet
+      data_.close(number);  // this rank may have announced its leaving, but not closed the set yet
       data_.forget_closed(number);
     }
   }
   const bool asks = message.kind == Message::Kind::kAsks;
   if (asks || message.kind == Message::Kind::kAnswers) {
     if (message.recipient() != rank_) {
-      // It is on its way to another rank.
+      // A message on its way to another rank.
     } else if (asks && message.text == kProbe) {
       own_news_.push_back(Message::answers(rank_, message.rank, message.set, {}));
     } else if (!asks && probes_.contains(message.set)) {

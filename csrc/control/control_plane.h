@@ -1,5 +1,5 @@
-// ControlPlane: a process's connections with the other ranks, beside the data: who lives, who has
-// left, who has failed; and the listeners through which data connections are made when needed.
+// ControlPlane: a process's control connections with other ranks, which carry the news of losses,
+// departures and failures; and the listeners, which accept data connections when they are needed.
 #pragma once
 
 #include <chrono>
@@ -32,23 +32,23 @@
 
 namespace torch_ring {
 
-/// Ends this process after its launcher has died. A launcher ends its ranks before it ends
-/// itself, unless it is killed. Ranks that are left behind would hold their processors and
-/// devices until somebody finds them. So they end as a launcher ends them: by SIGTERM, which
-/// the program may handle, and by SIGKILL after kPatience.
+/// Ends this process after its launcher has died. A launcher ends its ranks before it ends itself,
+/// unless it is killed. Orphaned ranks would hold their processors and devices until somebody finds
+/// them. So a rank ends as a launcher would end it: by SIGTERM, which the program may handle, and
+/// by SIGKILL after kPatience.
 ///
 /// Thread: one at a time. Blocking: no.
 class LauncherWatch {
  public:
   static constexpr std::chrono::seconds kPatience{30};  // torchrun's
 
-  /// `pidfd`: of the launcher; none: nothing is watched. `text`: the line for stderr.
+  /// `pidfd`: of the launcher; none: no watch. `text`: the line for stderr.
   LauncherWatch(Fd pidfd, std::string text) : pidfd_(std::move(pidfd)), text_(std::move(text)) {}
 
   void add_to(PollSet& polls);
-  /// When to call check() although nothing is ready.
+  /// The time to call check() although nothing is ready.
   Clock::time_point due() const;
-  /// Does what is due.
+  /// Sends the signals that are due.
   void check(const PollSet& polls, Clock::time_point now);
 
   int fd() const noexcept { return pidfd_.get(); }
@@ -56,18 +56,18 @@ class LauncherWatch {
  private:
   Fd pidfd_;
   const std::string text_;
-  std::optional<Clock::time_point> deadline_;  // of this process, whose launcher has died
+  std::optional<Clock::time_point> deadline_;  // of this process after its launcher's death
   std::size_t slot_ = PollSet::kNone;
 };
 
-/// For so long a rank that leaves waits for peers that neither read its goodbye nor close: TCP
-/// sends a segment that is lost five times again in 6 s, and six times in 13 s.
+/// How long a leaving rank waits for peers that neither read its goodbye nor close: TCP resends a
+/// lost segment five times in 6 s, and six times in 13 s.
 inline constexpr std::chrono::milliseconds kGoodbyePatience{10'000};
 
-/// The end of the control connections of a rank that leaves. Sends what the links have queued,
-/// ends their sending sides, and drops what still arrives, until the peers have closed theirs:
-/// they have read all of it then. A socket that is closed earlier may be reset by what arrives,
-/// and take unsent bytes with it. `links` is empty afterwards.
+/// Ends the control connections of a leaving rank. Sends the queued bytes of the links, ends their
+/// sending sides, and drops incoming bytes until the peers have closed theirs: then they have read
+/// everything. If a socket is closed earlier, incoming bytes may reset it and unsent bytes are
+/// lost. `links` is empty afterwards.
 ///
 /// Blocking: until all peers have closed, `patience` at most.
 void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds patience);
@@ -77,18 +77,18 @@ void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds pa
 ///
 /// The ranks form a Chord ring (I. Stoica et al., "Chord: a scalable peer-to-peer lookup service",
 /// SIGCOMM 2001) in the order of hosts: each has connections to the ranks at distances 1, 2, 4, ...
-/// in both directions, 2 log2(n) of them at most. News is flooded through it: each rank passes on,
-/// once, what it hears first. When a rank is lost, its neighbours on the ring connect to the next
-/// living ones, and tell them all they know, so the survivors stay connected and nobody misses
-/// anything.
+/// in both directions, 2 log2(n) of them at most. News is flooded through it: each rank passes on
+/// each message once, when it first hears it. When a rank is lost, its neighbours on the ring
+/// connect to the next living ones and tell them all that they know, so the survivors stay
+/// connected and miss no news.
 ///
 /// The thread sleeps in poll(), then takes a turn under the lock, then notifies the observers
-/// without it. A loss or a failure is sent on in the turn in which it is heard. Departures wait for
-/// kGather in the links' queues, since usually all ranks leave together; what comes after it in a
-/// queue takes it along, so the order stays.
+/// without it. News of a loss or a failure is sent on in the turn in which it arrives. Departures
+/// wait for kGather in the links' queues, since usually all ranks leave together; a later message
+/// in a queue takes them along, so the order stays.
 ///
-/// Thread: any, but stop() and die() one at a time. Blocking: these; subscribe() and unsubscribe(),
-/// while an observer is called.
+/// Thread: any, but stop() and die() one at a time. Blocking: stop() and die(); subscribe() and
+/// unsubscribe(), while an observer is called.
 class ControlPlane {
  public:
   using Address = torch_ring::Address;
@@ -106,22 +106,23 @@ class ControlPlane {
   /// key, Error(kInternal) if this process lacks descriptors.
   std::vector<int> missing() const;
 
-  /// Why it cannot accept anybody, or why the last attempt to connect to a neighbour failed, for
-  /// the message of a timeout; empty if neither is so.
+  /// The reason why it cannot accept connections, or why the last attempt to connect to a neighbour
+  /// failed, for the message of a timeout; empty if there is none.
   std::string trouble() const;
 
-  /// Why this process leaves, for the other ranks' errors: "ValueError: ... at train.py:41". For
-  /// what leave() and stop() tell from now on.
+  /// Sets the reason why this process leaves, for the other ranks' errors: "ValueError: ... at
+  /// train.py:41". Later calls of leave() and stop() tell it.
   void give_reason(std::string why);
 
   /// Tells the other ranks that this one leaves a set in peace, after it has completed `rounds`
-  /// rounds of the set's board. To be called before its data connections close. When all of its
-  /// `members` have left, the set has ended: no memory of theirs is used any more. Blocking: no.
+  /// rounds of the set's board. Call it before the set's data connections close. When all of its
+  /// `members` have left, the set has ended: nobody uses the memory of its slots any more.
+  /// Blocking: no.
   void leave(std::uint64_t set, std::uint64_t rounds, int members);
   /// Precondition: leave() was called for the set.
   bool has_ended(std::uint64_t set) const;
 
-  /// The ranks that have died or were silent for too long, as far as this one knows.
+  /// The ranks that, as far as this one knows, have died or were silent for too long.
   std::vector<int> lost() const {
     const std::scoped_lock lock(mutex_);
     return news_.lost();
@@ -130,31 +131,30 @@ class ControlPlane {
   /// The key of the world. Thread: any.
   const Key& key() const noexcept { return options_.key; }
 
-  /// The data connections that this rank has made or accepted so far, and that a SocketSource has
-  /// taken.
+  /// The number of data connections that SocketSources of this rank have taken so far.
   std::uint64_t connections() const {
     const std::scoped_lock lock(mutex_);
     return data_.taken();
   }
 
   /// Says goodbye, waits until the neighbours have heard it (`patience` at most), joins the thread
-  /// and closes all connections, also those that a SocketSource has not taken.
+  /// and closes all connections, including those that no SocketSource has taken.
   void stop(std::chrono::milliseconds patience = kGoodbyePatience) {
     end(Farewell::kGoodbye, patience);
   }
 
-  /// Like stop(), but without a goodbye: the other ranks take this one for dead.
+  /// Like stop(), but without a goodbye: the other ranks presume this one dead.
   void die() { end(Farewell::kNone, kGoodbyePatience); }
 
-  /// Tells `observer` of the ranks `members`, until unsubscribe() returns. Earlier news come at
-  /// once. `set`: the set's number, the same on all ranks, never used twice; or that of its
-  /// messages (set_numbers.h), which hears of the set's ranks, too.
+  /// Tells `observer` of the ranks `members`, until unsubscribe() returns. Earlier news arrives at
+  /// once. `set`: the set's number, the same on all ranks, never used twice; or the number of its
+  /// messages (messages_number()), whose observer hears of the set's ranks, too.
   void subscribe(std::uint64_t set, std::vector<int> members, ControlObserver& observer);
-  /// Also closes the set's data connections that nobody has taken, and refuses later ones.
+  /// Also closes the set's data connections that no SocketSource has taken, and refuses later ones.
   void unsubscribe(std::uint64_t set);
 
-  /// Tells the other ranks that this one has given a set up, unless it knows that another one has:
-  /// that is passed on already. Blocking: no.
+  /// Tells the other ranks that this one has given up a set, unless it knows that another rank has,
+  /// because that news is on its way already. Blocking: no.
   void fail(std::uint64_t set, const Error& cause);
 
   /// The data sockets of a set: `width` to each peer. `members`: its ranks in the world, by their
@@ -167,34 +167,39 @@ class ControlPlane {
   std::unique_ptr<WaitGraph> waits(std::uint64_t set, std::vector<int> members,
                                    std::chrono::milliseconds patience);
 
-  /// Asks a rank of the world what it does. Returns the question's number. Blocking: no.
+  /// Asks a rank of the world for its present operations. Returns the question's number. Blocking:
+  /// no.
   std::uint64_t ask(int rank);
-  /// Answers a rank's question; of a longer text the first Message::kTextBytes. Blocking: no.
+  /// Answers a rank's question with the first Message::kTextBytes of `text`. Blocking: no.
   void answer(int rank, std::uint64_t number, std::string text);
-  /// Asks a rank of the world for a sign of life. When it has answered, the observers know all that
-  /// it sent or passed on before. Returns the question's number, which is not 0. Blocking: no.
+  /// Asks a rank of the world for a sign of life. When it has answered, the observers have heard
+  /// all news that it sent or passed on before. Returns the question's number, which is not 0.
+  /// Blocking: no.
   std::uint64_t probe(int rank);
   bool has_answered(std::uint64_t probe) const {
     const std::scoped_lock lock(mutex_);
     return !probes_.contains(probe);
   }
   /// `reader` gets the questions and answers for this rank, one at a time, until stop(). An answer
-  /// may never come: the rank is lost, or has no reader, or news on its way was lost with others.
+  /// may never arrive: the rank is lost or has no reader, or the message was lost with a rank on
+  /// the way.
   void read_queries(Queries::Reader reader) { queries_.read_by(std::move(reader)); }
 
-  /// Has all ranks stop at one point of their programs, because this one has got `signal`: the
-  /// first point that no rank had passed when it heard of it. Blocking: no.
+  /// Stops all ranks at one point of their programs, because this one has got `signal`: at the
+  /// first point that no rank had passed when it heard of the signal. Blocking: no.
   void want_stop(const std::string& signal);
   /// Passes a point at which the program may stop; the ranks must have the same number of them.
-  /// Returns whether all ranks stop here; none, without passing it, while that is being agreed: the
-  /// other ranks' threads answer, whatever their programs do. Errors: Error(kPeerLost) if a rank
+  /// Returns whether all ranks stop here; nullopt, without passing it, while the ranks agree: their
+  /// control threads answer, even while their programs compute. Errors: Error(kPeerLost) if a rank
   /// was lost meanwhile. Blocking: no.
   std::optional<bool> pass_point();
-  /// Why the ranks stop: "rank 2 (pid 7) got SIGTERM"; empty as long as nobody wants that.
+  /// The reason why the ranks stop: "rank 2 (pid 7) got SIGTERM"; empty while no rank wants to
+  /// stop.
   std::string why_stop() const;
 
   /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
-  /// death while the child lives. Call it before the fork: the child may find its lock taken.
+  /// death while the child lives. Call it before the fork, because the child may find the plane
+  /// locked.
   std::vector<int> descriptors() const;
 
  private:
@@ -203,9 +208,9 @@ class ControlPlane {
   class Waits;
 
   void end(Farewell farewell, std::chrono::milliseconds patience);
-  /// The sockets to a peer of a set, as SocketSource::take() has them.
+  /// SocketSource::take() for a peer of a set.
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
-  /// Has news of this rank sent, which is made under the lock.
+  /// Sends news of this rank, which make() builds under the lock.
   template <class Make>
   void tell(Make&& make);
   void run();
@@ -231,8 +236,8 @@ class ControlPlane {
   void tell_points(const std::string& signal);
   std::string silence() const;
   bool in_setup() const { return !awaited_.empty(); }
-  /// A rank that is taken for lost itself is heard by nobody, and hears nobody: it judges and seeks
-  /// no other rank any more.
+  /// A rank that is itself presumed lost hears no other rank, and none hears it: it neither judges
+  /// nor seeks others any more.
   bool judges() const { return news_.alive(rank_); }
 
   const Options options_;  // without the listeners
@@ -241,7 +246,7 @@ class ControlPlane {
   Subscriptions subscriptions_;
   Queries queries_;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   News news_;
   Neighbourhood neighbourhood_;
   bool moved_ = true;  // neighbourhood_ has changed
@@ -253,21 +258,21 @@ class ControlPlane {
   DataConnections data_;
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
-  std::vector<Message> own_news_;      // what this rank tells and has not sent yet
-  std::string why_;                    // this rank leaves
+  std::vector<Message> own_news_;      // news of this rank, not sent yet
+  std::string why_;                    // the reason why this rank leaves
   std::uint64_t points_ = 0;           // passed by this rank
-  std::optional<std::uint64_t> stop_;  // after so many points all ranks stop
-  bool told_points_ = false;           // to the others: it passes no more until all have
+  std::optional<std::uint64_t> stop_;  // the point after which all ranks stop
+  bool told_points_ = false;           // to the others; it passes no more until all have
   std::uint64_t waits_told_ = 0;       // by this rank
   std::uint64_t asked_ = 0;            // questions, likewise
-  std::set<std::uint64_t> probes_;     // that have no answer, or one of this turn
+  std::set<std::uint64_t> probes_;     // without an answer, or with one of this turn
   std::vector<std::uint64_t> found_;   // probes answered in this turn
   std::vector<Message> pending_news_;  // for the observers
-  std::vector<std::uint64_t> ended_;   // sets, of which they need no news any more
+  std::vector<std::uint64_t> ended_;   // sets, whose news they need no more
   std::vector<int> presumed_;          // departed ranks, likewise
-  std::set<std::uint64_t> connected_;  // sets whose observers are to be notified
+  std::set<std::uint64_t> connected_;  // sets whose observers must be notified
   std::optional<Farewell> farewell_;
-  std::chrono::milliseconds patience_{};  // with peers that do not hear it; as fixed as farewell_
+  std::chrono::milliseconds patience_{};  // with peers that do not read the goodbye
   Clock::time_point next_heartbeat_;
 
   std::thread thread_;  // the last member: the thread uses all of the above

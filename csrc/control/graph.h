@@ -1,4 +1,4 @@
-// Graph: which ranks have control connections with one another. No I/O.
+// Graph: the pairs of ranks that have control connections. No I/O.
 #pragma once
 
 #include <chrono>
@@ -11,8 +11,8 @@
 
 namespace torch_ring {
 
-/// A Chord ring of the ranks, ordered by (host, rank). A rank's neighbours are those at distances
-/// 1, 2, 4, ... size/2 in both directions, as far as they are present, and the next present rank in
+/// A Chord ring of the ranks, ordered by (host, rank). A rank's neighbours are the present ones
+/// among those at distances 1, 2, 4, ... size/2 in both directions, and the next present rank in
 /// each direction: 2 floor(log2(size)) + 2 at most. The relation is symmetric, and connects all
 /// present ranks, since the next ones form a ring.
 ///
@@ -21,7 +21,8 @@ class Graph {
  public:
   explicit Graph(const std::vector<int>& host_of);
 
-  /// The neighbours of `rank`, in ascending order. `present`: by rank; that of `rank` is not read.
+  /// The neighbours of `rank`, in ascending order. `present`: by rank; the element of `rank` itself
+  /// is not read.
   std::vector<int> neighbours(int rank, const std::vector<bool>& present) const;
 
   /// The absent ranks between `rank` and the next present one upwards (`step` 1) or downwards (-1);
@@ -39,9 +40,9 @@ class Graph {
   std::vector<int> position_;  // rank -> position
 };
 
-/// To whom a rank should have control connections now. A lost rank is replaced by the next
-/// present one at once. A departed rank keeps its place for kSettle: usually all ranks leave
-/// together, and need no new connections for that.
+/// The ranks to which a rank should have control connections now. The next present rank replaces a
+/// lost one at once. A departed rank keeps its place for kSettle: usually all ranks leave together,
+/// and need no new connections.
 ///
 /// Thread: one at a time.
 class Neighbourhood {
@@ -56,14 +57,14 @@ class Neighbourhood {
   void vacate(int rank) { at(present_, rank) = false; }
   /// Gives up the places of ranks that departed kSettle ago.
   void settle(Clock::time_point now);
-  /// When settle() has something to do; Clock::time_point::max() if never.
+  /// The time of the next change by settle(); Clock::time_point::max() if there is none.
   Clock::time_point next_change() const;
 
-  /// Departed ranks among them while they keep their places.
+  /// Includes departed ranks while they keep their places.
   std::vector<int> neighbours() const { return graph_.neighbours(rank_, present_); }
 
-  /// Whether all ranks between this one and `peer`, its next one, have left in peace, and there are
-  /// any: then it may be that `peer` has left with them, and nobody remained to pass it on.
+  /// Whether there are ranks between this one and `peer`, its next one, and all have left in peace:
+  /// then `peer` may have left with them, and no rank remained to pass the news on.
   bool behind_departed(int peer) const;
 
  private:

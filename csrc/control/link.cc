@@ -13,7 +13,7 @@ namespace torch_ring {
 
 ControlLink::ControlLink(int peer, Fd socket, int size, Clock::time_point now)
     : peer_(peer), socket_(std::move(socket)), parser_(size), heard_(now) {
-  // Fails for Unix sockets, which need it not.
+  // Fails for Unix sockets, which do not need it.
   const int on = 1;
   ::setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
@@ -36,7 +36,7 @@ void ControlLink::flush(Clock::time_point now) {
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       blocked_ = true;
     } else if (errno != EINTR) {
-      // The peer's last words, its goodbye maybe, are still to be received: receive() judges.
+      // The peer's last messages, maybe its goodbye, are still to be received: receive() judges.
       deaf_ = true;
       done = outgoing_.size();
     }

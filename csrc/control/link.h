@@ -15,8 +15,8 @@
 
 namespace torch_ring {
 
-/// The descriptors of one poll(). Made anew for each poll(). The slot of an added descriptor
-/// finds its events afterwards.
+/// The descriptors of one poll(). Made anew for each poll(). The slot that add() returned gives the
+/// descriptor's events afterwards.
 class PollSet {
  public:
   /// A slot of no descriptor: never ready.
@@ -38,7 +38,7 @@ class PollSet {
     }
   }
 
-  /// Whether wait() has found the slot ready: in one of its events, or an error.
+  /// Whether wait() has found one of the slot's events, or an error.
   bool ready(std::size_t slot) const { return slot < fds_.size() && fds_[slot].revents != 0; }
 
  private:
@@ -51,7 +51,7 @@ class PollSet {
 /// Thread: one at a time. Blocking: no.
 class ControlLink {
  public:
-  /// Bytes that wait for a peer that does not read; far more than all that there is to tell.
+  /// The most bytes that wait for a peer that does not read; far more than all news together.
   static constexpr std::size_t kQueueBytes = 16u << 20;
 
   /// `size`: the number of ranks.
@@ -59,29 +59,30 @@ class ControlLink {
 
   int peer() const noexcept { return peer_; }
   int fd() const noexcept { return socket_.get(); }
-  /// When something was received last.
+  /// The time of the last received bytes.
   Clock::time_point heard() const noexcept { return heard_; }
 
-  /// Appends to the queue; flush() sends it, with all that waits before it, from `due` on.
+  /// Appends to the queue; flush() sends it, with all messages before it, from `due` on.
   void queue(const Message& message, Clock::time_point due);
-  /// Sends what is due and the socket takes.
+  /// Sends the due bytes that the socket takes.
   void flush(Clock::time_point now);
   /// Whether something waits in the queue.
   bool pending() const noexcept { return !outgoing_.empty(); }
-  /// When to call flush(), unless the socket takes no more: then poll() tells.
+  /// The time to call flush(), unless the socket takes no more: then poll() tells.
   Clock::time_point due() const noexcept { return blocked_ ? Clock::time_point::max() : due_; }
   /// Whether kQueueBytes have been passed: the peer does not read.
   bool overflown() const noexcept { return outgoing_.size() > kQueueBytes; }
 
-  /// The messages that have arrived; call it when ready(). Errors: Error(kPeerLost) if it is no
-  /// message.
+  /// The messages that have arrived; call it when ready(). Errors: Error(kPeerLost) if the bytes
+  /// are not a message.
   std::vector<Message> receive(Clock::time_point now);
   /// Whether the stream has ended: the peer has closed it.
   bool ended() const noexcept { return ended_; }
 
-  /// Sends no more: the peer receives the end of the stream after what has been sent. Idempotent.
+  /// Sends no more: the peer receives the end of the stream after all that was sent. Idempotent.
   void end_sending() noexcept;
-  /// Receives what has arrived, and drops it; at the end of the stream the link has ended().
+  /// Receives the bytes that have arrived, and drops them; at the end of the stream the link has
+  /// ended().
   void drain() noexcept;
   /// Ends the link on this side.
   void close() noexcept;
@@ -98,7 +99,7 @@ class ControlLink {
   Clock::time_point due_ = Clock::time_point::max();
   bool blocked_ = false;  // the socket takes no more for now
   bool ended_ = false;
-  bool deaf_ = false;  // the peer receives no more; what it has sent may still be here
+  bool deaf_ = false;  // the peer receives no more; its last bytes may still be here
   bool sends_ = true;
   std::size_t slot_ = PollSet::kNone;
 };

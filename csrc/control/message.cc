@@ -24,7 +24,7 @@ T get(const char*& in) {
   return value;
 }
 
-/// Whether that is the text of a wait, without its ranks.
+/// Whether a text of so many bytes may be a wait's.
 bool is_wait(std::size_t text_bytes) {
   constexpr std::size_t kNumber = sizeof(std::uint64_t);
   constexpr std::size_t kRank = sizeof(std::uint32_t);
@@ -57,7 +57,7 @@ bool plausible(const Message& message, std::size_t text_bytes) {
   return false;
 }
 
-/// A text that fits, and does not end within a character of several bytes (UTF-8).
+/// The beginning of a text that fits, not cut within a UTF-8 character.
 std::string cut(std::string text) {
   if (text.size() <= Message::kTextBytes) return text;
   std::size_t end = Message::kTextBytes;

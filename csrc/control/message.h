@@ -1,4 +1,4 @@
-// Message, MessageParser: what travels over control connections. No I/O.
+// Message, MessageParser: the messages of control connections. No I/O.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ struct Message {
     kLeft = 'E',       // `rank` has left `set`, which has `reporter` other members, after it
                        // completed `rounds` rounds of its board
     kDeparted = 'D',   // `rank` has left in peace: all of its sets, after kLeft of those it used
-    kLost = 'L',       // `rank` is lost: `reporter` has seen it do `text`
-    kFailed = 'F',     // `rank` has given `set` up, because of `error` and `text`
+    kLost = 'L',       // `rank` is lost, as `reporter` has seen; `text`: how
+    kFailed = 'F',     // `rank` has given up `set`, because of `error` and `text`
     kWaits = 'W',      // `rank` waits in `set`: wait()
-    kAsks = 'A',       // `rank` asks rank `rounds` what it does; its question number `set`: `text`
+    kAsks = 'A',       // `rank` asks rank `rounds`, as its question number `set`: `text`
     kAnswers = 'R',    // `rank` answers rank `rounds`' question number `set` by `text`
     kStops = 'S',      // a stop is wanted, and `rank` has passed `rounds` points at which it could
                        // stop; `text`: the signal that it got; empty: it has heard of another's
@@ -41,7 +41,7 @@ struct Message {
   std::string text;
 
   static Message heartbeat(int rank) { return {Kind::kHeartbeat, {}, rank, rank, 0, 0, {}}; }
-  /// `members`: of the set. `why`: in the program's words, if it has failed.
+  /// `members`: of the set. `why`: the program's exception, if it has failed.
   static Message left(int rank, std::uint64_t set, std::uint64_t rounds, int members,
                       std::string why);
   /// Precondition: a kLeft.
@@ -50,10 +50,10 @@ struct Message {
   static Message lost(int rank, int reporter, std::string how);
   static Message failed(int rank, std::uint64_t set, const Error& cause);
 
-  /// The content of a kWaits: its number, which grows with each one of its rank, and for which
-  /// ranks its rank waits; none if it waits no longer. In `text`: u64 number | u32 rank...
+  /// The content of a kWaits: its number, which grows with each one of its rank, and the ranks that
+  /// its rank waits for; none if it waits no longer. In `text`: u64 number | u32 rank...
   struct Wait {
-    static constexpr std::size_t kMostRanks = 64;  // of many, others of which tell the same
+    static constexpr std::size_t kMostRanks = 64;  // other waiting ranks tell the rest
 
     std::uint64_t number = 0;
     std::vector<int> ranks;
@@ -77,7 +77,7 @@ struct Message {
   bool operator==(const Message&) const = default;
 };
 
-/// Takes messages out of a stream of bytes, and checks them before it believes them.
+/// Parses messages from a stream of bytes, and validates them.
 /// Thread: one at a time.
 class MessageParser {
  public:
@@ -87,7 +87,7 @@ class MessageParser {
   void append(std::string_view bytes) { bytes_.append(bytes); }
 
   /// The next message; none if it is not complete yet. Errors: Error(kPeerLost), for ever, if the
-  /// bytes are no message.
+  /// bytes are not a message.
   std::optional<Message> next();
 
  private:

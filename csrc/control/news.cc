@@ -56,7 +56,7 @@ std::vector<Message> Waits::known() const {
 
 namespace {
 
-/// Whether the number is above the last one; then it is the last one.
+/// Whether the number is above the last one, which it then replaces.
 bool is_next(std::uint64_t& last, std::uint64_t number) {
   if (number <= last) return false;
   last = number;
@@ -103,7 +103,7 @@ bool News::learn(const Message& message) {
   return true;
 }
 
-/// Lets go of all that is known of a set.
+/// Forgets all news of a set.
 void News::end(std::uint64_t set) {
   left_.erase(set);
   std::erase_if(failed_, [&](const auto& item) { return item.first == set; });

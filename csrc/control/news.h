@@ -1,4 +1,4 @@
-// News: what a rank knows of the others, and which message is new to it. No I/O.
+// News: a rank's knowledge of the others, which tells new messages from known ones. No I/O.
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@
 namespace torch_ring {
 
 /// A set of numbers, most of which follow one another.
-/// Memory: for each interval of consecutive numbers, not for each number. Cost: O(log intervals).
+/// Memory: O(intervals) of consecutive numbers. Cost: O(log intervals).
 class IntervalSet {
  public:
   void insert(std::uint64_t number) {
@@ -88,36 +88,35 @@ constexpr bool connects(std::uint64_t number, int rank, int peer) {
   return (number & kMessagesUp) != 0 ? rank < peer : rank > peer;
 }
 
-/// Learns what happens to the ranks of a process set. The plane's thread calls it, and
-/// ControlPlane::subscribe() for what has happened before. It must not block, and not call
-/// subscribe() or unsubscribe(). No lock that fail(), missing() or SocketSource::take() take is
-/// held meanwhile: they may be called under a lock of the observer's.
+/// Hears of losses, departures and failures among the ranks of a process set. The plane's thread
+/// calls it, and ControlPlane::subscribe() for earlier news. It must neither block nor call
+/// subscribe() or unsubscribe(). The caller holds no lock that fail(), missing() or
+/// SocketSource::take() take, so these may be called under a lock of the observer's.
 class ControlObserver {
  public:
   virtual ~ControlObserver() = default;
   /// `rank` of the world has died, or is silent. `how`: "rank 3 (pid 7) died: its ...", or, from
-  /// another rank, "rank 1 (pid 5) says that rank 3 (pid 7) died: ...". It may be this rank itself,
-  /// which others take for lost, when it was stopped for long. A rank that on_departed() named
-  /// may yet be lost.
+  /// another rank, "rank 1 (pid 5) says that rank 3 (pid 7) died: ...". `rank` may be this rank
+  /// itself: the others presume it lost when it was stopped for long. A rank that on_departed()
+  /// named may still be lost.
   virtual void on_lost(int rank, const std::string& how) = 0;
-  /// `rank` of the world has left the set in peace. `rounds`: those of the set's board that it has
-  /// completed before, so that what the others need for them is on its way; none if that is not
-  /// known. `why`: in its program's words, if that has failed. The first call for a rank that knows
-  /// `rounds` is right; there may be more.
+  /// `rank` of the world has left the set in peace. `rounds`: the rounds of the set's board that it
+  /// had completed, so its data for them is on the way; none if unknown. `why`: its program's
+  /// exception, if that has failed. There may be several calls for a rank; the first one with
+  /// `rounds` is right.
   virtual void on_departed(int rank, std::optional<std::uint64_t> rounds,
                            const std::string& why) = 0;
-  /// `rank` of the world has given the set up.
+  /// `rank` of the world has given up the set.
   virtual void on_failed(int rank, ErrorKind kind, const std::string& why) = 0;
-  /// A data connection of the set is there, or has failed: a SocketSource::take() may have news.
+  /// A data connection of the set has been made, or has failed: call SocketSource::take() again.
   virtual void on_connected() = 0;
 };
 
-/// The waits of all ranks, as they have said. The wait-for graphs of all process sets
+/// The announced waits of all ranks: the wait-for graphs of all process sets
 /// (transport/wait_graph.h). Ranks are those of the world.
 ///
-/// Each rank numbers its messages, so that one which comes a second time, or after a later one of
-/// the same rank, changes nothing. Cost among n ranks that wait for one: n floods of one message,
-/// and n more when it comes.
+/// Each rank numbers its messages, so that a repeated or overtaken one changes nothing. Cost when n
+/// ranks wait for one: n floods of one message, and n more when that rank arrives.
 ///
 /// Thread: one at a time.
 class Waits {
@@ -125,7 +124,7 @@ class Waits {
   /// Takes note of a message. Returns whether it is new.
   bool learn(const Message& message);
 
-  /// Lets go of what is known of this set, which has ended.
+  /// Forgets the waits of this set, which has ended.
   void forget(std::uint64_t set);
 
   /// Whether any rank waits in this set.
@@ -134,27 +133,27 @@ class Waits {
   /// The ends of the set's graph that `ranks` lead to; `ranks` themselves if it has none there.
   std::vector<int> ends(std::uint64_t set, std::span<const int> ranks) const;
 
-  /// The last message of each rank and set: what a new neighbour must be sent.
+  /// The last message of each rank and set, for a new neighbour.
   std::vector<Message> known() const;
 
  private:
-  // By set and rank: its last message. One without ranks says that the wait has ended.
+  // By set and rank: its last message. Without ranks, it ends a wait.
   std::map<std::pair<std::uint64_t, int>, Message> last_;
 };
 
-/// A flood: each rank passes on, once, what it hears first, to all neighbours but the one that it
-/// has it from, and tells a new neighbour all that it knows. So every rank hears all, however many
+/// A flood: each rank passes a message on once, when it first hears it, to all neighbours but the
+/// sender, and tells a new neighbour all that it knows. So every rank hears all news, even if
 /// messengers die on the way; n ranks with d neighbours each need at most n (d - 1) + 1 messages.
-/// Connections keep the order, so the flood keeps causes before effects: what a rank sent before
-/// its departure is known wherever its departure is known.
+/// Connections keep the order, so the flood keeps causes before effects: a rank that knows of a
+/// departure knows all earlier messages of the departed rank.
 ///
-/// Questions and answers are numbered, and only the next one is new. A rank that connects too late
-/// to hear one never does.
+/// Questions and answers are numbered, and only a higher number is new. A rank that connects too
+/// late misses them.
 ///
-/// A set has ended when all its members have left it. Nothing is kept of it then but its number, so
-/// that what other neighbours pass on later is no news.
+/// A set has ended when all its members have left it. Then only its number is kept, so that later
+/// messages about it are not new.
 ///
-/// A rank has one fate, lost or departed; the first word about it counts.
+/// A rank has one fate, lost or departed; the first news of it counts.
 ///
 /// Thread: one at a time.
 class News {
@@ -164,7 +163,7 @@ class News {
   /// Takes note of a message. Returns whether it is new: for the observers, and to be passed on.
   bool learn(const Message& message);
 
-  /// Takes a rank for departed until there is word about it; others are not notified.
+  /// Presumes a rank departed until there is news of it; other ranks are not told.
   void presume_departed(int rank);
 
   bool alive(int rank) const;
@@ -176,7 +175,7 @@ class News {
   std::vector<int> lost() const;
   /// Whether any rank has given the set up.
   bool has_failed(std::uint64_t set) const;
-  /// Whether all members have left the set. Of those that ended long ago it is forgotten.
+  /// Whether all members have left the set; false for one that ended long ago and is forgotten.
   bool has_ended(std::uint64_t set) const { return ended_.contains(set); }
   /// Whether some members have left the set, and others not.
   bool is_left_by_some(std::uint64_t set) const { return left_.contains(set); }
@@ -186,14 +185,13 @@ class News {
   const Waits& waits() const { return waits_; }
 
   /// The stop points that the furthest rank had passed when it heard of a stop; none until all
-  /// living ranks have told theirs. All ranks come to the same number, if none is lost or presumed
-  /// departed meanwhile: what a rank told before its departure is known wherever its departure is.
+  /// living ranks have told theirs. All ranks find the same number, if none is lost or presumed
+  /// departed meanwhile: a departed rank's number is known wherever its departure is.
   std::optional<std::uint64_t> furthest_point() const;
-  /// The first kStops with a signal that was heard; none if there is none.
+  /// The first kStops with a signal; null if there is none.
   const Message* first_signal() const;
 
-  /// The messages that a new neighbour must get: all that was new, in order, and the waits that
-  /// last.
+  /// The messages for a new neighbour: all that were new, in order, and the present waits.
   std::vector<Message> known() const;
 
  private:
@@ -207,9 +205,9 @@ class News {
   std::set<std::uint64_t> ended_;                   // the last kEnded sets
   std::deque<std::uint64_t> ended_in_order_;        // the same
   Waits waits_;
-  std::map<int, std::uint64_t> points_;                    // rank -> stop points, as it told
+  std::map<int, std::uint64_t> points_;                    // rank -> the stop points that it told
   std::map<int, std::uint64_t> asked_;                     // rank -> its last question
-  std::map<std::pair<int, int>, std::uint64_t> answered_;  // (rank, to whom) -> likewise
+  std::map<std::pair<int, int>, std::uint64_t> answered_;  // (rank, recipient) -> its last answer
   std::vector<Message> known_;                             // without waits, questions and answers
 };
 

@@ -1,4 +1,4 @@
-// ControlOptions: what a control plane is made from.
+// ControlOptions: the parameters of a control plane.
 #pragma once
 
 #include <sys/socket.h>
@@ -18,15 +18,15 @@ struct TcpAddress {
   std::uint16_t port = 0;
 };
 
-/// Where a rank listens.
+/// The addresses on which a rank listens.
 struct Address {
   std::string socket;           // of its abstract Unix socket, without the leading zero byte
-  std::vector<TcpAddress> tcp;  // between hosts: one of each network interface, as many as all have
+  std::vector<TcpAddress> tcp;  // between hosts: one per network interface, as many on all ranks
 };
 
-/// An address as the system calls take it. Throws Error(kInvalidArgument) if it is none.
+/// An address for system calls. Throws Error(kInvalidArgument) if it is invalid.
 struct SocketAddress {
-  /// That of an abstract Unix socket.
+  /// The address of an abstract Unix socket.
   explicit SocketAddress(const std::string& unix_socket);
   explicit SocketAddress(const TcpAddress& address);
 
@@ -44,11 +44,11 @@ struct ControlOptions {
   std::vector<Address> addresses;   // by rank
   Key key{};
   Fd unix_listener;               // bound and listening; none where no rank shares the host
-  std::vector<Fd> tcp_listeners;  // of each network interface; none on one host
+  std::vector<Fd> tcp_listeners;  // one per network interface; none on one host
   std::chrono::milliseconds heartbeat_timeout{60'000};
-  Fd launcher;                // a pidfd of the process that has started this one; none: not watched
+  Fd launcher;                // a pidfd of the process that started this one; none: no watch
   std::string launcher_died;  // the line for stderr, before this process ends, too
-  Fd claim;                   // a listener at this rank's claim; none: it has none
+  Fd claim;                   // a listener at this rank's claim; none: no claim
 
   int size() const { return static_cast<int>(host_of.size()); }
 };

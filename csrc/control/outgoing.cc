@@ -63,14 +63,14 @@ Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
   return shake_hands(now);
 }
 
-/// kDone: it is connected.
+/// kDone: the socket is connected.
 Outgoing::State Outgoing::connect(Clock::time_point now) {
   if (!socket_) {
     socket_ = Fd(::socket(way_.to.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!socket_) return fail("socket", errno, now);
     if (way_.from) {
-      // The port is chosen by connect(), which needs no other one for another peer. Without this
-      // option, bind() chooses it.
+      // Lets connect() choose the port, which may be the same for several peers. Without this
+      // option bind() chooses one of its own.
       const int on = 1;
       ::setsockopt(socket_.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof on);
       if (::bind(socket_.get(), way_.from->generic(), way_.from->bytes) < 0) {
@@ -78,7 +78,7 @@ Outgoing::State Outgoing::connect(Clock::time_point now) {
       }
     }
   }
-  // Called again, it tells how the first call has ended.
+  // A second call reports the outcome of the first.
   if (::connect(socket_.get(), way_.to.generic(), way_.to.bytes) == 0 || errno == EISCONN) {
     return State::kDone;
   }
@@ -93,7 +93,7 @@ Outgoing::State Outgoing::shake_hands(Clock::time_point now) {
   } catch (const Error& error) {
     fail("handshake", ECONNRESET, now);
     trouble_ = error.what();
-    // Something that is no peer has its port: the peer may still come back, as far as this knows.
+    // Another program has the peer's port: the peer may still come back.
     if (error.kind() != ErrorKind::kPeerLost) throw;
     return State::kPending;
   }
@@ -163,7 +163,7 @@ DialRequests::Outcome DialRequests::advance(const PollSet& polls, Clock::time_po
       state = it.outgoing.advance(polls, now);
     } catch (const Error& error) {
       outcome.error.emplace(peer, error);
-      // Another key: its address belongs to somebody else now.
+      // Another key: the address belongs to another job now.
       if (error.kind() == ErrorKind::kMismatch) state = Outgoing::State::kRefused;
       it.since = now;  // it is not the peer that is silent
     }
@@ -228,7 +228,7 @@ bool DataConnections::connect(std::uint64_t set, int peer, int width) {
 bool DataConnections::accept(const Hello& hello, Fd socket) {
   if (hello.channel > kChannels || closed_.contains(hello.set)) return false;
   auto& ready = pairs_[{hello.set, static_cast<int>(hello.from)}].ready;
-  // A second one of a name replaces the first: the peer has given that up.
+  // A second connection of a name replaces the first, which the peer has given up.
   if (!ready.contains(hello.channel) && untaken_ >= kUntaken) return false;
   untaken_ += ready.insert_or_assign(hello.channel, std::move(socket)).second;
   return true;

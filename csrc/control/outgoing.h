@@ -1,4 +1,4 @@
-// Outgoing: a connection to another rank in the making.
+// Outgoing: a connection to another rank that is being made.
 #pragma once
 
 #include <chrono>
@@ -19,13 +19,13 @@
 
 namespace torch_ring {
 
-/// The way of a connection to another rank. Between hosts with several network interfaces, data
-/// connections use these in turn, by the number of their channel, and control connections the
-/// first: of both ranks the same one.
+/// The path of a connection to another rank. Between hosts with several network interfaces, data
+/// connections use these in turn, by the number of their channel, and control connections use the
+/// first. Both ranks use the same one.
 struct Way {
   SocketAddress to;
-  /// The own address from which it comes, or else the system might send all by one interface. With
-  /// one, the system chooses.
+  /// The own address to connect from; without it the system might use one interface for all. Empty
+  /// if there is only one interface.
   std::optional<SocketAddress> from;
   std::string text;  // " from 10.0.1.1 to 10.0.1.2", where there is a choice
 };
@@ -33,8 +33,8 @@ struct Way {
 /// `channel`: Hello's.
 Way way_to(const ControlOptions& options, int peer, std::uint32_t channel);
 
-/// Connects to a rank's listener and authenticates, again and again until it succeeds. Or, as a
-/// probe, only asks again and again whether somebody listens there.
+/// Connects to a rank's listener and authenticates, and retries until it succeeds. A probe only
+/// checks, again and again, whether the rank listens.
 ///
 /// Thread: one at a time. Blocking: no.
 class Outgoing {
@@ -44,14 +44,14 @@ class Outgoing {
 
   /// To rank `hello.to`.
   Outgoing(const ControlOptions& options, const Hello& hello);
-  /// A probe: each `interval`, at first after one.
+  /// A probe every `interval`; the first one after an `interval`.
   Outgoing(const ControlOptions& options, int peer, std::chrono::milliseconds interval,
            Clock::time_point now);
 
-  /// Does what is possible now, if something is. kRefused: nobody listens there; this goes on
-  /// trying. kDone: take() has the socket; a probe has found a listener, and goes on.
+  /// Makes the progress that is possible now. kRefused: nobody listens there; it keeps trying.
+  /// kDone: take() has the socket; a probe has found a listener, and continues.
   /// Errors: Error(kInternal) if this process lacks descriptors or memory; Error(kMismatch) if the
-  /// rank has another key. It may be called again all the same.
+  /// rank has another key. It may be called again after either.
   State advance(const PollSet& polls, Clock::time_point now);
 
   const Hello& hello() const noexcept { return hello_; }
@@ -61,7 +61,7 @@ class Outgoing {
   const std::string& trouble() const noexcept { return trouble_; }
 
   void add_to(PollSet& polls);
-  /// When to call advance() although nothing is ready.
+  /// The time to call advance() although nothing is ready.
   Clock::time_point due() const { return socket_ ? Clock::time_point::max() : retry_; }
 
  private:
@@ -80,25 +80,25 @@ class Outgoing {
   std::size_t slot_ = PollSet::kNone;
 };
 
-/// Moves a handshake on as far as the socket allows. Returns 0, or the errno with which the
+/// Advances a handshake as far as the socket allows. Returns 0, or the errno with which the
 /// connection ended (ECONNRESET if it was closed). Errors: those of the handshake.
 int advance_handshake(Handshake& handshake, int fd);
 
 /// Whether an errno says that this process, and not the peer, is in trouble.
 bool is_local(int error);
 
-/// The control connections that a rank still lacks. Of two ranks the higher one connects. The
-/// lower one waits, and asks now and then whether the other still listens, for else nobody
+/// The control connections that a rank still lacks. Of two ranks the higher one connects. The lower
+/// one waits, and probes now and then whether the other still listens, because otherwise nobody
 /// might notice its death.
 ///
 /// Thread: one at a time. Blocking: no.
 class DialRequests {
  public:
-  /// For so long a rank whose listener is gone may still have left in peace: the word of it may be
-  /// on its way.
+  /// How long a rank without a listener may still have left in peace, because the news of its
+  /// departure may be on its way.
   static constexpr std::chrono::milliseconds kGrace{250};
   static constexpr std::chrono::milliseconds kProbe{100};
-  static constexpr std::chrono::seconds kSetupProbe{2};  // many ranks wait for one another then
+  static constexpr std::chrono::seconds kSetupProbe{2};  // many ranks wait for one another
 
   struct Outcome {
     std::vector<std::pair<int, Fd>> connected;   // by rank
@@ -110,14 +110,14 @@ class DialRequests {
   /// `options` must outlive it.
   explicit DialRequests(const ControlOptions& options) : options_(options) {}
 
-  /// Begins to ask for a connection to `peer`, unless it does already.
+  /// Requests a connection to `peer`, unless one is requested already.
   void add(int peer, Clock::time_point now, bool setup);
   void remove(int peer) { dials_.erase(peer); }
 
-  /// `setup`: all ranks listened a moment ago and none has been used, so a refusal counts at once;
-  /// and its owner decides how long it waits.
+  /// `setup`: all ranks listened a moment ago, so a refusal counts at once; and the owner decides
+  /// how long to wait.
   Outcome advance(const PollSet& polls, Clock::time_point now, bool setup);
-  /// Forgets how long it has waited: this process was stopped meanwhile.
+  /// Restarts all waits: this process was stopped meanwhile.
   void excuse(Clock::time_point now);
 
   /// Why the last attempt failed: "rank 3 (...): connect: ..."; empty if none has.
@@ -141,9 +141,9 @@ class DialRequests {
   std::string trouble_;
 };
 
-/// The data connections that are in the making, or that nobody has taken yet. Accepted
-/// connections are kept also for a set of which this rank does not know yet: a peer may use it
-/// first.
+/// The data connections that are being made, and those that no SocketSource has taken yet.
+/// Connections are accepted also for a set that this rank does not know yet, because a peer may use
+/// it first.
 ///
 /// Thread: one at a time. Blocking: no.
 class DataConnections {
@@ -154,24 +154,25 @@ class DataConnections {
   /// `options` must outlive it.
   explicit DataConnections(const ControlOptions& options) : options_(options) {}
 
-  /// Begins to make `width` connections to `peer`. Returns whether that is news.
+  /// Begins to make `width` connections to `peer`. Returns false if it has begun before.
   bool connect(std::uint64_t set, int peer, int width);
 
-  /// Keeps an accepted connection. Returns whether it is one that may be taken.
+  /// Keeps an accepted connection. Returns false if it refuses it.
   bool accept(const Hello& hello, Fd socket);
 
   /// The `width` sockets in the order of their channels, once; none before all are there.
-  /// Errors: why they cannot be made, once; then connect() may try again.
+  /// Errors: the one that prevents them, once; then connect() may try again.
   std::vector<Fd> take(std::uint64_t set, int peer, int width);
 
   /// The sockets that have been taken so far.
   std::uint64_t taken() const { return taken_; }
 
-  /// Goes on connecting. Returns the sets for which take() has news.
+  /// Advances the connections that are being made. Returns the sets for which take() has sockets or
+  /// an error.
   std::vector<std::uint64_t> advance(const PollSet& polls, Clock::time_point now);
 
-  /// No more connections are begun to a peer that is gone. Those that are there stay, and those on
-  /// which it may have answered come to their end: it may have sent its last data.
+  /// Begins no more connections to a peer that is gone. Complete connections stay, and attempts
+  /// with a socket go on, because the peer may have sent its last data on them.
   void forget(int peer);
 
   /// Why the last attempt to connect to `peer` failed; empty if none has.
@@ -182,9 +183,9 @@ class DataConnections {
   /// Closes the set's connections, and refuses later ones.
   void close(std::uint64_t set);
   void close_all() { pairs_.clear(); }
-  /// The set has ended on all ranks: a connection that comes yet is not to be given to accept().
+  /// The set has ended on all ranks. The caller passes no later connection of it to accept().
   void forget_closed(std::uint64_t set) { closed_.erase(set); }
-  /// The intervals of numbers of closed sets: the memory that they cost.
+  /// The intervals of numbers of closed sets, which take memory.
   std::size_t closed_intervals() const { return closed_.intervals(); }
 
   void add_to(PollSet& polls);
@@ -196,12 +197,12 @@ class DataConnections {
     std::map<std::uint32_t, Fd> ready;  // by channel
     std::list<Outgoing> outgoing;
     std::optional<Error> error;
-    bool gone = false;  // no attempt is made again
+    bool gone = false;  // no new attempts
   };
 
   const ControlOptions& options_;
   std::map<std::pair<std::uint64_t, int>, Pair> pairs_;  // by (set, peer)
-  IntervalSet closed_;  // sets are numbered from 0 on: one interval, but for those that live
+  IntervalSet closed_;  // set numbers begin at 0: one interval, except for live sets
   std::size_t untaken_ = 0;
   std::uint64_t taken_ = 0;
 };

@@ -16,7 +16,7 @@ void Queries::put(Query query) {
   queries_.push_back(std::move(query));
   if (is_handing_out_) return;
   if (thread_.joinable())
-    thread_.join();  // it has seen that nothing was left, without the lock now
+    thread_.join();  // it found no query left, and holds the lock no more
   try {
     thread_ = std::thread([this] { hand_out(); });
     is_handing_out_ = true;

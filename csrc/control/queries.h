@@ -1,4 +1,4 @@
-// Queries: questions and answers of other ranks, on their way to the function that reads them.
+// Queries: hands the questions and answers of other ranks to the function that reads them.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace torch_ring {
 
-/// The text of a question that the plane answers itself: does the rank live?
+/// The text of a question that the plane answers itself, as a sign of life.
 inline constexpr const char* kProbe = "probe";
 
 /// A question to this rank, or the answer to one of its own.
@@ -22,8 +22,8 @@ struct Query {
   std::string text;          // the answer, or kProbe; empty: a question for the reader
 };
 
-/// Hands queries to a reader on a thread of their own, which is there while there are any: queries
-/// are rare, and the reader may wait for Python's lock.
+/// Calls the reader on a thread that exists only while there are queries: they are rare, and the
+/// reader may wait for the GIL.
 ///
 /// Thread: any. Blocking: close().
 class Queries {
@@ -35,10 +35,10 @@ class Queries {
   /// From now on, `reader` gets the queries; without one they are lost.
   void read_by(Reader reader);
 
-  /// One that finds no room, because the reader is stuck, or no thread, is lost.
+  /// Drops the query if there is no room, because the reader is stuck, or no thread.
   void put(Query query);
 
-  /// Loses what has not been read, and waits for the reader to return.
+  /// Drops the unread queries, and waits for the reader to return.
   void close();
 
  private:

@@ -23,11 +23,11 @@ constexpr char kIsSame = 's';
 
 std::int64_t now_ms() {
   timespec now{};
-  ::clock_gettime(CLOCK_BOOTTIME, &now);  // that of /proc/<pid>/stat
+  ::clock_gettime(CLOCK_BOOTTIME, &now);  // the clock of /proc/<pid>/stat
   return std::int64_t{now.tv_sec} * 1000 + now.tv_nsec / 1'000'000;
 }
 
-/// When the process that has bound this name was started; none: it does not ask.
+/// The start time of the process that has bound this name; none if it does not ask.
 std::optional<std::int64_t> started_ms(std::string_view name) {
   if (!name.starts_with(kAsks)) return std::nullopt;
   std::int64_t started = 0;
@@ -54,7 +54,7 @@ std::optional<pid_t> RankClaim::check(const PollSet& polls) {
     const Fd asking(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&from), &length,
                               SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!asking) {
-      // Without descriptors there is no answer, and poll() would not sleep any more.
+      // Without descriptors it cannot answer, and poll() would not sleep any more.
       if (errno != EAGAIN && errno != EINTR) listener_.reset();
       return same;
     }

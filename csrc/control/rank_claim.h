@@ -1,4 +1,4 @@
-// RankClaim: answers processes that come to be the rank which this process is already.
+// RankClaim: answers processes that want to be the same rank as this one.
 #pragma once
 
 #include <sys/types.h>
@@ -13,20 +13,20 @@
 
 namespace torch_ring {
 
-/// See torch_ring/setup/claim.py. A process that asks has bound its socket to a name that says
-/// when it was started. If that was before this world began, nobody can tell for which of two jobs
-/// each of the two processes was meant: it is refused, however late it comes, for the rest of the
-/// ranks may be those of a mixed world, too. A world that began a short while ago ends as well.
+/// See torch_ring/setup/claim.py. A process that asks has bound its socket to a name that contains
+/// its start time. If it was started before this world began, nobody can tell to which of two jobs
+/// each of the two processes belongs: it is refused, however late it asks, because the other ranks
+/// may be those of a mixed world, too. A world that began a short while ago ends as well.
 ///
 /// Thread: one at a time. Blocking: no.
 class RankClaim {
  public:
-  /// `listener`: none where the name of the job tells it from all others. `overlap`: the age of a
-  /// world that asking ends no more; it has trained, and all the ranks of its job may be in it.
+  /// `listener`: none where the job's name is unique. `overlap`: the age from which on no question
+  /// ends the world: it has trained, and probably has all ranks of its job.
   explicit RankClaim(Fd listener, std::chrono::milliseconds overlap = std::chrono::minutes(1));
 
   void add_to(PollSet& polls);
-  /// Answers processes that ask. Returns one that ends this world: it may have been meant for it.
+  /// Answers processes that ask. Returns one that ends this world, because it may belong to it.
   std::optional<pid_t> check(const PollSet& polls);
   void close() { listener_.reset(); }
 

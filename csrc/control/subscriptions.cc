@@ -73,7 +73,7 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
     case Message::Kind::kLeft:
       if (news.set == set_of(set)) observer.on_departed(news.rank, news.rounds, news.text);
       return;
-    case Message::Kind::kDeparted:  // no word before of a set that it has not used
+    case Message::Kind::kDeparted:  // the first news for a set that it has not used
       return observer.on_departed(news.rank, 0, news.text);
     case Message::Kind::kLost:
       return observer.on_lost(news.rank, describe(news));

@@ -1,4 +1,4 @@
-// Subscriptions: who is notified of which news.
+// Subscriptions: the observers of each process set, and the news for them.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class Subscriptions {
   void tell(const Message& news);
   /// Keeps no news of a set, which has ended.
   void forget(std::uint64_t set);
-  /// A rank must have left, but no word of it has come.
+  /// A rank must have left, but no news of it has arrived.
   void tell_presumed(int rank);
   void tell_connected(std::uint64_t set);
 
@@ -46,7 +46,7 @@ class Subscriptions {
   const int rank_;
   const std::vector<std::string> labels_;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::map<std::uint64_t, Subscription> subscriptions_;
   std::vector<Message> news_;
   std::vector<int> presumed_;

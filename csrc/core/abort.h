@@ -9,8 +9,8 @@
 
 namespace torch_ring {
 
-/// A cause, recorded once, by the first thread that notices one (the watchdog, a wait past its
-/// deadline). Every wait loop sees it.
+/// The first cause that a thread notices (the watchdog, or a wait past its deadline), recorded
+/// once. Every wait loop checks it.
 /// Thread: any. Blocking: no.
 class Abort {
  public:
@@ -24,7 +24,7 @@ class Abort {
     return true;
   }
 
-  /// seq_cst, because a thread looks at it before it sleeps (Doorbell).
+  /// seq_cst, because a thread loads it before it sleeps (Doorbell).
   bool raised() const noexcept { return raised_.load(std::memory_order_seq_cst); }
 
   /// Throws the cause if there is one.

@@ -1,5 +1,5 @@
-// Clock, kSpin, in_seconds(), in_ns(): the clock of every deadline, how long a wait spins, and how
-// messages give a duration and records a time.
+// Clock, kSpin, in_seconds(), in_ns(): the clock of all deadlines, the length of a spin, durations
+// in messages, and times in records.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@ inline std::string in_seconds(std::chrono::milliseconds duration) {
   return text.str();
 }
 
-/// A time of a record: nanoseconds since the clock's beginning.
+/// A time of a record: nanoseconds since the clock's epoch.
 inline std::int64_t in_ns(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }

@@ -12,26 +12,26 @@ namespace torch_ring {
 
 struct EngineConfig {
   std::chrono::milliseconds timeout{0};             // a rank that is later is an error; 0: never
-  std::string timeout_name = "TORCH_RING_TIMEOUT";  // what errors call it
+  std::string timeout_name = "TORCH_RING_TIMEOUT";  // its name in errors
   std::chrono::milliseconds stall_warning{60'000};  // 0: never
   std::chrono::microseconds fusion_window{1'000};   // how long requests are collected
   std::size_t fusion_threshold_bytes = 64u << 20;   // requests fused into one collective
-  // An operation for which all ranks wait in vain is a mismatch after this, if they have threads
-  // that may yet submit something.
+  // How long ranks that wait for different operations wait for submissions of their other threads,
+  // before this is a mismatch.
   std::chrono::milliseconds other_threads_grace{10'000};
   std::size_t arena_bytes = 0;  // a rank's address space for buckets; 0: the host's memory
 
-  /// The timeout as errors say it: "300 s (TORCH_RING_TIMEOUT)".
+  /// The timeout in errors: "300 s (TORCH_RING_TIMEOUT)".
   std::string timeout_text() const { return in_seconds(timeout) + " (" + timeout_name + ")"; }
 
-  /// How long a transfer that has begun may stand still. All ranks are in it, or on their way, so
-  /// a live rank that does not go on is stuck, and not late.
+  /// The longest standstill of a transfer that has begun. All ranks take part in it, or are about
+  /// to, so a live rank that makes no progress is stuck, not late.
   std::chrono::milliseconds transfer_timeout() const {
     return timeout.count() > 0 ? timeout : std::chrono::minutes(5);
   }
 
-  /// How long a rank waits before it tells the others for whom (WaitGraph): well before it accuses
-  /// one of them.
+  /// How long a rank waits before it tells the others the ranks that it waits for (WaitGraph): well
+  /// before an error blames one of them.
   std::chrono::milliseconds patience() const {
     std::chrono::milliseconds first = std::chrono::minutes(1);
     if (timeout.count() > 0) first = std::min(first, timeout);

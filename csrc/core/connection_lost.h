@@ -1,4 +1,4 @@
-// ConnectionLost: the Error of a connection to a rank that may live all the same.
+// ConnectionLost: the Error of a lost connection to a rank that may still be alive.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace torch_ring {
 
-/// Thrown where the other end has closed a connection, or the network has. A rank that fails closes
-/// its connections, too: its own words about that are the cause then.
+/// Thrown when the peer or the network has closed a connection. A rank that fails closes its
+/// connections, too; then the error that it reports is the cause.
 class ConnectionLost : public Error {
  public:
-  /// `rank`: the other end, as the communicator counts.
+  /// `rank`: the peer, as a rank of the communicator.
   ConnectionLost(int rank, const std::string& what)
       : Error(ErrorKind::kPeerLost, what), rank_(rank) {}
 

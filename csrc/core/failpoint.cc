@@ -44,7 +44,7 @@ struct Point {
 };
 
 struct Armed {
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex;  // guards the members below
   std::vector<Point> points;
 };
 

@@ -11,7 +11,7 @@ namespace torch_ring {
 /// Thread: any. Errors: Error(kInvalidArgument) that names TORCH_RING_FAIL.
 void arm_failpoints(const std::string& spec);
 
-/// The part of failpoint() when something is armed.
+/// The slow path of failpoint(), for armed places.
 class Failpoints {
  public:
   static bool armed() noexcept { return armed_.load(std::memory_order_relaxed); }
@@ -19,13 +19,13 @@ class Failpoints {
 
  private:
   friend void arm_failpoints(const std::string& spec);
-  // A hint: reach() looks under a mutex. Tests arm before the ranks begin.
+  // A hint: reach() checks under a mutex. Tests arm before the ranks begin.
   static inline std::atomic<bool> armed_{false};
 };
 
-/// The calling thread has come to `place`, where `rank` says whose place it is. A test may have it
-/// kill or stop the process, or sleep. Returns whether the place itself is to fail, as
-/// CONTRIBUTING.md says of it. Cost when nothing is armed: a relaxed load.
+/// The calling thread has reached `place`, which belongs to `rank`. An armed failpoint kills or
+/// stops the process here, or sleeps. Returns whether the code at `place` should fail, in the way
+/// that CONTRIBUTING.md describes. Cost when nothing is armed: a relaxed load.
 inline bool failpoint(const char* place, int rank) {
   return Failpoints::armed() && Failpoints::reach(place, rank);
 }

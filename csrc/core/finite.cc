@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kAtATime = 4096;  // elements: 8 to 32 KiB, which the first-level cache holds
 
-/// The magnitudes of numbers of one format are ordered as their bits without the sign are.
+/// Magnitudes of one format have the order of their bits without the sign.
 template <class Bits>
 Worst worst_of(const void* data, std::size_t count, Bits infinity, Bits limit) {
   using Aliased [[gnu::may_alias]] = Bits;

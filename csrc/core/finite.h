@@ -1,8 +1,8 @@
-// worst_of(): whether all of some floating-point numbers are finite.
+// worst_of(): whether all floating-point numbers of an array are finite.
 //
-// One pass with three integer instructions a vector, so that it runs at the speed of the memory: a
-// number whose magnitude is above a limit carries into the sign bit when what is left above that
-// limit is added.
+// One pass with three integer instructions a vector, so that it runs at the speed of the memory:
+// adding the distance between the limit and the largest bits makes every magnitude above the limit
+// carry into the sign bit.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,7 @@ enum class Worst : std::uint8_t {
 };
 
 /// The worst of `count` numbers; a complex one counts as its two parts. `limit`: positive, and
-/// rounded toward zero if the dtype does not have it; infinity: there is none. Float16 has no limit
-/// but its own.
+/// rounded toward zero if the dtype does not have it; infinity for none. Float16 ignores it.
 Worst worst_of(const void* data, std::size_t count, DType dtype, double limit);
 
 }  // namespace torch_ring

@@ -8,7 +8,7 @@ namespace torch_ring {
 
 namespace {
 
-/// `unit`: bytes of what the shell's ulimit counts.
+/// `unit`: the bytes of one unit of the shell's ulimit.
 std::string now(__rlimit_resource_t resource, rlim_t unit) {
   rlimit limit{};
   if (::getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "unlimited";

@@ -29,15 +29,15 @@ template <class T>
 using WideOf = std::conditional_t<(sizeof(T) < 4), std::int32_t,
                                   std::conditional_t<sizeof(T) == 4, std::int64_t, Int128>>;
 
-/// The loops for one dtype, operator and instruction set. Some dtypes need not all of them.
+/// The loops for one dtype, operator and instruction set. Some dtypes do not need all of them.
 struct Kernels {
   void (*load)(void* out, const void* input, std::size_t count, double prescale);
   void (*fold)(void* out, const void* partial, const void* input, std::size_t count);
   void (*combine)(void* out, const void* partial, const void* other, std::size_t count);
   void (*scale)(void* out, const void* partial, std::size_t count, const Scaling& scaling);
   void (*store)(void* out, const void* partial, std::size_t count);  // null: nothing to convert
-  // The whole reduction in one loop, for two inputs and one or two outputs, without a block
-  // between. Each element sees the same operations, so the bits are the same. Not for scaled
+  // The whole reduction in one loop, for two inputs and one or two outputs, without an intermediate
+  // block. Each element sees the same operations, so the bits are the same. Not for scaled
   // integers.
   void (*reduce_two)(std::span<void* const> outputs, const void* first, const void* second,
                      std::size_t count, const Scaling& scaling);

@@ -43,7 +43,7 @@ void store(Integer value, std::byte* to) {
   for (std::size_t i = sizeof value; i-- > 0; value >>= 8) to[i] = static_cast<std::byte>(value);
 }
 
-/// The hash of a message that comes in parts.
+/// The hash of a message in parts.
 class Hash {
  public:
   static constexpr std::size_t kBlockBytes = 64;

@@ -1,8 +1,8 @@
 // SHA-256 and HMAC-SHA256: proofs that the other end of a connection knows a key.
 //
-// They are our own because the core sees no library that has them, and because Python's hashlib
-// needs the interpreter's lock: the control plane's thread must not wait for a thread that holds
-// it. They are used for a few hundred bytes a connection, so they are plain and not fast.
+// They are our own because the core links no library that has them, and Python's hashlib needs the
+// GIL, for which the control plane's thread must not wait. They hash a few hundred bytes per
+// connection, so the code is simple and not fast.
 #pragma once
 
 #include <array>
@@ -22,8 +22,8 @@ Sha256 sha256(std::span<const std::byte> message);
 Sha256 hmac_sha256(std::span<const std::byte> key,
                    std::initializer_list<std::span<const std::byte>> message);
 
-/// Whether the bytes are equal. The time depends on the sizes only, so whoever guesses a code does
-/// not learn how much of it is right. Thread: any. Blocking: no.
+/// Whether the bytes are equal. The time depends on the sizes only, so an attacker who guesses a
+/// code does not learn how much of it is right. Thread: any. Blocking: no.
 bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::byte> b);
 
 }  // namespace torch_ring

@@ -14,8 +14,8 @@ namespace torch_ring {
 /// that is needed.
 class Symbols {
  public:
-  /// `name`: a function that the library has, by which its path is found; `otherwise`: the path if
-  /// that is not. `needed`: "NCCL 2.18 or newer".
+  /// `name`: a function of the library, by which its path is found; `otherwise`: the path if it is
+  /// not found. `needed`: "NCCL 2.18 or newer".
   Symbols(void* library, const char* name, std::string otherwise, std::string needed)
       : library_(library), path_(std::move(otherwise)), needed_(std::move(needed)) {
     Dl_info info{};

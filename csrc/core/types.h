@@ -86,16 +86,16 @@ constexpr std::size_t size_of(DType dtype) {
   return 0;
 }
 
-/// Whether reductions compute with it as a floating-point number.
+/// Whether reductions treat it as a floating-point number.
 constexpr bool is_floating_point(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
          dtype == DType::kFloat64;
 }
 
-/// Whether reductions compute with it as an integer.
+/// Whether reductions treat it as an integer.
 constexpr bool is_integer(DType dtype) { return dtype <= DType::kInt64; }
 
-/// Whether reductions compute with it as with two floating-point numbers.
+/// Whether reductions treat it as two floating-point numbers.
 constexpr bool is_complex(DType dtype) {
   return dtype == DType::kComplex64 || dtype == DType::kComplex128;
 }
@@ -109,8 +109,8 @@ constexpr DType part_of(DType dtype) {
 /// The number of parts of an element.
 constexpr std::size_t parts_of(DType dtype) { return is_complex(dtype) ? 2 : 1; }
 
-/// Whether there is arithmetic for a reduction. Complex numbers have no order, and the product of
-/// pairs is not theirs. The bits of a floating-point number are not numbers.
+/// Whether there is arithmetic for a reduction. Complex numbers have no order, and their product is
+/// not that of their parts. Bitwise operators need integers or bools.
 constexpr bool can_reduce(DType dtype, ReduceOp op) {
   if (is_bitwise(op)) return is_integer(dtype) || dtype == DType::kBool;
   if (is_complex(dtype)) return op == ReduceOp::kSum || op == ReduceOp::kAverage;

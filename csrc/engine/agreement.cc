@@ -72,11 +72,11 @@ void Gathering::finish(std::size_t shared_before) {
 
 namespace {
 
-/// Whether the engine made the name. It refuses users' names that begin like its own.
+/// Whether the engine made the name. The engine refuses users' names that begin like its own.
 bool is_numbered(const std::string& name) { return name.starts_with('#'); }
 
-/// Whether numbering begins anew: a rank that asks for a barrier without a name waits for it before
-/// it asks for anything else. A fence is one of the numbered requests.
+/// Whether the numbering begins anew: a rank that requests a barrier without a name waits for it
+/// before its next request. A fence is one of the numbered requests.
 bool resets_numbering(const Fingerprint& fingerprint) {
   return fingerprint.collective == Collective::kBarrier && is_numbered(fingerprint.name);
 }
@@ -103,8 +103,8 @@ Agreement::Agreement(std::vector<std::string> labels)
 
 std::string key_of(const Fingerprint& fingerprint) {
   if (fingerprint.collective == Collective::kJoin) return kJoinKey;
-  // Requests without a name are matched by their number alone: when two ranks call different
-  // collectives, both learn it from the first one.
+  // Requests without a name are matched by their number alone, so that ranks that call different
+  // collectives get the mismatch at the first one.
   if (is_numbered(fingerprint.name)) return fingerprint.name;
   return std::string(name_of(fingerprint.collective)) + '.' + fingerprint.name;
 }
@@ -151,7 +151,7 @@ std::vector<Decision> Agreement::round(const Round& round) {
 }
 
 /// The decisions of a round in which all ranks announce the same new requests, and none a join;
-/// nothing if it is another round. Requests of earlier rounds stay undecided.
+/// nothing for other rounds. Requests of earlier rounds stay undecided.
 std::optional<std::vector<Decision>> Agreement::in_step(const Round& round) const {
   if (joined_count_ > 0 || !equal_commons(round.runs)) return std::nullopt;
   std::vector<EntryReader> entries;
@@ -254,7 +254,7 @@ std::optional<Decision> Agreement::unanimous(const Fingerprint& own, const Round
     const Run& last = round.runs.back();
     const bool fits =
         !own.tells_expected || !take_expected(decision->rows, last.first + last.count);
-    if (!fits || decision->rows.empty()) {  // round() says what does not fit
+    if (!fits || decision->rows.empty()) {  // round() reports the misfit
       decision.reset();
       return decision;
     }
@@ -328,7 +328,7 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
   return decision;
 }
 
-/// Adds the mismatches of the other members of groups of which the ranks disagree about the size:
+/// If the ranks disagree about the size of a group, adds mismatches for its other members, of which
 /// some ranks never announce the last ones.
 void Agreement::end_groups(std::vector<Decision>& decisions) {
   for (std::size_t i = 0, decided = decisions.size(); i < decided; ++i) {
@@ -355,9 +355,9 @@ std::optional<Error> Agreement::misfit_of(const Fingerprint& f, Decision& decisi
                                [&](int rank) { return name_in(at(labels_, rank)); });
 }
 
-/// The reason why the request cannot run without the ranks that have joined, or nothing if it can.
+/// The error if the request cannot run without the ranks that have joined; nothing if it can.
 std::optional<Error> Agreement::without_joined(const Fingerprint& f) const {
-  // A sum's identity is zero, whatever the factors.
+  // A sum's identity is zero for all factors.
   const bool sums =
       f.op == ReduceOp::kSum || f.op == ReduceOp::kAverage || f.op == ReduceOp::kAdasum;
   const bool can_stand_in =
@@ -381,8 +381,8 @@ Decision Agreement::join() {
   return decision;
 }
 
-/// Mismatches of all pending requests: every rank waits, none has anything new, so no other rank
-/// will ever announce them.
+/// Mismatches of all pending requests: every rank waits and has nothing new, so no other rank will
+/// ever announce them.
 std::vector<Decision> Agreement::deadlock() {
   std::string text = "the ranks wait for different collectives:";
   for (int rank = 0; rank < size_; ++rank) {

@@ -25,38 +25,38 @@ struct Misfit {
   std::int64_t expected;
 };
 
-/// Compares the rows that ranks of an alltoall expect with those that the others send. Takes what
-/// the ranks expect off `rows`, which then has what each sends to each. Returns the first two ranks
-/// that differ. `rows`: of each rank those that it sends to each, and then those that it
-/// expects of each. If these are not so many, they stay: whoever needs rows refuses them.
+/// Compares the rows that ranks of an alltoall expect with those that the others send. Removes the
+/// expected numbers from `rows`, which then has the rows that each rank sends to each. Returns the
+/// first two ranks that differ. `rows`: for each rank those that it sends to each, and then those
+/// that it expects from each. Leaves `rows` of another length as they are; the executor refuses
+/// them.
 std::optional<Misfit> take_expected(std::vector<std::int64_t>& rows, int size);
 
-/// The error of an alltoall in which a rank sends what another one does not expect, or nothing:
-/// what they expect is gone from `rows` then. `name_of`: as errors call a rank.
+/// The error of an alltoall in which sent and expected rows differ; if they fit, removes the
+/// expected ones from `rows` and returns nothing. `name_of`: a rank's name in errors.
 std::optional<Error> misfit_of(const Fingerprint& fingerprint, std::vector<std::int64_t>& rows,
                                int size, const std::function<std::string(int)>& name_of);
 
-/// The decision of the ranks on a request: one that every rank has announced, and that now runs,
-/// or fails if `mismatch` is set.
+/// The ranks' decision on a request that every rank has announced: it now runs, or fails if
+/// `mismatch` is set.
 struct Decision {
   std::string key;
-  std::vector<std::int64_t> rows;            // of all ranks, in their order; not what they expect
+  std::vector<std::int64_t> rows;            // of all ranks, in their order, without expected ones
   std::vector<std::int64_t> shared_offsets;  // of this host's ranks; empty unless all are shared
   std::vector<ByteSpan> payloads;            // by rank, if the data is inline and not a barrier's
   bool is_inline = false;                    // all data is inline
   std::optional<Error> mismatch;             // the ranks disagree; no data has moved
   std::vector<std::string> ended_groups;     // ... about the size of these groups (group_of())
-  std::optional<Fingerprint> for_joined;     // some ranks have joined: they stand in for this
+  std::optional<Fingerprint> for_joined;     // some ranks have joined, and stand in for this
   int last_joined = -1;                      // of a join: the rank that joined last
-  bool resets_numbering = false;             // every rank waits for this, and for nothing else
-  std::vector<int> last;  // who announced it in this round, if others had in an earlier one
+  bool resets_numbering = false;             // every rank waits for this alone
+  std::vector<int> last;  // the ranks that announced it in this round, if others had before
 
-  // Owns payloads of earlier rounds; this round's are borrowed.
+  // Owns the payloads of earlier rounds; those of this round are borrowed.
   std::vector<std::shared_ptr<const void>> storage;
 };
 
-/// The decision of a request that all ranks announce in one round. Fills in a decision: what
-/// follows from the announcements of all ranks, without their names.
+/// Builds the decision of a request that all ranks announce in one round from their announcements.
 ///
 /// Thread: one. Blocking: no.
 class Gathering {
@@ -67,7 +67,8 @@ class Gathering {
   /// Takes the announcement of all ranks of a run.
   void add(const Run& run, const Announcement& announcement);
 
-  /// `shared_before`: the number of buffers in shared memory that the entry announces before.
+  /// `shared_before`: the number of buffers in shared memory that the entry announces before this
+  /// one.
   void finish(std::size_t shared_before);
 
  private:
@@ -78,7 +79,7 @@ class Gathering {
   bool all_inline_ = true;
 };
 
-/// Adds the rows that an announcement has.
+/// Appends the rows of an announcement.
 void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes);
 
 /// Every rank feeds the same entries in the same order to its own Agreement, and so comes to the
@@ -92,8 +93,8 @@ void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes);
 /// requests without that rank, which stands in with the identity of the reduction. It decides the
 /// join when every rank has joined.
 ///
-/// Cost of a round: O(runs) while the ranks are in step, and what the rows and payloads of all
-/// ranks cost; O(ranks) else.
+/// Cost of a round: O(runs) while the ranks are in step, otherwise O(ranks); and the rows and
+/// payloads of all ranks.
 ///
 /// Thread: one at a time. Blocking: no. Errors: Error(kInternal) on a broken entry.
 class Agreement {
@@ -131,10 +132,10 @@ class Agreement {
     bool is_inline;
   };
   struct Pending {
-    std::uint64_t since = 0;  // the number of requests that were first announced earlier
+    std::uint64_t since = 0;  // the number of requests first announced before this one
     std::vector<std::shared_ptr<const Announced>> by_rank;  // null: not yet announced
     std::map<int, std::int64_t> shared_offsets;             // by rank, of this host
-    std::vector<int> latest;                                // who has announced it in this round
+    std::vector<int> latest;                                // those that announced it in this round
   };
 
   std::optional<std::vector<Decision>> in_step(const Round& round) const;
@@ -163,7 +164,7 @@ std::string name_in(const std::string& label);
 /// The key by which the ranks match a request: "<collective>.<name>", or its number.
 std::string key_of(const Fingerprint& fingerprint);
 
-/// The begin of the keys of a group's members; empty for a request that is in no group.
+/// The prefix of the keys of a group's members; empty for a request without a group.
 std::string group_of(const Fingerprint& fingerprint);
 
 }  // namespace torch_ring

@@ -9,7 +9,7 @@ namespace torch_ring {
 
 namespace {
 
-// How long a wait for a turn sleeps before it looks at the abort, which knows nothing of it.
+// How often a wait for a turn checks the abort, which does not wake it.
 constexpr std::chrono::milliseconds kPollInterval{50};
 
 constexpr std::size_t kMostNames = 8;
@@ -78,7 +78,7 @@ std::string set_name(std::span<const std::string> labels) {
 
 namespace {
 
-constexpr std::chrono::milliseconds kPoll{50};  // between looks at an abort
+constexpr std::chrono::milliseconds kPoll{50};  // between checks of an abort
 
 }  // namespace
 
@@ -109,7 +109,7 @@ Clock::duration DeviceGate::held_for() {
   return taken_ ? Clock::now() - since_ : Clock::duration{0};
 }
 
-/// Needs the mutex.
+/// Precondition: the mutex is locked.
 DeviceGate::Pass DeviceGate::take() {
   if (taken_) return nullptr;
   taken_ = true;

@@ -18,36 +18,36 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// A waiting caller's spin. The engine's thread spins for kSpin, as it may take the core from a
-// thread that computes; a caller that waits has nothing else to do there, and ranks that compute
-// the same differ by some hundred microseconds.
+// A waiting caller's spin. The engine's thread spins only for kSpin, as it may take the core from a
+// thread that computes. A waiting caller has nothing else to do on its core, and ranks with equal
+// work differ by some hundred microseconds.
 constexpr microseconds kBlockingSpin{500};
 
-// A rank that has waited this long with nothing new tells the others, so that all ranks learn that
-// they wait for different things: they report mismatches within a second.
+// A rank that has waited for so long with nothing new tells the others. So ranks that wait for
+// different things report the mismatch within a second.
 constexpr milliseconds kBlockedAfter{200};
 
-// The time after its own timeout for which a set waits for another one, whose error is the cause.
+// How long after its own timeout a set waits for another one, whose error is the cause.
 constexpr milliseconds kGrace{1000};
 
-// A shorter wait needs no culprit.
+// A shorter wait needs no last rank.
 constexpr milliseconds kNotableLag{1};
 
-/// A wait as a Post has it.
+/// A wait in microseconds, for a Post.
 std::uint32_t waited_us(Clock::duration wait) {
   const auto us = std::chrono::duration_cast<microseconds>(wait).count();
   return static_cast<std::uint32_t>(std::min<decltype(us)>(us, LeastWait::kNone - 1));
 }
 
-/// Tells this rank's join of a pass that the others have entered, if that is what they have done.
-/// They run ahead there: nobody else tells the rank that it has to launch something.
+/// Tells this rank's join that the others have entered a pass, if `entered` is one. They run ahead
+/// there, so nothing else tells this rank to take part in a launch.
 void tell_of_pass(const auto& pending, const Fingerprint& entered) {
   const auto join = pending.find(kJoinKey);
   const auto pass = static_cast<std::int64_t>(planned_pass(entered.name).value_or(0));
   if (pass > 0 && join != pending.end()) join->second.work->request().allocate({&pass, 1});
 }
 
-/// Gives the others the gradient that they ask this rank's join for, if they do and it is here.
+/// Contributes the kept gradient that the others request from this rank's join, if it has one.
 void give_kept(const auto& pending, const StandIn& stand_in) {
   const Request& request = stand_in.request;
   const auto kept = kept_gradient(request.fingerprint.name);
@@ -60,8 +60,8 @@ void give_kept(const auto& pending, const StandIn& stand_in) {
   if (found != nullptr) std::memcpy(stand_in.data.get(), found, bytes);
 }
 
-/// The one of these ranks (empty: any) that came last in the round in which `last` posted last; -1:
-/// unknown. The rank that posted last may have announced only other operations there.
+/// The one of `candidates` (empty: any rank) that was last in the round in which `last` posted
+/// last; -1: unknown. The rank that posted last may have announced only other operations there.
 int last_of(const std::vector<int>& candidates, int last) {
   if (candidates.size() == 1) return candidates.front();
   const bool is_one = candidates.empty() || std::ranges::find(candidates, last) != candidates.end();
@@ -95,14 +95,14 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
       progress_(labels_.size()) {}
 
 void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
-  std::optional<Clock::time_point> since;  // the begin of this wait
+  std::optional<Clock::time_point> since;  // the beginning of this wait
   bool blocked = false;
   bool announced_blocked = false;
   while (target == nullptr || !target->done()) {
     if (queue_.has_works()) take_submitted(queue_.lock());
     blocked = blocked && outbox_.empty();
     if (round_open_ && board_.complete()) {
-      finish_round();  // what all ranks have come to counts, though one of them has died since
+      finish_round();  // a complete round counts, even if one of the ranks has died since
       continue;
     }
     abort_.check();
@@ -130,22 +130,22 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     check_stalls();
     if (round_open_) wait_.lasts(now, [&] { return board_.missing(); });
     blocked = target != nullptr && is_blocked(now - std::max(*since, last_submission_));
-    // The engine must know while progress is made for long: close() waits for the device.
+    // The engine must know during long waits, too: close() waits for the device.
     poll_device();
     callbacks_.pause(interrupt);
   }
 }
 
-/// Whether this rank, which waits and has submitted nothing for that long, will submit nothing
-/// else, as far as it can know.
+/// Whether this rank, which has waited and submitted nothing for so long, will probably submit
+/// nothing else.
 bool Driver::is_blocked(Clock::duration waited) {
   if (waited < kBlockedAfter || !outbox_.empty()) return false;
   if (waited >= config_.other_threads_grace) return true;
   const bool several = queue_.has_several_submitters(queue_.lock());
-  return !several && !(others_may_submit_ && others_may_submit_());  // without the lock: may block
+  return !several && !(others_may_submit_ && others_may_submit_());  // unlocked: may block
 }
 
-/// Posts an entry with as much of the outbox as it can hold: maybe nothing.
+/// Posts an entry with as much of the outbox as fits, maybe nothing.
 void Driver::announce_outbox(bool blocked) {
   entry_.clear(blocked, launch_order_->is_shared());
   const bool alone = outbox_.size() == 1;
@@ -155,8 +155,8 @@ void Driver::announce_outbox(bool blocked) {
     Announcement announcement = announce(request, alone, communicator_, fingerprint_);
     announcement.launches = work.launches_;
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
-    // One that is alone in its entry may be longer than the others: usually it is the same
-    // everywhere.
+    // An announcement that is alone in its entry may be longer, since all ranks usually post the
+    // same one.
     const bool fits = entry_.bytes() + needed <= board_.safe_capacity();
     if (!fits && entry_.count() > 0) break;  // the rest goes into the next round
     if (!fits && entry_.bytes() + needed > board_.capacity()) {
@@ -193,7 +193,7 @@ void Driver::finish_round() {
   round_number_.store(round_number() + 1, std::memory_order_relaxed);
 }
 
-/// Writes down for which rank this one and the others have waited in the round before `round`.
+/// Records the rank that this one and the others waited for in the round before `round`.
 void Driver::settle(const Round& round) {
   const int last = round.last_of_previous;
   if (round.most_us > 0) {
@@ -213,11 +213,11 @@ void Driver::settle(const Round& round) {
   unsettled_.clear();
 }
 
-/// Writes down that the ranks have agreed on the next operation, which is this rank's work.
+/// Records the agreement on the next operation, which is this rank's work.
 void Driver::write_down(Work& work, const Decision& decision) {
   OperationTimes& times = work.times_;
-  // An operation that this rank announced in an earlier round has waited since then, but for the
-  // time in which data moved.
+  // An operation that this rank announced in an earlier round has waited since then, except while
+  // data moved.
   const bool waited = times.round.load(std::memory_order_relaxed) != round_number();
   const std::chrono::nanoseconds lag = waited ? agreed_ - idle_since_ : lag_;
   times.agreed.store(agreed_, std::memory_order_relaxed);
@@ -225,7 +225,7 @@ void Driver::write_down(Work& work, const Decision& decision) {
   if (work.request_.sequence != nullptr) *work.request_.sequence = decided_;
   times.round.store(round_number(), std::memory_order_relaxed);
   times.lag.store(lag, std::memory_order_relaxed);
-  // Only who has announced it in this round can have come last.
+  // Only a rank that announced it in this round can have been last.
   if (waited && lag >= Lateness::kNotable && !decision.last.empty()) {
     awaited_ = {lag, decision.last};
     notable_us_ = std::max(notable_us_, waited_us(lag));
@@ -275,8 +275,8 @@ void Driver::run_round(const Round& round) {
   if (!on_device.empty()) run_on_device(round, on_device);
 }
 
-/// Runs what the ranks have decided to run on a device: in this set's turn, if a rank has several
-/// sets that use its devices. The set's communicator there is made in a turn, too.
+/// Runs the decided works on a device, in this set's turn if a rank has several sets that use its
+/// devices. The set's communicator there is made in a turn, too.
 void Driver::run_on_device(const Round& round, std::span<const Decision* const> decisions) {
   const bool is_ordered = std::ranges::any_of(
       round.runs, [](const Run& run) { return EntryReader(run.common, run.own).shares_device(); });
@@ -302,7 +302,7 @@ void Driver::run_on_device(const Round& round, std::span<const Decision* const> 
   run(device_, batch);
 }
 
-/// The fingerprint of a decision that is no mismatch: this rank has announced it, or has joined.
+/// The fingerprint of a decision without a mismatch: this rank has announced it, or has joined.
 const Fingerprint& Driver::fingerprint_of(const Decision& decision) const {
   const auto mine = pending_.find(decision.key);
   return mine == pending_.end() ? decision.for_joined.value()
@@ -334,7 +334,7 @@ void Driver::run(AnyExecutor& executor, const Batch& batch) {
 }
 
 /// Runs the usual round: nothing was pending, and all ranks have announced the same one request.
-/// Returns whether this round is one.
+/// Returns false for other rounds.
 bool Driver::run_unanimous(const Round& round) {
   if (pending_.size() != 1 || !agreement_.empty()) return false;
   Work& work = *pending_.begin()->second.work;
@@ -380,7 +380,8 @@ void Driver::fail(Work& work, const Error& cause) {
   callbacks_.completed(lock);
 }
 
-/// Fails the members of a group that are not announced yet: the ranks disagree about it.
+/// Fails the members of a group that are not announced yet, because the ranks disagree about the
+/// group.
 void Driver::end_group(const std::string& group, const Error& cause) {
   const auto rest = std::ranges::stable_partition(
       outbox_, [&](const auto& work) { return group_of(work->request().fingerprint) != group; });
@@ -388,8 +389,8 @@ void Driver::end_group(const std::string& group, const Error& cause) {
   outbox_.erase(rest.begin(), rest.end());
 }
 
-/// Releases what the request's functions hold: tensors may belong to a device's stream, and this
-/// thread is the one that uses it.
+/// Releases the tensors that the request's functions hold: they may belong to a device's stream,
+/// which this thread uses.
 void Driver::release_tensors(Work& work) { work.request_.begin = work.request_.finish = nullptr; }
 
 void Driver::isolate_buffers() noexcept {
@@ -411,7 +412,7 @@ void Driver::fail_all(const Lock& lock, const Error& cause) {
   wait_.fail();
 }
 
-/// Takes note of the ranks that announce something in a round that leaves requests undecided.
+/// Records the ranks that announce something in a round that leaves requests undecided.
 void Driver::note_progress(const Round& round, Clock::time_point now) {
   for (const Run& run : round.runs) {
     if (EntryReader(run.common, run.own).left() == 0) continue;
@@ -428,7 +429,7 @@ milliseconds rounded(Clock::duration duration) {
   return std::chrono::floor<std::chrono::duration<std::int64_t, std::deci>>(duration);
 }
 
-/// All ranks but `unready` ones, of many the first: "rank 0, rank 2 and 5 more".
+/// All ranks but the `unready` ones, at most kMost by name: "rank 0, rank 2 and 5 more".
 std::string describe_ready(std::span<const std::string> labels, std::span<const int> unready) {
   constexpr std::size_t kMost = 16;
   std::string text;
@@ -442,8 +443,8 @@ std::string describe_ready(std::span<const std::string> labels, std::span<const 
 
 }  // namespace
 
-/// Warns of works for which this rank waits long, and throws if it has waited too long, or if a
-/// rank has left.
+/// Logs warnings for works that this rank waits for long, and throws if it has waited too long, or
+/// if a rank has left.
 void Driver::check_stalls() {
   if (pending_.empty() || round_is_complete()) return;
   watchdog_.check_departures(round_number());
@@ -451,7 +452,7 @@ void Driver::check_stalls() {
   const auto is_over = [](Clock::duration waited, milliseconds limit) {
     return limit.count() > 0 && waited > limit;
   };
-  std::map<std::vector<int>, std::vector<Pending*>> stalled;  // by the ranks that are late
+  std::map<std::vector<int>, std::vector<Pending*>> stalled;  // by the late ranks
   for (auto& [key, pending] : pending_) {
     const Work& work = *pending.work;
     const auto waited = now - work.submitted_;
@@ -461,7 +462,7 @@ void Driver::check_stalls() {
                                            timeout_text(work.request()) + ": " +
                                            describe(late_ranks(work)));
     }
-    // A rank that has joined waits as long as the others get on.
+    // A rank that has joined waits as long as the others make progress.
     const bool joined = work.request().fingerprint.collective == Collective::kJoin;
     const auto since = std::max(joined ? last_progress(work) : work.submitted_, pending.warned);
     if (is_over(now - since, config_.stall_warning)) {
@@ -471,7 +472,7 @@ void Driver::check_stalls() {
   for (const auto& [late, works] : stalled) warn(works, now);
 }
 
-/// Logs that works wait for the same ranks: the first of them by name.
+/// Logs one warning for works that wait for the same ranks, with the name of the first work.
 void Driver::warn(std::span<Pending* const> stalled, Clock::time_point now) {
   for (Pending* const pending : stalled) pending->warned = now;
   const Work& work = *(*std::ranges::min_element(stalled, {}, [](const Pending* pending) {
@@ -492,7 +493,8 @@ void Driver::warn(std::span<Pending* const> stalled, Clock::time_point now) {
   ask(late_ranks(work));
 }
 
-/// Asks late ranks what they do: the answers are logged. One rank asks for all, and not of many.
+/// Asks late ranks for their operations; the answers are logged. One rank asks for all, and only a
+/// few ranks.
 void Driver::ask(std::span<const int> late) {
   constexpr std::size_t kMost = 4;
   int first = 0;
@@ -501,14 +503,14 @@ void Driver::ask(std::span<const int> late) {
     waits_->ask(late.first(std::min(late.size(), kMost)));
 }
 
-/// How long this rank waits for late ones, as errors say it.
+/// How long this rank waits for late ones, for errors.
 std::string Driver::timeout_text(const Request& request) const {
   return request.timeout ? in_seconds(*request.timeout) + " (the timeout of this operation)"
                          : config_.timeout_text();
 }
 
-/// When `work` was submitted, or when the ranks that it waits for last announced something: that
-/// one of them whose last sign is the oldest.
+/// When `work` was submitted, or, if later, the last announcement of the rank, among those that it
+/// waits for, that has been silent for longest.
 Clock::time_point Driver::last_progress(const Work& work) const {
   auto oldest = Clock::time_point::max();
   for (const int rank : late_ranks(work)) oldest = std::min(oldest, at(progress_, rank));
@@ -518,7 +520,7 @@ Clock::time_point Driver::last_progress(const Work& work) const {
 
 /// The ranks that have not announced `work`, as far as this rank can know.
 std::vector<int> Driver::late_ranks(const Work& work) const {
-  std::vector<int> silent;  // who keeps the round from being complete
+  std::vector<int> silent;  // the ranks missing from the round
   if (round_open_) {
     silent = board_.missing();
     if (waits_) silent = waits_->ends(silent);

@@ -30,29 +30,28 @@ namespace torch_ring {
 ///   RequestQueue -> outbox_ -> pending_ (announced) -> done
 ///
 /// Thread: the progress thread, as ProgressRole hands the driver to no other thread. So the driver
-/// needs no mutex of its own. It locks the queue's mutex only for short, and never during I/O.
+/// needs no mutex of its own. It locks the queue's mutex only briefly, and never during I/O.
 class Driver {
  public:
   using Lock = RequestQueue::Lock;
   using Log = std::function<void(const std::string&)>;
-  /// A function that is called now and then while a thread waits. Its exception ends the wait, not
-  /// the work.
+  /// Called now and then while a thread waits. Its exception ends the wait, not the work.
   using Interrupt = std::function<void()>;
 
-  /// The driver's engine. Called by the progress thread, without the lock but for completed().
+  /// The driver's engine. The progress thread calls it, without the lock except for completed().
   class Callbacks {
    public:
     /// A work is done, or has failed: threads may wait for it. With the lock.
     virtual void completed(const Lock& lock) = 0;
 
-    /// `busy`: enqueued work has not run yet. It is idle only while no thread can launch.
+    /// `busy`: enqueued work is pending. Idle is reported only while no thread can launch.
     virtual void set_device_busy(bool busy) = 0;
 
     /// Whether the engine's thread must stop: another thread can make progress, or none should.
     virtual bool should_yield() = 0;
 
-    /// Calls the interrupt. Nothing is half done here, so it may wait for another work, and so make
-    /// progress itself, or close the engine: it may be a signal handler.
+    /// Calls the interrupt, for example a signal handler. The driver's state is consistent here, so
+    /// the interrupt may wait for another work, and so make progress itself, or close the engine.
     virtual void pause(const Interrupt& interrupt) = 0;
 
    protected:
@@ -64,7 +63,7 @@ class Driver {
     std::vector<std::string> labels;   // by rank
     std::shared_ptr<WaitGraph> waits;  // may be null
     Log log;                           // takes a warning
-    /// Whether a thread that has submitted nothing yet may do so. Empty: none may.
+    /// Whether a thread that has submitted nothing yet may do so. Empty: no thread may.
     std::function<bool()> others_may_submit;
     DeviceExecutor::Make make_device;
     /// Of the process; null: no other set uses its devices.
@@ -72,7 +71,7 @@ class Driver {
     std::uint64_t set = 0;  // the process set's number
   };
 
-  /// The time after which a waiting thread looks at the clock and lets its caller handle signals.
+  /// The interval at which a waiting thread reads the clock and lets its caller handle signals.
   static constexpr std::chrono::milliseconds kPollInterval{50};
 
   Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& watchdog,
@@ -81,12 +80,12 @@ class Driver {
   /// Moves the queue's works to the outbox.
   void take_submitted(const Lock& lock) { queue_.take(lock, outbox_); }
 
-  /// Makes progress until `target` is done. Without a target: until there is nothing to do, or the
-  /// engine says that it should yield.
-  /// Blocking. Errors: fatal ones (the ranks are out of step then); whatever pause() throws.
+  /// Makes progress until `target` is done. Without a target: until there is nothing to do, or
+  /// should_yield() holds.
+  /// Blocking. Errors: fatal ones (the ranks are out of step then); those of pause().
   void make_progress(const Work* target, const Interrupt& interrupt);
 
-  /// The rounds that this rank has completed, and whose works it has run. Thread: any.
+  /// The number of rounds that this rank has completed, with their works. Thread: any.
   std::uint64_t rounds() const { return round_number() - 1; }
 
   /// Whether nothing is in the outbox or pending.
@@ -95,12 +94,11 @@ class Driver {
   /// Fails the queue's works and the driver's.
   void fail_all(const Lock& lock, const Error& cause);
 
-  /// Gives this rank's tensors in shared memory that other ranks may yet write new memory. Call it
-  /// before fail_all(): from then on they are the program's.
+  /// Moves this rank's tensors in shared memory to private memory if other ranks may still write to
+  /// them. Call it before fail_all(), after which they belong to the program.
   void isolate_buffers() noexcept;
 
-  /// Asks the device whether enqueued work has not run yet, and tells the engine. Errors: the
-  /// device's.
+  /// Asks the device whether enqueued work is pending, and tells the engine. Errors: the device's.
   void poll_device() {
     if (device_.exists()) device_.poll([&](bool busy) { callbacks_.set_device_busy(busy); });
   }
@@ -117,7 +115,7 @@ class Driver {
  private:
   struct Pending {
     std::shared_ptr<Work> work;
-    Clock::time_point warned{};  // when its stall was logged last
+    Clock::time_point warned{};  // the time of its last stall warning
   };
 
   /// Agreed works to run, with null in place of this rank's where it has joined.
@@ -178,20 +176,20 @@ class Driver {
   Bytes fingerprint_;                         // of the request in announce_outbox()
   std::deque<std::shared_ptr<Work>> outbox_;  // to be announced
   std::map<std::string, Pending> pending_;    // announced, by key
-  bool round_open_ = false;                   // this rank has posted, and not seen all entries yet
-  // Of the round that comes next, from 1. The progress thread alone stores it; for others it is a
-  // number and nothing else.
+  bool round_open_ = false;                   // this rank has posted, but not seen all entries yet
+  // Of the next round, from 1. Only the progress thread stores it; it orders nothing for other
+  // threads.
   std::atomic<std::uint64_t> round_number_{1};
   std::uint64_t decided_ = 0;  // operations, mismatches too: the same on all ranks
   std::optional<Clock::time_point> waits_since_;  // for the open round; none: it has not waited
   Clock::time_point agreed_;                      // when the last round was complete
   std::chrono::nanoseconds lag_{0};               // how long this rank waited for it
-  bool answered_ = true;                          // ... having brought nothing new to it
-  // Of the last round: numbers of operations for whose last rank this one waited, and who it can be
-  // (empty: any).
+  bool answered_ = true;                          // ... and its entry there was empty
+  // Of the last round: the operations that this rank waited for, by number, each with the ranks
+  // that may have been last (empty: any).
   std::vector<std::pair<std::uint64_t, std::vector<int>>> unsettled_;
-  // Of the last round: the notable wait for what this rank had announced in earlier ones, and who
-  // can have come last there.
+  // Of the last round: the notable wait for operations that this rank had announced earlier, and
+  // the ranks that may have been last.
   struct {
     std::chrono::nanoseconds lag{0};
     std::vector<int> candidates;
@@ -201,8 +199,8 @@ class Driver {
   Lateness lateness_;
   LongWait wait_;                      // for the round's other entries
   Clock::time_point last_submission_;  // of an announced work
-  // By rank: when it announced something while other requests stayed undecided. The clock's
-  // beginning if it has not, since the oldest of these was submitted at least.
+  // By rank: the last time when it announced something while other requests stayed undecided. The
+  // epoch if it has not done so since the oldest of these was submitted.
   std::vector<Clock::time_point> progress_;
   Clock::time_point last_check_;  // of stalls
 };

@@ -12,10 +12,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The time after the timeout that close() gives a device: the waits of its calls end with that.
+// How long beyond the timeout close() waits for a device, whose calls' waits end with the timeout.
 constexpr milliseconds kFarewell{1000};
 
-// A launch needs all ranks: one that has left, after however many rounds, explains its failure.
+// A launch needs all ranks: a rank that has left, after any number of rounds, explains its failure.
 constexpr std::uint64_t kAnyRound = std::numeric_limits<std::uint64_t>::max();
 
 /// The exception of an Interrupt, on its way through the driver to the caller of wait().
@@ -52,13 +52,13 @@ void Engine::close(Ending ending) {
   Lock lock = queue_.lock();
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
-  if (!pausing) {  // the work on the device is somebody's result
+  if (!pausing) {  // the device may still write results
     changed_.wait_for(lock, config_.transfer_timeout() + kFarewell,
                       [&] { return !device_busy_ || closing_; });
   }
   if (closing_) return await_close(lock);
   closing_ = true;
-  if (pausing) role_.lend(lock);  // or the engine's thread would wait for this one
+  if (pausing) role_.lend(lock);  // otherwise the engine's thread would wait for this one
   closed_ = abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down")) && !device_busy_;
   changed_.notify_all();
   board_.wake();
@@ -81,10 +81,11 @@ void Engine::close(Ending ending) {
   changed_.notify_all();
 }
 
-/// Waits until the first caller of close() has ended: callers free what the engine uses.
+/// Waits until the first call of close() has ended, because callers then free objects that the
+/// engine uses.
 void Engine::await_close(Lock& lock) {
   const bool pausing = role_.is_paused_here(lock);
-  if (role_.is_mine(lock) && !pausing) return;  // that caller waits for this thread
+  if (role_.is_mine(lock) && !pausing) return;  // the first caller waits for this thread
   if (pausing) role_.lend(lock);
   changed_.notify_all();
   changed_.wait(lock, [&] { return is_closed_ && (!pausing || !role_.is_taken(lock)); });
@@ -126,7 +127,7 @@ void Engine::enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> wo
   }
 }
 
-/// Throws the cause of the abort, if there is one, to a caller that comes after it.
+/// Throws the cause of the abort, if there is one, to a later caller.
 void Engine::require_world() const {
   try {
     abort_->check();
@@ -157,7 +158,7 @@ void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Inter
     while (const std::shared_ptr<Work> earlier = try_launch(what, enqueue, begun)) {
       try {
         wait(*earlier, interrupt);
-      } catch (const Error&) {  // the work's: its own waiter hears of it
+      } catch (const Error&) {  // of the work: its own waiter gets it
         if (!earlier->done()) throw;
       }
     }
@@ -170,8 +171,8 @@ void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Inter
   }
 }
 
-/// Launches, if no earlier request on the device has still to be enqueued; returns one that has.
-/// `begun` becomes true when the ranks are out of step if this fails.
+/// Launches, unless an earlier request on the device is not enqueued yet; then returns that
+/// request. Sets `begun` when a failure from then on leaves the ranks out of step.
 std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue& enqueue,
                                          bool& begun) {
   DeviceExecutor& device = role_.device();
@@ -227,7 +228,7 @@ void Engine::wait(Lock& lock, Work& work, const Interrupt& interrupt) {
                                            [&] { return work.done() || !role_.is_taken(lock); });
     --waiters_;
     if (is_over) {
-      // The progress thread may have yielded to this one, which leaves with its result.
+      // The progress thread may have yielded to this thread, which leaves with its result.
       if (work.done()) tend(lock);
       continue;
     }
@@ -245,7 +246,7 @@ void Engine::run() {
   while (!closing_) {
     const auto due = [&] {
       if (closing_) return true;
-      // A device without work is aborted, too: its memory and connections are of no more use.
+      // A device without work is aborted, too, because its memory and connections are useless now.
       if (abort_->raised() && !ended_ && !role_.is_taken(lock)) return true;
       return waiters_ == 0 && needs_progress(lock);
     };
@@ -292,7 +293,7 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
     if (abort_->raised()) {
       const bool aborts_device = !closing_;  // close() does it itself
       lock.unlock();
-      // Otherwise the stream waits for other ranks for ever, and so do threads that wait for it.
+      // Otherwise the stream, and threads that wait for it, would wait for other ranks for ever.
       if (aborts_device) driver.abort_device();
       driver.isolate_buffers();
       lock.lock();
@@ -308,7 +309,7 @@ void Engine::progress_exclusively(Lock& lock, const Work* target, const Interrup
   }
 }
 
-/// Has the engine's thread make progress, if nobody does and nobody is about to.
+/// Wakes the engine's thread to make progress, if no other thread does or is about to.
 void Engine::tend(const Lock& lock) {
   if (waiters_ == 0 && needs_progress(lock)) changed_.notify_all();
 }
@@ -318,8 +319,8 @@ bool Engine::needs_progress(const Lock& lock) const {
   return role_.is_needed(lock) || (queue_.has_works() && !role_.is_taken(lock));
 }
 
-/// Ends the job on this rank, and tells the others why. Not of a departure: a rank that has still
-/// to complete a round in which the departed one took part does so.
+/// Ends the job on this rank, and tells the others the cause, unless it is a departure: another
+/// rank may still have to complete a round in which the departed one took part.
 void Engine::fail(const Watchdog::Cause& cause) {
   if (abort_->raise(cause.error) && !cause.is_departure) watchdog_.announce(cause.error);
 }

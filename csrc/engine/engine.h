@@ -24,14 +24,14 @@
 
 namespace torch_ring {
 
-/// The role of the progress thread, and the driver that it alone reaches. At most one thread at
-/// a time has the role. It takes the role by making a Turn, and only a Turn gives access to the
-/// driver, but for its device.
+/// The role of the progress thread, which gives access to the driver. At most one thread at a time
+/// has the role. A thread takes it by making a Turn, and only a Turn gives access to the driver,
+/// except for its device.
 ///
-/// The progress thread *pauses* in an interrupt: it keeps the role, and nothing is half done. Then
-/// it may take another turn inside its own.
+/// The progress thread *pauses* in an interrupt: it keeps the role, and the driver's state is
+/// consistent, so it may take another turn inside its own.
 ///
-/// Thread: any, with the lock, but for pause(). Blocking: no.
+/// Thread: any, with the lock, except pause(). Blocking: no.
 class ProgressRole {
  public:
   using Lock = RequestQueue::Lock;
@@ -50,10 +50,10 @@ class ProgressRole {
   /// Whether the calling thread has the role, and pauses.
   bool is_paused_here(const Lock& lock) const { return is_mine(lock) && paused_; }
 
-  /// Whether the role is free though the driver has works left.
+  /// Whether the role is free while the driver has works left.
   bool is_needed(const Lock&) const { return !taken_ && !driver_.idle(); }
 
-  /// The part of the driver that other threads reach, too, to launch. Needs no lock.
+  /// The part of the driver that other threads use, too, to launch. Needs no lock.
   DeviceExecutor& device() { return driver_.device(); }
 
   /// Driver::rounds(). Needs no lock.
@@ -67,7 +67,7 @@ class ProgressRole {
     paused_ = false;
   }
 
-  /// Gives the role away in a pause, and takes it back: another thread may have it in between.
+  /// Gives the role away in a pause, and takes it back; another thread may have it in between.
   void lend(const Lock&) { taken_ = false; }
   void take_back(const Lock&) {
     taken_ = true;
@@ -103,7 +103,7 @@ class ProgressRole {
  private:
   Driver driver_;
   bool taken_ = false;
-  std::thread::id thread_;  // the progress thread; nobody's id while the role is free
+  std::thread::id thread_;  // the progress thread; no id while the role is free
   bool paused_ = false;  // only the progress thread reads and writes it, so pause() needs no lock
 };
 
@@ -116,7 +116,7 @@ class ProgressRole {
 ///   RequestQueue   submitted works, names in flight, and the mutex     any thread
 ///   Driver         announced works, the agreement, the executors       the progress thread
 ///   DeviceExecutor the device, behind a gate: agreed jobs, launches    one thread at a time
-///   Engine         which thread makes progress, and when               any thread
+///   Engine         the choice of the progress thread                   any thread
 ///
 /// Thread: any. Blocking: wait(), submit_and_wait(), launch() and close() only.
 /// Errors: a failed collective is its work's error. After a fatal one (Error::fatal()) every
@@ -149,11 +149,11 @@ class Engine final : private Driver::Callbacks {
   ~Engine() { close(); }
 
   enum class Ending {
-    kLeaves,   // this rank, maybe alone: the others are told
-    kRemoved,  // the set, on all ranks at once
+    kLeaves,   // this rank leaves, maybe alone: the others are told
+    kRemoved,  // the set is removed on all ranks at once
   };
   /// Fails all pending and all later requests, and joins the thread. First it waits for the device,
-  /// whose work is somebody's result; not in an interrupt. A later caller waits for the first.
+  /// which may still write results, except in an interrupt. A second caller waits for the first.
   void close(Ending ending = Ending::kLeaves);
 
   enum class Mode {
@@ -167,39 +167,38 @@ class Engine final : private Driver::Callbacks {
   std::vector<std::shared_ptr<Work>> submit(std::vector<Request> requests, Mode mode);
 
   /// Blocks until the work is done, and makes progress if no other thread does.
-  /// Errors: the work's; whatever the interrupt throws.
+  /// Errors: the work's; the interrupt's.
   void wait(Work& work, const Interrupt& interrupt);
 
-  /// Has the engine's thread make progress if nobody else does: for works that were submitted in
-  /// kBlocking mode, and that nobody waits for after all. Does nothing in a forked child, where
-  /// the mutex may be locked for ever.
+  /// Wakes the engine's thread to make progress if no other thread does: for works that were
+  /// submitted in kBlocking mode, but that no thread waits for. Does nothing in a forked child,
+  /// where the mutex may be locked for ever.
   void tend() {
     if (::getpid() == pid_) tend(queue_.lock());
   }
 
-  /// submit() and wait() in one call that costs less than the two: for operations that take
-  /// microseconds.
+  /// submit() and wait() in one cheaper call, for operations that take microseconds.
   void submit_and_wait(Request request, const Interrupt& interrupt);
 
-  /// Enqueues work on the set's device at once, without an agreement: for ranks that know what the
-  /// others launch. `enqueue` is called while the device and its stream are the thread's current
-  /// ones; it must not launch or submit. All ranks launch the same in the same order. The host
-  /// waits for no other rank; it waits until this rank's earlier requests on the device are
-  /// enqueued. So launches and agreed requests come in one order on all ranks, or else in a
-  /// MismatchError: an agreed request carries the number of earlier launches.
+  /// Enqueues work on the set's device at once, without an agreement, because all ranks launch the
+  /// same work in the same order. `enqueue` is called while the device and its stream are the
+  /// thread's current ones; it must not launch or submit. The host waits for no other rank, only
+  /// until this rank's earlier requests on the device are enqueued. So launches and agreed requests
+  /// have one order on all ranks; if not, the result is a MismatchError, because an agreed request
+  /// carries the number of earlier launches.
   /// `what`: for the records.
-  /// Thread: any, without what the freeing of tensors needs (Python's GIL). Blocking: until the
-  /// device has taken the work, bounded by the transfer timeout and by the job's end; before that
-  /// as wait(), if there are such requests.
-  /// Errors: the fatal cause; Error(kInternal) before the first agreed request on a device;
-  /// whatever the interrupt throws. An error of `enqueue` ends the job.
+  /// Thread: any that does not hold the GIL, which the freeing of tensors needs. Blocking: until
+  /// the device has taken the work, bounded by the transfer timeout and by the job's end; before
+  /// that as wait(), if there are such requests.
+  /// Errors: the fatal cause; Error(kInternal) before the first agreed request on a device; the
+  /// interrupt's. An error of `enqueue` ends the job.
   void launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt = {});
 
-  /// Ends the job on all ranks with this cause, or the first one there was, and throws it.
+  /// Ends the job on all ranks with this cause, or an earlier one, and throws it.
   [[noreturn]] void end(const Error& cause);
 
-  /// The last operations of this rank, also those in flight (recorder.h). Thread: any; holds the
-  /// queue's mutex for as long as a copy of 2000 records takes, well below a millisecond.
+  /// The last operations of this rank, including those in flight (recorder.h). Thread: any; holds
+  /// the queue's mutex while it copies 2000 records, well below a millisecond.
   std::vector<OperationRecord> records() {
     const Lock lock = queue_.lock();
     return queue_.recorder(lock).records();
@@ -214,13 +213,13 @@ class Engine final : private Driver::Callbacks {
   }
 
   /// Sends the record of every operation that ends from now on to `stream`, in place of an earlier
-  /// one; null: to nobody. Thread: any.
+  /// stream; null: nowhere. Thread: any.
   void observe(std::shared_ptr<RecordStream> stream) {
     const Lock lock = queue_.lock();
     queue_.recorder(lock).observe(std::move(stream));
   }
 
-  /// Throws the fatal cause, if there is one: results that are still on a device are void then.
+  /// Throws the fatal cause, if there is one: then results that are still on a device are void.
   void check() const {
     if (!closed_) abort_->check();
   }
@@ -259,7 +258,7 @@ class Engine final : private Driver::Callbacks {
   Board& board_;
 
   RequestQueue queue_;  // its mutex also guards the role and the next six members
-  // Signals that a work is done, or that another thread has to look at the queue or at the role.
+  // Signals that a work is done, or that another thread must check the queue or the role.
   std::condition_variable changed_;
   int waiters_ = 0;           // threads that wait for the progress thread
   bool device_busy_ = false;  // enqueued work has not run yet
@@ -267,8 +266,8 @@ class Engine final : private Driver::Callbacks {
   bool closing_ = false;
   bool is_closed_ = false;  // close() has ended
   // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
-  // this once, after it has raised the abort; check() loads it before it looks at the abort. A
-  // check() on another thread during close() may see the abort alone, and throws.
+  // this once, after it has raised the abort; check() loads it before the abort. A check() on
+  // another thread during close() may see only the abort, and throws.
   std::atomic<bool> closed_{false};
 
   Watchdog watchdog_;

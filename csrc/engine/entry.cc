@@ -17,7 +17,7 @@ struct EntryHeader {
 };
 
 constexpr std::uint32_t kInline = 1;
-constexpr std::uint32_t kPayload = 2;  // not of an empty payload, as that of a barrier
+constexpr std::uint32_t kPayload = 2;  // not set for an empty payload, such as a barrier's
 constexpr std::uint32_t kShared = 4;
 
 struct AnnouncementHeader {
@@ -27,7 +27,7 @@ struct AnnouncementHeader {
   std::uint32_t launches;
 };
 
-// The begin of an encoded fingerprint; the shape and the name follow. All padding is explicit and
+// The header of an encoded fingerprint; the shape and the name follow. All padding is explicit and
 // zero, because fingerprints are compared as bytes.
 struct FingerprintHeader {
   double prescale;
@@ -56,7 +56,7 @@ std::byte* put(std::byte* to, const void* data, std::size_t count) {
 
 [[noreturn]] void refuse() { throw Error(ErrorKind::kInternal, "a rank posted a broken entry"); }
 
-/// Takes `bytes` bytes, and what pads them, off the front of untrusted ones.
+/// Takes `bytes` bytes and their padding off the front of untrusted ones.
 ByteSpan take(ByteSpan& left, std::size_t bytes) {
   if (bytes > left.size()) refuse();
   const ByteSpan taken = left.first(bytes);
@@ -72,7 +72,7 @@ T take(ByteSpan& left) {
   return value;
 }
 
-/// Appends `count` zeros, and returns where they begin.
+/// Appends `count` zeros, and returns their beginning.
 std::byte* grow(Bytes& bytes, std::size_t count) {
   bytes.resize(bytes.size() + count);
   return bytes.data() + bytes.size() - count;
@@ -88,8 +88,8 @@ bool valid(const FingerprintHeader& header) {
          std::ranges::all_of(header.zero, [](std::uint8_t byte) { return byte == 0; });
 }
 
-/// Whether `shape` is a tensor's, with a number of bytes: a rank that has joined allocates what the
-/// others announce.
+/// Whether `shape` is valid, without an overflow of its bytes: a rank that has joined allocates the
+/// tensors that the others announce.
 bool valid(const std::vector<std::int64_t>& shape, DType dtype) {
   if (std::ranges::any_of(shape, [](std::int64_t extent) { return extent < 0; })) return false;
   if (std::ranges::find(shape, 0) != shape.end()) return true;
@@ -228,10 +228,10 @@ void EntryReader::end_if_last() const {
 
 namespace {
 
-// Bytes of a payload whose entry announces other requests too: those can be fused.
+// The most bytes of a payload whose entry announces other requests, too, because they can be fused.
 constexpr std::size_t kInlineAmongOthers = 4u << 10;
 
-// Bytes of all ranks' payloads of one request: every rank reads them all.
+// The most bytes of all ranks' payloads of one request, because every rank reads them all.
 constexpr std::size_t kInlineBytesOfAllRanks = 64u << 10;
 
 /// The bytes of the longest rank's inline payload.
@@ -295,7 +295,7 @@ bool fits_inline(const Request& request, bool alone, HostCommunicator& communica
 
 bool gathers_rows(const Request& request, HostCommunicator& communicator) {
   if (request.fingerprint.collective != Collective::kAlltoall) return false;
-  // Half of it is left for the rest of the entry.
+  // The other half is for the rest of the entry.
   return request.rows.size() * sizeof(std::int64_t) > communicator.board().safe_capacity() / 2 ||
          failpoint("alltoall.rows", communicator.rank());
 }

@@ -1,4 +1,4 @@
-// Entry: the new requests of a rank, as the bytes that it posts to the board.
+// Entry: a rank's new requests, as bytes for the board.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace torch_ring {
 
 using Bytes = std::vector<std::byte>;
 
-/// One request as its rank announces it. The spans point into the entry, whose parts (board.h) hold
+/// One announced request. The spans point into the entry, whose parts (board.h) hold
 ///
 ///   common:  u32 flags (1: blocked, 2: shares the device) | u32 count of announcements; for each:
 ///            u32 bytes of the fingerprint | u32 count of rows | u32 flags | u32 launches |
@@ -22,15 +22,15 @@ using Bytes = std::vector<std::byte>;
 ///   own:     for each announcement: i64 rows... | if it has a payload: u64 bytes | payload
 ///   local:   for each announcement of a buffer in shared memory: i64 its offset
 ///
-/// each padded to a multiple of 8 bytes. The ranks' entries are equal while they ask for the same
-/// and send no data with it. Even where a rank's buffer lies is no difference.
+/// each padded to a multiple of 8 bytes. The ranks' entries are equal while they request the same
+/// and send no data with it. Even the place of a rank's buffer makes no difference.
 struct Announcement {
   ByteSpan fingerprint;             // encoded: equal bytes mean equal fingerprints
   ByteSpan payload;                 // the bytes of an inline tensor, else empty
   ByteSpan rows;                    // std::int64_t each: Request::rows
   std::uint32_t launches = 0;       // on a device: the rank's earlier launches, modulo 2^32
   bool is_shared = false;           // whether it reduces a buffer in shared memory in place,
-  std::int64_t shared_offset = -1;  // ... which lies here; left out by EntryReader
+  std::int64_t shared_offset = -1;  // ... at this offset; EntryReader leaves it out
   bool is_inline = false;           // whether its data is the payload (which may be empty)
 };
 
@@ -40,8 +40,8 @@ void encode(const Fingerprint& fingerprint, Bytes& bytes);
 /// The fingerprint of an encoding. Errors: Error(kInternal) on bytes that encode() did not make.
 Fingerprint decode(ByteSpan fingerprint);
 
-/// The offset of a buffer, of which the entry announces `before` others first, in its local part.
-/// Errors: Error(kInternal) if that has none.
+/// The offset of a buffer in the local part of an entry that announces `before` others first.
+/// Errors: Error(kInternal) if it is not there.
 std::int64_t shared_offset(ByteSpan local, std::size_t before);
 
 /// An entry under construction.
@@ -69,7 +69,7 @@ class EntryReader {
  public:
   EntryReader(ByteSpan common, ByteSpan own);
 
-  /// Whether the rank has nothing new, and its only thread waits for a result.
+  /// Whether the rank has nothing new, and waits for a result (Driver::is_blocked()).
   bool blocked() const { return (flags_ & kBlocked) != 0; }
   /// Whether several process sets use the rank's devices: LaunchOrder::is_shared().
   bool shares_device() const { return (flags_ & kSharesDevice) != 0; }
@@ -86,16 +86,15 @@ class EntryReader {
 
   void end_if_last() const;
 
-  ByteSpan common_;  // what next() has not taken yet
+  ByteSpan common_;  // the bytes that next() has not taken yet
   ByteSpan own_;
   std::uint32_t flags_;
   std::uint32_t left_;
 };
 
-/// The announcement of a request, with its data if that is inline. The announcement of a
-/// request: its fingerprint, and its data if that is inline. `alone`: its entry has no other.
-/// The spans point into the request and into `fingerprint`, which becomes the encoded
-/// fingerprint. Thread: the progress thread. Blocking: no.
+/// The announcement of a request: its fingerprint, and its data if they are inline. `alone`: its
+/// entry has no other. The spans point into the request and into `fingerprint`, which becomes the
+/// encoded fingerprint. Thread: the progress thread. Blocking: no.
 Announcement announce(const Request& request, bool alone, HostCommunicator& communicator,
                       Bytes& fingerprint);
 
@@ -103,16 +102,16 @@ Announcement announce(const Request& request, bool alone, HostCommunicator& comm
 /// the host write to it.
 std::int64_t shared_offset(const Request& request, HostCommunicator& communicator);
 
-/// Whether the tensor of a request is so small that it travels with the agreement, as the inline
+/// Whether the tensor of a request is small enough to travel with the agreement, as the inline
 /// payload of an entry. The limit is lower for a request that is not `alone`, because it can be
 /// fused with the others.
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator);
 
-/// Whether the ranks send one another the rows of this alltoall as data, after the agreement: those
+/// Whether the ranks exchange the rows of this alltoall as data, after the agreement, because those
 /// of so many ranks do not fit the entries of one round. The same on all ranks.
 bool gathers_rows(const Request& request, HostCommunicator& communicator);
 
-/// Fetches the rows of all ranks of such a one. Collective.
+/// Gathers the rows of all ranks of such an alltoall. Collective.
 std::vector<std::int64_t> gather_rows(const Request& request, Communicator& communicator);
 
 }  // namespace torch_ring

@@ -59,7 +59,7 @@ namespace {
 
 std::size_t row_bytes_of(const Fingerprint& f) { return f.count() * size_of(f.dtype); }
 
-/// The bytes of a rank's inline payload, as they follow from the rows that all ranks announced.
+/// The bytes of a rank's inline payload, from the rows that all ranks announced.
 std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int size, int rank) {
   const std::int64_t* rows = decision.rows.data();
   switch (f.collective) {
@@ -78,8 +78,8 @@ std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int s
   }
 }
 
-/// Checks the rows that the ranks have announced: one for each that is needed, none negative, nor
-/// so many that the bytes of all are no number.
+/// Checks the rows that the ranks have announced: the right number of entries, none negative, and
+/// no overflow of the total bytes.
 void check_rows(const Fingerprint& f, const Decision& decision, int size) {
   std::size_t expected = 0;
   if (f.collective == Collective::kAllgather) expected = static_cast<std::size_t>(size);
@@ -101,7 +101,7 @@ std::size_t bytes_of_all(std::span<const Request* const> requests) {
       [](std::size_t sum, const Request* request) { return sum + request->input_bytes(); });
 }
 
-/// Writes down that a phase of fused operations begins now.
+/// Records that a phase of fused operations begins now.
 void stamp(std::span<OperationTimes* const> times,
            std::atomic<Clock::time_point> OperationTimes::* phase) {
   if (times.empty()) return;
@@ -344,7 +344,7 @@ void Executor::allreduce_fused(std::span<const Request* const> requests,
 
 void Executor::adasum_fused(std::span<const Request* const> requests) {
   const Fingerprint& first = requests.front()->fingerprint;
-  // A reduction of one input is a copy that scales.
+  // A reduction of one input is a copy with a factor.
   const auto copy = [&](void* to, const void* from, std::size_t count, double factor) {
     reduce({&to, 1}, {&from, 1}, count, {first.dtype, ReduceOp::kSum, {factor, 1.0, 1}});
   };

@@ -19,9 +19,9 @@ struct Copy {
   std::size_t count;  // elements
 };
 
-/// The memory operations of an executor, on the host or on a device. Memory of the kind that a
-/// communicator works on. On a device all operations are enqueued on the communicator's stream,
-/// in the order of the calls.
+/// The memory operations of an executor, on the memory of its communicator: of the host or of a
+/// device. On a device all operations are enqueued on the communicator's stream, in the order of
+/// the calls.
 /// Thread: the progress thread. Blocking: no. Errors: std::bad_alloc, or the device's.
 class Buffers {
  public:
@@ -50,15 +50,15 @@ class HostBuffers final : public Buffers {
   std::vector<std::byte> buffer_;
 };
 
-/// The groups of allreduces that share a buffer and travel together. Indices of `fingerprints`
-/// in groups, each to be reduced as one buffer, ordered by their first members. Members of a
-/// group have equal dtype, op and scaling, and together at most `threshold_bytes`; a larger
-/// tensor is a group of its own. Every request must be an allreduce.
+/// The groups of allreduces that are reduced in one buffer: indices of `fingerprints`, ordered by
+/// the first members of the groups. Members of a group have equal dtype, op and scaling, and
+/// together at most `threshold_bytes`; a larger tensor is a group of its own. Every request must be
+/// an allreduce.
 std::vector<std::vector<std::size_t>> plan_fusion(std::span<const Fingerprint* const> fingerprints,
                                                   std::size_t threshold_bytes);
 
-/// The request of a rank that has joined, in place of one of its own: it gives the identity of a
-/// reduction, or no rows. Nobody reads its result.
+/// The request of a rank that has joined, in place of one of its own: it contributes the identity
+/// of a reduction, or no rows. Nobody reads its result.
 struct StandIn {
   /// `buffers` belong to the executor that will run the request, and outlive it.
   StandIn(const Fingerprint& fingerprint, Buffers& buffers);
@@ -69,14 +69,14 @@ struct StandIn {
   std::shared_ptr<void> data;
 };
 
-/// The reduction of a request, as `communicator` runs it.
+/// The reduction of a request on `communicator`.
 Reduction reduction_of(const Fingerprint& fingerprint, const Communicator& communicator);
 
 /// A decision and this rank's request for it.
 struct Job {
   const Request* request;
   const Decision* decision;
-  OperationTimes* times = nullptr;  // where its phases are written down; null: nowhere
+  OperationTimes* times = nullptr;  // for the times of its phases; may be null
 };
 
 /// Runs jobs over a communicator, on memory of its kind.
@@ -90,9 +90,9 @@ class Executor {
         buffers_(buffers),
         fusion_threshold_bytes_(fusion_threshold_bytes) {}
 
-  /// Runs the jobs of one round: those that cannot be fused in their order, then the others in
-  /// fused groups. Calls done(index of the job) when the output of a job is written (on a device:
-  /// enqueued).
+  /// Runs the jobs of one round: first those that cannot be fused, in their order, then the others
+  /// in fused groups. Calls done(index of the job) when the output of a job is written (on a
+  /// device: enqueued).
   template <class Done>
   void run(std::span<const Job> jobs, Done&& done) {
     for (const Job& job : jobs) {
@@ -145,7 +145,7 @@ class Executor {
   Communicator& communicator_;
   Buffers& buffers_;
   const std::size_t fusion_threshold_bytes_;
-  std::vector<const void*> inputs_;  // of all ranks, in run_inline(): kept for its memory
+  std::vector<const void*> inputs_;  // of all ranks, in run_inline(); a member to reuse its memory
 };
 
 }  // namespace torch_ring

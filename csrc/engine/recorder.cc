@@ -8,7 +8,7 @@ namespace torch_ring {
 
 namespace {
 
-constexpr std::size_t kFirstEntries = 64;  // of an engine that is hardly used
+constexpr std::size_t kFirstEntries = 64;  // enough for a rarely used engine
 
 }  // namespace
 
@@ -30,7 +30,7 @@ void RecordStream::push(const OperationRecord& record) {
     dropped_.fetch_add(1, std::memory_order_relaxed);
     return;
   }
-  ring_[end] = record;  // into strings that have room already
+  ring_[end] = record;  // reuses the memory of its strings
   end_.store(next, std::memory_order_release);
 }
 
@@ -98,7 +98,7 @@ void Recorder::settle(std::uint64_t number, int last_rank) {
 void Recorder::end(const Work& work, OperationRecord::State state, const std::string* error) {
   if (work.number_ == 0) return;  // it was never queued
   Entry& entry = ring_[work.number_ % kOperations];
-  OperationRecord overtaken;  // by kOperations later ones: it has no place any more
+  OperationRecord overtaken;  // by kOperations later ones, one of which has its place
   const bool has_place = entry.in_flight == &work;
   OperationRecord& record = has_place ? entry.record : overtaken;
   if (has_place) entry.in_flight = nullptr;

@@ -23,15 +23,15 @@ enum class Transport : std::uint8_t {
   kHierarchical,  // shared memory inside hosts, connections between them
 };
 
-/// "shm": as records, spans and logs call it.
+/// "shm": its name in records, spans and logs.
 const char* name_of(Transport transport);
 Transport transport_among(int size, int hosts);
 
 /// One operation of a rank. Times are nanoseconds of Clock; 0: not yet.
 struct OperationRecord {
   enum class State : std::uint8_t {
-    kSubmitted,  // this rank asks for it; another one may not have done so
-    kAgreed,     // all ranks have asked for the same
+    kSubmitted,  // requested by this rank, but maybe not by all
+    kAgreed,     // requested by all ranks
     kStarted,    // its data move
     kFinished,   // on a device: enqueued
     kFailed,
@@ -41,18 +41,18 @@ struct OperationRecord {
   bool is_launched() const { return sequence > kLaunches; }
 
   std::uint64_t number = 0;  // in the order of this rank's submissions to its engine, from 1
-  // In the order in which the ranks have agreed, from 1: the same on all ranks of the set; 0 while
-  // they have not. Of one that they start without an agreement (Engine::launch()): above kLaunches,
-  // in the order of these, likewise.
+  // In the order of agreements, from 1, the same on all ranks of the set; 0 before the agreement.
+  // Of an operation without an agreement (Engine::launch()): above kLaunches, in the order of
+  // launches, also the same on all ranks.
   std::uint64_t sequence = 0;
-  std::uint64_t round = 0;  // of the board in which they agreed
+  std::uint64_t round = 0;  // of the board, in which the ranks agreed
   std::uint64_t set = 0;    // the process set's number
   State state = State::kSubmitted;
   Transport transport = Transport::kLocal;
   Fingerprint fingerprint;  // operation, name, dtype, shape, operator, root, device
   std::uint64_t bytes = 0;  // Request::input_bytes()
-  bool is_inline = false;   // the data travelled with the agreement: it has no start of its own
-  bool is_fused = false;    // reduced in one buffer with others: it has the next two times
+  bool is_inline = false;   // the data travelled with the agreement: `started` stays 0
+  bool is_fused = false;    // reduced in one buffer with others: has `packed` and `reduced`
 
   std::int64_t submitted = 0;
   std::int64_t agreed = 0;
@@ -61,8 +61,8 @@ struct OperationRecord {
   std::int64_t reduced = 0;  // the results are there
   std::int64_t finished = 0;
 
-  // The rank, in the set, that was the last to ask for it; -1: not known. Known with the set's next
-  // agreement, and only if this rank has waited for a millisecond or more.
+  // The rank, in the set, that was the last to request it; -1: unknown. Known from the set's next
+  // agreement on, and only if this rank waited for a millisecond or more.
   int last_rank = -1;
   std::int64_t lag = 0;  // ns that this rank waited for it
 
@@ -78,14 +78,14 @@ struct OperationTotals {
     std::uint64_t operations = 0;
     std::uint64_t failed = 0;  // of these
     std::uint64_t bytes = 0;   // Request::input_bytes()
-    std::int64_t waiting = 0;  // ns from submission to agreement, of those that were agreed on
-    std::int64_t running = 0;  // ns from agreement to end, of the same
+    std::int64_t waiting = 0;  // ns from submission to agreement, of the agreed ones
+    std::int64_t running = 0;  // ns from agreement to end, of the agreed ones
   };
   std::array<Sums, kCollectives> sums;  // by Collective
   std::uint64_t inlined = 0;
   std::uint64_t fused = 0;
-  // Of the operations that were agreed on, [i]: those for which this rank waited less than 2^i us,
-  // and not less than 2^(i-1).
+  // [i]: the agreed operations for which this rank waited less than 2^i us, and not less than
+  // 2^(i-1).
   std::array<std::uint64_t, kLags> lags{};
   std::int64_t lag = 0;      // ns, the sum
   std::uint64_t rounds = 0;  // of the agreement: the driver counts them
@@ -99,7 +99,7 @@ struct OperationTotals {
 /// Blocking: no.
 class RecordStream {
  public:
-  /// `capacity`: of records that nobody has taken yet; about 300 bytes each.
+  /// `capacity`: the most records that wait for take(); about 300 bytes each.
   explicit RecordStream(std::size_t capacity) : ring_(capacity + 1) {}
 
   void push(const OperationRecord& record);
@@ -107,13 +107,13 @@ class RecordStream {
   /// Moves at most `most` records to the end of `records`, oldest first.
   void take(std::vector<OperationRecord>& records, std::size_t most);
 
-  /// The records that found no room so far.
+  /// The number of dropped records so far.
   std::uint64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
 
  private:
   std::vector<OperationRecord> ring_;
-  // The writer releases what it has written by end_, the reader releases room by begin_; each
-  // acquires the other's. Equal: empty.
+  // The writer releases new records by end_, the reader releases room by begin_; each acquires the
+  // other's. Equal: empty.
   std::atomic<std::size_t> begin_{0};
   std::atomic<std::size_t> end_{0};
   std::atomic<std::uint64_t> dropped_{0};
@@ -122,9 +122,9 @@ class RecordStream {
 /// The flight recorder of an engine. An operation enters when it is submitted. While it is in
 /// flight, its record is made from its Work on demand; when it is done, the record is written to
 /// the ring, in place of the one that is kOperations older. So a submission costs two stores, and a
-/// completion a copy of the fingerprint, into memory that is there already once the ring is full.
+/// completion a copy of the fingerprint, into reused memory once the ring is full.
 ///
-/// Thread: with the queue's lock (RequestQueue calls it), but for the constructor.
+/// Thread: with the queue's lock (RequestQueue calls it), except the constructor.
 /// Blocking: no. Errors: none but bad_alloc.
 class Recorder {
  public:
@@ -133,28 +133,29 @@ class Recorder {
   Recorder(std::uint64_t set, Transport transport);
 
   void submitted(Work& work);
-  void finished(const Work& work);  // before its waiters know
+  void finished(const Work& work);  // before its waiters see it
   void failed(const Work& work, const std::string& error);
 
-  /// An operation begins to be launched. Its record comes back when it is enqueued, or has failed.
+  /// Begins the record of a launch. Pass it to launched() when the launch is enqueued, or has
+  /// failed.
   OperationRecord launching(const Fingerprint& what);
   void launched(OperationRecord record, const std::string* error);
 
-  /// It is known now which rank was the last to ask for an operation, which has ended.
+  /// Sets the rank that was the last to request an operation, which has ended.
   void settle(std::uint64_t number, int last_rank);
 
-  /// The last operations, oldest first; those in flight, too.
+  /// The last operations, oldest first, including those in flight.
   std::vector<OperationRecord> records() const;
 
   /// Of all operations that have ended.
   const OperationTotals& totals() const { return totals_; }
 
-  /// Sends every record from now on to `stream`, when its operation ends. Null: to nobody.
+  /// Sends every record from now on to `stream`, when its operation ends. Null: nowhere.
   void observe(std::shared_ptr<RecordStream> stream) { stream_ = std::move(stream); }
 
  private:
   struct Entry {
-    const Work* in_flight = nullptr;  // then `record` is not written yet
+    const Work* in_flight = nullptr;  // if set, `record` is not written yet
     OperationRecord record;
   };
 

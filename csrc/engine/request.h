@@ -1,4 +1,4 @@
-// Request and Work: a collective that a rank asks for, and its pending result.
+// Request and Work: a rank's request for a collective, and its pending result.
 #pragma once
 
 #include <array>
@@ -27,17 +27,17 @@ enum class Collective : std::uint8_t {
   kAllgather,
   kAlltoall,
   kReducescatter,
-  kReduce,   // allreduce, of which the root alone gets the result
-  kGather,   // the root gets all ranks' tensors, which are equally long
+  kReduce,   // an allreduce whose result only the root gets
+  kGather,   // the root gets all ranks' tensors, of equal lengths
   kScatter,  // every rank gets one of the root's tensors
   kBarrier,
-  kFence,  // a barrier at its place in the order of requests: the numbering goes on after it
+  kFence,  // a barrier at its place in the order of requests, after which the numbering goes on
   kJoin,
 };
 
 const char* name_of(Collective collective);
 
-/// Whether it moves no data: the agreement on it is all of it.
+/// Whether it consists of its agreement and moves no data.
 constexpr bool is_barrier(Collective collective) {
   return collective == Collective::kBarrier || collective == Collective::kFence;
 }
@@ -54,7 +54,7 @@ constexpr bool has_root(Collective collective) {
          collective == Collective::kGather || collective == Collective::kScatter;
 }
 
-/// The advice on ranks that disagree, or that have left: the end of such errors.
+/// The end of errors about ranks that disagree, or that have left.
 inline constexpr const char* kAllRanksMustCall =
     "All ranks must call the same collectives, in the same order";
 
@@ -70,9 +70,9 @@ struct Fingerprint {
   std::int32_t root = -1;
   double prescale = 1.0;
   double postscale = 1.0;
-  bool joinable = false;        // an allgather to which ranks that have joined give no rows
-  bool tells_expected = false;  // an alltoall that announces what this rank expects, too
-  std::uint32_t group = 0;      // requests that were submitted as one group; 0: in none
+  bool joinable = false;        // an allgather that ranks which have joined run with no rows
+  bool tells_expected = false;  // an alltoall that also announces the expected rows
+  std::uint32_t group = 0;      // the size of its group of requests; 0: none
   // Of an allgather or alltoall: without the first dimension. Of a gather or scatter: of one rank's
   // part.
   std::vector<std::int64_t> shape;
@@ -81,23 +81,23 @@ struct Fingerprint {
   /// Elements of `shape`.
   std::size_t count() const;
 
-  /// Whether the collective works on the host's memory. For operators that NCCL lacks the bindings
-  /// copy the tensor there.
+  /// Whether the collective works on the host's memory. The bindings copy tensors there for
+  /// operators that NCCL lacks.
   bool on_host() const { return device == 0 || op == ReduceOp::kAdasum || is_bitwise(op); }
 
-  /// The request as errors call it: "allreduce 'a' float32 [3] Average". A request of backward
-  /// synchronisation says what it is for: in_words().
+  /// The request in errors: "allreduce 'a' float32 [3] Average". A request of backward
+  /// synchronisation has its purpose: in_words().
   std::string describe() const;
 
   bool operator==(const Fingerprint&) const = default;
 };
 
-/// A collective that a rank asks for. The buffers belong to the caller and stay valid until the
+/// A rank's request for a collective. The buffers belong to the caller and stay valid until the
 /// work is done. The progress thread calls the functions.
 struct Request {
   Fingerprint fingerprint;
-  // Of an allgather: {this rank's}; of an alltoall: for each rank, and then, with `tells_expected`,
-  // those that this rank expects of each.
+  // Of an allgather: {this rank's}; of an alltoall: the rows for each rank, and then, with
+  // `tells_expected`, those that this rank expects from each.
   std::vector<std::int64_t> rows;
 
   // The output may be the input. That of an allgather or alltoall: see `allocate`. Only the root
@@ -106,10 +106,10 @@ struct Request {
   const void* input = nullptr;
   void* output = nullptr;
 
-  // How long this rank waits for late ones; none: as long as EngineConfig::timeout says.
+  // How long this rank waits for late ones; none: EngineConfig::timeout.
   std::optional<std::chrono::milliseconds> timeout;
 
-  // Where the engine writes the number of the agreement (OperationRecord::sequence), before
+  // The engine writes the number of the agreement (OperationRecord::sequence) here, before
   // finish(); null: nowhere. finish() keeps it alive.
   std::uint64_t* sequence = nullptr;
 
@@ -120,12 +120,12 @@ struct Request {
   std::function<void()> begin;
 
   /// Called once, for an allgather or alltoall, with the rows of each rank: returns the memory of
-  /// the result. For a join: with the number of each pass in which the others run ahead, and with
-  /// four numbers that ask for a gradient, which it returns (standing_in() in run_ahead.h).
+  /// the result. For a join: with the number of each pass in which the others run ahead; and with
+  /// four numbers that request a gradient, which it returns (standing_in() in run_ahead.h).
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
-  /// Called before the work is done, when the output is written or, on a device, when the writing
-  /// is enqueued on the stream. Its exception fails this work, and no other.
+  /// Called before the work is done, when the output is written or, on a device, its writing is
+  /// enqueued. Its exception fails only this work.
   std::function<void()> finish;
 };
 
@@ -133,9 +133,9 @@ struct Request {
 /// evenly, the first ranks get one more.
 std::vector<std::int64_t> scattered_rows(std::int64_t rows, int size);
 
-/// When the phases of an operation began. The clock's beginning: not yet. The progress thread
-/// stores them, and any thread may read them to tell how far an operation is: each by itself, so no
-/// order is needed. The last reader, Recorder::finished(), runs on the thread that has stored them.
+/// The times when the phases of an operation began; the epoch: not yet. The progress thread stores
+/// them. Any thread may read each of them by itself to show the operation's progress, so they need
+/// no order. The last reader, Recorder::finished(), runs on the thread that has stored them.
 struct OperationTimes {
   std::atomic<Clock::time_point> agreed{Clock::time_point{}};
   std::atomic<Clock::time_point> started{Clock::time_point{}};
@@ -169,9 +169,9 @@ class Work {
  private:
   friend class RequestQueue;  // names it, and completes it
   friend class Driver;        // runs its request
-  friend class Recorder;      // writes it down
+  friend class Recorder;      // records it
 
-  // The store releases error_ and the output to whoever acquires it by done().
+  // The store releases error_ and the output to threads that acquire it by done().
   void complete() { done_.store(true, std::memory_order_release); }
   void fail(Error error) {
     error_ = std::move(error);
@@ -179,7 +179,7 @@ class Work {
   }
 
   Request request_;
-  std::string key_;             // by which the ranks match the request: see key_of()
+  std::string key_;             // by which the ranks match the request: key_of()
   std::uint32_t launches_ = 0;  // on a device: this rank's earlier launches, modulo 2^32
   Clock::time_point submitted_;
   std::uint64_t number_ = 0;  // in the order of submissions: Recorder
@@ -188,14 +188,14 @@ class Work {
   std::atomic<bool> done_{false};
 };
 
-/// The numbers that name requests without a name. Numbers requests. Ranks that make the same
-/// requests in the same order number them alike. An era begins when every rank waits for the
-/// same thing, so that ranks which had lost step agree again.
+/// Names requests without a name by numbers. Ranks that make the same requests in the same order
+/// number them alike. An era begins when every rank waits for the same thing, so that ranks that
+/// were out of step agree again.
 /// Thread: one at a time (with the lock of the RequestQueue).
 class Names {
  public:
-  /// The next name: "#7", or "#2.7" in a later era. Barriers are numbered apart, so that ranks
-  /// which have submitted different numbers of requests still wait at the same barrier.
+  /// The next name: "#7", or "#2.7" in a later era. Barriers are numbered separately, so that ranks
+  /// with different numbers of requests still wait at the same barrier.
   std::string next(Collective collective) {
     std::string name = "#";
     if (era_ > 0) append(name, era_).push_back('.');
@@ -226,18 +226,19 @@ class Names {
 /// set.
 std::string backward_name(std::uint64_t number);
 
-/// The number of the pass whose reports nobody waits for, if this is the name of their allgather.
+/// The number of the pass, if this is the name of the allgather of its reports and nobody waits for
+/// these.
 std::optional<std::uint64_t> planned_pass(std::string_view name);
 
-/// A gradient that the ranks ask those for that have joined: it was averaged before agreement
-/// `number`, and they have it still.
+/// A gradient that the others request from ranks that have joined, which still have it: it was
+/// averaged before agreement `number`.
 struct KeptGradient {
   std::int64_t optimizer;
   std::int64_t number;
   std::int64_t parameter;
 };
 
-/// The gradient that an allreduce of this name asks for: "gradients.<optimizer>.<number>.kept.
+/// The gradient that an allreduce of this name requests: "gradients.<optimizer>.<number>.kept.
 /// <parameter>", in Python.
 std::optional<KeptGradient> kept_gradient(std::string_view name);
 
@@ -247,11 +248,9 @@ std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t
                         std::int64_t begin);
 
 /// The purpose of an operation of such a name: "averaging the gradients of backward pass 3".
-/// Nothing for a name of another kind. Python adds to these names: ".weights" to that of an
-/// agreement,
-/// ".ahead" if nobody waits for it; in
-/// the place of the bucket "sparse.", a parameter and a number, "loss", or "kept"; to a bucket's,
-/// what a compressor's rounds are called.
+/// Nothing for a name of another kind. Python adds to these names: to that of an agreement
+/// ".weights", or ".ahead" if nobody waits for it; in place of the bucket "sparse.", a parameter
+/// and a number, "loss", or "kept"; to a bucket's, the names of a compressor's rounds.
 std::optional<std::string> in_words(std::string_view name);
 
 /// Whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes.

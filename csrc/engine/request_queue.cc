@@ -29,7 +29,7 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
     Fingerprint& fingerprint = work.request_.fingerprint;
     const bool numbered = fingerprint.name.empty();
     if (numbered && fingerprint.group > 0 && i > 0) {
-      // A group has one number, so that ranks whose groups differ in size do not lose step.
+      // A group has one number, so that ranks with groups of different sizes stay in step.
       fingerprint.name = works.front()->request_.fingerprint.name + "/" + std::to_string(i);
     } else if (numbered) {
       fingerprint.name = names_.next(fingerprint.collective);
@@ -56,7 +56,7 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
   has_several_submitters_ = has_several_submitters_ || submitter_ != self;
 }
 
-/// Takes note of a work on a device, and of what the other ranks must have launched before it.
+/// Records a work on a device, and the number of launches before it, which the ranks compare.
 void RequestQueue::add_on_device(const std::shared_ptr<Work>& work) {
   const auto is_over = [](const std::weak_ptr<Work>& earlier) {
     const auto alive = earlier.lock();

@@ -18,11 +18,11 @@
 
 namespace torch_ring {
 
-/// The side of an engine that every thread touches. A work enters by add(), leaves the queue by
+/// The part of an engine that every thread uses. A work enters by add(), leaves the queue by
 /// take(), and keeps its name until complete().
 ///
-/// The queue owns the engine's only mutex. Whether a thread must be woken depends on the queue and
-/// on who makes progress, so one mutex guards both, and a small allreduce locks it three times.
+/// The queue owns the engine's only mutex. Whether to wake a thread depends on the queue and on the
+/// progress thread, so one mutex guards both, and a small allreduce locks it three times.
 ///
 /// Thread: any. Blocking: only for the mutex, which nobody holds during I/O.
 class RequestQueue {
@@ -34,7 +34,7 @@ class RequestQueue {
     explicit Lock(std::mutex& mutex) : std::unique_lock<std::mutex>(mutex) {}
   };
 
-  /// `rank_name`: "rank 2", with which errors begin.
+  /// `rank_name`: "rank 2", the beginning of errors.
   /// `set`, `transport`: for the records of its operations.
   explicit RequestQueue(std::string rank_name, std::uint64_t set = 0,
                         Transport transport = Transport::kLocal)
@@ -72,7 +72,7 @@ class RequestQueue {
   /// Frees a work's name, and marks the work failed. Its error names the rank and the request.
   void fail(const Lock& lock, Work& work, const Error& cause);
 
-  /// Begins to number anew: all ranks wait for the same thing now.
+  /// Restarts the numbering: all ranks wait for the same thing now.
   void reset_numbering(const Lock&) { names_.renew(); }
 
   /// The records of the works that have been added.
@@ -97,18 +97,18 @@ class RequestQueue {
 
   const std::string rank_name_;
 
-  std::mutex mutex_;  // guards what follows, and the engine's own state
+  std::mutex mutex_;  // guards the members below, and the engine's own state
   std::vector<std::shared_ptr<Work>> works_;
   std::size_t bytes_ = 0;
-  // Whether works_ holds something: a hint, as works change hands under the mutex. add() releases
-  // it before the engine wakes the board, and the progress thread acquires it after it was woken:
-  // no wake-up is followed by a look that misses its work.
+  // Whether works_ is not empty: a hint, as works change hands under the mutex. add() releases it
+  // before the engine wakes the board, and the progress thread acquires it after it was woken, so
+  // it never misses the work of a wake-up.
   std::atomic<bool> has_works_{false};
   std::unordered_map<std::string, Work*> in_flight_;  // by key; without numbered works: no two have
                                                       // the same number
   Names names_;
   Recorder recorder_;
-  std::deque<std::weak_ptr<Work>> on_device_;  // all that are not done, and some that are
+  std::deque<std::weak_ptr<Work>> on_device_;  // all pending ones, and some done ones
   std::uint32_t launches_ = 0;                 // of this rank, modulo 2^32
   std::thread::id submitter_;                  // the first thread that submitted anything
   bool has_several_submitters_ = false;        // another thread has done so too

@@ -43,15 +43,15 @@ std::optional<std::string> Lateness::sum_up() const {
 
 namespace {
 
-// A departure is no error before: the gradients of a pass are submitted one by one, and the error
-// is to be that of the wait for all of them. Nothing depends on it but the text.
+// A departure becomes an error only after this time: the gradients of a pass are submitted one by
+// one, and the error should be that of the wait for all of them. Only the text depends on it.
 constexpr std::chrono::milliseconds kDepartureGrace{250};
 
-// The cause of a lost connection is heard within this time also over a network that loses packets,
-// from a rank that does not answer any more.
+// The cause of a lost connection to a silent rank arrives within this time, even over a lossy
+// network.
 constexpr std::chrono::seconds kCauseGrace{5};
 
-// The patience with the last posts of a rank of which nobody remained to tell how many they were.
+// The wait for the last posts of a departed rank, if no remaining rank knows their number.
 constexpr std::chrono::seconds kUnknownGrace{30};
 
 }  // namespace
@@ -98,7 +98,7 @@ Watchdog::Cause Watchdog::root_cause(const Error& error, std::uint64_t round) co
   const auto* const lost = dynamic_cast<const ConnectionLost*>(&error);
   const auto probe = lost && plane_ ? plane_->probe(at(members_, lost->rank())) : 0;
   while (true) {
-    // Before the look for a cause: one that the rank told before it answered is found then.
+    // Before the search for a cause, which then finds one that the rank told before it answered.
     const bool has_answered = probe != 0 && plane_->has_answered(probe);
     if (auto cause = departure_before(round, kDepartureGrace)) return {std::move(*cause), true};
     if (abort_.raised() || Clock::now() >= deadline) return {error, false};
@@ -137,7 +137,7 @@ void Watchdog::on_failed(int rank, ErrorKind kind, const std::string& why) {
 
 void Watchdog::on_connected() { raised_(); }
 
-/// The error of whoever waits for a rank in `round`, if that rank has left before, `grace` ago.
+/// The error of a wait in `round`, if a rank left before that round, at least `grace` ago.
 std::optional<Error> Watchdog::departure_before(std::uint64_t round, Clock::duration grace) const {
   const std::scoped_lock lock(mutex_);
   for (const Departure& departure : departures_) {

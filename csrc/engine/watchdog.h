@@ -1,4 +1,5 @@
-// Watchdog: what the control plane tells an engine of the ranks of its process set.
+// Watchdog: passes the control plane's news of a process set on to its engine. Lateness: finds the
+// rank that is usually last.
 #pragma once
 
 #include <atomic>
@@ -16,24 +17,24 @@
 
 namespace torch_ring {
 
-/// The rank for which the others wait in agreements, summed up once a minute. Takes note of the
-/// agreements for which any rank has waited, and says which rank was last in most of them. Pure:
-/// the times are given.
+/// Sums up, once a minute, the waits of the ranks for agreements, and names the rank that was last
+/// in most of them. Pure: the times are given.
 ///
-/// All ranks would say the same, so only rank 0 does.
+/// All ranks would report the same, so only rank 0 does.
 ///
 /// Thread: one at a time. Blocking: no. Cost of a wait that is not notable: a comparison.
 class Lateness {
  public:
-  // A rank that is this late costs more than a busy machine's noise.
+  // A rank that is this late costs more than the noise of a busy machine.
   static constexpr std::chrono::milliseconds kNotable{10};
   static constexpr std::chrono::seconds kPeriod{60};
-  static constexpr std::size_t kFewest = 10;  // waits in a period before anything is said of them
+  static constexpr std::size_t kFewest = 10;  // waits in a period that are worth a line
 
   Lateness(int rank, int size) : waits_(rank == 0 ? static_cast<std::size_t>(size) : 0) {}
 
-  /// A rank has waited `lag` for an agreement, for `last` at the end (-1: unknown). Returns the
-  /// line to log of a period in which one rank was last in most of the notable waits.
+  /// A rank has waited `lag` for an agreement, in which `last` was last (-1: unknown). At the end
+  /// of a period in which one rank was last in most of the notable waits, returns a line for the
+  /// log.
   std::optional<std::string> note(int last, std::chrono::nanoseconds lag, Clock::time_point now) {
     if (lag < kNotable || waits_.empty()) return std::nullopt;
     return note_notable(last, lag, now);
@@ -44,21 +45,22 @@ class Lateness {
                                           Clock::time_point now);
   std::optional<std::string> sum_up() const;
 
-  // Of this period, by the last rank; none of a rank that says nothing.
+  // Of this period, by the last rank; empty on ranks that do not report.
   std::vector<std::vector<std::chrono::nanoseconds>> waits_;
   std::optional<Clock::time_point> begin_;  // of the period
 };
 
 /// One engine's part in the control plane of its process. A rank of the set that is lost, or that
-/// has given the set up, ends the set: the watchdog raises the engine's Abort.
+/// has given up the set, ends the set: the watchdog raises the engine's Abort.
 ///
-/// A rank that has left is an error only for whoever waits for it. It has told how many rounds of
-/// the board it completed, and a round is complete on one rank only after all have posted. So what
-/// is missing of those rounds is on its way, however long the network takes, and nothing will come
-/// of later ones: no clock is needed to tell. Every rank judges that for itself. A clock ends only
-/// the wait for data that never comes, because the host has been cut off since (LongWait).
+/// A rank that has left is an error only for the ranks that wait for it. It has told the number of
+/// rounds of the board that it completed, and a round is complete on one rank only after all have
+/// posted. So its data for those rounds is on its way, however long the network takes, and no data
+/// for later ones will follow: no clock is needed to tell. Every rank decides that for itself. A
+/// clock ends only the wait for data that never arrives, because the host has been cut off since
+/// (LongWait).
 ///
-/// Thread: any, but for stop(), which one thread calls at a time. Blocking: root_cause().
+/// Thread: any; stop() one at a time. Blocking: root_cause().
 class Watchdog final : private ControlObserver {
  public:
   /// `plane`: null in a world of one; it outlives stop(). `set`: the set's number in the plane.
@@ -70,17 +72,17 @@ class Watchdog final : private ControlObserver {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// Hears no more of the plane.
+  /// Ends the subscription to the plane.
   void stop();
 
   /// Tells the other ranks of the set the cause of a local failure.
   void announce(const Error& cause);
 
-  /// Tells them that this rank leaves in peace, after so many rounds of the board.
+  /// Tells them that this rank leaves in peace, after `rounds` rounds of the board.
   void leave(std::uint64_t rounds);
 
-  /// Throws Error(kPeerLost) if a rank has left before it completed `round`, counted from 1, and
-  /// some time ago: meanwhile a program submits all that it is about to wait for.
+  /// Throws Error(kPeerLost) if a rank left some time ago, before it completed `round`, counted
+  /// from 1. The delay lets the program submit everything that it is about to wait for.
   void check_departures(std::uint64_t round) const;
 
   /// The same, at once, for a round whose data is about to move. If a rank leaves before
@@ -91,19 +93,19 @@ class Watchdog final : private ControlObserver {
 
   struct Cause {
     Error error;
-    bool is_departure;  // of which every rank hears by itself: it may be none of its business
+    bool is_departure;  // which this rank does not announce
   };
 
-  /// The cause of a failure in `round`. A rank that fails closes its connections, so its peers lose
-  /// it while its cause, or its goodbye, is still on its way to this rank. One that answers on its
-  /// control connection has none to tell: the network has cut the connection.
-  /// Blocking: until one of these is here, at most 5 s.
+  /// The cause of a failure in `round`. A failing rank closes its connections, so its peers lose it
+  /// while its cause, or its goodbye, is still on its way to this rank. A rank that answers on its
+  /// control connection has no cause to tell: the network has cut the connection.
+  /// Blocking: until one of these arrives, at most 5 s.
   Cause root_cause(const Error& error, std::uint64_t round) const;
 
  private:
   struct Departure {
     int rank;                             // in the world
-    std::optional<std::uint64_t> rounds;  // that it has completed, if known
+    std::optional<std::uint64_t> rounds;  // completed by it, if known
     std::string why;                      // empty if its program has not failed
     Clock::time_point since;
   };
@@ -125,11 +127,11 @@ class Watchdog final : private ControlObserver {
   const std::function<void()> raised_;
 
   // The round whose data moves; 0: none. begin_data() stores it before it loads any_departed_, and
-  // on_departed() does so the other way round, all seq_cst: one of them sees the other.
+  // on_departed() the other way round, all seq_cst: one of them sees the other's store.
   std::atomic<std::uint64_t> moving_{0};
   std::atomic<bool> any_departed_{false};
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::vector<Departure> departures_;
 };
 

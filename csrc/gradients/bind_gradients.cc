@@ -24,7 +24,7 @@ template <class Result, class... Args>
 std::function<Result(Args...)> callback(py::object function) {
   const std::shared_ptr<py::object> callable(
       new py::object(std::move(function)), [](py::object* it) {
-        const py::gil_scoped_acquire gil;  // the last reference may be an autograd thread's
+        const py::gil_scoped_acquire gil;  // an autograd thread may drop the last reference
         delete it;
       });
   return [callable](Args... args) -> Result {

@@ -10,10 +10,10 @@ namespace torch_ring {
 
 namespace {
 
-/// An interrupt whose exception waits: the first one until rethrow(). A second one does not wait.
-/// The fast path's side of interrupt_deferred() (torch_ring/world/engine.py), which sets handlers
-/// of signals twice a pass. The fast path cannot afford those system calls, and waits in C++,
-/// where it calls the program's handler itself. Thread: one.
+/// An interrupt that defers its first exception until rethrow(); a second one is not deferred. The
+/// counterpart of interrupt_deferred() (torch_ring/world/engine.py), which sets signal handlers
+/// twice a pass. The fast path cannot afford those system calls; it waits in C++, and calls the
+/// program's handler itself. Thread: one.
 class DeferredInterrupt {
  public:
   /// `interrupt` outlives this, and this the waits that are given function().
@@ -71,7 +71,7 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
   agreement.begin_reduction();
   try {
     reduce(engine, size, agreement.number(), deferred.function());
-  } catch (const Error&) {  // an error on all ranks, after which they may go on
+  } catch (const Error&) {  // an error on all ranks, after which they may continue
     agreement.finish();
     throw;
   } catch (const c10::Error&) {

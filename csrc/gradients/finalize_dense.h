@@ -16,25 +16,25 @@
 
 namespace torch_ring {
 
-/// The fast path of BackwardSync (torch_ring/optimizer). It is for a single optimizer whose
-/// gradients are all dense, in host memory and reduced as they are.
+/// The fast path of BackwardSync (torch_ring/optimizer), for a single optimizer whose gradients are
+/// all dense, in host memory and not compressed.
 ///
 /// Thread: the one that runs backward(), without the GIL. Blocking: until every rank has agreed.
 /// Errors: the engine's.
 class DenseFinalizer {
  public:
-  /// `optimizer`: its index on the process set. `everything` has all parameters, `buckets` those
-  /// with elements. `op`, `prescale` and `postscale` are the allreduces'.
+  /// `optimizer`: its index on the process set. `everything` has all parameters, `buckets` the
+  /// buckets with elements. `op`, `prescale` and `postscale` are the allreduces'.
   DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
                  GradientHooks::Bitmap everything, std::vector<std::size_t> buckets, int op,
                  double prescale, double postscale);
 
   /// Sends `report` to the other ranks, and reduces the gradients if all ranks report the same.
   ///
-  /// Returns nullopt if a gradient is not due here, or not finite; nothing was sent then. Returns
-  /// the ranks' reports, one after the other, if they differ or a rank has joined; nothing was
-  /// reduced then, and Python goes on. Returns an empty string if all gradients are reduced and
-  /// `agreement` has finished; so it has if the interrupt throws meanwhile.
+  /// Returns nullopt, and sends nothing, if a gradient is not due here, or not finite. Returns the
+  /// ranks' reports, one after the other, and reduces nothing, if they differ or a rank has joined;
+  /// Python handles these. Returns an empty string if all gradients are reduced and `agreement` has
+  /// finished, as it also has if the interrupt throws during the reduction.
   std::optional<std::string> run(Engine& engine, int size, PassAgreement& agreement,
                                  const std::string& report,
                                  const Engine::Interrupt& interrupt) const;

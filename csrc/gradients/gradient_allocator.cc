@@ -18,9 +18,10 @@ namespace {
 
 using torch::autograd::Node;
 
-/// The sizes that are expected, as one word that may take others for them, but never misses one.
+/// A 64-bit Bloom filter of the expected sizes: false positives are possible, false negatives are
+/// not.
 ///
-/// Thread: any. Relaxed: who expects a size adds it before its backward pass begins.
+/// Thread: any. Relaxed: an expected size is added before its backward pass begins.
 class SizeFilter {
  public:
   void add(std::size_t bytes) { bits_.fetch_or(bit(bytes), std::memory_order_relaxed); }
@@ -37,9 +38,8 @@ class SizeFilter {
   std::atomic<std::uint64_t> bits_{0};
 };
 
-/// Takes the place of torch's CPU allocator while gradients are expected, and until all blocks that
-/// it has given are free: torch frees some memory by its address alone, through the allocator that
-/// it has then.
+/// Replaces torch's CPU allocator while gradients are expected, and until all its blocks are free:
+/// torch frees some memory by its address alone, through the present allocator.
 class GradientAllocator final : public c10::Allocator {
  public:
   /// Never destroyed: tensors may outlive it, and refer to it.
@@ -87,8 +87,8 @@ class GradientAllocator final : public c10::Allocator {
     return others().allocate(bytes);
   }
 
-  /// A deleter of both kinds of memory: raw_allocate() (oneDNN's, in torch) returns an address
-  /// only.
+  /// A deleter of both kinds of memory: raw_allocate() (used by oneDNN in torch) returns only an
+  /// address.
   c10::DeleterFnPtr raw_deleter() const override {
     return others().raw_deleter() != nullptr ? &free : nullptr;
   }
@@ -110,21 +110,21 @@ class GradientAllocator final : public c10::Allocator {
   /// Makes this torch's allocator. Under mutex_.
   ///
   /// torch keeps its allocator in a plain pointer, which other threads may load at this moment.
-  /// They get the old value or the new one, and both serve them at any time. The fence orders this
-  /// object's members before the pointer, for threads that come to them through it.
+  /// They get the old value or the new one, and both allocators work at any time. The fence orders
+  /// this object's members before the pointer, for threads that reach them through it.
   void install() {
     if (is_installed_) return;
     c10::Allocator* const before = c10::GetCPUAllocator();
     // Another library may have put this one back: it must not pass requests on to itself.
     if (before != this) others_.store(before, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    // Without effect if another allocator has priority: gradients are copied then.
+    // Has no effect if another allocator has priority: then gradients are copied.
     c10::SetCPUAllocator(this);
     is_installed_ = c10::GetCPUAllocator() == this;
   }
 
-  /// Puts torch's allocator back. Under mutex_. If another library has replaced this one, that may
-  /// pass requests on to it: then it stays, and passes them on in its turn.
+  /// Puts torch's allocator back. Under mutex_. If another library has replaced this allocator, its
+  /// own may pass requests on to this one, which then stays and passes them on, too.
   void uninstall_if_unused() noexcept {
     if (!gradients_.empty()) return;
     sizes_.clear();
@@ -135,7 +135,7 @@ class GradientAllocator final : public c10::Allocator {
 
   void* take(std::size_t bytes) {
     const auto node = torch::autograd::get_current_node();
-    if (!node) return nullptr;  // this thread is in no backward pass
+    if (!node) return nullptr;  // no backward pass runs in this thread
     const std::scoped_lock lock(mutex_);
     BlockPool* const blocks = blocks_after(*node, bytes);
     std::shared_ptr<void> block = blocks != nullptr ? blocks->take(bytes) : nullptr;
@@ -148,9 +148,9 @@ class GradientAllocator final : public c10::Allocator {
     return data;
   }
 
-  /// The blocks for a gradient of this size that `node` computes; null if it computes none.
+  /// The blocks for a gradient of this size computed by `node`; null if it computes none.
   BlockPool* blocks_after(const Node& node, std::size_t bytes) const {
-    if (BlockPool* const blocks = blocks_of(&node, bytes)) return blocks;  // it accumulates
+    if (BlockPool* const blocks = blocks_of(&node, bytes)) return blocks;  // the accumulator
     for (const auto& edge : node.next_edges()) {
       const Node* const next = edge.function.get();
       if (next == nullptr) continue;
@@ -177,7 +177,7 @@ class GradientAllocator final : public c10::Allocator {
 
   /// Returns whether a block begins at `data`.
   bool give_back(void* data) {
-    // Relaxed: whoever frees a block got its address from the thread that took it.
+    // Relaxed: the freeing thread got the block's address from the thread that took it.
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     if (address < first_.load(std::memory_order_relaxed)) return false;
     if (address > last_.load(std::memory_order_relaxed)) return false;
@@ -199,7 +199,7 @@ class GradientAllocator final : public c10::Allocator {
 
   // Set before this is torch's allocator for the first time.
   std::atomic<c10::Allocator*> others_{nullptr};
-  SizeFilter sizes_;  // of all gradients expected since there were none
+  SizeFilter sizes_;  // of all gradients expected since the last time without any
   // The addresses of all blocks ever given lie between these.
   std::atomic<std::uintptr_t> first_{std::numeric_limits<std::uintptr_t>::max()};
   std::atomic<std::uintptr_t> last_{0};

@@ -1,4 +1,4 @@
-// DirectGradient: lets autograd compute a large gradient in the memory in which it is reduced.
+// DirectGradient: lets autograd compute a large gradient in the memory where it is reduced.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +15,13 @@ namespace torch_ring {
 /// While this lives, a backward pass gets a block of shared memory for one parameter's gradient on
 /// the host. It serves an allocation of exactly `bytes` by `accumulator`, by the node before it, or
 /// by the one before that (as for a transposed or converted weight). Such an allocation may become
-/// another tensor, which can live there as well as elsewhere; so when the gradient arrives, its
-/// hook checks where it lies. Of several objects for one accumulator the last counts.
+/// another tensor, to which its place makes no difference; so when the gradient arrives, its hook
+/// checks its place. Of several objects for one accumulator the last one counts.
 ///
-/// As long as an object or a block in use exists, torch's CPU allocator is another one
-/// (c10::SetCPUAllocator), which passes all other requests on to the old one. A request costs one
-/// comparison more, one of the size of a gradient in a backward pass a lock (docs/tuning.md). A
-/// forked child gets no blocks.
+/// While an object or a block in use exists, torch's CPU allocator is replaced
+/// (c10::SetCPUAllocator) by one that passes all other requests on to the old one. A request costs
+/// one more comparison, or a lock if it has the size of a gradient and comes from a backward pass
+/// (docs/tuning.md). A forked child gets no blocks.
 ///
 /// Thread: any. Blocking: while the system looks for memory.
 class DirectGradient {

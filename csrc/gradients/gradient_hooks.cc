@@ -30,8 +30,8 @@ namespace {
 /// Whether the graph that autograd runs in this thread is nested in another backward pass, as a
 /// reentrant checkpoint's is. Call it from a hook or a callback of that graph.
 ///
-/// Torch keeps the depth in the graph's task, and gives away the address of that task's exec_info_
-/// alone.
+/// torch keeps the depth in the graph's task, and exposes only the address of that task's
+/// exec_info_.
 bool is_nested() {
   const auto* const info = torch::autograd::get_current_graph_task_exec_info();
   if (info == nullptr) return false;
@@ -60,7 +60,7 @@ constexpr const char* kSentInVain =
     "a backward pass failed or was interrupted after part of its gradients had been sent, which "
     "only shutdown() and init() can mend";
 
-// C++ exceptions that autograd turns into Python's.
+// C++ exceptions that autograd converts to Python's.
 struct AssertionError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override { return PyExc_AssertionError; }
@@ -74,7 +74,7 @@ struct RuntimeError final : torch::PyTorchError {
   PyObject* python_type() override { return PyExc_RuntimeError; }
 };
 
-// --- the hooks of an accumulator, which outlive the object and do nothing once it is gone
+// --- the hooks of an accumulator, which outlive the GradientHooks and do nothing afterwards
 
 using torch::autograd::FunctionPostHook;
 using torch::autograd::FunctionPreHook;
@@ -89,7 +89,7 @@ using torch::dynamo::autograd::CompiledNodeArgs;
       "= False). torch.compile(model) works without it");
 }
 
-/// One parameter of hooks that may be gone.
+/// One parameter of a GradientHooks that may be gone.
 struct Owner {
   std::weak_ptr<GradientHooks> hooks;
   std::size_t index;
@@ -134,9 +134,10 @@ class After final : public FunctionPostHook {
   const Owner owner_;
 };
 
-/// The hook of the parameter itself. Autograd calls it before those of the accumulator, which takes
-/// on new hooks until then; also if it only captures the gradient (torch.autograd.grad). A program
-/// that calls register_hook() on the parameter removes it: torch keeps the program's alone.
+/// The hook of the parameter itself. Autograd calls it before the hooks of the accumulator, to
+/// which hooks can be added until then; also if it only captures the gradient
+/// (torch.autograd.grad). If the program calls register_hook() on the parameter, torch removes this
+/// hook and keeps only the program's.
 class OnParameter final : public FunctionPreHook {
  public:
   OnParameter(Owner owner, const Node* hooked) : owner_(std::move(owner)), hooked_(hooked) {}
@@ -159,8 +160,7 @@ class OnParameter final : public FunctionPreHook {
 
  private:
   const Owner owner_;
-  // The accumulator of the parameter in its HookedParameter, which keeps it alive. It guards no
-  // data.
+  // The accumulator in the parameter's HookedParameter, which keeps it alive. Guards no data.
   std::atomic<const Node*> hooked_;
 };
 
@@ -182,17 +182,18 @@ void hook_accumulator(const std::weak_ptr<GradientHooks>& hooks, std::size_t ind
 /// Makes autograd call parameter `index` of `hooks` before and after it accumulates its gradient.
 ///
 /// torch makes a new accumulator for a parameter that has changed its dtype or device, as in
-/// `model.half().float()`. So the parameter itself has a hook too, which hooks a new accumulator
-/// when that runs for the first time.
+/// `model.half().float()`. So the parameter itself has a hook, too, which hooks a new accumulator
+/// when it first runs.
 ///
-/// The hooks do nothing once `hooks` is gone. Compiled autograd gets an error that says what to do.
-/// Thread: any, but not during a backward pass of the parameter.
+/// The hooks do nothing once `hooks` is gone. Under compiled autograd they raise an error with
+/// advice. Thread: any, but not during a backward pass of the parameter.
 void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
                     const at::Tensor& parameter, Node& accumulator) {
   hook_accumulator(hooks, index, accumulator);
   auto hook = std::make_unique<OnParameter>(Owner{hooks, index}, &accumulator);
   auto& present = torch::autograd::impl::hooks(parameter);
-  // The place of one whose optimizer is gone: else wrapping again and again would add more of them.
+  // Reuses the place of a hook whose optimizer is gone, so that repeated wrapping adds no more of
+  // them.
   const auto idle = std::find_if(present.begin(), present.end(), [](const auto& other) {
     const auto* const ours = dynamic_cast<const OnParameter*>(other.get());
     return ours != nullptr && ours->is_idle();
@@ -200,7 +201,7 @@ void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index
   if (idle != present.end()) {
     *idle = std::move(hook);
   } else {
-    present.push_back(std::move(hook));  // add_hook() allows one alone: the program's
+    present.push_back(std::move(hook));  // add_hook() would allow only one, the program's
   }
 }
 
@@ -210,13 +211,13 @@ void set(std::string& bitmap, std::size_t i) {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// Whether the elements of a tensor on the host are those of its memory, in some order.
+/// Whether the elements of a tensor on the host are exactly those of its memory, in any order.
 bool has_plain_memory(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor._is_zerotensor() &&
          !tensor.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
-/// The worst of numbers of which this is the largest magnitude, or a NaN.
+/// The worst of numbers with this largest magnitude, which may be NaN.
 Worst worst_of(double largest, double limit) {
   return std::isnan(largest)   ? Worst::kNaN
          : std::isinf(largest) ? Worst::kInfinite
@@ -224,8 +225,8 @@ Worst worst_of(double largest, double limit) {
                                : Worst::kFinite;
 }
 
-/// The worst of a gradient's numbers; nullopt for a dense one on a device, which becomes its real
-/// numbers. A sparse one is not compressed: it has no limit but its own.
+/// The worst of a gradient's numbers; nullopt for a dense one on a device, which is replaced by its
+/// real numbers. A sparse one is not compressed, so only its dtype limits it.
 std::optional<Worst> worst_on_host(at::Tensor& values, double limit) {
   const bool is_sparse = values.is_sparse();
   if (is_sparse) {
@@ -242,8 +243,8 @@ std::optional<Worst> worst_on_host(at::Tensor& values, double limit) {
   return worst_of(at::linalg_vector_norm(values, kInfinity).item<double>(), limit);
 }
 
-/// Throws if a parameter has another shape than when it was wrapped: the next pass would fail in
-/// autograd's words.
+/// Throws if a parameter has another shape than when it was wrapped; otherwise the next pass would
+/// fail with an error of autograd's.
 void require_shape(const HookedParameter& parameter) {
   const at::IntArrayRef wrapped(parameter.view.sizes);
   TORCH_CHECK_VALUE(parameter.variable.sizes() == wrapped, "parameter '", parameter.name,
@@ -251,8 +252,8 @@ void require_shape(const HookedParameter& parameter) {
                     " since the optimizer was wrapped: make a new optimizer and wrap that");
 }
 
-/// Refuses a gradient with a graph: the reduced one would have none, and what a program makes of it
-/// (a penalty) would count as a constant.
+/// Refuses a gradient with a graph: the reduced one would have none, so a term that the program
+/// computes from it (a penalty) would count as a constant.
 void require_no_graph(const HookedParameter& parameter) {
   if (!at::GradMode::is_enabled() || !parameter.variable.grad().requires_grad()) return;
   throw RuntimeError(c10::str(
@@ -264,10 +265,10 @@ void require_no_graph(const HookedParameter& parameter) {
 
 }  // namespace
 
-/// Ends the backward pass in which it was made: when autograd calls it, or when autograd drops it
+/// Ends the backward pass in which it was made, when autograd calls it, or when autograd drops it
 /// because the pass has failed, here or before. In the latter case Python is not called. A nested
-/// pass does not end the one around it: when autograd drops the nested graph, whose callback this
-/// is, the graph around it is the current one again, and gets a callback of its own.
+/// pass does not end the outer one: when autograd drops the nested graph, whose callback this is,
+/// the outer graph is the current one again, and gets a callback of its own.
 class GradientHooks::PassEnd {
  public:
   /// `number`: of the pass.
@@ -337,7 +338,7 @@ void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
     parameter.refresh();
     const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
     if (in_block && parameter.in_block()) continue;
-    if (parameter.has_moved()) parameter.arrived = false;  // in this pass, but not in a bucket
+    if (parameter.has_moved()) parameter.arrived = false;  // in this pass, not in a bucket
     parameter.device = in_block ? c10::Device(c10::kCPU) : buckets[bucket].device();
     if (in_block) {
       parameter.view = GradientView::in(buckets[bucket], offset, parameter.variable);
@@ -393,7 +394,7 @@ void GradientHooks::before_accumulation(std::size_t index) {
     if (is_scaled && shared != sharers_.end()) told = shared->second;
     is_on_base = parameter.on_base;
   }
-  for (const Sharer& sharer : told) {  // which would scale it again
+  for (const Sharer& sharer : told) {  // so that they do not scale it again
     const auto hooks = sharer.hooks.lock();
     if (!hooks) continue;
     const std::scoped_lock lock(hooks->mutex_);
@@ -439,7 +440,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     const auto shared = sharers_.find(index);
     if (shared != sharers_.end() && grad.is_same(parameter.bucket_view)) told = shared->second;
   }
-  for (const Sharer& sharer : told) {  // `grad` is not the program's
+  for (const Sharer& sharer : told) {  // tell them that `grad` is not the program's
     const auto hooks = sharer.hooks.lock();
     if (!hooks) continue;
     const std::scoped_lock lock(hooks->mutex_);
@@ -451,7 +452,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
 }
 
 /// Begins the current backward pass if this is its first gradient. Fails the job if the gradient
-/// would meet another pass's, in another thread or in a bucket that is in flight. Throws if the
+/// would mix with one of another pass, in another thread or in a bucket in flight. Throws if the
 /// pass is captured into a graph.
 void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device) {
   const BackwardPass current = BackwardPass::current();
@@ -476,13 +477,13 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
   options_.fail(two_threads ? kTwoThreads : kSentInVain);
 }
 
-/// Makes autograd end pass `number` when the graph that it runs in this thread ends.
+/// Makes autograd end pass `number` when its present graph in this thread ends.
 void GradientHooks::queue_end(std::uint64_t number) {
   torch::autograd::Engine::get_default_engine().queue_callback(
       [end = std::make_shared<PassEnd>(weak_from_this(), number)] { end->run(); });
 }
 
-/// After a nested graph: the pass goes on in the one around it. If that cannot be, the gradients
+/// After a nested graph: the pass goes on in the outer one. If this is impossible, the gradients
 /// are reduced in step().
 void GradientHooks::go_on(std::uint64_t number) {
   const int task = BackwardPass::current().task;
@@ -500,7 +501,7 @@ void GradientHooks::go_on(std::uint64_t number) {
 }
 
 /// Before a parameter of a bucket that has been sent gets another gradient, in a nested graph or in
-/// that around it: makes autograd leave the bucket alone.
+/// the outer one: keeps autograd from writing to the bucket.
 void GradientHooks::keep_sent(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_[index];
@@ -508,7 +509,7 @@ void GradientHooks::keep_sent(std::size_t index) {
   parameter.sent = std::exchange(parameter.variable.mutable_grad(), {});
 }
 
-/// Takes such a gradient aside, to be reduced when the bucket is.
+/// Puts such a gradient aside, to be reduced after the bucket.
 void GradientHooks::put_aside_again(std::size_t index) {
   const at::NoGradGuard no_grad;
   HookedParameter& parameter = parameters_[index];
@@ -525,12 +526,12 @@ void GradientHooks::put_aside_again(std::size_t index) {
 bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient) {
   HookedParameter& parameter = parameters_[index];
   if (fresh && passes_per_step_ > 1 && sharers_.count(index) > 0 && !gradient.is_sparse()) {
-    fresh = parameter.has_value(gradient);  // else other hooks have left the earlier one elsewhere
+    fresh = parameter.has_value(gradient);  // otherwise other hooks have the earlier one
   }
   if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
   fresh ? parameter.forget_base() : parameter.note_base();
   parameter.unreduced = parameter.unreduced || parameter.arrived;
-  if (parameter.arrived) {  // two nested graphs, or one and that around it, have computed it
+  if (parameter.arrived) {  // computed by two nested graphs, or by a nested and an outer one
     repeated_.insert(index);
     parameter.passes = std::max(parameter.passes, 1);
     return false;
@@ -559,7 +560,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   return true;
 }
 
-/// Whether other hooks may still copy a gradient of the bucket from there.
+/// Whether other hooks may still copy a gradient from the bucket.
 bool GradientHooks::is_shared(std::size_t bucket) const {
   if (sharers_.empty()) return false;
   const auto& members = members_[bucket];
@@ -571,8 +572,7 @@ bool GradientHooks::is_shared(std::size_t bucket) const {
   });
 }
 
-/// Whether a parameter of the bucket may get another gradient in this pass, as it did in one
-/// before.
+/// Whether a parameter of the bucket may get another gradient in this pass, as in an earlier pass.
 bool GradientHooks::is_held(std::size_t bucket) const {
   if (repeated_.empty()) return false;
   const auto& members = members_[bucket];
@@ -585,7 +585,7 @@ void GradientHooks::share(const std::shared_ptr<GradientHooks>& other) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     own.emplace(parameters_[i].variable.unsafeGetTensorImpl(), i);
   }
-  std::vector<std::pair<std::size_t, std::size_t>> shared;  // the parameter here and there
+  std::vector<std::pair<std::size_t, std::size_t>> shared;  // indices of a parameter here and there
   for (std::size_t i = 0; i < other->parameters_.size(); ++i) {
     const auto found = own.find(other->parameters_[i].variable.unsafeGetTensorImpl());
     if (found != own.end()) shared.emplace_back(found->second, i);
@@ -639,9 +639,9 @@ void GradientHooks::close_pass(std::uint64_t number, bool failed) {
   if (pass_ && number == passes_) close(failed);
 }
 
-/// Closes a pass that has failed, and that autograd has not dropped yet: a thread of a device may
-/// hold it for a while when backward() has raised. The caller, outside of backward passes, is about
-/// to step or to drop the gradients: so none that would bring some is under way.
+/// Closes a failed pass that autograd has not dropped yet: a thread of a device may hold it for a
+/// while after backward() has raised. The caller, outside of backward passes, is about to step or
+/// to drop the gradients, so no pass that produces some is under way.
 void GradientHooks::close_failed() {
   const BackwardPass current = BackwardPass::current();
   if (pass_ && current.task < 0 && !pass_->is_beside(current)) close(true);
@@ -657,16 +657,15 @@ void GradientHooks::close(bool failed) {
   if (failed && std::exchange(again_, false)) aside_.clear();
   for (HookedParameter& parameter : parameters_) {
     parameter.arrived = parameter.made = false;
-    if (parameter.sent.defined()) {  // autograd has failed to make the other one
+    if (parameter.sent.defined()) {  // autograd has failed to make another one
       parameter.variable.mutable_grad() = std::exchange(parameter.sent, {});
     }
   }
   count_missing();
 }
 
-/// Before a gradient is written into its bucket where an earlier one lies that the program keeps:
-/// gives the bucket other memory. The lock is released meanwhile. `copies`: those that have been
-/// collected for the earlier memory.
+/// Gives the bucket other memory before a gradient overwrites an earlier one that the program
+/// keeps. Releases the lock meanwhile. `copies`: the copies collected for the old memory.
 void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index,
                                BatchedCopy& copies) {
   if (!parameters_[index].would_overwrite_kept()) return;
@@ -719,9 +718,9 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
     pending.unready = pending.unready || parameter.has_moved();
-    if (!grad.defined()) {  // by the model's zero_grad(), not the optimizer's
+    if (!grad.defined()) {  // dropped by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
-      parameter.reduced = false;  // the next one is another one
+      parameter.reduced = false;  // so the next gradient is a new one
       parameter.outside.reset();
       pending.complete = false;
       continue;
@@ -783,9 +782,9 @@ std::vector<Worst> GradientHooks::worst_numbers(std::vector<at::Tensor> gradient
   return found;
 }
 
-/// Looks at gradients that are about to be sent. On a device their largest magnitudes are enqueued
-/// on the current stream, which follows those on which they were made. A sparse gradient is never
-/// sent before the end of the pass.
+/// Checks gradients that are about to be sent. On a device it enqueues their largest magnitudes on
+/// the current stream, which follows the streams on which they were made. A sparse gradient is
+/// never sent before the end of the pass.
 void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& looks) const {
   const at::NoGradGuard no_grad;
   looks.worst.resize(parameters_.size());
@@ -813,7 +812,7 @@ std::vector<std::size_t> GradientHooks::set_by_hand() {
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
     if (parameter.unreduced || parameter.reduced || !parameter.variable.grad().defined()) continue;
-    if (aside_.contains(i)) continue;  // as it was before the pass whose gradient is kept
+    if (aside_.contains(i)) continue;  // `grad` is as before the pass whose gradient is kept
     if (!parameter.has_known() || parameter.written_by_hand()) found.push_back(i);
   }
   return found;
@@ -892,7 +891,7 @@ void GradientHooks::reset(bool gradients) {
     parameter.is_zero = gradients;
     if (!gradients) continue;
     require_shape(parameter);
-    // Zeros that stay where only this rank had a gradient: the others must get them too.
+    // Zeros that replace a gradient of this rank alone: the others must get them, too.
     parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
     parameter.forget_base();
     parameter.sparse.reset();
@@ -928,7 +927,7 @@ const void* GradientHooks::kept(std::int64_t number, std::size_t index, std::siz
   if (!parameter.has_unchanged_base()) return nullptr;
   const at::Tensor& grad = parameter.variable.grad();
   at::Tensor elements = flat(grad.contiguous());
-  // The sum of what several ranks give must fit it.
+  // The sum over several ranks must fit the dtype.
   if (at::isReducedFloatingType(elements.scalar_type())) elements = elements.to(at::kFloat);
   kept_ = at::cat({elements, at::ones({1}, elements.options())});
   return kept_.nbytes() == bytes ? kept_.const_data_ptr() : nullptr;
@@ -973,8 +972,7 @@ void GradientHooks::set_synchronizing(bool synchronizing) {
 
 void GradientHooks::disable() { disabled_ = true; }
 
-/// Completes a bucket all of whose gradients have arrived: those that were left outside are copied
-/// now.
+/// Completes a bucket whose gradients have all arrived: copies those that were left outside.
 void GradientHooks::complete(std::unique_lock<std::mutex>& lock, std::size_t bucket) {
   const c10::Device device = parameters_[members_[bucket].front()].device;
   if (!device.is_cpu()) producers_[bucket].join(current_stream(device));
@@ -998,7 +996,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched) {
     if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (parameter.is_settled()) {
-      // Its bucket may be in flight already, whatever `grad` was set to since.
+      // Its bucket may be in flight already, even if `grad` has been replaced since.
       parameter.bring_in(copies);
       if (!parameter.is_given()) grad = parameter.bucket_view;
     } else if (!grad.defined()) {
@@ -1011,9 +1009,9 @@ void GradientHooks::move_into_buckets(const Bitmap& touched) {
   copies.run();
 }
 
-/// Copies the gradients that this pass leaves outside their buckets, as they are not due yet, so
-/// that only the buckets' memory is in use until they are. The pass has ended, and autograd has
-/// made the current stream follow all others of the pass.
+/// Copies the gradients that are not due yet into their buckets at the end of the pass, so that
+/// only the buckets' memory stays in use. Autograd has made the current stream follow all others of
+/// the pass.
 void GradientHooks::settle() {
   std::unique_lock lock(mutex_);
   BatchedCopy copies;
@@ -1037,7 +1035,7 @@ void GradientHooks::expect(std::optional<Bitmap> planned) {
   count_missing();
 }
 
-/// Counts the gradients that each bucket still waits for, at the begin of a pass.
+/// Counts the gradients that each bucket waits for, at the beginning of a pass.
 void GradientHooks::count_missing() {
   missing_.assign(buckets_.size(), 0);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -1074,7 +1072,7 @@ void GradientHooks::give_back(HookedParameter& parameter, const Before& before) 
   if (before.writes) parameter.version = parameter.current_version() - *before.writes;
 }
 
-/// Before autograd adds an unplanned gradient to an earlier value: keeps that for put_aside().
+/// Before autograd adds an unplanned gradient to an earlier value: keeps the value for put_aside().
 void GradientHooks::keep_base(std::size_t index) {
   if (!planned_ || get(*planned_, index)) return;
   const HookedParameter& parameter = parameters_[index];

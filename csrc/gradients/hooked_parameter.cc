@@ -72,7 +72,7 @@ void copy_into(const at::Tensor& to, const at::Tensor& from) {
 namespace {
 
 /// Whether the elements of two tensors of one shape lie in the same order: strides of dimensions
-/// of one element do not count. Autograd's gradients may differ from their parameter there.
+/// of one element do not count. Autograd's gradients may differ from their parameter in these.
 bool have_same_layout(const at::Tensor& a, const at::Tensor& b) {
   if (a.sizes() != b.sizes()) return false;
   for (std::int64_t i = 0; i < a.dim(); ++i) {
@@ -81,8 +81,8 @@ bool have_same_layout(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-/// Whether torch copies the gradient together with others. One that does not fit would make it copy
-/// all of them one by one.
+/// Whether torch can copy the gradient together with others. A gradient that does not fit would
+/// make it copy all of them one by one.
 bool fits_batch(const at::Tensor& to, const at::Tensor& from) {
   return from.layout() == at::kStrided && from.device() == to.device() &&
          from.scalar_type() == to.scalar_type() && have_same_layout(to, from) && !from.is_neg() &&
@@ -133,7 +133,7 @@ BatchedCopy::Batch& BatchedCopy::batch_of(const at::Tensor& view) {
 }  // namespace torch_ring
 namespace older_torch {
 
-/// For a torch without this function, where an idle Python object holds no reference.
+/// For a torch without this function, in which an idle Python object holds no reference.
 template <class Tensor>
 bool is_tensor_stealable(const Tensor& tensor, std::size_t expected = 1) {
   return tensor.use_count() <= expected;
@@ -146,20 +146,20 @@ namespace torch_ring {
 namespace {
 
 using namespace ::older_torch;
-using namespace torch::autograd::impl;  // torch's own, if any, wins: it is no template
+using namespace torch::autograd::impl;  // torch's own, if any, is preferred: it is not a template
 
 bool has_one_owner(const at::Tensor& tensor) { return is_tensor_stealable(tensor); }
 
 /// The number of known references to the memory of `grad`: its own, and those of `gradient` if
-/// autograd has stolen that. While hooks run, autograd keeps `gradient`; a view (of the transposed
-/// gradient, say) keeps its base. 0: somebody else holds a reference.
+/// autograd has stolen its memory. While hooks run, autograd keeps `gradient`; a view (of the
+/// transposed gradient, say) keeps its base. 0: there are other references.
 std::size_t known_owners(const at::Tensor& grad, const at::Tensor& gradient) {
   const at::Storage& storage = grad.storage();
   if (!gradient.has_storage() || !gradient.storage().is_alias_of(storage)) return 1;
   if (!has_one_owner(gradient)) return 0;
   if (!gradient.is_view()) return 2;
   const at::Tensor base(gradient._base());
-  const bool only_here = is_tensor_stealable(base, 2);  // `base` here is one reference more
+  const bool only_here = is_tensor_stealable(base, 2);  // the local `base` is one more reference
   return only_here && base.storage().is_alias_of(storage) ? 3 : 0;
 }
 
@@ -167,8 +167,8 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
-/// Whether a gradient can be written to, each element at a place of its own: an expanded one, say,
-/// cannot.
+/// Whether a gradient can be written to, with each element at a place of its own, unlike an
+/// expanded one.
 bool is_writable(const at::Tensor& grad) {
   return grad.layout() == at::kStrided && !grad.is_inference() && !grad.is_neg() &&
          !grad.is_conj() && !grad._is_zerotensor() &&
@@ -181,7 +181,7 @@ bool is_writable(const at::Tensor& grad) {
 HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
     : variable(std::move(of)), name(std::move(its_name)), dtype(variable.scalar_type()) {
   const bool frozen = !variable.requires_grad();
-  if (frozen) variable.set_requires_grad(true);  // else it has no accumulator
+  if (frozen) variable.set_requires_grad(true);  // otherwise it has no accumulator
   accumulator = torch::autograd::impl::grad_accumulator(variable);
   if (frozen) variable.set_requires_grad(false);
 }
@@ -206,7 +206,7 @@ void HookedParameter::refresh() {
 bool HookedParameter::on_gradient(const at::Tensor& gradient, bool is_new) {
   const at::Tensor& grad = variable.mutable_grad();
   made = made || is_new;
-  if (has_moved()) return !converted;  // it is copied when it has memory there
+  if (has_moved()) return !converted;  // it is copied when it has memory on the new device
   const bool was_given = is_given();
   if (!made) note_given();
   if (in_block() && !grad.is_same(bucket_view) && !is_given() && computed_in_block(gradient)) {
@@ -230,8 +230,8 @@ bool HookedParameter::on_gradient(const at::Tensor& gradient, bool is_new) {
   return fresh;
 }
 
-/// Whether `grad`, which autograd has just made of `gradient`, can be reduced where it lies: in a
-/// block to which nobody else has a reference.
+/// Whether `grad`, which autograd has just made from `gradient`, can be reduced in place: in a
+/// block without other references.
 bool HookedParameter::computed_in_block(const at::Tensor& gradient) const {
   const at::Tensor& grad = variable.grad();
   return grad.layout() == at::kStrided && grad.is_cpu() && grad.scalar_type() == view.dtype &&
@@ -264,7 +264,7 @@ void HookedParameter::lie_in(GradientView other) {
   const std::uint32_t last = before.defined() ? version_of(before) : reduced_version;
   reduced_version = current_version() - (last - reduced_version);
   if (!version) return;
-  // As many writes since the step began as before.
+  // Keeps the number of writes since the step began.
   *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
 }
 
@@ -296,8 +296,7 @@ bool HookedParameter::copy_in(BatchedCopy& copies) {
   return !std::exchange(converted, false) && !known_outside;
 }
 
-/// Leaves a gradient where it is until its bucket is full; returns whether the hook did not know
-/// it.
+/// Leaves a gradient in place until its bucket is full; returns whether the hook did not know it.
 bool HookedParameter::leave_outside() {
   const at::Tensor& grad = variable.grad();
   sparse.reset();
@@ -313,8 +312,8 @@ bool HookedParameter::leave_outside() {
   return !std::exchange(converted, false);
 }
 
-/// Takes note that `grad` is the program's, if it is none of ours. Call if it was there before the
-/// pass.
+/// Records that `grad` is the program's, if it is not one of ours. Call it if `grad` was there
+/// before the pass.
 void HookedParameter::note_given() {
   const at::Tensor& grad = variable.grad();
   if (grad.is_same(bucket_view) || grad.is_same(outside) || !is_writable(grad)) return;
@@ -422,7 +421,8 @@ bool HookedParameter::has_known() const {
 bool HookedParameter::written_by_hand() const {
   if (unreduced || !version || *version == current_version()) return false;
   const at::Tensor& grad = variable.grad();
-  // All views of one tensor have one version, so that of a given one tells too much.
+  // All views of one tensor share a version, so that of a given gradient also counts writes to
+  // other views.
   return (grad.is_same(bucket_view) || (is_given() && !at::equal(grad, bucket_view))) &&
          !has_zeros();
 }
@@ -451,14 +451,14 @@ void HookedParameter::note_base() {
   base_changed = !bucket_view.defined() || current_version() - reduced_version != 1;
   const bool in_place = version && variable.grad().is_same(bucket_view);
   const bool is_written =
-      in_place && current_version() - *version > 1;  // and not by autograd alone
+      in_place && current_version() - *version > 1;  // not only by autograd
   on_base = !(is_given() ? was_zero : is_written && was_zero);
 }
 
 void HookedParameter::rescale_reduced(double scale) {
   if (scale == 1.0 || unreduced || !base_reduced) return;
   at::Tensor& grad = variable.mutable_grad();
-  if (!grad.defined()) return;  // is_same() holds for an undefined `sparse` too
+  if (!grad.defined()) return;  // is_same() holds for an undefined `sparse`, too
   if (!converted && !is_given() && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
   const at::NoGradGuard no_grad;
   const bool is_written = version && grad.is_same(bucket_view) && *version != current_version();

@@ -21,8 +21,7 @@ namespace torch_ring {
 /// version.
 using Accumulator = std::remove_cvref_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
-/// One gradient's part of a bucket. A part of a bucket and the layout of a gradient in it (DDP:
-/// gradient_as_bucket_view).
+/// One gradient's part of a bucket, and its layout there (DDP: gradient_as_bucket_view).
 struct GradientView {
   at::Tensor bucket;
   std::byte* data = nullptr;
@@ -36,11 +35,11 @@ struct GradientView {
 
   std::size_t bytes() const;
 
-  /// Moves the view to `memory`, or to memory from torch if that is null.
+  /// Moves the view to `memory`, or to memory from torch if it is null.
   void move_to(std::shared_ptr<void> memory);
 
-  /// A new tensor over the view, to be a `grad`. To autograd it is no view; saving or copying it
-  /// takes its own elements only.
+  /// A new tensor over the view, for `grad`. Autograd does not treat it as a view; saving or
+  /// copying it takes only its own elements.
   at::Tensor tensor() const;
 };
 
@@ -50,23 +49,22 @@ at::Tensor flat(const at::Tensor& tensor);
 /// Copies values between layouts, dtypes and devices; `from` may be sparse.
 void copy_into(const at::Tensor& to, const at::Tensor& from);
 
-/// Gradients that are copied into their buckets together. Copies into the views of gradients.
-/// On the host each is made at once; those on a device are collected and made by run(), as one
-/// operator for each device and dtype. On CUDA that is a kernel for every 64 gradients.
+/// Copies gradients into their views. Copies on the host are made at once; those on a device are
+/// collected and made by run(), as one operator for each device and dtype. On CUDA that is a kernel
+/// for every 64 gradients.
 ///
 /// Thread: one at a time; the copies are enqueued on its current streams. Blocking: no.
 class BatchedCopy {
  public:
   /// Copies a gradient into its view, from any layout, dtype or device. It is kept until run(), and
-  /// its memory until the copy has been made, if `stream` is the one that it belongs to. Without
-  /// one, it belongs to the current stream.
+  /// its memory until the copy has been made, if it belongs to `stream`; none: the current stream.
   void copy(const at::Tensor& to, const at::Tensor& from,
             const std::optional<c10::Stream>& stream = std::nullopt);
 
   /// Makes a view zero.
   void zero(const at::Tensor& view);
 
-  /// Enqueues what has been collected.
+  /// Enqueues the collected copies.
   void run();
 
  private:
@@ -82,14 +80,13 @@ class BatchedCopy {
   std::vector<Batch> batches_;
 };
 
-/// A parameter with hooks, and the memory of its gradient. One parameter of a GradientHooks.
-/// Its gradient lies in a part of a bucket or, if it fills a bucket alone, in a block of shared
-/// memory. If autograd has computed it in the block, nothing is copied, and `bucket_view` is
-/// the tensor that autograd has made. Between two steps the block belongs to `grad`, and is
-/// freed with it.
+/// One parameter of a GradientHooks, and the memory of its gradient. The gradient lies in a part of
+/// a bucket or, if it fills a bucket alone, in a block of shared memory. If autograd has computed
+/// it in the block, nothing is copied, and `bucket_view` is the tensor that autograd has made.
+/// Between two steps the block belongs to `grad`, and is freed with it.
 ///
-/// A gradient on a device stays where autograd has made it (`outside`) until bring_in() or
-/// copy_in() copies it together with others of its bucket.
+/// A gradient on a device stays in autograd's memory (`outside`) until bring_in() or copy_in()
+/// copies it together with others of its bucket.
 ///
 /// `grad` stays the program's if the program has given it (`p.grad = flat[a:b]`), as with DDP's
 /// gradient_as_bucket_view=False: its value is copied into the view, and the result back.
@@ -100,8 +97,8 @@ struct HookedParameter {
   HookedParameter(at::Tensor variable, std::string name);
 
   /// Drops `bucket_view` if it no longer lies in the view: the program may have given it other
-  /// memory (`grad.data = ...`, or a module's double(), to() or share_memory()). Takes it up again
-  /// if `grad` still is the tensor that release_to_grad() left.
+  /// memory (`grad.data = ...`, or a module's double(), to() or share_memory()). Restores it if
+  /// `grad` still is the tensor that release_to_grad() left.
   void refresh();
 
   /// Handles a gradient that autograd has accumulated, `gradient` into `grad`; returns whether
@@ -115,7 +112,7 @@ struct HookedParameter {
   /// Whether copy_in() or make_zero() would overwrite a gradient that the program has kept.
   bool would_overwrite_kept() const;
 
-  /// Takes another accumulator, which torch has made because the parameter was converted. Its
+  /// Adopts a new accumulator, which torch has made because the parameter was converted. The
   /// gradient may have been converted with it.
   void follow(const Accumulator& other);
 
@@ -126,14 +123,14 @@ struct HookedParameter {
   bool has_moved() const { return variable.device() != device; }
 
   /// Copies `grad` into the view, and makes `grad` a tensor over it unless it is the program's;
-  /// returns whether the hook did not know it.
+  /// returns whether `grad` was unknown to the hook.
   bool copy_in(BatchedCopy& copies);
 
-  /// Copies the gradient that on_gradient() has left outside, if any, whatever `grad` was set to
+  /// Copies the gradient that on_gradient() has left outside, if any, even if `grad` was replaced
   /// since.
   void bring_in(BatchedCopy& copies);
 
-  /// Whether the gradient that has arrived in this pass is reduced, whatever `grad` was set to
+  /// Whether the gradient that has arrived in this pass will be reduced even if `grad` was replaced
   /// since.
   bool is_settled() const {
     return arrived && (bucket_view.defined() || outside.defined()) && !sparse.defined();
@@ -151,12 +148,12 @@ struct HookedParameter {
   /// Whether `grad` is the program's, and known as such.
   bool is_given() const;
 
-  /// Whether `grad` is the program's, on the host, and zero: its version, that of all views of one
-  /// memory, does not tell.
+  /// Whether `grad` is the program's, on the host, and zero. Its version, shared by all views of
+  /// one memory, does not tell.
   bool is_given_zero() const { return is_given() && !on_device() && has_zeros(); }
 
-  /// Whether the program has written to a reduced gradient that it keeps over a step, and that is
-  /// zero; on a device, where asking would wait, zeros are taken for granted.
+  /// Whether the program has zeroed a reduced gradient that it keeps over a step; on a device,
+  /// where a check would wait, any write counts.
   bool was_written_with_zeros() const;
 
   /// Copies the reduced gradient into the program's `grad`.
@@ -165,30 +162,30 @@ struct HookedParameter {
   /// Drops this object's references to a block, so that `grad` alone owns it.
   void release_to_grad();
 
-  /// Takes note that `grad` holds the reduced gradient.
+  /// Records that `grad` holds the reduced gradient.
   void be_reduced();
 
-  /// Takes note that `grad` has not been written since it was reduced.
+  /// Records that `grad` has not been written since it was reduced.
   void note_reduced_version();
 
   /// Whether `grad` is the reduced gradient, on the host, and nobody has written to it since.
   bool has_unchanged_base() const;
 
-  /// Whether `grad` is a tensor that was left here, and not the program's own.
+  /// Whether `grad` is a tensor of this object, and not the program's own.
   bool has_known() const;
 
   /// Whether the program, and no backward pass, has written to the gradient in this step. Writes to
-  /// a gradient that was reduced in this step do not count: it is clipped, say. Nor do zeros.
+  /// a gradient that was reduced in this step do not count (clipping, say), nor do zeros.
   bool written_by_hand() const;
 
-  /// Whether the program may have set or written the gradient, and no pass has reduced it since the
-  /// step began: for a write through `.data` or NumPy leaves no trace.
+  /// Whether no pass has reduced the gradient since the step began, so that the program may have
+  /// set or written it: a write through `.data` or NumPy leaves no trace.
   bool may_be_by_hand() const;
 
-  /// Takes note that autograd has accumulated into the gradient that was there, in this place.
+  /// Records that autograd has accumulated into the earlier gradient in place.
   void note_base();
 
-  /// Takes note that the gradient contains none that was reduced before.
+  /// Records that the gradient contains no earlier reduced one.
   void forget_base() { base_reduced = on_base = false; }
 
   /// Multiplies an already reduced gradient by `scale`, before autograd accumulates into it.
@@ -202,30 +199,30 @@ struct HookedParameter {
   // Keeps the accumulator alive: a tensor has only a weak reference to it.
   Accumulator accumulator;
   std::string name;
-  at::ScalarType dtype{};  // the variable's when it was wrapped
+  at::ScalarType dtype{};  // of the variable when it was wrapped
   std::size_t bucket = 0;
   c10::Device device = c10::kCPU;  // the bucket's
-  GradientView view;               // where the gradient lies
+  GradientView view;               // the place of the gradient
   at::Tensor bucket_view;          // a tensor over `view`, for `grad`; undefined without a block
-  at::Tensor sparse;               // the gradient as last left here, if sparse
-  at::Tensor outside;              // the gradient as last left here, if it waits for its bucket
-  std::optional<c10::Stream> outside_stream;  // to which its memory belongs
+  at::Tensor sparse;               // the last gradient, if sparse
+  at::Tensor outside;              // the last gradient, if it waits for its bucket
+  std::optional<c10::Stream> outside_stream;  // the stream that owns its memory
   std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
-  // `grad` while autograd makes another one, because this one's bucket has been sent in this pass.
+  // `grad`, saved while autograd makes another one, because its bucket has been sent in this pass.
   at::Tensor sent;
-  // The program's `grad`, and where its memory was: `grad.data = ...` gives it other memory.
+  // The program's `grad`, and its memory at that time: `grad.data = ...` gives it other memory.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
-  // is_given_zero() or was_written_with_zeros() before autograd added to it; by the thread that
-  // does.
+  // is_given_zero() or was_written_with_zeros() before autograd added to it; used by the adding
+  // thread.
   bool was_zero = false;
   const void* given_data = nullptr;
-  // `bucket_view` as it was when release_to_grad() left the block to `grad`.
+  // `bucket_view` when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
   int passes = 0;             // since the step began
   bool unreduced = false;     // this rank's gradient is not reduced yet
   bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
   bool on_base = false;       // the gradient that is not reduced yet contains a reduced one
-  bool base_changed = false;  // ... which the program may have changed
+  bool base_changed = false;  // ... that the program may have changed
   bool reduced = false;       // the gradient was reduced since the step began, here or by sharers
   bool is_zero = false;       // the step began with a gradient of zeros, if any
   bool arrived = false;       // in the current pass
@@ -233,7 +230,7 @@ struct HookedParameter {
   bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
   // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
-  std::uint32_t reduced_version = 0;  // the gradient's when it had been reduced
+  std::uint32_t reduced_version = 0;  // the gradient's after its reduction
 
  private:
   bool has_zeros() const;

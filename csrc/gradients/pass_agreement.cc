@@ -30,7 +30,7 @@ std::string PassAgreement::gather(Engine& engine, const std::string& report,
     open_ = engine.submit(std::move(request), Engine::Mode::kBlocking);
     reports_ = reports;
   }
-  // Copies: the interrupt is Python's, which may end this agreement.
+  // Copies, because the interrupt runs Python, which may end this agreement.
   const auto open = open_;
   const auto reports = reports_;
   try {

@@ -1,4 +1,4 @@
-// PassAgreement: the agreement at the end of a backward pass, which an interrupt does not lose.
+// PassAgreement: the agreement at the end of a backward pass, which survives an interrupt.
 #pragma once
 
 #include <atomic>
@@ -12,42 +12,44 @@
 namespace torch_ring {
 
 /// The numbered agreements of a process set's optimizers. At the end of a backward pass the ranks
-/// gather reports of their gradients; then they reduce what any rank has, and the pass has ended.
+/// gather reports of their gradients; then they reduce the gradients that any rank has, and the
+/// pass has ended.
 ///
-/// A signal handler may raise an exception meanwhile (Ctrl-C). While the reports are gathered, it
-/// ends the wait and no more: this rank's report is on its way, and its next pass goes on from
-/// there with the gradients that it has by then. While gradients are reduced, it waits for the end
-/// (DenseFinalizer), which is near, because all ranks have agreed. Where it cannot wait, the
+/// A signal handler may raise an exception meanwhile (Ctrl-C). During the gathering it only ends
+/// the wait: this rank's report is on its way, and its next pass continues from there with the
+/// gradients that it has by then. During the reduction the exception is deferred to the end
+/// (DenseFinalizer), which is near, because all ranks have agreed. Where it cannot be deferred, the
 /// next pass ends the job with an error on all ranks.
 ///
 /// Thread: the one that runs backward(), but is_ending_elsewhere(): any. Callers do not hold the
-/// GIL in gather(). Errors: the engine's; Error(kInternal) if the pass before was interrupted while
-/// gradients were reduced.
+/// GIL in gather(). Errors: the engine's; Error(kInternal) if the pass before was interrupted
+/// during its reduction.
 class PassAgreement {
  public:
-  /// The number of the next agreement, or of the one under way. A part of the operations' names.
+  /// The number of the next agreement, or of the one under way: a part of the operations' names.
   std::uint64_t number() const { return number_; }
 
   /// Returns the reports of all ranks that have not joined, in the order of ranks. Sends `report`,
   /// unless an interrupted pass has sent one.
   std::string gather(Engine& engine, const std::string& report, const Engine::Interrupt& interrupt);
 
-  /// Whether a report is on its way whose pass has not ended.
+  /// Whether a report of an unfinished pass is on its way.
   bool is_open() const { return open_ != nullptr; }
 
-  /// The ranks begin to reduce what they have agreed on.
+  /// The ranks begin to reduce the agreed gradients.
   void begin_reduction() { reducing_ = true; }
 
-  /// Whether they have not finished: if a pass begins, the one before was interrupted there.
+  /// Whether the reduction has not finished. At the beginning of a pass: the one before was
+  /// interrupted there.
   bool is_reducing() const { return reducing_; }
 
   /// The gradients are reduced: the next agreement is another one.
   void finish() { restart(number_ + 1); }
 
-  /// The next agreement is `number`, whatever was under way.
+  /// Makes `number` the next agreement, and drops the one under way.
   void restart(std::uint64_t number);
 
-  /// Takes the end of a pass for the calling thread; returns whether no other thread has it.
+  /// Claims the end of a pass for the calling thread; returns false if another thread has it.
   bool begin_ending() {
     std::thread::id before;
     return ending_.compare_exchange_strong(before, std::this_thread::get_id()) ||

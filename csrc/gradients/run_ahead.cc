@@ -68,7 +68,7 @@ void RunAhead::bucket_full(const GradientHooks& optimizer, std::size_t bucket) {
   state->full = true;
   if (state == &states_[next_]) {
     launch_full();
-  } else {  // another thread, on another stream, may launch it
+  } else {  // another thread may launch it, on another stream
     const c10::Stream stream = current_stream(state->planned->memory.device());
     state->ready.emplace(stream.device_type()).record(stream);
   }
@@ -146,7 +146,7 @@ void RunAhead::launch_full() {
     for (; !error_ && next_ < states_.size() && states_[next_].full; ++next_) {
       launch(states_[next_]);
     }
-  } catch (...) {  // torch would make a RuntimeError of it
+  } catch (...) {  // torch would convert it to a RuntimeError
     error_ = std::current_exception();
   }
 }

@@ -43,16 +43,16 @@ class Launched {
   OutputEvent written_;
 };
 
-/// Allreduces on a device that the ranks start without an agreement. Launches the allreduces of
-/// one process set. All ranks launch the same in the same order.
+/// Launches allreduces of one process set on a device, without an agreement. All ranks launch the
+/// same ones in the same order.
 /// Thread: one at a time, without the GIL. Blocking: as Engine::launch().
-/// Errors: Error(kInvalidArgument) for a tensor that is not on a device, and as
+/// Errors: Error(kInvalidArgument) for a tensor that is not on a device; those of
 /// allreduce_request(); the engine's.
 class Launcher {
  public:
   Launcher(std::weak_ptr<Engine> engine, int size) : engine_(std::move(engine)), size_(size) {}
 
-  /// Reduces a tensor in place, after what is on the current stream.
+  /// Reduces a tensor in place, after the work on the current stream.
   Launched allreduce(const at::Tensor& tensor, int op, double prescale, double postscale,
                      const Engine::Interrupt& interrupt = {}) const;
 
@@ -61,25 +61,25 @@ class Launcher {
   const int size_;
 };
 
-/// One bucket of a plan. All ranks have equal ones, but for the tensors.
+/// One bucket of a plan. Equal on all ranks, except for the tensors.
 struct PlannedBucket {
   std::weak_ptr<GradientHooks> optimizer;  // which may be gone
   std::size_t bucket;
   std::vector<std::pair<std::int64_t, std::int64_t>> runs;  // (begin, end), in elements
-  at::Tensor memory;  // of the size, dtype and device that are sent
+  at::Tensor memory;  // with the size, dtype and device that are sent
   bool cast;          // `memory` itself is sent, with the bucket's values in its dtype
   int op;
   double prescale;
   double postscale;
 };
 
-/// Launches the buckets of planned backward passes, without the other ranks' hosts. A plan says
-/// which gradients the ranks reduce in each of them. In a planned pass every rank launches the same
-/// reductions in the same order, and asks nobody: a bucket as soon as its gradients and all earlier
-/// buckets are there, the rest when the pass ends, with zeros in the place of missing gradients.
+/// Launches the buckets of planned backward passes, without an agreement. A plan lists the
+/// gradients that the ranks reduce in each of them. In a planned pass every rank launches the same
+/// reductions in the same order: a bucket as soon as its gradients and all earlier buckets are
+/// there, the rest when the pass ends, with zeros for missing gradients.
 /// torch_ring/optimizer/planned_pass.py decides which passes are planned.
 ///
-/// Locks are taken in this order: this object's, that of the optimizer's hooks, the engine's.
+/// The order of locks: this object's, the lock of the optimizer's hooks, the engine's.
 ///
 /// Thread: any, without the GIL. Blocking: no, but as Engine::launch(). Errors: the engine's, from
 /// launch_rest().
@@ -87,13 +87,13 @@ class RunAhead {
  public:
   RunAhead(std::weak_ptr<Engine> engine, int size) : launcher_(std::move(engine), size) {}
 
-  /// Takes a plan, of no bucket if the next passes are not planned.
+  /// Sets the plan; without buckets the next passes are not planned.
   void set_plan(std::vector<PlannedBucket> buckets);
 
-  /// Begins a pass: bucket_full() launches from now on. Drops the pass before.
+  /// Begins a pass: from now on bucket_full() launches. Drops the pass before.
   void open();
 
-  /// All planned gradients of a bucket have arrived. Call on the last one's stream.
+  /// Call it when all planned gradients of a bucket have arrived, on the last one's stream.
   void bucket_full(const GradientHooks& optimizer, std::size_t bucket);
 
   /// Makes the current stream wait for a bucket, if it has been launched in this pass.
@@ -102,19 +102,19 @@ class RunAhead {
   /// Whether a bucket has been launched in this pass.
   bool has_launched();
 
-  /// Launches what is left of the pass. Throws if that, or an earlier launch, fails.
+  /// Launches the rest of the pass. Throws if this, or an earlier launch, fails.
   void launch_rest();
 
   /// Makes the current stream wait for the pass, and writes the results into the buckets.
   void wait();
 
-  /// Launches zeros for a pass, in the place of a rank that has joined.
+  /// Launches zeros for a pass, on a rank that has joined.
   void stand_in();
 
-  /// Takes note of an optimizer, whose gradients kept() gives.
+  /// Registers an optimizer, whose gradients kept() returns.
   void add(std::int64_t optimizer, std::weak_ptr<GradientHooks> memory);
 
-  /// The result of GradientHooks::kept(), on a rank that has joined.
+  /// GradientHooks::kept() of the optimizer, on a rank that has joined.
   const void* kept(std::int64_t optimizer, std::int64_t number, std::size_t index,
                    std::size_t bytes);
 
@@ -132,17 +132,18 @@ class RunAhead {
   void launch_full();
   void launch(State& state);
 
-  std::mutex mutex_;  // guards all below
+  std::mutex mutex_;  // guards the members below
   Launcher launcher_;
   std::map<std::int64_t, std::weak_ptr<GradientHooks>> optimizers_;
   std::vector<PlannedBucket> plan_;
   std::vector<State> states_;  // of the current pass, in the order of launches
-  std::size_t next_ = 0;       // the first that is not launched
+  std::size_t next_ = 0;       // the first one that is not launched
   std::exception_ptr error_;   // of a launch during the pass: the end of the pass throws it
 };
 
-/// The answer of a join to the other ranks, which tell it of the passes that they enter, and ask
-/// (Request::allocate): launches zeros for passes that are planned. `run_ahead` may be null.
+/// The Request::allocate of a join, which hears of the passes that the other ranks enter, and
+/// launches zeros for planned ones; or returns a gradient that they request (RunAhead::kept()).
+/// `run_ahead` may be null.
 std::function<void*(std::span<const std::int64_t>)> standing_in(
     std::shared_ptr<RunAhead> run_ahead);
 

@@ -18,9 +18,9 @@ inline constexpr std::size_t kCacheLine = 64;
 /// each, so the contents are lost. Call it as their only reader, before the writer is told that the
 /// memory is free.
 ///
-/// A core that writes lines which another core's cache shares makes them exclusive one after the
-/// other; lines that it has lost to another core it fetches many at a time. On two cores without a
-/// common cache that is 2 GB/s against 20 GB/s (docs/internals/measurements.md).
+/// A core that writes lines shared with another core's cache makes them exclusive one at a time; it
+/// fetches lines that another core owns many at a time. On two cores without a common cache that is
+/// 2 GB/s against 20 GB/s (docs/internals/measurements.md).
 inline void own_cache_lines(std::byte* data, std::size_t bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
   for (std::uintptr_t at = begin; at < begin + bytes; at = (at / kCacheLine + 1) * kCacheLine) {
@@ -52,7 +52,7 @@ inline void copy_nontemporal(void* to, const void* from, std::size_t bytes) {
 #endif
 }
 
-/// Whether a result is written past the caches, being larger than a core's share of them.
+/// Whether a result is written past the caches, because it exceeds a core's share of them.
 constexpr bool is_nontemporal(std::size_t bytes) { return bytes >= 16u << 20; }
 
 /// Copies a part of a result, past the caches if `nontemporal`.

@@ -12,8 +12,8 @@ constexpr std::size_t huge_page_ceil(std::size_t bytes) {
   return huge_page_floor(bytes + kHugePage - 1);
 }
 
-/// Maps `bytes` of private memory from the start of a huge page on, and `ahead` bytes before them.
-/// Both are whole pages. Returns the start of the huge page, or null if there is no memory.
+/// Maps `bytes` of private memory that begin at a huge page, and `ahead` bytes before them. Both
+/// are whole pages. Returns the start of the huge page, or null if there is no memory.
 std::byte* map_at_huge_page(std::size_t bytes, std::size_t ahead, int protection) noexcept;
 
 /// Replaces small pages by huge ones and keeps their contents; the system never does this to shared

@@ -44,15 +44,15 @@ namespace {
 
 using Kind = MessageFrame::Kind;
 
-// A peer that leaves or dies closes its connections; the news of it, which says why, is here within
-// this time also over a network that loses packets, if the peer does not answer any more.
+// For a silent peer. A peer that leaves or dies closes its connections; the news of it, with the
+// cause, arrives within this time even over a lossy network.
 constexpr std::chrono::seconds kCauseGrace{5};
 
-// Of a peer that has answered. One that leaves closes its messages before it says goodbye.
+// For a peer that has answered: a leaving rank closes its messages before it says goodbye.
 constexpr std::chrono::milliseconds kGoodbyeGrace{250};
 
-// Deadlines of requests that have ended are dropped when there are more than these, or than twice
-// those of the others.
+// Deadlines of ended requests are dropped when there are more deadlines than this, or than twice
+// those of pending requests.
 constexpr std::size_t kLeastDue = 64;
 
 std::string part(DType dtype, std::uint64_t bytes, int tag) {
@@ -133,7 +133,7 @@ void MessageProtocol::begin_send(const Request& request) {
   to.queue(frame);
 }
 
-/// Gives a message to the receive that it has matched.
+/// Gives a message to its matching receive.
 void MessageProtocol::deliver(const Request& receive, Arrival&& arrival) {
   const MessageSpec& spec = receive->spec();
   MessageFrame answer = arrival.frame;
@@ -197,12 +197,12 @@ void MessageProtocol::end_frame(int peer, const MessageFrame& frame) {
   }
 }
 
-/// The receiver has asked for something else than this rank's message.
+/// Handles a kRefuse: this rank's message does not fit the receive.
 void MessageProtocol::refused(int peer, const MessageFrame& frame) {
   const std::string why = mismatch(world_.rank, peer, frame);
   const auto send = offered_.extract({peer, frame.number});
   if (send) return fail(send.mapped(), Error(ErrorKind::kMismatch, why));
-  // A short message: its send has ended when it was on its way.
+  // A short message, whose send has ended already.
   if (world_.log) world_.log("rank " + std::to_string(world_.rank) + ": a message is lost: " + why);
 }
 
@@ -248,7 +248,7 @@ bool MessageProtocol::advance(int peer, Side& side, Clock::time_point now) {
   return moved;
 }
 
-/// Ends the requests that a peer which is gone leaves behind.
+/// Ends the requests with a peer that is gone.
 void MessageProtocol::settle(int peer, Clock::time_point now) {
   Peer& it = at(peers_, peer);
   const auto is_over = [&](const Side& side) {
@@ -268,7 +268,7 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
       for (const Request& send : it.sends.stream->take_unsent()) fail(send, cause(it.sends));
     }
   }
-  // Messages that it has sent before are still on their way, if it has connected.
+  // Its earlier messages are still on their way, if it has connected.
   const bool is_silent = it.receives.stream && !it.receives.stream->is_open(false);
   if (is_over(it.receives) || (it.departure && is_silent)) {
     it.receives.failed = true;
@@ -279,7 +279,7 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
     };
     for (const Request& receive : mailbox_.take(concerned)) fail(receive, cause(it.receives));
   }
-  // Last: by the next time a departure that was told before the answer is known here.
+  // Last: a departure that was told before the answer is known by the next call.
   for (Side* side : {&it.sends, &it.receives}) {
     if (!side->lives || !side->lives()) continue;
     side->patience_ends = now + kGoodbyeGrace;

@@ -1,4 +1,4 @@
-// MessageProtocol: how the messages of a rank move, without its thread.
+// MessageProtocol: moves the messages of a rank, without its thread.
 #pragma once
 
 #include <chrono>
@@ -21,30 +21,30 @@
 
 namespace torch_ring {
 
-/// A message that has arrived: itself, or the offer of it.
+/// A message that has arrived, or the offer of one.
 struct Arrival {
   int source = 0;  // rank of the set
   MessageFrame frame;
   std::vector<std::byte> bytes;  // of a kWhole
 };
 
-/// Matches messages and receives, as MPI and gloo do: a message goes to the first
-/// receive of its tag that takes its source's messages, a receive gets the first message to
-/// have arrived. A rank's messages with one tag arrive in the order in which they were sent, so
-/// they are matched in that order.
+/// Matches messages and receives, as MPI and gloo do: a message goes to the first receive of its
+/// tag that takes its source's messages, a receive gets the first matching message to arrive. A
+/// rank's messages with one tag arrive in the order in which they were sent, and are matched in
+/// that order.
 ///
-/// Thread: one at a time. Cost: of the receives or messages that wait, each is looked at.
+/// Thread: one at a time. Cost: O(waiting receives or messages).
 class Mailbox {
  public:
   using Receive = std::shared_ptr<MessageRequest>;
 
-  /// The receive that gets a message; keeps the message if there is none.
+  /// Returns the receive of a message; keeps the message if there is none.
   Receive arrive(Arrival&& arrival);
 
-  /// The message that a receive gets; keeps the receive if there is none.
+  /// Returns the message of a receive; keeps the receive if there is none.
   std::optional<Arrival> post(const Receive& receive);
 
-  /// Takes out the receives of which `is_chosen` holds.
+  /// Takes out the receives for which `is_chosen` holds.
   template <class IsChosen>
   std::vector<Receive> take(IsChosen&& is_chosen) {
     std::vector<Receive> taken;
@@ -66,27 +66,27 @@ struct MessagesWorld {
   int rank = 0;                     // of the set
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
   std::size_t width = 1;            // sockets of a connection
-  bool checksums = false;           // of what connections carry
+  bool checksums = false;           // of the data of connections
   std::chrono::milliseconds transfer_timeout{};
   std::chrono::milliseconds stall_warning{};        // 0: never
   std::function<void(const std::string&)> log;      // takes a warning
-  std::string timeout_name = "TORCH_RING_TIMEOUT";  // what errors call it
-  std::shared_ptr<MessageRecorder> recorder;        // null: nobody asks
-  /// Asks a rank of the set for a sign of life; what it returns tells whether there was one. All
-  /// that the rank told before is known then. Null: nobody can ask.
+  std::string timeout_name = "TORCH_RING_TIMEOUT";  // its name in errors
+  std::shared_ptr<MessageRecorder> recorder;        // null: no records
+  /// Asks a rank of the set for a sign of life; the returned function tells whether it has arrived.
+  /// By then all earlier news of the rank is known. Null: no probes.
   std::function<std::function<bool()>(int)> probe;
 };
 
 /// A rank has up to two connections with each other one: on one it sends messages, on the other it
 /// receives them. The sender of messages makes the connection, so an any-source receive needs none.
 ///
-/// Memory: a message of up to MessageStream::kWholeBytes that nobody has asked for yet is kept; of
-/// a longer one only the offer is.
+/// Memory: a message without a receive is kept if it has up to MessageStream::kWholeBytes; of a
+/// longer one only the offer is kept.
 ///
 /// Thread: one at a time. Blocking: no.
-/// Errors of advance(): what ends all messages. Error(kTimeout) naming the request that has waited
-/// for too long, or the peer that stands still; Error(kInternal). A peer that is gone is the error
-/// of the requests that need it.
+/// Errors of advance(), which end all messages: Error(kTimeout) naming the request that has waited
+/// for too long, or the peer that stands still; Error(kInternal). The loss of a peer is an error of
+/// only the requests that need it.
 class MessageProtocol {
  public:
   using Request = std::shared_ptr<MessageRequest>;
@@ -98,16 +98,16 @@ class MessageProtocol {
   /// Begins a request. Precondition: its peer is another rank of the set.
   void post(const Request& request);
 
-  /// A peer may have connected.
+  /// Call it when a peer may have connected.
   void look_for_connections() { look_ = true; }
 
   /// `rank` of the set has left. Its earlier messages still arrive.
   void depart(int rank, const std::string& why);
 
-  /// Moves what goes now; returns whether there was anything.
+  /// Moves as much as possible now; returns whether it moved anything.
   bool advance(Clock::time_point now);
 
-  /// The descriptors to poll before the next advance(), and when that is due at the latest.
+  /// The descriptors to poll before the next advance(), and the latest time for it.
   void add_to(std::vector<pollfd>& fds) const;
   Clock::time_point due() const;
 
@@ -120,20 +120,20 @@ class MessageProtocol {
   /// One of the two connections with a rank.
   struct Side {
     std::optional<MessageStream> stream;
-    std::optional<Error> error;         // why it is no more
-    Clock::time_point patience_ends{};  // until then a better cause may come
-    std::function<bool()> lives;        // asked then; null: it has answered, or nobody has asked
-    bool failed = false;                // nothing more comes on it
+    std::optional<Error> error;         // why it has ended
+    Clock::time_point patience_ends{};  // until then a better cause may arrive
+    std::function<bool()> lives;        // of the probe; null: answered, or not sent
+    bool failed = false;                // nothing more arrives on it
   };
   struct Peer {
     Side sends;
     Side receives;
     std::optional<std::string> departure;  // why it has left
-    std::vector<std::byte> whole;          // the bytes of a short message that arrives
+    std::vector<std::byte> whole;          // the bytes of an arriving short message
   };
   struct Due {
     std::weak_ptr<MessageRequest> request;
-    std::optional<Clock::time_point> warns_since;  // none: it fails
+    std::optional<Clock::time_point> warns_since;  // none: the request fails
   };
 
   MessageStream& stream(int peer, Direction direction);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kInterrupts{50};
 
-/// An error that shares no memory with this one: each thread that waits has its own.
+/// An error that shares no memory with this one, since each waiting thread needs its own.
 Error copy_of(const Error& error) { return {error.kind(), error.what()}; }
 
 }  // namespace
@@ -113,7 +113,7 @@ void MessageRequest::matched(int peer, std::size_t bytes) {
 
 void MessageRequest::finish(std::optional<Error> error) {
   std::vector<std::function<void()>> callbacks;
-  std::shared_ptr<void> owner;  // destroyed without the lock: these may free tensors
+  std::shared_ptr<void> owner;  // destroyed after the lock is released: it may free tensors
   std::function<void()> received;
   {
     const std::scoped_lock lock(mutex_);
@@ -121,7 +121,7 @@ void MessageRequest::finish(std::optional<Error> error) {
     done_ = true;
     finished_ = Clock::now();
     error_ = std::move(error);
-    if (counters_ && error_) counters_->failed(spec_.is_send);  // before anybody knows
+    if (counters_ && error_) counters_->failed(spec_.is_send);  // before anybody sees the end
     if (counters_ && !error_) {
       counters_->finished(spec_.is_send, spec_.is_send ? spec_.memory.size() : bytes_);
     }

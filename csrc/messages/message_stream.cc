@@ -36,7 +36,7 @@ bool MessageStream::advance() {
     sent = !cannot_send_ && send();
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kPeerLost) throw;
-    cannot_send_ = true;  // what the peer has sent before it left is still to be received
+    cannot_send_ = true;  // the peer's last bytes are still to be received
   }
   if (sent || received) moved_ = Clock::now();
   return sent || received;
@@ -104,7 +104,7 @@ void MessageStream::add_to(std::vector<pollfd>& fds) const {
 }
 
 Clock::time_point MessageStream::still_since() const {
-  // Of a message that goes at once the receiver may not know yet.
+  // A receiver may not expect a kWhole yet, so only a kData counts.
   const bool sends = !queue_.empty() && queue_.front().frame.kind == MessageFrame::Kind::kData;
   return sends || received_ > kFrameBytes ? moved_ : Clock::time_point::max();
 }

@@ -17,11 +17,11 @@
 
 namespace torch_ring {
 
-/// The begin of a frame, in the byte order of the machine.
+/// The header of a frame, in the machine's byte order.
 ///
 /// A short message is a kWhole, with its bytes. A long one is a kOffer; the receiver answers with a
-/// kAccept when it has memory for it, and then comes a kData, with the bytes. A receiver that has
-/// asked for something else answers with a kRefuse.
+/// kAccept when it has memory for it, and the sender then sends a kData, with the bytes. A receiver
+/// whose receive does not fit answers with a kRefuse.
 struct MessageFrame {
   enum class Kind : std::uint8_t {
     kWhole = 1,  // from the sender
@@ -42,20 +42,20 @@ struct MessageFrame {
 };
 static_assert(sizeof(MessageFrame) == 32 && std::is_trivially_copyable_v<MessageFrame>);
 
-/// One connection: frames with bytes in the direction of the messages, frames without in the other.
-/// Either end sends and receives as far as the connection goes.
+/// One connection: frames with bytes in the direction of the messages, frames without bytes in the
+/// other. Each end sends and receives as much as the connection allows.
 ///
 /// Thread: the messages'. Blocking: no. Errors: Connection's.
 class MessageStream {
  public:
-  /// Messages that are no longer go at once, and the receiver keeps them until they are asked for.
-  /// Longer ones wait for the receiver's memory: a copy of 16 KiB costs less than that takes.
+  /// Messages up to this size go at once, and the receiver keeps them until their receives are
+  /// posted. Longer ones wait for the receiver's memory: a copy of 16 KiB costs less than that.
   static constexpr std::size_t kWholeBytes = 16u << 10;
 
   struct Handlers {
-    /// A frame has arrived: where its bytes go (as many as follow it).
+    /// A frame has arrived: returns the room for the bytes that follow it.
     std::function<std::span<std::byte>(const MessageFrame&)> begin;
-    /// So have its bytes.
+    /// The bytes of the frame have arrived.
     std::function<void(const MessageFrame&)> end;
   };
 
@@ -63,25 +63,26 @@ class MessageStream {
   MessageStream(std::unique_ptr<Connection> connection, Handlers handlers)
       : connection_(std::move(connection)), handlers_(std::move(handlers)) {}
 
-  /// Sends a frame after those before it, with bytes that stay where they are. `request`, which may
-  /// be null, is the one that ends when they are sent: sent() tells.
+  /// Sends a frame after the queued ones, with bytes that stay in place. `request`, which may be
+  /// null, ends when they are sent (take_sent()).
   void queue(const MessageFrame& frame, std::span<const std::byte> bytes = {},
              std::shared_ptr<MessageRequest> request = nullptr);
 
-  /// Sends and receives what goes now; returns whether there was anything.
+  /// Sends and receives as much as possible now; returns whether it moved anything.
   bool advance();
 
-  /// The requests whose frames have been sent, once; and those whose frames have not been, once.
+  /// The requests whose frames have been sent, and those whose frames have not; each once.
   std::vector<std::shared_ptr<MessageRequest>> take_sent() { return std::exchange(sent_, {}); }
   std::vector<std::shared_ptr<MessageRequest>> take_unsent();
 
-  /// Whether it has sockets. `look`: takes those that the peer has made, and asks for none.
+  /// Whether it has sockets. `look`: takes sockets that the peer has made, and requests none.
   bool is_open(bool look);
 
-  /// Appends what to poll.
+  /// Appends the descriptors to poll.
   void add_to(std::vector<pollfd>& fds) const;
 
-  /// Since when a message whose bytes both ends move has stood still; max() if there is none.
+  /// The time since which a message whose bytes both ends move has stood still; max() if there is
+  /// none.
   Clock::time_point still_since() const;
 
  private:

@@ -14,8 +14,8 @@ namespace torch_ring {
 
 namespace {
 
-/// The sockets on which a rank sends its messages, or receives them: those to higher ranks have
-/// another number than those to lower ones.
+/// The sockets on which a rank sends its messages, or receives them. Those to higher ranks and
+/// those to lower ranks have different numbers (messages_number()).
 class MessageSockets final : public SocketSource {
  public:
   MessageSockets(ControlPlane& plane, std::uint64_t set, std::vector<int> members, int rank,
@@ -88,7 +88,7 @@ void PointToPoint::start() {
   for (const std::uint64_t number : {set_ | kMessagesUp, set_ | kMessagesDown}) {
     plane_.subscribe(number, members_, *this);
   }
-  on_connected();  // what has been made before it subscribed
+  on_connected();  // for connections made before it subscribed
 }
 
 void PointToPoint::close() {
@@ -129,7 +129,7 @@ void PointToPoint::run() {
       const Error cause(ErrorKind::kInternal, error.what());
       if (end(cause)) plane_.fail(set_, cause);
     }
-    // The protocol, if there is one, may not have them all.
+    // The protocol, if there is one, may lack some of them.
     const bool has_failed_before = news.cause.has_value();
     if (!protocol) news = take_inbox();
     for (const Request& request : news.posted) request->finish(cause());

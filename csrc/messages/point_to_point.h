@@ -21,18 +21,18 @@ namespace torch_ring {
 /// A receive takes the messages of one rank or of any; they are matched as MPI does (Mailbox).
 ///
 /// A message that is longer than the receive, or of another dtype, is a MismatchError at the
-/// receiver, and at the sender if the message is longer than MessageStream::kWholeBytes; a shorter
-/// one's send has ended by then, so its rank logs a warning. A shorter message than asked for is
-/// none. The other messages go on.
+/// receiver, and at the sender if the message is longer than MessageStream::kWholeBytes; the send
+/// of a shorter one has ended by then, so its rank logs a warning. A message shorter than the
+/// receive is not an error. Other messages are not affected.
 ///
-/// The connections are made when the first message is sent (control/news.h): over a Unix
-/// socket between ranks of one host, over TCP between hosts. There is one thread, which moves all
-/// bytes; it begins with the first request, so a rank without messages costs nothing.
+/// The connections are made when the first message is sent (control/news.h): over a Unix socket
+/// between ranks of one host, over TCP between hosts. One thread moves all bytes; it starts with
+/// the first request, so without messages there is no cost.
 ///
-/// Thread: any, without what the freeing of tensors needs (Python's GIL). Blocking: close().
+/// Thread: any that does not hold the GIL, which the freeing of tensors needs. Blocking: close().
 /// Errors: of a request, its own. A rank that has left, or is lost, is Error(kPeerLost) of the
-/// requests that need it. A rank of the set that is lost or has given up, and a request that waits
-/// past its deadline, end all requests, and with the set all later ones.
+/// requests that need it. A rank of the set that is lost or has given up the set, and a request
+/// that waits past its deadline, end all requests, and with the set all later ones.
 class PointToPoint final : private ControlObserver {
  public:
   using Request = std::shared_ptr<MessageRequest>;
@@ -44,7 +44,7 @@ class PointToPoint final : private ControlObserver {
   PointToPoint(const PointToPoint&) = delete;
   PointToPoint& operator=(const PointToPoint&) = delete;
 
-  /// Begins to send or to receive. Errors: Error(kInvalidArgument) for a peer that is no other rank
+  /// Begins to send or to receive. Errors: Error(kInvalidArgument) unless the peer is another rank
   /// of the set; the cause that has ended the messages; std::system_error if there is no thread.
   Request post(MessageSpec spec);
 
@@ -52,12 +52,12 @@ class PointToPoint final : private ControlObserver {
   void close();
 
  private:
-  /// The changes that the thread has to note.
+  /// The news for the thread.
   struct Inbox {
     std::vector<Request> posted;
     std::vector<std::pair<int, std::string>> departures;  // rank of the set, why
     bool connected = false;
-    std::optional<Error> cause;  // that has ended the messages; stays
+    std::optional<Error> cause;  // that has ended the messages; never reset
   };
 
   void start();
@@ -83,7 +83,7 @@ class PointToPoint final : private ControlObserver {
   std::mutex life_;  // guards the thread's beginning and end; taken before mutex_
   bool closed_ = false;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   Inbox inbox_;
 
   std::thread thread_;

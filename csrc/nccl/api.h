@@ -1,5 +1,5 @@
-// Api: the part of NCCL's C interface that torch_ring uses, which is RCCL's, too. The library is
-// found at run time, so a build needs nothing of CUDA. tests/device/nccl_check.cc compares these
+// Api: the part of NCCL's C interface that torch_ring uses, which RCCL has, too. The library is
+// found at run time, so a build needs no CUDA. tests/device/nccl_check.cc compares these
 // declarations with the real nccl.h, test_nccl_header.py has a table of versions.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace torch_ring::nccl {
 
-/// Every code that is not named here is an error.
+/// Every other code is an error.
 enum class Result : int { kSuccess = 0, kRemoteError = 6, kInProgress = 7 };
 
 enum class DataType : int {
@@ -43,7 +43,7 @@ struct Config {
   int max_ctas = INT_MIN;
   const char* net_name = nullptr;
   int split_share = INT_MIN;
-  int unset = INT_MIN;  // padding; of newer versions the field trafficClass
+  int unset = INT_MIN;  // padding; trafficClass in newer versions
 };
 static_assert(sizeof(Config) == 48);
 

@@ -11,7 +11,7 @@ namespace torch_ring::nccl {
 
 namespace {
 
-/// A call, which its caller and its thread share.
+/// A call, shared by its caller and its thread.
 struct Call {
   void run() {
     std::exchange(function, nullptr)();

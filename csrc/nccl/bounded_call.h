@@ -7,8 +7,8 @@
 namespace torch_ring::nccl {
 
 /// Calls `function` on another thread, and waits for it. Returns whether it has returned within
-/// `patience`. If not, that thread is left behind: so `function` owns what it uses. It runs on the
-/// calling thread where no other can be started.
+/// `patience`. If not, that thread is left behind, so `function` must own all that it uses. If no
+/// thread can be started, it runs on the calling thread.
 /// Thread: any. Blocking: for `patience` at most.
 bool call_bounded(std::function<void()> function, std::chrono::milliseconds patience);
 

@@ -24,7 +24,7 @@ void* open(const std::string& path) {
   if (!path.empty()) {
     if (void* library = load(path.c_str(), RTLD_LOCAL)) return library;
   } else {
-    // torch's copy first: two copies in a process would not know of each other.
+    // torch's copy first: two copies in a process would not know each other.
     for (const char* name : kSonames) {
       if (void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;
     }

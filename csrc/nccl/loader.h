@@ -15,7 +15,7 @@ inline constexpr int kOldestVersion = 21805;
 /// there is no NCCL, or it is too old.
 Api load(const std::string& path = "");
 
-/// "2.27.3" of 22703.
+/// "2.27.3" for 22703.
 std::string version_text(int version);
 
 }  // namespace torch_ring::nccl

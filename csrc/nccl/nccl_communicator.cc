@@ -166,7 +166,7 @@ void NcclCommunicator::abort() noexcept {
   end(abort, "ncclCommAbort", std::min(timeout_, kFarewell));
 }
 
-/// Ends the communicator by a function that may hang inside NCCL, or has ended it before.
+/// Ends the communicator, unless it has ended before, by a function that may hang inside NCCL.
 void NcclCommunicator::end(End* function, const char* name,
                            std::chrono::milliseconds patience) noexcept {
   Comm const comm = comm_.exchange(nullptr);
@@ -181,7 +181,7 @@ void NcclCommunicator::end(End* function, const char* name,
   try {
     device_.log("rank " + std::to_string(rank_) + ": " + name + " has not returned within " +
                 in_seconds(patience) + "; its thread, and what it uses, are left behind");
-  } catch (...) {  // the log's own failure: there is nobody to tell
+  } catch (...) {  // the log itself has failed
   }
 }
 
@@ -198,7 +198,7 @@ void NcclCommunicator::allreduce(const void* input, void* output, std::size_t co
   finish(output, count, reduction);
 }
 
-/// The numbers of all ranks' elements, reduced on every rank.
+/// The elements of all ranks, widened, and reduced on every rank.
 Widened NcclCommunicator::reduce_widened(const void* input, std::size_t count,
                                          const Reduction& reduction) {
   const Widened wide = device_.widen(input, count, reduction);
@@ -266,7 +266,7 @@ void NcclCommunicator::reducescatter(const void* input, void* output,
   const auto earlier = std::accumulate(counts.begin(), own, std::size_t{0});
   const auto all = std::accumulate(own, counts.end(), earlier);
   input = scaled(input, all, reduction, nullptr);
-  if (needs_widening(reduction)) {  // rare: all ranks get all numbers, and each narrows its own
+  if (needs_widening(reduction)) {  // rare: all ranks get everything, and each narrows its own part
     Widened wide = reduce_widened(input, all, reduction);
     wide.data = bytes_at(wide.data, earlier * wide.item * size_of(wide.dtype));
     device_.narrow(output, wide, *own, reduction);
@@ -369,7 +369,7 @@ void NcclCommunicator::fail(Result result, const char* call) {
                   ". NCCL_DEBUG=WARN tells more");
 }
 
-/// The inputs times their factors: `input` itself, or `output`, or new memory if that is null.
+/// The inputs times their factors: `input` itself, or `output`, or new memory if it is null.
 const void* NcclCommunicator::scaled(const void* input, std::size_t count,
                                      const Reduction& reduction, void* output) {
   const Scaling scaling = before(reduction);

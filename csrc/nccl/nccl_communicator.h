@@ -17,7 +17,7 @@ namespace torch_ring::nccl {
 /// Elements on a device in another dtype.
 struct Widened {
   void* data = nullptr;
-  std::size_t item = 1;  // numbers for each element
+  std::size_t item = 1;  // numbers per element
   DType dtype = DType::kInt32;
 };
 
@@ -29,12 +29,12 @@ struct Device {
   /// `input`. (ncclAvg multiplies by 1/n rounded to the dtype of the data.)
   std::function<void(void* output, const void* input, std::size_t count, DType, const Scaling&)>
       scale = {};
-  /// New memory, kept until the stream has run what this thread enqueues for the collective.
+  /// New memory, kept until the stream has run this thread's work of the collective.
   std::function<void*(std::size_t bytes)> allocate = {};
   /// `count` elements of `data`, in new memory, as numbers whose sums can be narrowed.
   std::function<Widened(const void* data, std::size_t count, const Reduction&)> widen = {};
-  /// output[i] = the reduction of which `data` are the sums (or minima, ...) of numbers, scaled but
-  /// for the prescale, which these have.
+  /// The inverse of widen() after the reduction: output[i] = the reduced number(s) of element i,
+  /// times all factors except the prescale, which widen() has applied.
   std::function<void(void* output, const Widened& data, std::size_t count, const Reduction&)>
       narrow = {};
   /// Calls a function while the device is the calling thread's current one. Thread: any.
@@ -43,17 +43,17 @@ struct Device {
 };
 
 /// Whether the factors of a reduction multiply its inputs, and not its result: those of a Sum of
-/// float16 that make it smaller, as an Average does. NCCL adds in float16, so the sum of the inputs
-/// themselves could overflow where the result does not. Pure.
+/// float16 that make it smaller, such as an Average's divisor. NCCL adds in float16, so the sum of
+/// the inputs themselves could overflow where the result does not. Pure.
 bool scales_inputs(const Reduction& reduction);
 
-/// All calls enqueue on the device's stream and return; results are written when the stream has run
-/// them. Buffers are device memory that lives until then.
+/// All calls enqueue work on the device's stream and return; results are there when the stream has
+/// run it. Buffers are device memory that lives until then.
 ///
-/// Thread: one at a time; no other thread is inside NCCL, but for abort(). Blocking: until NCCL has
-/// accepted the call, bounded by the timeout; the constructor until all ranks construct theirs;
+/// Thread: one at a time; no other thread is inside NCCL, except in abort(). Blocking: until NCCL
+/// has accepted the call, bounded by the timeout; the constructor until all ranks construct theirs;
 /// close() for some seconds.
-/// Errors: as Communicator's. After one, or abort(), the destructor waits for no work.
+/// Errors: as Communicator's. After one, or after abort(), the destructor does not wait for work.
 class NcclCommunicator final : public Communicator {
  public:
   /// `timeout` bounds each wait.
@@ -86,13 +86,13 @@ class NcclCommunicator final : public Communicator {
   /// Throws the asynchronous error of the device or of another rank, if there is one.
   void check();
 
-  /// Aborts the work on the stream that waits for other ranks. No call may follow. A call that
-  /// hangs in another thread is no reason not to call this: it may wait for that work.
+  /// Aborts the work on the stream that waits for other ranks. No call may follow. Another thread
+  /// may be inside a call, because that call may wait for this work.
   void abort() noexcept;
 
   /// Ends as the destructor does: waits for running work, unless something has failed. Returns
-  /// whether NCCL has let go of the stream and the buffers. If not, it hangs: its thread has been
-  /// left behind, with a warning.
+  /// whether NCCL has released the stream and the buffers. If not, it hangs, and its thread has
+  /// been left behind, with a warning.
   bool close() noexcept;
 
  private:

@@ -12,7 +12,7 @@ namespace torch_ring::nccl {
 
 namespace {
 
-/// A rank's NCCL, as it tells the other ranks.
+/// A rank's NCCL, for the other ranks.
 struct PeerInfo {
   int version = 0;
   UniqueId id{};

@@ -17,7 +17,7 @@ struct Rendezvous {
 };
 
 /// Loads NCCL on every rank of `host` and compares versions, because NCCL itself hangs, or worse,
-/// if they do not match. Collective: every rank returns, or every rank throws the same
+/// if versions differ. Collective: every rank returns, or every rank throws the same
 /// Error(kInvalidArgument), which names the ranks without NCCL, or each rank's version.
 /// `labels`: by rank. `load`: as loader.h's. Other errors: `host`'s.
 Rendezvous rendezvous(Communicator& host, std::span<const std::string> labels,

@@ -49,7 +49,7 @@ void TraceFile::write(std::string_view text) {
 
 namespace {
 
-/// Begins an object after those before it.
+/// Begins an object, after a comma if it is not the first.
 void begin_event(std::string& text) {
   if (!text.empty()) text += ",\n";
   text += '{';
@@ -146,7 +146,7 @@ void ChromeTrace::add(std::string& text, const OperationRecord& record) {
   const std::string args = R"(,"args":{"tensor":)" + json_string(tensor) + R"(,"process_set":)" +
                            std::to_string(record.set) + R"(,"sequence":)" +
                            std::to_string(record.sequence);
-  // A phase that it has not reached, or has not, ends where the next one begins.
+  // A phase that the operation lacks, or did not reach, is empty.
   const std::int64_t agreed = record.agreed != 0 ? record.agreed : record.finished;
   const std::int64_t started = record.started != 0 ? record.started : agreed;
   begin_span(text, "NEGOTIATE_" + name, lane, record.submitted, agreed);
@@ -190,7 +190,7 @@ void ChromeTrace::add_dropped(std::string& text, Clock::time_point now, std::uin
   text += '}';
 }
 
-/// A lane is free for an operation that was submitted after the last one there had ended.
+/// The first lane whose last operation ended before this one was submitted.
 std::size_t ChromeTrace::lane_of(const OperationRecord& record) {
   const auto lane =
       std::ranges::find_if(lane_ends_, [&](std::int64_t end) { return end <= record.submitted; });

@@ -12,16 +12,16 @@
 
 namespace torch_ring {
 
-/// A file of trace events that is valid JSON after each write. An array with an event on each
-/// line. Each write replaces the array's end by more events and a new end, with one system
-/// call: whoever reads the file meanwhile, or after the process was killed, finds a whole
-/// array, unless the file system itself has torn the write.
+/// A file of trace events, an array with one event a line, that is valid JSON after each write.
+/// Each write replaces the array's end by more events and a new end, with one system call: a reader
+/// finds a whole array meanwhile, and after the process was killed, unless the file system itself
+/// has torn the write.
 ///
 /// Thread: one. Blocking: the file system. Errors: Error(kInvalidArgument), which names the file,
 /// if it cannot be made; Error(kInternal) if it cannot be written.
 class TraceFile {
  public:
-  /// Makes the file, or empties it. `first`: the first event.
+  /// Creates the file, or empties it. `first`: the first event.
   TraceFile(const std::string& path, std::string_view first);
 
   /// `events`: at least one, with commas between them.
@@ -32,19 +32,19 @@ class TraceFile {
 
   const std::string path_;
   Fd file_;
-  std::size_t end_ = 0;  // where the array's end begins
+  std::size_t end_ = 0;  // the offset of the array's end
 };
 
-/// Makes text of operations: objects with a comma and a line break between two of them, so that
-/// blocks of them can be put together (TraceFile). A rank is a "process" of the trace; operations
-/// that overlap lie on "threads" of it, each on the first where there is room. An operation is
-/// NEGOTIATE_ALLREDUCE until all ranks have asked for it, then ALLREDUCE, which contains QUEUE and
-/// its activities: Horovod's names. So is that of its tensor, "allreduce.loss".
+/// Formats operations as JSON objects, separated by commas and line breaks, so that blocks of them
+/// can be joined (TraceFile). A rank is a "process" of the trace; overlapping operations lie on its
+/// "threads", each on the first free one. An operation is NEGOTIATE_ALLREDUCE until all ranks have
+/// requested it, then ALLREDUCE, which contains QUEUE and its activities. These names are
+/// Horovod's, as is the name of the operation's tensor, "allreduce.loss".
 ///
 /// Thread: one. Blocking: no.
 class ChromeTrace {
  public:
-  /// Bytes of an operation's name; the rest of a longer one is left out.
+  /// The most bytes of an operation's name; longer names are cut.
   static constexpr std::size_t kLongestName = 1024;
 
   /// The number of rank 0's process, and of a rank's first thread: Perfetto takes process 0 and
@@ -52,16 +52,16 @@ class ChromeTrace {
   static constexpr int kFirst = 1;
 
   explicit ChromeTrace(int rank) : process_(kFirst + rank) {}
-  /// `zero`: the time on this rank's clock that is 0 in the trace.
+  /// `zero`: time 0 of the trace on this rank's clock.
   void set_zero(Clock::time_point zero);
 
   /// Names the rank's rows: "rank 2 (10.0.0.7, pid 4711)".
   void name_rank(std::string& text, std::string_view label) const;
-  /// A rank's operations come in the order of their ends.
+  /// Call it in the order in which the rank's operations ended.
   void add(std::string& text, const OperationRecord& record);
-  /// Marks the round in which the operation was agreed, unless an earlier one has.
+  /// Marks the round in which the operation was agreed, once per round.
   void mark_cycle(std::string& text, const OperationRecord& record);
-  /// Says at what time operations are missing, and how many.
+  /// Adds an event that `count` operations are missing at `now`.
   void add_dropped(std::string& text, Clock::time_point now, std::uint64_t count) const;
 
  private:
@@ -75,7 +75,7 @@ class ChromeTrace {
   std::map<std::uint64_t, std::uint64_t> rounds_;  // set -> the last one that was marked
 };
 
-/// A JSON string with its quotes. Bytes that are no UTF-8 become U+FFFD.
+/// A JSON string with its quotes. Invalid UTF-8 becomes U+FFFD.
 std::string json_string(std::string_view text);
 
 }  // namespace torch_ring

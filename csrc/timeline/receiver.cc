@@ -13,8 +13,8 @@ using timeline::Kind;
 
 namespace {
 
-// The offset is wrong by half of the shortest round trip at most. On a LAN eight of them are
-// enough for one that no queue has delayed.
+// The error of the offset is at most half of the shortest round trip. On a LAN one of eight round
+// trips is usually not delayed by a queue.
 constexpr int kQuestions = 8;
 constexpr std::size_t kLongestAnswer = 1 + sizeof(timeline::ClockAnswer);
 
@@ -76,7 +76,7 @@ void TimelineSender::handle(std::span<const std::byte> message) {
 }
 
 void TimelineSender::write(const std::string& events) {
-  if (sent_) sent_->wait();  // which is done: throws its error
+  if (sent_) sent_->wait();  // it is done: throws its error
   sent_ =
       timeline::send(messages_, 0, timeline::kUp, Kind::kEvents, std::as_bytes(std::span(events)));
 }
@@ -90,11 +90,11 @@ using timeline::Kind;
 
 namespace {
 
-// A rank of which nothing has come for so long since the start has no timeline. Ranks begin theirs
-// together, as good as always.
+// A rank that has sent nothing for so long after the start has no timeline: ranks almost always
+// start theirs together.
 constexpr std::chrono::seconds kFirstWords{2};
 
-/// Says when time 0 was, in the words of Horovod's timeline.
+/// The wall-clock time of time 0, in the format of Horovod's timeline.
 std::string first_event() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   const auto since_epoch = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
@@ -131,7 +131,8 @@ bool TimelineReceiver::wait(Clock::time_point deadline) {
   return messages_ != nullptr;
 }
 
-/// A rank has died, or the world ends: this rank's own operations are still written.
+/// Gives up the other ranks after one has died, or the world has ended: this rank's own operations
+/// are still written.
 void TimelineReceiver::lose_others() {
   messages_ = nullptr;
   std::ranges::fill(others_, Sending::kEnded);

@@ -26,7 +26,7 @@ struct TimelineOptions {
   std::string path;
   bool mark_cycles = false;
   std::function<void(const std::string&)> log;  // takes a warning; called by the thread
-  // Between two writes. Programs for Horovod look for an operation 100 ms after its end.
+  // The time between two writes. Programs for Horovod read an operation 100 ms after its end.
   std::chrono::milliseconds interval{20};
   std::function<Clock::time_point()> clock = Clock::now;  // of the records
 };
@@ -34,16 +34,16 @@ struct TimelineOptions {
 }  // namespace torch_ring
 namespace torch_ring::timeline {
 
-/// Upwards, to rank 0: kClock asks for its clock, kEvents brings text, kEnd says that no more
-/// comes. Downwards: kClock answers with two times, kEnd says that rank 0 has everything, kStop
-/// that it wants the end.
+/// Upwards, to rank 0: kClock asks for its clock, kEvents carries text, kEnd ends the events.
+/// Downwards: kClock answers with two times, kEnd confirms that rank 0 has everything, kStop asks
+/// the rank to end.
 enum class Kind : char { kClock = 'C', kEvents = 'T', kEnd = 'E', kStop = 'S' };
 
 inline constexpr int kUp = 1;  // tags
 inline constexpr int kDown = 2;
 inline constexpr std::size_t kMostBytes = std::size_t{256} << 10;
 
-/// The answer to kClock: rank 0's time now, and the time that is 0 in the file.
+/// The answer to kClock: rank 0's time now, and time 0 of the file.
 struct ClockAnswer {
   std::int64_t now_ns = 0;
   std::int64_t zero_ns = 0;
@@ -53,7 +53,7 @@ inline std::int64_t nanoseconds(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-/// Memory of one message that lives until the message has been sent or received.
+/// The memory of one message, kept until the message has been sent or received.
 using Buffer = std::shared_ptr<std::vector<std::byte>>;
 
 inline PointToPoint::Request send(PointToPoint& messages, int to, int tag, Kind kind,
@@ -83,27 +83,27 @@ inline PointToPoint::Request receive(PointToPoint& messages, std::optional<int> 
 }  // namespace torch_ring::timeline
 namespace torch_ring {
 
-/// The part of every rank but 0, which sends its events there.
+/// The part of every rank but 0: sends its events to rank 0.
 /// Thread: the timeline's. Blocking: wait() only. Errors: of the messages, which end it.
 class TimelineSender {
  public:
   TimelineSender(const TimelineOptions& options, PointToPoint& messages);
 
-  /// The time on this rank's clock that is 0 in the file. Precondition: is_ready().
+  /// Time 0 of the file on this rank's clock. Precondition: is_ready().
   Clock::time_point zero() const { return zero_; }
-  /// Whether it knows rank 0's clock, and what it has sent before is on its way.
+  /// Whether it knows rank 0's clock, and its last events are on their way.
   bool is_ready() const;
   /// Whether rank 0 wants it to end.
   bool is_notified_of_end() const { return notified_of_end_; }
 
-  /// Waits for an answer until `deadline` at most; returns whether there can be more.
+  /// Waits for an answer until `deadline` at most; returns whether more can follow.
   bool wait(Clock::time_point deadline);
   void write(const std::string& events);
 
   void begin_end() {}
-  /// Tells rank 0, once, that no more comes. Precondition: is_ready().
+  /// Tells rank 0, once, that no more events follow. Precondition: is_ready().
   void finish();
-  /// Whether rank 0 has said that it has everything.
+  /// Whether rank 0 has confirmed that it has everything.
   bool has_ended() const { return has_ended_; }
 
  private:
@@ -127,26 +127,25 @@ class TimelineSender {
 };
 
 /// Thread: the timeline's. Blocking: the file system. Errors: of the file; those of messages end
-/// only what comes from other ranks.
+/// only the events of other ranks.
 class TimelineReceiver {
  public:
-  /// Makes the file, whose time 0 is now. `messages` may be null.
+  /// Creates the file, whose time 0 is now. `messages` may be null.
   TimelineReceiver(const TimelineOptions& options, PointToPoint* messages);
 
   Clock::time_point zero() const { return zero_; }
   bool is_ready() const { return true; }
   bool is_notified_of_end() const { return false; }
 
-  /// Waits for a message until `deadline` at most, and does what it asks for; returns whether there
-  /// can be more.
+  /// Waits for a message until `deadline` at most, and handles it; returns whether more can follow.
   bool wait(Clock::time_point deadline);
   void write(const std::string& events) { file_.append(events); }
 
   /// Asks the other ranks to end.
   void begin_end();
   void finish() {}
-  /// Whether all of them that had begun have ended. Right after the start, also those of which
-  /// nothing has come yet.
+  /// Whether all other ranks that have begun have ended. Right after the start, ranks that have
+  /// sent nothing yet must end, too.
   bool has_ended() const;
 
  private:
@@ -162,7 +161,7 @@ class TimelineReceiver {
   PointToPoint::Request receive_;
   enum class Sending : char { kUnheard, kBegun, kEnded };
   bool is_ending_ = false;
-  std::vector<Sending> others_;                 // rank -> whether it sends; this one has ended
+  std::vector<Sending> others_;                 // by rank; this one has ended
   std::vector<PointToPoint::Request> answers_;  // on their way
 };
 

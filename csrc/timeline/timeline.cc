@@ -11,16 +11,16 @@ namespace torch_ring {
 
 namespace {
 
-// A message has room for what goes over this: the events of a few records, whose names are short
+// A message has room beyond this for the events of a few records, whose names are short
 // (ChromeTrace::kLongestName).
 constexpr std::size_t kFull = timeline::kMostBytes / 2;
 constexpr std::size_t kAtOnce = 8;  // records that are taken from a stream
-// How long a rank that rank 0 has told to end tries to hand over what it has.
+// How long a rank that rank 0 has told to end tries to send its last events.
 constexpr std::chrono::seconds kPatience{5};
-// How long it goes on before that, as its own stop() is about to come if all ranks call it: what
-// rank 0 has seen end may not have ended here.
+// How long it waits for its own stop() before that, which soon follows if all ranks call it: an
+// operation that has ended on rank 0 may still run here.
 constexpr std::chrono::seconds kOwnStop{1};
-// How often the end looks whether it is there: it lasts some milliseconds.
+// The interval of checks for the end, which takes some milliseconds.
 constexpr std::chrono::milliseconds kEndInterval{5};
 
 }  // namespace
@@ -109,14 +109,13 @@ void Timeline::pause(Clock::time_point until) {
   changed_.wait_until(lock, until, [this] { return stopping_; });
 }
 
-/// The deadline of the end, if that has begun.
+/// The deadline of the end, if it has begun.
 std::optional<Clock::time_point> Timeline::end_deadline() {
   const std::scoped_lock lock(mutex_);
   return stopping_ ? std::optional(deadline_) : std::nullopt;
 }
 
-/// Makes events of the records in the streams, as many as go into a message; returns whether it is
-/// full.
+/// Formats the records in the streams, as many as fit into a message; returns whether it is full.
 bool Timeline::drain(std::string& events) {
   const auto streams = [this] {
     const std::scoped_lock lock(mutex_);

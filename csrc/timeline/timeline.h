@@ -1,4 +1,4 @@
-// Timeline: what this rank's operations become on their way into the one file of all ranks.
+// Timeline: writes this rank's operations to the one file of all ranks.
 #pragma once
 
 #include <atomic>
@@ -18,39 +18,41 @@
 
 namespace torch_ring {
 
-/// The number under which the control plane knows the connections of the n-th timeline of a world
-/// is kTimelineSet + n: no process set has it.
+/// In the control plane the connections of the n-th timeline of a world have the set number
+/// kTimelineSet + n, which no process set has.
 inline constexpr std::uint64_t kTimelineSet = std::uint64_t{1} << 61;
 
-/// Takes the records of engines' operations, and has a thread that writes them (rank 0) or sends
-/// them to rank 0, a few times a second. The engines never wait: what finds no room in their
-/// streams is dropped, and the file says how many were.
+/// A thread takes the records of the engines' operations, and writes them (on rank 0) or sends them
+/// to rank 0. The engines never wait: records without room in their streams are dropped, and the
+/// file has their number.
 ///
-/// Rank 0 takes what other ranks send, and answers their questions for its clock: a rank of another
-/// host asks a few times, and believes the answer that came soonest (F. Cristian, "Probabilistic
-/// clock synchronization", 1989). Ranks of rank 0's host have its clock. A rank whose rank 0 has no
-/// timeline leaves the records in the streams.
+/// Rank 0 receives the events of the other ranks, and answers their questions for its clock: a rank
+/// of another host asks a few times, and uses the answer with the shortest round trip (F. Cristian,
+/// "Probabilistic clock synchronization", 1989). Ranks of rank 0's host have its clock. A rank
+/// whose rank 0 has no timeline leaves the records in the streams.
 ///
 /// Thread: any, stop() one at a time. Blocking: stop(). Errors: the constructor's, Error(
-/// kInvalidArgument) if rank 0 cannot make the file; later ones are logged once, and end it.
+/// kInvalidArgument) if rank 0 cannot make the file; later ones are logged once, and end the
+/// timeline.
 class Timeline {
  public:
   using Options = TimelineOptions;
 
-  /// `messages`: of all ranks, for this timeline alone; null in a world of one.
+  /// `messages`: among all ranks, for this timeline alone; null in a world of one.
   Timeline(Options options, std::unique_ptr<PointToPoint> messages);
   ~Timeline() { stop(std::chrono::milliseconds(0)); }
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  /// Takes the records of one more engine, which fills the stream: nobody else empties it.
+  /// Adds the stream of one more engine, which no other reader may empty.
   void watch(std::shared_ptr<RecordStream> stream);
 
-  /// Records that found no room, of those of which the file tells.
+  /// The number of dropped records that the file reports.
   std::uint64_t dropped() const noexcept { return dropped_; }
 
-  /// Writes what is there, or sends it to rank 0, and ends the thread; waits for `patience` at most
-  /// until rank 0 has it all, or until the other ranks have sent it. Rank 0 ends theirs, too.
+  /// Writes the last records, or sends them to rank 0, and ends the thread; waits for `patience` at
+  /// most until rank 0 has them all, or, on rank 0, until the other ranks have sent theirs. Rank 0
+  /// ends their timelines, too.
   void stop(std::chrono::milliseconds patience);
 
  private:
@@ -67,12 +69,12 @@ class Timeline {
   const Options options_;
   const std::unique_ptr<PointToPoint> messages_;
 
-  // The thread's.
+  // Used by the thread only, except dropped_.
   ChromeTrace trace_;
-  std::vector<OperationRecord> records_;   // that drain() has taken
+  std::vector<OperationRecord> records_;   // taken by drain()
   std::atomic<std::uint64_t> dropped_{0};  // written by the thread, read by any
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::vector<std::shared_ptr<RecordStream>> streams_;
   bool stopping_ = false;

@@ -29,7 +29,7 @@ void CheckedWriter::begin(std::span<const std::byte> bytes) {
   std::memcpy(frame_.header.data(), words.data(), sizeof words);
 }
 
-/// Takes the header, which is complete; returns whether it is right.
+/// Reads the complete header; returns whether it is valid.
 bool CheckedReader::begin() {
   const auto [bytes, crc, header_crc] = words_of(frame_);
   const auto checked = std::span<const std::byte>(frame_.header).first(kCheckedHeaderBytes);
@@ -41,7 +41,7 @@ bool CheckedReader::begin() {
   return true;
 }
 
-/// Takes the frame's next bytes; returns whether the frame is right, as far as that is known.
+/// Adds the frame's next bytes to the CRC; returns false if the complete frame is damaged.
 bool CheckedReader::take(std::span<const std::byte> bytes) {
   crc_ = crc32c(bytes, crc_);
   frame_.left -= bytes.size();

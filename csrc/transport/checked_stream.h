@@ -10,12 +10,12 @@
 
 namespace torch_ring {
 
-/// The header of a frame, in the byte order of the machine, as all of torch_ring's:
+/// The header of a frame, in the machine's byte order, as everywhere in torch_ring:
 ///
 ///   u32 bytes | u32 CRC-32C of the bytes | u32 CRC-32C of the first two | bytes
 ///
-/// A frame has at most kMostBytes: what is received is reduced frame by frame, and a wrong result
-/// is never complete, because its last frame is checked before anybody sees its last byte.
+/// A frame has at most kMostBytes. Received data is reduced frame by frame, and the last frame is
+/// checked before its last byte is handed out, so a wrong result is never complete.
 struct CheckedFrame {
   static constexpr std::size_t kMostBytes = 256u << 10;
   static constexpr std::size_t kHeaderBytes = 12;
@@ -29,7 +29,7 @@ struct CheckedFrame {
 class CheckedWriter {
  public:
   /// Calls move(bytes), which sends some and returns their number; returns how many of `bytes` are
-  /// sent. The caller sends the rest next, unchanged: a frame that is begun is made of it.
+  /// sent. The caller's next call passes the rest unchanged, because a frame of it may have begun.
   template <class Move>
   std::size_t send(std::span<const std::byte> bytes, Move&& move) {
     std::size_t done = 0;
@@ -57,7 +57,7 @@ class CheckedWriter {
 class CheckedReader {
  public:
   /// Calls move(room), which receives some bytes and returns their number; returns how many of
-  /// `bytes` have arrived, or nothing if some are not what was sent: then the stream is lost.
+  /// `bytes` have arrived, or nullopt if some are damaged: then the stream is lost.
   template <class Move>
   std::optional<std::size_t> receive(std::span<std::byte> bytes, Move&& move) {
     std::size_t done = 0;

@@ -105,7 +105,7 @@ Connection::Connection(SocketSource& source, int rank, std::size_t width, std::s
       is_checked_(is_checked),
       network_(std::move(network)) {}
 
-/// Takes the sockets, if there are any yet; returns whether there are.
+/// Takes the sockets from the source; returns false if there are none yet.
 bool Connection::open(bool needed) {
   if (!sockets_.empty()) return true;
   std::vector<Fd> sockets = source_.take(rank_, needed);
@@ -130,7 +130,7 @@ bool Connection::open(bool needed) {
   return true;
 }
 
-/// Receives the peer's greeting, if there is a network; returns whether all of it has come.
+/// Receives the peer's greeting, if there is a network; returns whether all of it has arrived.
 bool Connection::meet() {
   while (stream_ && !is_met_) {
     const auto room = stream_->greeting_room();
@@ -209,7 +209,7 @@ std::size_t Connection::receive_data(std::span<std::byte> bytes) {
   return acknowledge() ? std::exchange(received_, 0) : 0;
 }
 
-/// Reads no byte beyond the acknowledgements that are due.
+/// Receives acknowledgements, and no byte beyond those that are due.
 void Connection::take_acknowledgements() {
   std::array<std::byte, 64> bytes;
   while (const std::size_t due = std::min(stream_->unacknowledged(), bytes.size())) {
@@ -223,7 +223,7 @@ void Connection::take_acknowledgements() {
   }
 }
 
-/// Acknowledges what has been received; returns whether the sockets have taken all of it.
+/// Acknowledges the received messages; returns whether the sockets took all acknowledgements.
 bool Connection::acknowledge() {
   owed_ += stream_->take_received();
   if (owed_ > 0) owed_ -= send(std::vector(owed_, kAcknowledgement));
@@ -265,7 +265,7 @@ bool Connection::readable() {
   try {
     if (!meet()) return false;
   } catch (const ConnectionLost&) {
-    return true;  // try_receive() says why
+    return true;  // try_receive() throws the cause
   }
   pollfd socket{receive_fd(), POLLIN, 0};
   return ::poll(&socket, 1, 0) > 0;
@@ -273,7 +273,7 @@ bool Connection::readable() {
 
 namespace {
 
-/// Takes back what unfinished transfers have lent.
+/// Takes back the memory that unfinished transfers have lent.
 template <class Byte>
 void abandon(std::span<Transfer<Byte>> transfers) {
   for (const auto& transfer : transfers) {
@@ -322,8 +322,8 @@ void run(std::span<Transfer<const std::byte>> sends, std::span<Transfer<std::byt
       if (arrived && received) {
         received(std::ranges::min(receives, {}, &Transfer<std::byte>::done).done);
       }
-      // Set here, because a connection may just have got its sockets: the wait polls `fds` as they
-      // are after this.
+      // Set here, because a connection may just have got its sockets; the wait then polls these
+      // `fds`.
       constexpr pollfd kNone{-1, 0, 0};
       auto fd = fds.begin();
       for (const auto& send : sends) {

@@ -24,7 +24,7 @@ namespace {
 constexpr std::size_t kNameAt = offsetof(sockaddr_un, sun_path) + 1;
 constexpr int kMostRings = 64;  // taken from the socket at a time: a flood must not hold the owner
 
-/// The word that the kernel sees. Not private: the peers have mapped it at other addresses.
+/// The word as a futex. Not FUTEX_PRIVATE: the peers have mapped it at other addresses.
 std::uint32_t* futex_of(std::atomic<std::uint32_t>& state) {
   return reinterpret_cast<std::uint32_t*>(&state);
 }
@@ -66,8 +66,8 @@ void Doorbell::ring_sleeper(Word& peer) {
   if (!sender_) sender_ = make_socket();
   int error = send_ring(sender_, name);
   if (error == EAGAIN) {
-    // Either the peer's queue is full, so that it has been rung, or too many bytes that this socket
-    // has sent to other peers are unread. A new socket has sent none.
+    // Either the peer's queue is full, so it has been rung already, or other peers have not read
+    // too many bytes of this socket. A new socket has sent none.
     sender_ = make_socket();
     error = send_ring(sender_, name);
   }
@@ -80,8 +80,7 @@ void Doorbell::ring_sleeper(Word& peer) {
 
 void Doorbell::wake_owner() noexcept {
   const std::uint32_t sleeps = sleeps_.load(std::memory_order_seq_cst);
-  // The value that a ringer took from the word, or takes now, may be of the next sleep: wake that,
-  // too.
+  // A ringer may have reset the word of the next sleep, or may do so now: wake that sleep, too.
   const std::uint32_t state = word_.state.exchange(kAwake, std::memory_order_seq_cst);
   if (sleeps == kInFutex || state == kInFutex) wake_futex(word_.state);
   if (sleeps == kInPoll || state == kInPoll) {
@@ -94,7 +93,7 @@ void Doorbell::open_socket() {
   Fd made = make_socket();
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  // With a family and nothing else the kernel chooses an abstract name: five characters.
+  // Given only a family, the kernel chooses an abstract name: five characters.
   if (::bind(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(sa_family_t)) != 0) {
     throw_errno("bind, for a doorbell");
   }

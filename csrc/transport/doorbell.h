@@ -16,7 +16,7 @@ namespace torch_ring {
 /// shared memory, where its peers find it, or in the doorbell itself if only threads of this
 /// process ring. A doorbell needs no descriptor, unless its owner has sockets to poll:
 ///
-///   state     the owner                    whoever rings
+///   state     the owner                    a ringer
 ///   kAwake    runs, or is being woken      does nothing
 ///   kInFutex  sleeps on the word (futex)   sets kAwake, and wakes the futex
 ///   kInPoll   sleeps in poll() on its      sets kAwake, and sends a byte to the socket's name,
@@ -26,23 +26,22 @@ namespace torch_ring {
 /// No wake-up is lost:
 ///  - The sleeper stores its state and then loads the data once more, in ready(); a ringer stores
 ///    the data and then loads the state. All four are sequentially consistent, so at least one of
-///    the two sees the other's store. With an acquire load both may miss it: an ARM processor may
-///    take that load before the store to its state can be seen.
-///  - A ringer that finds kAwake although the owner sleeps reads what another ringer has set, which
-///    wakes the owner. The owner then stores a state again before it sleeps again, and loads the
-///    data after that.
+///    the two sees the other's store. With acquire loads both may miss it: an ARM processor may
+///    perform the load before its own store becomes visible.
+///  - A ringer that finds kAwake although the owner sleeps reads the store of another ringer, which
+///    wakes the owner. The owner stores a state before its next sleep, and loads the data after
+///    that.
 ///  - The futex compares the word with kInFutex when it begins to wait, so it does not wait if a
-///    ringer was earlier. A datagram that was earlier makes the socket readable.
+///    ringer came first. A datagram that came first makes the socket readable.
 ///  - The socket has its name before a state says kInPoll: the ringer's exchange acquires both.
 ///  - A ringer that dies between setting kAwake and waking leaves the owner asleep. Its death is
 ///    noticed in the owner's process, where wake() does not rely on the word.
-/// A late ring, a stranger's datagram, or a name that is no longer the owner's costs one wake-up in
-/// vain, or nothing.
+/// A late ring, a stranger's datagram or an outdated name costs at most one needless wake-up.
 class Doorbell {
  public:
   enum State : std::uint32_t { kAwake, kInFutex, kInPoll };
 
-  // One for each step of an exchange among 2^31 hosts, one for the step that is due, a network's.
+  // 31 steps of an exchange among 2^31 hosts, the step that is due, and a network.
   static constexpr std::size_t kMostFds = 33;
 
   /// The state that ringers must find. All zeros: awake, and without a socket.
@@ -58,9 +57,9 @@ class Doorbell {
   Doorbell(const Doorbell&) = delete;
   Doorbell& operator=(const Doorbell&) = delete;
 
-  /// Wakes the rank whose word `peer` is, if it sleeps. Call after a seq_cst store of the data that
-  /// it waits for. Thread: the owner's progress thread. Blocking: no. Errors: Error(kInternal)
-  /// without a descriptor for a socket, if the peer polls.
+  /// Wakes the rank that owns `peer`, if it sleeps. Call after a seq_cst store of the data that it
+  /// waits for. Thread: the owner's progress thread. Blocking: no. Errors: Error(kInternal) without
+  /// a descriptor for a socket, if the peer polls.
   void ring(Word& peer) {
     if (peer.state.load(std::memory_order_seq_cst) != kAwake) ring_sleeper(peer);
   }
@@ -72,8 +71,8 @@ class Doorbell {
   }
 
   /// Sleeps until the doorbell rings, until one of `fds` (at most kMostFds) is ready, or until
-  /// `deadline`; not at all if ready() holds. Returns earlier after a signal, or in vain. ready()
-  /// loads what ringers store by seq_cst loads (see above).
+  /// `deadline`; not at all if ready() holds. May return early, after a signal or without a reason.
+  /// ready() loads the ringers' data by seq_cst loads (see above).
   /// Thread: only the owner, one at a time. Blocking: until `deadline`. Errors: Error(kInternal)
   /// without a descriptor for the socket, the first time that there are `fds`.
   template <class Ready>
@@ -103,7 +102,7 @@ class Doorbell {
   Word private_word_;
   Word& word_;
   std::atomic<std::uint32_t> sleeps_{kAwake};  // as in word_, but no ringer resets it
-  Fd socket_;  // what the owner polls; made before a state says kInPoll, and then never changed
+  Fd socket_;  // polled by the owner; made before a state says kInPoll, and then never changed
   Fd sender_;  // for rings at peers that poll
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);

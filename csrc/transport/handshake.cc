@@ -47,7 +47,7 @@ constexpr std::byte kRefusal{'N'};
 
 static_assert(std::endian::native == std::endian::little, "the wire's integers are little endian");
 
-// The begins of the sides' proofs. Neither is the begin of the other.
+// The tags of the two sides' proofs. Neither is a prefix of the other.
 constexpr const char* kConnects = "connect";
 constexpr const char* kAccepts = "accept";
 
@@ -63,7 +63,7 @@ Sha256 random_nonce() {
   do {
     bytes = ::getrandom(nonce.data(), nonce.size(), 0);
   } while (bytes < 0 && errno == EINTR);
-  // getrandom(2): as many as 256 bytes come whole.
+  // getrandom(2): a request of up to 256 bytes is never cut short.
   if (bytes != static_cast<ssize_t>(nonce.size())) throw_errno("getrandom");
   return nonce;
 }
@@ -169,7 +169,7 @@ void Handshake::take_verdict() {
   await(Awaited::kNothing, 0);
 }
 
-/// Checks what has arrived of the magic.
+/// Checks the bytes of the magic that have arrived.
 void Handshake::check_magic() {
   const std::size_t bytes = std::min(received_, kMagic.size());
   if (std::memcmp(incoming_.data(), kMagic.data(), bytes) == 0) return;

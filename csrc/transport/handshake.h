@@ -31,10 +31,10 @@ struct Hello {
 ///
 /// The connecting side sends a hello with a nonce. The accepting side challenges it with a nonce of
 /// its own, the connecting side answers with its proof, the accepting side with a verdict: its own
-/// proof, or that it has refused the other's. So whoever knocks at a listener gets nothing with
-/// which a weak secret could be guessed. A proof is an HMAC-SHA256, under the key, of a tag for the
-/// side, the hello, and the accepting side's nonce, so that it is valid in this handshake and
-/// direction only. Data sent afterwards is not encrypted.
+/// proof, or a refusal. So a stranger who connects to a listener gets nothing that helps to guess a
+/// weak secret. A proof is an HMAC-SHA256, under the key, of a tag for the side, the hello, and the
+/// accepting side's nonce, so that it is valid in this handshake and direction only. Data sent
+/// afterwards is not encrypted.
 ///
 /// Thread: one at a time. Blocking: no. Errors: see received(). After one of them there is nothing
 /// more to send or to receive, and the handshake is never done.
@@ -45,26 +45,26 @@ class Handshake {
   static Handshake accepting(const Key& key, std::uint32_t rank);
 
   std::span<const std::byte> outgoing() const { return std::span(outgoing_).subspan(sent_); }
-  /// Takes note of bytes sent from the front of outgoing().
+  /// Records bytes sent from the front of outgoing().
   void sent(std::size_t bytes);
 
-  /// Where to receive, and at most how many bytes; empty while there is something to send first.
+  /// The room for the next bytes to receive; empty while there is something to send first.
   std::span<std::byte> incoming();
-  /// Takes note of bytes received into the front of incoming(). A peer that cannot prove itself is
-  /// told so; then there is nothing more to receive, and never done(). Errors, by what the owner
-  /// does:
+  /// Records bytes received into the front of incoming(). A peer without a valid proof gets a
+  /// refusal; then there is nothing more to receive, and done() stays false. Errors, and the
+  /// owner's reaction:
   ///
-  ///   kPeerLost   the other end is no peer, or is for another rank: drop the connection. Wherever
-  ///               a port is open somebody will knock, so this is no reason to fail.
-  ///   kMismatch   on the connecting side only: the other end is a rank with another key. Fail, for
-  ///               it will not go away; the text says what to do.
+  ///   kPeerLost   the other end is not a peer, or is for another rank: drop the connection. An
+  ///               open port attracts strangers, so this is not a reason to fail.
+  ///   kMismatch   on the connecting side only: the other end is a rank with another key. Fail,
+  ///               because it will not go away; the text says what to do.
   ///   kInternal   the system gives no random bytes.
   void received(std::size_t bytes);
 
   bool done() const { return awaited_ == Awaited::kNothing && outgoing().empty() && !has_refused_; }
 
-  /// The connection's name. On the accepting side only after done(); its owner checks whether there
-  /// are such a rank, set and channel.
+  /// The connection's name. On the accepting side only after done(); its owner checks that the
+  /// rank, set and channel exist.
   const Hello& hello() const { return hello_; }
 
  private:
@@ -84,15 +84,15 @@ class Handshake {
   [[noreturn]] void refuse(ErrorKind kind, const std::string& why);
 
   Key key_;
-  Hello hello_;                        // on the accepting side first only `to`: its own rank
-  std::vector<std::byte> hello_sent_;  // the message, as both sides prove it
+  Hello hello_;                        // on the accepting side at first only `to`: its own rank
+  std::vector<std::byte> hello_sent_;  // the message, which both proofs cover
   Nonce nonce_{};                      // of the accepting side
   std::vector<std::byte> outgoing_;
   std::size_t sent_ = 0;             // of outgoing_
   std::vector<std::byte> incoming_;  // as long as the awaited message
   std::size_t received_ = 0;         // of incoming_
   Awaited awaited_ = Awaited::kHello;
-  bool has_refused_ = false;  // the other end has given a wrong proof
+  bool has_refused_ = false;  // the other end has sent a wrong proof
 };
 
 }  // namespace torch_ring

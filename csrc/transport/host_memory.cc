@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::size_t kTable = 4096;  // where the table begins
 
-/// The begin of the first page.
+/// The beginning of the first page.
 struct Header {
   static constexpr std::uint64_t kMagic = 0x676e69725f686374;  // "tch_ring"
   static constexpr std::uint32_t kVersion = 1;
@@ -48,7 +48,7 @@ void write_all(int fd, std::size_t offset, std::span<const std::byte> bytes) {
   }
 }
 
-/// Reads that many bytes; returns whether the file has them.
+/// Fills `bytes` from the file; returns whether the file has so many.
 bool read_all(int fd, std::size_t offset, std::span<std::byte> bytes) {
   while (!bytes.empty()) {
     const auto got = ::pread(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));
@@ -81,8 +81,8 @@ void commit_pages(int fd, std::size_t offset, std::size_t bytes) {
               "a descriptor of the host is not torch_ring's memory: it " + why);
 }
 
-/// The header, read once: whoever could change it later changes nothing here. Checks that its
-/// numbers add up to the size of the file, which cannot shrink.
+/// The header, read once, so that a later change by another process has no effect here. Checks that
+/// its numbers add up to the size of the file, which cannot shrink.
 Header checked_header(int fd) {
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) refuse("is not sealed");
@@ -195,8 +195,8 @@ HostMemory::~HostMemory() { ::munmap(base_, bytes_); }
 
 void HostMemory::leave_to_parent() noexcept {
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-  // A system that promises no more memory than it has (vm.overcommit_memory=2) refuses so much of
-  // it that can be written, and allows what can only be read.
+  // A system that does not overcommit (vm.overcommit_memory=2) refuses so large a writable mapping,
+  // but allows a read-only one.
   if (::mmap(base_, bytes_, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED) {
     ::mmap(base_, bytes_, PROT_READ, kFlags, -1, 0);
   }

@@ -1,4 +1,4 @@
-// HostMemory: the one memory of a host, which all of its ranks have mapped.
+// HostMemory: the memory of a host, mapped by all of its ranks.
 #pragma once
 
 #include <cstddef>
@@ -15,20 +15,20 @@ namespace torch_ring {
 ///
 ///   offset                  contents
 ///   0                       a page: magic, version, and the numbers below
-///   4096                    the table: what the maker tells the others, any bytes
+///   4096                    the table: any bytes, from the maker to the others
 ///   first_rank              a rank's memory (SharedMemory), `stride` bytes
 ///   first_rank + stride     the next rank's, and so on
 ///
-/// All of it is address space only, but for the header, the table, and the first page of each
-/// rank's memory, which its peers may read before the rank itself does. `first_rank` and `stride`
-/// are whole huge pages.
+/// Only the header, the table and the first page of each rank's memory are committed at first,
+/// since its peers may read that page before the rank does. The rest is address space. `first_rank`
+/// and `stride` are whole huge pages.
 ///
 /// Thread: any. Blocking: while the system looks for memory.
 class HostMemory {
  public:
   /// A new memfd for `ranks` ranks (at most kMostRanks). It cannot be shrunk: its readers would get
-  /// SIGBUS. `arena_bytes`: of each rank, for buffers and slots of process sets, rounded up to huge
-  /// pages. Errors: Error(kInvalidArgument), Error(kInternal).
+  /// SIGBUS. `arena_bytes`: the arena of each rank, for buffers and slots of process sets, rounded
+  /// up to huge pages. Errors: Error(kInvalidArgument), Error(kInternal).
   static Fd create(int ranks, std::span<const std::byte> table, std::size_t arena_bytes);
 
   /// The bytes of each rank's arena on a machine with `machine_bytes` of memory: all of that, but
@@ -36,11 +36,11 @@ class HostMemory {
   /// would exceed `most_bytes`. Errors: Error(kInternal) if `most_bytes` are below least_bytes().
   static std::size_t arena_bytes(int ranks, std::size_t machine_bytes, std::size_t most_bytes);
 
-  /// The bytes without which ranks share no memory: for each a slot, and one huge page.
+  /// The least bytes with which ranks share memory: a slot for each, and one huge page.
   static std::size_t least_bytes(int ranks);
 
-  /// The address space that this process can spare: about half of what it may still map, so that
-  /// the program keeps the rest; at most kMostAddressSpace.
+  /// The address space that this process can spare: about half of the space that it may still map,
+  /// so that the program keeps the rest; at most kMostAddressSpace.
   static std::size_t mappable_bytes() noexcept;
 
   /// The memory of this machine.
@@ -50,12 +50,12 @@ class HostMemory {
   /// constructor's.
   static std::vector<std::byte> read_table(int fd);
 
-  /// Maps all of the memory behind `fd`. Errors: Error(kInternal), also for a descriptor that
-  /// create() has not made: another process sent it.
+  /// Maps all of the memory behind `fd`. Errors: Error(kInternal), also for a descriptor not made
+  /// by create(), since another process sent it.
   explicit HostMemory(Fd fd);
 
-  /// In a forked child: lets go of the parent's memory, which would stay as long as the child. From
-  /// then on what lay there reads as zeros, and writes are the child's own.
+  /// In a forked child: unmaps the parent's memory, which would otherwise live as long as the
+  /// child. From then on its addresses read as zeros, and writes are the child's own.
   void leave_to_parent() noexcept;
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;

@@ -12,11 +12,11 @@ namespace torch_ring {
 
 namespace {
 
-// Of the kernel: 64 KiB on some ARM machines. Memory is isolated and discarded by whole pages.
+// The kernel's page: 64 KiB on some ARM machines. Memory is isolated and discarded by whole pages.
 const auto kPage = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 
 /// Calls apply(offset, bytes) for the huge pages that no allocation but [offset, offset + bytes)
-/// uses. `hole` is the free range that it is taken from, or that it leaves.
+/// uses. `hole` is the free range around it, before allocate() or after free().
 template <class Apply>
 void for_own_huge_pages(std::size_t offset, std::size_t bytes, std::size_t hole,
                         std::size_t hole_bytes, Apply&& apply) {

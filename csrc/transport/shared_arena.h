@@ -31,19 +31,19 @@ class SharedArena {
   void* allocate(std::size_t bytes);
   void free(void* data) noexcept;
 
-  /// Gives [data, data + bytes) private pages with the same content. They are no shared memory any
-  /// more, and no later allocation gets their place: a peer may yet write there. Does nothing if it
-  /// lies elsewhere, or if the system has no memory. Other threads may write to it meanwhile.
+  /// Gives [data, data + bytes) private pages with the same content. They are no longer shared
+  /// memory, and no later allocation gets their place: a peer may still write there. Does nothing
+  /// if it lies elsewhere, or if the system has no memory. Other threads may write to it meanwhile.
   void isolate(const void* data, std::size_t bytes) noexcept;
 
   /// The offset of a new slot in this rank's memory. It reads as zeros, and only its header's page
   /// is committed. Errors: Error(kInternal) if there is no room, or no more memory.
   std::size_t reserve();
-  /// Releases a slot, when no rank touches it any more.
+  /// Releases a slot that no rank touches any more.
   void release(std::size_t slot) noexcept;
 
-  /// Bytes that are allocated and reserved now: whole pages, also those of slots that nobody has
-  /// touched. Cost: a look at each allocation.
+  /// Bytes that are allocated and reserved now: whole pages, including untouched ones of slots.
+  /// Cost: O(allocations).
   std::size_t used_bytes() const;
 
   /// The offset of [data, data + bytes) from the beginning of the memory, or -1 if it lies
@@ -62,7 +62,7 @@ class SharedArena {
 
   const std::shared_ptr<const SharedMemory> memory_;
   const pid_t pid_;
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   Ranges free_;               // neighbours joined
   Ranges used_;
   std::vector<std::pair<std::size_t, std::size_t>> isolated_;  // offset, bytes: whole pages

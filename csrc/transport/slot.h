@@ -15,8 +15,8 @@ struct SegmentHeader {
   // Each counter has a cache line of its own: only its rank writes it, and the others poll it.
   alignas(64) std::atomic<std::uint64_t> posted;     // board rounds this rank has posted to
   alignas(64) std::atomic<std::uint64_t> published;  // world rounds written to kWorldEntries
-  std::atomic<std::int32_t> last_of_previous;        // Round's, of that round
-  std::atomic<std::uint32_t> most_us;                // likewise
+  std::atomic<std::int32_t> last_of_previous;        // Round::last_of_previous there
+  std::atomic<std::uint32_t> most_us;                // Round::most_us there
   alignas(64) std::atomic<std::uint64_t> staged;     // segments this rank has made readable
   alignas(64) std::atomic<std::uint64_t> reduced;    // segments with this rank's part reduced
   alignas(64) std::atomic<std::uint64_t> barriers;   // barriers this rank has reached
@@ -36,8 +36,9 @@ static_assert(sizeof(SegmentHeader) <= 4096);
 ///   kRounds           kRoundBytes               its rank and the ranks that reduce in place: the
 ///                                               rounds of a private tensor, among several hosts
 ///
-/// The header's page is there from the start. A rank commits the rest of its own slot when it makes
-/// what uses it, so that a machine without memory gives an error there and no SIGBUS later.
+/// The header's page is there from the start. A rank commits each other part of its own slot
+/// together with the object that uses it, so that a lack of memory is an error there and no SIGBUS
+/// later.
 class Slot {
  public:
   static constexpr std::size_t kEntryBytes = 64u << 10;  // the largest entry of a board

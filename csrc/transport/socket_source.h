@@ -10,8 +10,8 @@ namespace torch_ring {
 
 /// The sockets that lead to the other ranks of a process set.
 ///
-/// One of two ranks connects and the other one accepts: whoever makes them knows which. Both call
-/// take() until it answers; neither waits for the other inside it.
+/// Of two ranks one connects and the other accepts; the implementation knows which. Both call
+/// take() until it returns sockets; neither waits for the other inside it.
 ///
 /// Thread: the progress thread. Blocking: no. Errors: Error(kInternal) without descriptors.
 class SocketSource {
@@ -20,7 +20,7 @@ class SocketSource {
 
   /// The connected and authenticated sockets to `peer` (its rank in the set), in the peer's order,
   /// once; none as long as there is no connection. `needed`: this rank has to send or receive now,
-  /// so it connects if that is its part; otherwise it only takes what the peer has made.
+  /// so it connects if that is its part; otherwise it only takes sockets that the peer has made.
   virtual std::vector<Fd> take(int peer, bool needed) = 0;
 
   /// Why there is no connection to `peer` yet, if this rank connects and an attempt has failed.

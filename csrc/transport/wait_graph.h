@@ -1,4 +1,4 @@
-// WaitGraph: who waits for whom. LongWait: tells it of one wait.
+// WaitGraph: the ranks that wait, and those that they wait for. LongWait: adds one wait to it.
 #pragma once
 
 #include <algorithm>
@@ -15,25 +15,26 @@
 
 namespace torch_ring {
 
-/// The wait-for graph of a process set. A rank knows for whom it waits itself, but that rank may
-/// wait for another one. So a rank that waits long tells all others for whom, and each of them
-/// follows the graph to its ends: to the ranks that are waited for, and wait for nobody.
+/// The wait-for graph of a process set. A rank knows the rank that it waits for, but that one may
+/// wait for a third. So a rank in a long wait tells all others the ranks that it waits for, and
+/// each of them follows the graph to its ends: ranks that others wait for, and that wait for
+/// nobody.
 ///
 /// Thread: any. Blocking: no.
 class WaitGraph {
  public:
   virtual ~WaitGraph() = default;
 
-  /// How long a rank waits before it tells.
+  /// How long a rank waits before it tells the others.
   virtual std::chrono::milliseconds patience() const = 0;
 
-  /// Tells the other ranks that this one waits for some of `ranks`; for nobody, if that is empty.
+  /// Tells the other ranks that this one waits for some of `ranks`; for none if it is empty.
   virtual void tell(std::span<const int> ranks) = 0;
 
-  /// Asks ranks what they do. The answers come elsewhere, as those of the whole process.
+  /// Asks ranks for their present operations. The reader of the process's queries gets the answers.
   virtual void ask(std::span<const int> ranks) = 0;
 
-  /// Whether any rank waits, as far as it has been notified.
+  /// Whether this rank has heard of any rank that waits.
   virtual bool is_notified() const = 0;
 
   /// The ends of the graph that `ranks` lead to; `ranks` themselves if it has no end there.
@@ -42,18 +43,19 @@ class WaitGraph {
   /// One of `ranks` that has departed from the world, so that its heartbeats have ended.
   virtual std::optional<int> departed(std::span<const int> ranks) const = 0;
 
-  /// How long a rank waits for what a departed one has sent last: nothing else would end that wait
-  /// if its host were cut off now.
+  /// How long a rank waits for the last data of a departed one: nothing else would end that wait if
+  /// its host were cut off now.
   virtual std::chrono::milliseconds patience_with_departed() const = 0;
 
   /// "rank 2 (10.0.0.7, pid 4711)"
   virtual const std::string& label(int rank) const = 0;
 };
 
-/// A wait that its rank tells the others of, if it lasts. When one rank has told, all others that
-/// wait follow at once, so that the graph is complete when somebody reads it. It tells again when
-/// it waits for others than it has told: a rank that has come may wait for this one. One that ends
-/// by an exception has failed. Thread: one at a time. Blocking: no.
+/// A wait, which its rank announces to the others if it lasts. After the first announcement all
+/// other waiting ranks announce their waits at once, so that the graph is complete when a rank
+/// reads it. A rank announces its wait again when it waits for other ranks than it has announced: a
+/// rank that has arrived may wait for this one. A wait that ends by an exception has failed.
+/// Thread: one at a time. Blocking: no.
 class LongWait {
  public:
   /// `graph` may be null.
@@ -64,8 +66,8 @@ class LongWait {
   LongWait(const LongWait&) = delete;
   LongWait& operator=(const LongWait&) = delete;
 
-  /// It still lasts at `now`; ranks() are those that are waited for. Errors: Error(kPeerLost) if
-  /// one of them has departed, and has been waited for since for too long.
+  /// Call while the wait lasts; ranks() are the awaited ones. Errors: Error(kPeerLost) if one of
+  /// them has departed, and the wait for it has lasted too long since.
   template <class Ranks>
   void lasts(Clock::time_point now, Ranks&& ranks) {
     if (graph_ == nullptr) return;
@@ -84,8 +86,8 @@ class LongWait {
     fail();
   }
 
-  /// It has ended by an error. The others are not told: the process set has ended, too, and they,
-  /// whose waits end likewise, are about to look in the graph for the cause.
+  /// Ends the wait after an error. The others are not told: the process set has ended, too, and the
+  /// ranks whose waits end likewise are about to read the graph for the cause.
   void fail() {
     announced_.clear();
     since_ = departed_since_ = {};
@@ -108,7 +110,7 @@ class LongWait {
 
   WaitGraph* const graph_;
   const int exceptions_ = std::uncaught_exceptions();
-  // The first lasts(), and the first one with a departed rank; the clock's beginning before them.
+  // The times of the first lasts(), and of the first one with a departed rank; the epoch before.
   Clock::time_point since_{};
   Clock::time_point departed_since_{};
   std::vector<int> announced_;

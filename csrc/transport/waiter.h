@@ -26,18 +26,18 @@ inline void pause_cpu() {
 #endif
 }
 
-/// Why a wait lasts: for whom this rank waits, and what it has come to.
+/// A wait that lasts: the ranks that this one waits for, and its progress as a text.
 struct Standstill {
   std::vector<int> ranks;
   std::string text;
 };
 
-/// Thread: the communicator's progress thread, but for wake(). Blocking: as each function says.
+/// Thread: the communicator's progress thread, except wake(). Blocking: as each function says.
 /// Errors: the Abort's cause; Error(kTimeout) when nothing moved for `timeout`; LongWait's.
 class Waiter {
  public:
-  /// `may_spin`: whether every rank on this kernel has a core of its own. `graph`: knows which rank
-  /// a timeout's error has to name; may be null.
+  /// `may_spin`: whether every rank on this kernel has a core of its own. `graph`: finds the ranks
+  /// for a timeout's error; may be null.
   Waiter(const Abort& abort, Doorbell& doorbell, bool may_spin, std::chrono::milliseconds timeout,
          std::shared_ptr<WaitGraph> graph = nullptr)
       : abort_(abort),
@@ -46,8 +46,8 @@ class Waiter {
         timeout_(timeout),
         graph_(std::move(graph)) {}
 
-  /// Returns when ready() holds: it loads what peers store by seq_cst loads, as Doorbell::sleep()
-  /// needs it. `stuck` gives the Standstill of the timeout's error. A sleep also ends when one of
+  /// Returns when ready() holds: it loads the peers' data by seq_cst loads, as Doorbell::sleep()
+  /// requires. `stuck` gives the Standstill of the timeout's error. A sleep also ends when one of
   /// `fds` is ready, or there is something to move for `network`, if it is not null.
   template <class Ready, class Stuck>
   void wait(Ready&& ready, Stuck&& stuck, std::span<const pollfd> fds = {},
@@ -65,12 +65,12 @@ class Waiter {
 
   /// Returns whether ready() holds, at `deadline` at the latest. May return false earlier: the
   /// doorbell also rings for other reasons. Spins for `spin` before it sleeps, if it may. Throws
-  /// only the Abort's cause, and only while ready() does not hold: what peers did before one of
-  /// them died counts.
+  /// only the Abort's cause, and only while ready() does not hold: the work of peers before a death
+  /// counts.
   template <class Ready>
   bool wait_until(Ready&& ready, Clock::time_point deadline, std::chrono::microseconds spin,
                   std::span<const pollfd> fds = {}, Network* network = nullptr) const {
-    // The yields below let another rank of an oversubscribed host run instead.
+    // Otherwise the yields below let another rank of an oversubscribed host run.
     if (may_spin_) {
       // By the clock, because ready() is one load in shared memory but two system calls on a
       // socket.
@@ -107,7 +107,7 @@ class Waiter {
 
  private:
   static constexpr int kYields = 20;
-  // How often a wait that lasts looks whether the other ranks must be told of it.
+  // How often a long wait checks whether to tell the other ranks.
   static constexpr std::chrono::milliseconds kPoll{50};
 
   template <class Awake>
@@ -116,7 +116,7 @@ class Waiter {
     std::vector<pollfd> all(fds.size() + 1);
     const auto armed = [&] {
       if (awake() || !network.arm()) return true;
-      // Now, since ready() may have changed `fds`, and made the network's first stream.
+      // Filled now, since ready() may have changed `fds`, and made the network's first stream.
       all.front() = {network.fd(), POLLIN, 0};
       std::ranges::copy(fds, all.begin() + 1);
       return false;
@@ -124,7 +124,7 @@ class Waiter {
     doorbell_.sleep(armed, deadline, all);
   }
 
-  /// The text of a standstill, and which ranks cause it: the peer may only wait for another one.
+  /// The text of a standstill with the ranks that cause it: the peer may itself wait for another.
   std::string blame(const Standstill& still) const {
     if (!graph_) return still.text;
     const std::vector<int> ends = graph_->ends(still.ranks);

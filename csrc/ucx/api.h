@@ -1,5 +1,5 @@
 // Api: the part of UCX's C interface that torch_ring uses. UCX is found at run time, so a build
-// needs nothing of it. tests/cpp/ucx_api_test.cc compares these declarations with the real ucp.h.
+// does not need it. tests/cpp/ucx_api_test.cc compares these declarations with the real ucp.h.
 #pragma once
 
 #include <cstddef>
@@ -95,7 +95,7 @@ struct EndpointAttributes {
   char name[32]{};
   std::uint64_t addresses[2][16]{};  // sockaddr_storage
   TransportEntry* transports =
-      nullptr;  // room for `count`; UCX sets the count of those that there are
+      nullptr;  // room for `count`; UCX sets the actual count
   unsigned count = 0;
   int padding = 0;
   std::size_t transport_bytes = sizeof(TransportEntry);

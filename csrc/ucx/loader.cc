@@ -17,7 +17,7 @@ Symbols symbols_of(void* library, const std::string& path) {
           "UCX 1." + std::to_string(kOldestMinor) + " or a newer one of version 1"};
 }
 
-/// Two libraries in one process would share the parts of one of them.
+/// Two libucp in one process would share the other libraries of one of them.
 void* open(const std::string& path) {
   void* const loaded = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD);
   if (loaded && path.empty()) return loaded;

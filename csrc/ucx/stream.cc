@@ -21,8 +21,8 @@ namespace {
 
 constexpr std::uint32_t kMagic = 0x31584355;  // "UCX1"
 constexpr std::size_t kMostAddressBytes = 64u << 10;
-constexpr std::size_t kMostMessages = 8;   // of a direction that are under way
-constexpr std::chrono::seconds kGrace{8};  // longer than a watchdog looks for a cause
+constexpr std::size_t kMostMessages = 8;   // of a direction, under way
+constexpr std::chrono::seconds kGrace{8};  // longer than a watchdog's search for a cause
 constexpr std::chrono::seconds kCloseTimeout{10};
 constexpr int kCloseTurns = 10'000;  // the process may have been stopped
 
@@ -33,7 +33,7 @@ std::span<const std::byte> bytes_of(const T& value) {
 
 std::uint64_t random_tag() {
   std::uint64_t tag = 0;
-  // getrandom(2): so few bytes come whole.
+  // getrandom(2): so few bytes are never cut short.
   while (::getrandom(&tag, sizeof tag, 0) != static_cast<ssize_t>(sizeof tag)) {
     if (errno != EINTR) throw_errno("getrandom");
   }
@@ -96,8 +96,7 @@ void UcxStream::greeted(std::size_t bytes) {
   }
 }
 
-/// Makes the endpoint, if there is none. A receiver needs one, too, which ends what it has begun to
-/// receive.
+/// Makes the endpoint, if there is none. A receiver needs one, too, to end its pending receives.
 void UcxStream::connect() {
   if (endpoint_) return;
   if (error_ != kOk) {
@@ -123,7 +122,7 @@ std::size_t UcxStream::send(std::span<const std::byte> bytes) {
   connect();
   worker_.progress();
   std::size_t done = 0;
-  while (acknowledged_ > 0 && has_ended(outgoing_.front().request)) {  // well or not: it has come
+  while (acknowledged_ > 0 && has_ended(outgoing_.front().request)) {  // or failed
     done += outgoing_.front().bytes;
     under_way_ -= outgoing_.front().bytes;
     outgoing_.pop_front();
@@ -132,17 +131,17 @@ std::size_t UcxStream::send(std::span<const std::byte> bytes) {
   while (error_ == kOk && done + under_way_ < bytes.size() && outgoing_.size() < kMostMessages) {
     const auto rest = bytes.subspan(done + under_way_);
     const auto part = rest.first(std::min(rest.size(), kPieceBytes));
-    Outgoing& message = outgoing_.emplace_back();  // first: UCX must not have what is not noted
+    Outgoing& message = outgoing_.emplace_back();  // first: UCX must not have an unknown one
     message.bytes = part.size();
     under_way_ += part.size();
     message.request = api_.tag_send(endpoint_, part.data(), part.size(), head_.tag, &kNoParams);
     if (is_error(message.request)) note(error_of(message.request));
   }
   if (done > 0 || bytes.empty()) return done;
-  // As long as acknowledgements are due, their end is that of the socket.
+  // As long as acknowledgements are due, reading them finds the end of the socket.
   const bool is_over = unacknowledged() == 0 && socket_has_ended();
   if (is_over &&
-      under_way_ > 0) {  // all of it has come: UCX waits for words of a peer that has left
+      under_way_ > 0) {  // all of it has arrived: UCX waits for a peer that has left
     done = under_way_;
     close();
     note(kCanceled);
@@ -160,7 +159,7 @@ std::size_t UcxStream::receive(std::span<std::byte> bytes) {
   if (done > 0 || bytes.empty()) return done;
   const bool is_over = socket_has_ended();
   if (is_over) {
-    while (worker_.progress()) {  // everything is here that will come
+    while (worker_.progress()) {  // receive everything that has arrived
     }
     begin_to_receive(bytes);
     done = take(bytes);
@@ -169,7 +168,7 @@ std::size_t UcxStream::receive(std::span<std::byte> bytes) {
   return done;
 }
 
-/// Returns how many of `bytes` have come, from the front.
+/// Returns how many of `bytes` have arrived, from the front.
 std::size_t UcxStream::take(std::span<std::byte> bytes) {
   std::size_t done = 0;
   while (done < bytes.size() && !incoming_.empty() && has_ended(incoming_.front().request) &&
@@ -189,7 +188,7 @@ std::size_t UcxStream::take(std::span<std::byte> bytes) {
   return done;
 }
 
-/// Begins to receive messages that have come, until `bytes` are full.
+/// Begins to receive arrived messages, until `bytes` are full.
 void UcxStream::begin_to_receive(std::span<std::byte> bytes) {
   std::size_t next = 0;
   for (const Incoming& message : incoming_) next += message.left;
@@ -214,7 +213,7 @@ void UcxStream::begin_to_receive(std::span<std::byte> bytes) {
   }
 }
 
-/// Whether a request has ended; then it becomes null or an error.
+/// Whether a request has ended; if so, sets it to null or an error.
 bool UcxStream::has_ended(StatusPointer& request) {
   if (!request || is_error(request)) return true;
   const Status status = api_.request_check_status(request);
@@ -230,7 +229,7 @@ bool UcxStream::socket_has_ended() const {
   return ::poll(&end, 1, 0) > 0;
 }
 
-/// Throws if the peer has ended the connection, or the endpoint has failed for a while.
+/// Throws if the peer has ended the connection, or if the endpoint failed kGrace ago.
 void UcxStream::check(bool is_over) const {
   if (is_over) throw_lost("closed");
   if (error_ == kOk || Clock::now() < error_time_ + kGrace) return;
@@ -245,8 +244,8 @@ void UcxStream::abandon() noexcept {
   note(kCanceled);
 }
 
-/// Closes the endpoint, and waits until UCX uses no memory of messages any more. That is a matter
-/// of its own, which no peer can delay.
+/// Closes the endpoint, and waits until UCX uses no memory of messages any more, which no peer can
+/// delay.
 void UcxStream::close() noexcept {
   if (!endpoint_) return;
   RequestParams force;

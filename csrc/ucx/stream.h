@@ -21,21 +21,21 @@ namespace torch_ring::ucx {
 ///   u32 kMagic | u32 bytes of the address | u64 tag | proof | address of its worker
 ///
 /// The tag is random: no message of another connection, process set or job has it. The proof is an
-/// HMAC-SHA256, under the world's key, of both ranks and the rest. UCX itself proves nothing: no
-/// message without such a tag is looked at.
+/// HMAC-SHA256, under the world's key, of both ranks and the other fields. UCX itself authenticates
+/// nothing: messages without such a tag are ignored.
 ///
 /// Messages have at most kPieceBytes and the tag of the end that receives them; UCX delivers them
-/// in the order of sending. A receive is posted only for a message that has come, whose length is
-/// known: into the lent bytes if it fits there. So when a peer dies nothing is posted that would
-/// wait for ever.
+/// in the order of sending. A receive is posted only for a message that has arrived, with a known
+/// length: into the lent bytes if it fits there. So after a peer's death no posted receive waits
+/// for ever.
 ///
-/// A message that UCX calls sent may still lie in its buffers until somebody calls progress(): over
-/// tcp the last 8 KiB. So it is done when the peer has acknowledged it, and nobody needs progress()
-/// between exchanges.
+/// A message that UCX reports as sent may still lie in its buffers until the next progress(): over
+/// tcp the last 8 KiB. So a message is done when the peer has acknowledged it, and no progress() is
+/// needed between exchanges.
 ///
 /// The socket is the sign of life: when it ends, the peer has ended the connection, or has died. An
-/// endpoint also ends when the peer has given up an exchange; why, the control plane says. So an
-/// error of the endpoint alone counts only after kGrace.
+/// endpoint also fails when the peer has given up an exchange, for which the control plane reports
+/// the cause. So an error of the endpoint alone counts only after kGrace.
 class UcxStream final : public NetworkStream {
  public:
   static constexpr std::size_t kPieceBytes = 256u << 10;  // in the cache when they are reduced
@@ -69,7 +69,7 @@ class UcxStream final : public NetworkStream {
   };
   struct Incoming {
     StatusPointer request = nullptr;
-    std::size_t left = 0;           // bytes that have not been given to the caller
+    std::size_t left = 0;           // bytes not yet given to the caller
     std::vector<std::byte> buffer;  // empty: the message is received into lent bytes
     bool is_counted = false;        // in received_
   };
@@ -110,7 +110,7 @@ class UcxStream final : public NetworkStream {
   std::size_t received_ = 0;  // messages since take_received()
 };
 
-/// Has a worker when it has had a stream. Thread, errors: Network's.
+/// Makes its worker with the first stream. Thread, errors: Network's.
 class UcxNetwork final : public Network {
  public:
   /// `own`: this rank. `key`: the world's.

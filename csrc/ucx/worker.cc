@@ -18,13 +18,13 @@ namespace {
 constexpr unsigned kMajor = 1;
 constexpr unsigned kMinor = 16;
 
-// Of the names of transports: TCP; InfiniBand's, RoCE's and Omni-Path's; that of AWS' EFA. Others
-// stay inside a host.
+// Prefixes of the transports between hosts: TCP; those of InfiniBand, RoCE and Omni-Path; AWS' EFA.
+// Others stay inside a host.
 constexpr std::array kBetweenHosts{"tcp", "rc_", "dc_", "ud_", "srd"};
 constexpr std::chrono::seconds kProbeTimeout{1};
 
-/// Blocks all signals of this thread, and so of the threads that it makes: signals are for those of
-/// the program.
+/// Blocks all signals of this thread, and so of the threads that it starts: signals go to the
+/// program's threads.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -50,8 +50,7 @@ Worker::Worker(Api api) : api_(std::move(api)) {
     const Params params;
     Status status =
         api_.config_modify(config, "RNDV_THRESH", std::to_string(kEagerBytes + 1).c_str());
-    // Its receives end when the sender's request can end, too. UCX has it as its default
-    // since 1.16.
+    // With it a receive ends only when the sender's request can end, too. UCX's default since 1.16.
     if (status == kOk) status = api_.config_modify(config, "PROTO_ENABLE", "y");
     if (status == kOk) status = api_.init(kMajor, kMinor, &params, config, &context_);
     api_.config_release(config);

@@ -1,4 +1,4 @@
-// Worker: UCX's engine of one communicator: its resources, its progress and its sleep.
+// Worker: a UCX worker for one communicator, with its progress and its sleep.
 #pragma once
 
 #include <cstddef>
@@ -10,16 +10,16 @@
 
 namespace torch_ring::ucx {
 
-/// Moves nothing by itself: whoever waits calls progress() or arm(). UCX has a thread of its own,
-/// one a process, which accepts its connections and sleeps otherwise.
+/// Moves nothing by itself: a waiting thread calls progress() or arm(). UCX has one thread a
+/// process, which accepts its connections and otherwise sleeps.
 ///
-/// Thread: one at a time. Blocking: no. Errors: Error(kInternal) with UCX's words.
+/// Thread: one at a time. Blocking: no. Errors: Error(kInternal) with UCX's text.
 class Worker {
  public:
-  /// Messages up to so long are sent eagerly, in one piece over any transport: they may wait at a
-  /// peer that does not look. Longer ones wait where they lie until the peer receives them
-  /// (rendezvous), and only these can be called back: of an eager message in pieces, once it is
-  /// being received, the memory is UCX's until its last piece comes, which may be never.
+  /// The longest message that is sent eagerly, in one piece over any transport, and may wait at the
+  /// peer. Longer ones stay in the sender's memory until the peer receives them (rendezvous), and
+  /// only these can be cancelled: UCX owns the memory of an eager message in several pieces, once
+  /// it is being received, until its last piece arrives, which may be never.
   static constexpr std::size_t kEagerBytes = 512;
 
   explicit Worker(Api api);
@@ -33,19 +33,19 @@ class Worker {
   /// The address by which others reach it.
   std::span<const std::byte> address() const { return address_; }
 
-  /// The names of the transports to other hosts that it uses to reach a worker like itself, the
-  /// fastest there are: "rc_mlx5", "tcp". None: it reaches nobody (UCX_TLS, UCX_NET_DEVICES).
+  /// The names of the fastest transports to other hosts, by which it reaches a worker like itself:
+  /// "rc_mlx5", "tcp". Empty if it reaches no other host (UCX_TLS, UCX_NET_DEVICES).
   std::vector<std::string> transports();
 
-  /// Moves what can be moved now; returns whether there was anything.
+  /// Moves as much as possible now; returns whether it moved anything.
   bool progress() {
     const bool moves = api_.worker_progress(worker_) != 0;
     has_moved_ |= moves;
     return moves;
   }
 
-  /// As Network::arm(). The progress that one stream has made may be another one's, which has
-  /// looked before: so all must look once more in vain before a sleep.
+  /// As Network::arm(). One stream's progress() may move the data of another one, which was checked
+  /// before: so a sleep needs one more check of all streams that finds nothing.
   bool arm();
   /// As Network::fd().
   int fd() const noexcept { return fd_; }

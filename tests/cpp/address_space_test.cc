@@ -1,4 +1,4 @@
-// The address space of a host's memory: as much as its ranks need, and as they can have.
+// The address space of a host's memory: enough for its ranks, and within the process's limit.
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -25,7 +25,7 @@ TEST(host_memory_of_many_ranks_fits_the_address_space) {
       const auto count = static_cast<std::size_t>(ranks);
       const std::size_t all = count * (Slot::kBytes + arena);
       CHECK(all <= HostMemory::kMostAddressSpace);
-      // The needs of a program, and no more: a few times the memory, and slots.
+      // A few times the machine's memory, and slots, but no more.
       CHECK(all <=
             4 * machine + count * (HostMemory::kMostSlots + 1) * Slot::kBytes + count * kHugePage);
       if (all + count * kHugePage < HostMemory::kMostAddressSpace) {
@@ -65,7 +65,7 @@ TEST(host_memory_fits_little_address_space) {
 }
 
 TEST(host_memory_leaves_half_of_a_limited_address_space) {
-  if (kSanitized) return;  // it has taken more than any limit
+  if (kSanitized) return;  // a sanitizer has mapped more than any limit
   CHECK(HostMemory::mappable_bytes() >= std::size_t{1} << 30);
   CHECK(HostMemory::mappable_bytes() <= HostMemory::kMostAddressSpace);
   for (const std::size_t spare : {std::size_t{8} << 20, std::size_t{3} << 30}) {

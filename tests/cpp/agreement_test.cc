@@ -54,7 +54,7 @@ TEST(groups_of_different_sizes_end_as_a_whole) {
   for (const bool named : {true, false}) {
     const Keys names = named ? Keys{"g.0", "g.1", "g.2"} : Keys{"#2.7", "#2.7/1", "#2.7/2"};
     Agreement agreement = among(3);
-    // Rank 1 has announced one of three so far, rank 2 more than rank 0 has at all.
+    // Rank 1 has announced only one of its three, rank 2 more than rank 0's group has.
     const auto decisions = round(
         agreement, {entry({member(names[0], 2), member(names[1], 2)}), entry({member(names[0], 3)}),
                     entry({member(names[0], 3), member(names[2], 3), allreduce("other")})});

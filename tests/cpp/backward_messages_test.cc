@@ -1,4 +1,4 @@
-// The names of backward synchronisation, and what errors say instead of them.
+// The names of backward synchronisation, and their wording in errors.
 #include "engine/request.h"
 #include "harness.h"
 

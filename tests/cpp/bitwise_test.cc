@@ -1,4 +1,4 @@
-// Band, Bor and Bxor: the arithmetic, every transport, and what is refused.
+// Band, Bor and Bxor: the arithmetic, every transport, and the refused cases.
 #include <array>
 
 #include "communicator_suite.h"
@@ -114,7 +114,7 @@ TEST(bitwise_operators_are_of_whole_numbers_and_bools) {
     const bool whole = std::find(kWholes.begin(), kWholes.end(), dtype) != kWholes.end();
     for (const ReduceOp op : kBitwise) {
       CHECK_EQ(can_reduce(dtype, op), whole);
-      // The announcement of a rank is checked, too.
+      // A rank's announcement is checked, too.
       Fingerprint fingerprint;
       fingerprint.dtype = dtype;
       fingerprint.op = op;

@@ -1,4 +1,4 @@
-// board_suite: tests that every Board passes, whatever its transport.
+// board_suite: tests that every Board passes.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ struct OwnedPost {
   Post post() const { return {common, own, local}; }
 };
 
-/// The entry that `rank` posts in `round`, which every other rank can compute too. In some rounds
-/// all ranks post the same, in some all but one.
+/// The entry of `rank` in `round`, which every other rank can compute, too. In some rounds all
+/// ranks post the same, in some all but one.
 inline OwnedPost entry_of(int rank, int round, const Board& board) {
   const auto part = [](int seed, std::size_t longest) {
     std::mt19937 random(static_cast<unsigned>(seed));
@@ -138,7 +138,7 @@ inline void board_names_the_missing(const Layout& layout, int size) {
     } else {
       board.post({});
       CHECK(!misses(rank));
-      // Rank 0 leads its host and so learns which ranks are late; others may see only their host.
+      // Rank 0 leads its host and so learns the late ranks; others may see only their host.
       while (rank == 0 && !misses(late)) {
         board.wait_until(Clock::now() + std::chrono::milliseconds(5), kSpin);
       }
@@ -149,7 +149,7 @@ inline void board_names_the_missing(const Layout& layout, int size) {
   });
 }
 
-/// The rank that has waited least in the round before was the last there; one that has only
+/// The rank with the shortest wait in the round before was the last there; a rank that only
 /// answered does not count. All ranks learn the longest wait.
 inline void board_knows_who_was_last(const Layout& layout, int size) {
   run_world(layout, size, [&](HostCommunicator& communicator, Abort&) {

@@ -29,8 +29,8 @@ Bytes pattern(std::size_t count) {
   return bytes;
 }
 
-/// The stream that a writer sends of `data`, whose first call of send() gets `first` bytes of it.
-/// The stream takes at most `room` bytes at a time.
+/// The stream that a writer makes of `data`, with `first` bytes in the first send(). The stream
+/// takes at most `room` bytes at a time.
 Bytes written(const Bytes& data, std::size_t first, std::size_t room) {
   CheckedWriter writer;
   Bytes stream;
@@ -46,8 +46,8 @@ Bytes written(const Bytes& data, std::size_t first, std::size_t room) {
   return stream;
 }
 
-/// The data that a reader takes from a stream that gives at most `room` bytes at a time; nothing if
-/// it is refused. A stream that ends too early counts as refused: a connection would time out.
+/// The data that a reader gets from a stream of at most `room` bytes at a time; nothing if it
+/// refuses the stream. A stream that ends too early counts as refused: a connection would time out.
 std::optional<Bytes> read(const Bytes& stream, std::size_t count, std::size_t room) {
   CheckedReader reader;
   Bytes data(count);
@@ -66,7 +66,7 @@ std::optional<Bytes> read(const Bytes& stream, std::size_t count, std::size_t ro
   return data;
 }
 
-/// Passes bytes on from one socket to another, until either ends; flips the lowest bit of byte
+/// Forwards bytes from one socket to another until either ends; flips the lowest bit of byte
 /// `flipped`.
 class Relay {
  public:

@@ -133,7 +133,7 @@ TEST(choice_takes_the_shortest_time_and_the_first_of_equal_ones) {
       }
     }
   }
-  // Without latency nothing but bytes counts, and all are near.
+  // Without latency only bytes count, and all are near.
   constexpr NetworkCost kBytesAlone{0, 400, 400, 0};
   CHECK_EQ(time_ps(AllgatherPath::kRing, 1u << 20, 8, kBytesAlone),
            time_ps(AllgatherPath::kDoubling, 1u << 20, 8, kBytesAlone));

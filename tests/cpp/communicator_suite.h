@@ -1,4 +1,4 @@
-// communicator_suite: tests that every Communicator passes, whatever its transport.
+// communicator_suite: tests that every Communicator passes.
 #pragma once
 
 #include <array>

@@ -13,7 +13,7 @@ namespace torch_ring::test::communicator_test {
 
 namespace {
 
-// Layouts of two ranks that spin, as ranks with cores of their own do.
+// In the spinning layouts two ranks spin, like ranks with cores of their own.
 [[maybe_unused]] const bool added[] = {
     add_communicator_suite({"shm", one_host}),
     add_communicator_suite({"spinning shm", one_host, {2}, Sockets::kUnix, true}),

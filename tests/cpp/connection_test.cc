@@ -24,13 +24,13 @@ TEST(waiter_takes_what_has_come_even_after_an_abort) {
   waiting.abort.raise(Error(ErrorKind::kPeerLost, "rank 1 died"));
   const auto nothing_stuck = [] { return Standstill{}; };
   waiting.waiter.wait([] { return true; }, nothing_stuck);
-  // wait() looks once, and once more before it would sleep.
+  // wait() checks once, and once more before it would sleep.
   waiting.waiter.wait([looks = 0]() mutable { return ++looks > 1; }, nothing_stuck);
   CHECK_THROWS(waiting.waiter.wait([] { return false; }, nothing_stuck), ErrorKind::kPeerLost,
                "rank 1 died");
 }
 
-/// Two ranks, each with its connection to the other and its Waiter.
+/// One of two ranks, with its connection to the other and its Waiter.
 struct End {
   End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout, bool slow,
       const std::shared_ptr<Network>& network)
@@ -65,7 +65,7 @@ struct Pair {
   std::optional<End> ends[2];
 };
 
-/// Registers `body` for every way between the ends.
+/// Registers `body` for every kind of connection.
 bool on_all_ways(const std::string& name, const std::function<void(Sockets)>& body) {
   add_test("connection over Unix sockets: " + name, [=] { body(Sockets::kUnix); });
   add_test("connection over TCP: " + name, [=] { body(Sockets::kTcp); });
@@ -127,7 +127,7 @@ TEST(connection_stripes_data_over_its_sockets) {
   Pair pair(Sockets::kUnix, patient().timeout, 2);
   Connection& sender = pair.ends[0]->connection;
   Connection& receiver = pair.ends[1]->connection;
-  CHECK_EQ(sender.send_fd(), -1);  // nothing was to be sent yet
+  CHECK_EQ(sender.send_fd(), -1);  // nothing to send yet
   sender.try_send({});
   const int first = sender.send_fd();
   const Bytes stripe = pattern(Connection::kStripeBytes, 0);
@@ -213,7 +213,7 @@ TEST(connection_is_readable_with_data_or_end_of_stream) {
                        : "connection to rank 1 (a thread) failed: ");
     });
 
-/// Receives a byte at end 0, however long that takes.
+/// Receives a byte at end 0, without a time limit.
 std::byte receive_byte(Pair& pair) {
   std::byte byte{};
   while (pair.ends[0]->connection.receive_data({&byte, 1}) == 0) std::this_thread::yield();
@@ -259,7 +259,7 @@ std::byte receive_byte(Pair& pair) {
       });
     });
 
-// A rank that gives up frees its tensors: nobody reads or writes them afterwards.
+// A rank that gives up frees its tensors, so no transfer may read or write them afterwards.
 [[maybe_unused]] const bool added_given_up =
     on_all_ways("a failed exchange leaves its bytes alone", [](Sockets sockets) {
       Pair pair(sockets, std::chrono::milliseconds(50));
@@ -288,8 +288,8 @@ std::byte receive_byte(Pair& pair) {
       });
     });
 
-// Over UCX the last bytes may lie in its buffers when they are sent: nothing moves them between
-// exchanges, so an exchange has to end later.
+// Over UCX the last sent bytes may still lie in UCX's buffers. Nothing moves them between
+// exchanges, so an exchange must not end before they are delivered.
 [[maybe_unused]] const bool added_tail =
     on_all_ways("a sender that waits for nothing has sent everything", [](Sockets sockets) {
       Pair pair(sockets);

@@ -26,7 +26,7 @@ std::vector<Fd> take_all(SocketSource& source, int peer, bool needed) {
   return sockets;
 }
 
-/// The bytes that arrive on each of the sockets when the other ends send their number.
+/// Checks that the sockets of both ranks have the same order, by a byte over each.
 void check_same_order(const std::vector<Fd>& one, const std::vector<Fd>& other) {
   CHECK_EQ(one.size(), other.size());
   for (std::size_t i = 0; i < one.size(); ++i) {
@@ -93,7 +93,7 @@ TEST(control_plane_keeps_data_connections_of_a_set_that_nobody_uses_yet) {
   const auto high = planes[1]->sockets(kSet, {0, 1}, 3);
   const auto ours = take_all(*high, 0, true);
   CHECK_EQ(high_recorder.times("connected"), 1);  // when all three were there
-  // Rank 0 subscribes to it afterwards.
+  // Rank 0 subscribes to the set afterwards.
   RecordingObserver recorder;
   planes[0]->subscribe(kSet, {0, 1}, recorder);
   const auto low = planes[0]->sockets(kSet, {0, 1}, 3);
@@ -106,11 +106,11 @@ TEST(control_plane_keeps_no_data_connection_of_a_set_that_has_ended) {
   const Planes planes = make_planes({0, 0});
   for (const auto& plane : planes) plane->leave(kSet, 0, 2);
   wait_until([&] { return planes[0]->has_ended(kSet); }, "the end of the set");
-  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);  // as if it had been on its way
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);  // a late connection
   const auto ours = take_all(*high, 0, true);
   char byte = 0;
   wait_until([&] { return ::recv(ours[0].get(), &byte, 1, MSG_DONTWAIT) == 0; }, "its end");
-  CHECK_EQ(planes[0]->descriptors().size(), 4u);  // as in a world that has no such set
+  CHECK_EQ(planes[0]->descriptors().size(), 4u);  // as in a world without such a set
 }
 
 TEST(control_plane_closes_data_connections_that_nobody_took_when_their_set_ends) {
@@ -124,7 +124,7 @@ TEST(control_plane_closes_data_connections_that_nobody_took_when_their_set_ends)
   for (const auto& plane : planes) plane->leave(kSet, 0, 2);
   for (const auto& plane : planes) {
     wait_until([&] { return plane->has_ended(kSet); }, "the end of the set");
-    CHECK_EQ(plane->descriptors().size(), 4u);  // as in a world that has no such set
+    CHECK_EQ(plane->descriptors().size(), 4u);  // as in a world without such a set
   }
 }
 
@@ -165,7 +165,7 @@ TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
     return ::recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
   };
   wait_until([&] { return closed(ours[0]); }, "its end");
-  // A later one is refused: its end closes.
+  // A later connection is refused: its other end closes.
   planes[1]->unsubscribe(kSet + 1);
   CHECK(planes[1]->sockets(kSet + 1, {0, 1}, 1)->take(0, true).empty());
   const auto late = take_all(*planes[1]->sockets(kSet, {0, 1}, 1), 0, true);
@@ -261,7 +261,7 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
       said,
       "no connection to rank 0 (a thread): socket: Too many open files: raise `ulimit -n` (now "
       "3)");
-  // The other side finds out when somebody connects.
+  // The accepting side notices it when somebody connects.
   const Fd stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const SocketAddress to(rank0.tcp[0]);
   CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
@@ -275,7 +275,7 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
   CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   CHECK_EQ(said, "accept: Too many open files: raise `ulimit -n` (now 3)");
   wait_until([&] { return planes[0]->descriptors().size() == 5; }, "the stranger is accepted");
-  // Once there are some, it may be tried again.
+  // With descriptors again, a second attempt succeeds.
   take_all(*high, 0, true);
   take_all(*low, 1, true);
 }

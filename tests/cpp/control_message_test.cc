@@ -61,14 +61,14 @@ TEST(control_messages_are_checked_before_they_are_believed) {
   };
   refused(4, changed(Message::heartbeat(2), 0, 'X'));        // no kind
   refused(4, changed(Message::asks(2, 1, 1), 2, 17));        // too long a question
-  refused(4, changed(Message::answers(2, 1, 1, {}), 8, 1));  // in another one's name
+  refused(4, changed(Message::answers(2, 1, 1, {}), 8, 1));  // in another rank's name
   refused(4, changed(Message::stops(2, 1, {}), 8, 1));       // likewise
   refused(4, changed(Message::stops(2, 1, {}), 12, 1));      // of a set
   const std::string to_nobody = frames_of({Message::asks(2, 4, 1)});
   CHECK_THROWS(parse(4, to_nobody, to_nobody.size()), ErrorKind::kPeerLost,
                "writes to a rank that there is not");
   refused(4, changed(Message::departed(2), 1, 5));                       // no kind of error
-  refused(4, changed(Message::heartbeat(2), 2, 1));                      // a text where none is
+  refused(4, changed(Message::heartbeat(2), 2, 1));                      // an unexpected text
   refused(4, changed(Message::departed(2), 20, 1));                      // rounds of no set
   refused(4, changed(Message::lost(2, 1, "died"), 3, 0x7f));             // too long a text
   refused(2, frames_of({Message::lost(2, 1, "died")}));                  // no such rank
@@ -95,7 +95,7 @@ TEST(control_messages_of_waits_are_checked) {
     const std::string frame = frames_of({message});
     CHECK_THROWS(parse(size, frame, frame.size()), ErrorKind::kPeerLost, "");
   };
-  refused(3, wait);  // for a rank that there is not
+  refused(3, wait);  // a wait for a rank that does not exist
   const auto with_text = [&](const std::string& text) {
     Message changed = wait;
     changed.text = text;

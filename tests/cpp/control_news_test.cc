@@ -24,7 +24,7 @@ class Simulation {
 
   void say(int rank, const Message& message) { learn(rank, message, -1); }
 
-  /// The rank is gone, with what it has not received. What it has sent arrives.
+  /// The rank is gone, with the messages that it has not received. Its sent messages arrive.
   void kill(int rank) {
     at(ranks_, rank).alive = false;
     for (auto& [pair, queue] : queues_) {
@@ -33,11 +33,11 @@ class Simulation {
     }
   }
 
-  /// Delivers until nothing is on its way; each message in order on its connection.
+  /// Delivers until no message is on its way; in order on each connection.
   void run(int at_most = 1 << 30) {
     while (at_most-- > 0) {
       std::vector<std::pair<int, int>> ready;
-      if (size_ > 64) {  // by rounds: a random choice among all costs too much
+      if (size_ > 64) {  // in rounds: a random choice among all costs too much
         bool any = false;
         for (auto& [pair, queue] : queues_) {
           for (std::size_t left = queue.size(); left > 0; --left, any = true) deliver(pair);
@@ -66,7 +66,7 @@ class Simulation {
     std::vector<Message> heard;
     bool alive = true;
   };
-  static Message end() { return Message::heartbeat(0); }  // stands for the end of a stream
+  static Message end() { return Message::heartbeat(0); }  // represents the end of a stream
 
   void connect(int from, int to) {
     auto [queue, added] = queues_.try_emplace({from, to});
@@ -107,7 +107,7 @@ class Simulation {
     repair(rank);
   }
 
-  /// Connects to the next ranks; whoever is found dead is lost.
+  /// Connects to the next ranks; dead ones are lost.
   void repair(int rank) {
     Rank& it = at(ranks_, rank);
     for (const int peer : graph_.neighbours(rank, it.present)) {
@@ -190,7 +190,7 @@ TEST(nothing_is_kept_of_a_set_that_all_its_members_have_left) {
       CHECK(!simulation.news(0).has_ended(set));
       simulation.say(1, Message::left(1, set, 4, 2, ""));
     }
-    simulation.say(0, Message::left(0, 99, 3, 2, ""));  // one that rank 1 is still in
+    simulation.say(0, Message::left(0, 99, 3, 2, ""));  // a set that rank 1 is still in
     simulation.run();
     for (int rank = 0; rank < size; ++rank) {
       for (std::uint64_t set = 100; set < 110; ++set) {
@@ -234,7 +234,7 @@ TEST(news_survives_the_death_of_its_messengers) {
         failing.push_back(teller);
       }
       simulation.run(static_cast<int>(random() % 20));
-      // Some beside one another, and some anywhere, die with what they have not passed on.
+      // Adjacent ranks, and some others, die with the news that they have not passed on.
       for (int i = 0; i < 3; ++i) {
         const int victim = static_cast<int>(
             random() % 2 != 0 ? (teller + 1 + i) % size : static_cast<int>(random() % 97) % size);
@@ -251,7 +251,8 @@ TEST(news_survives_the_death_of_its_messengers) {
       for (int peer = 0; peer < size; ++peer) {
         CHECK_EQ(count(heard, Message::Kind::kLost, peer), simulation.alive(peer) ? 0 : 1);
       }
-      // The rank that has told it lives, so all know; or has died: all survivors know it or none.
+      // If the rank that told it lives, all know it; if it has died, either all survivors know it
+      // or none.
       for (std::size_t i = 0; i < failing.size(); ++i) {
         const int times = count(heard, Message::Kind::kFailed, failing[i], 1);
         if (simulation.alive(failing[i])) CHECK_EQ(times, 1);
@@ -299,7 +300,7 @@ TEST(news_has_one_fate_for_a_rank) {
   CHECK(!news.learn(Message::heartbeat(3)));
   news.presume_departed(1);
   CHECK(news.departed(1) && !news.alive(1));
-  CHECK(news.learn(Message::lost(1, 0, "died")));  // it is presumed no more
+  CHECK(news.learn(Message::lost(1, 0, "died")));  // no longer only presumed
   CHECK(news.lost(1));
   CHECK(!news.has_failed(7));
   CHECK(news.learn(Message::failed(3, 7, Error(ErrorKind::kInternal, ""))));

@@ -38,7 +38,7 @@ int open_descriptors() {
   return count;
 }
 
-/// Planes that are connected, each with a recorder that observes the world.
+/// Connected planes, each with a recorder that observes the world.
 struct Watched {
   explicit Watched(const std::vector<int>& host_of,
                    std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1))
@@ -144,7 +144,7 @@ TEST(control_plane_tells_all_of_a_departure) {
   at(world.planes, 19)->stop();
   at(world.planes, 19).reset();
   world.wait_for_all("departed 19");
-  // Also after its former neighbours have new ones.
+  // This still holds after its former neighbours have got new ones.
   std::this_thread::sleep_for(std::chrono::milliseconds(400));
   for (int rank = 0; rank < 19; ++rank) CHECK_EQ(at(world.recorders, rank).events().size(), 1u);
 }
@@ -165,7 +165,7 @@ TEST(control_plane_gives_nobody_up_because_messengers_died) {
 }
 
 TEST(control_plane_finds_the_survivors_beyond_dead_neighbours) {
-  // All neighbours of rank 0 but none of the others die at once, and then rank 3.
+  // Only the neighbours of rank 0 die at once, then rank 3.
   Watched world(host_of(8, 1));
   for (const int rank : {1, 2, 4, 6, 7}) at(world.planes, rank)->die();
   for (const int rank : {1, 2, 4, 6, 7}) at(world.planes, rank).reset();
@@ -176,7 +176,7 @@ TEST(control_plane_finds_the_survivors_beyond_dead_neighbours) {
 }
 
 TEST(control_plane_takes_who_leaves_with_all_others_for_departed) {
-  // Nobody remains to tell rank 0 of the departures of those that are not its neighbours.
+  // No rank remains to tell rank 0 of the departures of ranks that are not its neighbours.
   Watched world(host_of(16, 1));
   std::vector<std::thread> leaving;
   for (int rank = 1; rank < 16; ++rank) {
@@ -184,7 +184,7 @@ TEST(control_plane_takes_who_leaves_with_all_others_for_departed) {
   }
   for (std::thread& thread : leaving) thread.join();
   for (int rank = 1; rank < 16; ++rank) world.wait_for_all("departed " + std::to_string(rank));
-  CHECK_EQ(at(world.recorders, 0).events().size(), 15u);  // and of no loss
+  CHECK_EQ(at(world.recorders, 0).events().size(), 15u);  // and no loss
 }
 
 TEST(control_plane_tells_a_set_s_failure_to_its_members) {
@@ -263,7 +263,7 @@ TEST(control_plane_carries_questions_and_answers) {
     if (query.is_question) return world.planes[2]->answer(query.from, query.number, "mine");
     (query.from == 2 ? own : answer).set_value(query);
   });
-  CHECK_EQ(world.planes[2]->ask(6), 1u);  // which has no reader
+  CHECK_EQ(world.planes[2]->ask(6), 1u);  // rank 6 has no reader
   CHECK_EQ(world.planes[2]->ask(5), 2u);
   const Query asked = question.get_future().get();
   CHECK(asked.is_question && asked.from == 2 && asked.number == 2);
@@ -275,7 +275,7 @@ TEST(control_plane_carries_questions_and_answers) {
   for (const auto& plane : world.planes) plane->stop();  // before the promises end
 }
 
-/// Passes points until the ranks stop; returns the number of that point. `at_point(n)` comes before
+/// Passes points until the ranks stop; returns the number of that point. Calls `at_point(n)` before
 /// point n.
 template <class Do>
 int pass_until_stop(ControlPlane& plane, Do&& at_point) {
@@ -291,7 +291,7 @@ TEST(control_planes_stop_at_one_point_however_many_each_rank_has_passed) {
   for (int trial = 0; trial < 20; ++trial) {
     const Planes planes = make_planes(host_of(6, 2));
     std::vector<int> stopped(planes.size());
-    run_ranks(6, [&](int rank) {  // as fast as each can
+    run_ranks(6, [&](int rank) {  // each as fast as it can
       ControlPlane& plane = *at(planes, rank);
       at(stopped, rank) = pass_until_stop(plane, [&](int point) {
         const bool got_signal = rank == trial % 6 || rank == (trial + 3) % 6;
@@ -309,7 +309,7 @@ TEST(control_planes_stop_at_one_point_however_many_each_rank_has_passed) {
 TEST(control_plane_agrees_on_a_stop_without_ranks_that_have_left) {
   Planes planes = make_planes(host_of(3, 1));
   for (int point = 0; point < 5; ++point) CHECK(planes[1]->pass_point() == false);
-  planes[1]->stop();  // it had passed more than the others
+  planes[1]->stop();  // it has passed more points than the others
   CHECK_EQ(planes[0]->why_stop(), "");
   planes[0]->want_stop("SIGUSR1");
   for (const int rank : {0, 2}) {
@@ -324,7 +324,7 @@ TEST(control_plane_does_not_agree_on_a_stop_if_a_rank_is_lost) {
   for (int rank = 0; rank < 3; ++rank) {
     wait_until([&] { return at(ranks.planes, rank)->lost().size() == 1; }, "the loss is known");
   }
-  CHECK(ranks.planes[0]->pass_point() == false);  // nobody wants a stop
+  CHECK(ranks.planes[0]->pass_point() == false);  // no rank wants to stop
   ranks.planes[1]->want_stop("SIGTERM");
   for (int rank = 0; rank < 3; ++rank) {
     CHECK_THROWS(pass_until_stop(*at(ranks.planes, rank), [](int) {}), ErrorKind::kPeerLost,
@@ -372,7 +372,7 @@ TEST(control_plane_stops_while_it_connects) {
     for (auto& plane : planes) plane.reset();
   }
   auto all = make_plane_options(host_of(3, 1));
-  const ControlPlane waits(std::move(all[0]));  // the others listen, and do not accept
+  const ControlPlane waits(std::move(all[0]));  // the others listen, but do not accept
   CHECK_EQ(waits.missing(), (std::vector<int>{1, 2}));
 }
 

@@ -1,4 +1,4 @@
-// Strangers and silent peers: what the control plane must not believe.
+// Strangers and silent peers, which the control plane must not trust.
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -93,7 +93,7 @@ struct Alone {
   }
 
   RecordingObserver recorder;
-  std::vector<ControlOptions> all;  // of the others: they listen
+  std::vector<ControlOptions> all;  // of the others, which listen
   Address address;
   std::unique_ptr<ControlPlane> plane;
 };
@@ -112,7 +112,7 @@ TEST(control_plane_drops_strangers) {
   }
   for (const Fd& stranger : strangers)
     wait_until([&] { return closed(stranger); }, "it is dropped");
-  // A lower rank, a rank that is none, this rank itself, and too high a channel: all with the key.
+  // A lower rank, an invalid rank, this rank itself, and too high a channel: all with the key.
   for (const Hello& hello :
        {Hello{0, 0, 0, 0}, Hello{3, 0, 0, 0}, Hello{0xffffffff, 0, 0, 1}, Hello{1, 0, 0, 65}}) {
     const Fd socket = connect_to(rank0.address, true);
@@ -127,8 +127,7 @@ TEST(control_plane_drops_strangers) {
   CHECK(rank0.recorder.events().empty());
 }
 
-/// A process that knows the key, because it could be read in a store, is still no rank of this
-/// host.
+/// A process that has read the key in a store is still no rank of this host.
 TEST(control_plane_takes_ranks_of_its_host_over_the_unix_socket_only) {
   auto all = make_plane_options({0, 0, 1});
   const Address address = all[0].addresses[0];
@@ -170,9 +169,10 @@ TEST(control_plane_does_not_believe_a_replay) {
 }
 
 TEST(control_plane_serves_peers_while_strangers_say_nothing) {
-  // Four times as many as it admits at a time: the peer comes behind them in the listener's queue.
+  // Four times as many strangers as it admits at a time: the peer is behind them in the listener's
+  // queue.
   for (const bool unix : {true, false}) {
-    const DescriptorLimit limit(1024);  // and at the other end of the strangers' connections
+    const DescriptorLimit limit(1024);  // also for the other ends of the strangers' connections
     Alone rank0(2);
     limit.raise();
     std::vector<Fd> strangers;
@@ -202,7 +202,7 @@ TEST(control_plane_takes_a_peer_that_has_spoken_before_those_who_come_after_it) 
 TEST(control_plane_waits_out_a_lack_of_descriptors) {
   Alone rank0(2);
   Fd peer(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const DescriptorLimit limit(peer.get() + 1);  // none is left
+  const DescriptorLimit limit(peer.get() + 1);  // no free descriptor
   const SocketAddress to(rank0.address.socket);
   CHECK_EQ(::connect(peer.get(), to.generic(), to.bytes), 0);
   auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 0, Hello::kControl});
@@ -240,7 +240,7 @@ TEST(control_plane_loses_a_silent_neighbour) {
   CHECK_EQ(rank0.recorder.text("lost 1"),
            "rank 1 (a thread) has not been heard for 0.2 s (TORCH_RING_HEARTBEAT_TIMEOUT): it is "
            "stopped, or its host is cut off");
-  // It is told so: it reads that when it goes on.
+  // The stopped peer can read this verdict when it continues.
   std::string received(4096, '\0');
   const auto bytes = ::recv(peer.get(), received.data(), received.size(), 0);
   received.resize(static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
@@ -257,8 +257,8 @@ TEST(control_plane_loses_a_silent_neighbour) {
       },
       "the verdict");
   CHECK_EQ(messages.back().rank, 1);
-  CHECK(messages.size() >= 4);  // heartbeats before it
-  // Its revenge is not heard.
+  CHECK(messages.size() >= 4);  // heartbeats before the verdict
+  // Its own verdict about rank 0 is ignored.
   std::string frame;
   Message::lost(0, 1, "has not been heard").append_to(frame);
   send_all(peer, frame);
@@ -267,7 +267,7 @@ TEST(control_plane_loses_a_silent_neighbour) {
 }
 
 TEST(control_plane_that_is_taken_for_lost_rests) {
-  // It hears nobody any more, so all deadlines of silence pass: they must not keep it running.
+  // It hears no other rank any more, so all deadlines of silence pass; they must not keep it busy.
   Alone rank0(3, std::chrono::milliseconds(100));
   const Fd one = join_as(1, rank0.address);
   const Fd two = join_as(2, rank0.address);
@@ -314,7 +314,7 @@ TEST(control_plane_loses_a_neighbour_that_sends_no_messages) {
 
 TEST(control_plane_loses_a_neighbour_to_be_that_never_connects) {
   // Eight ranks; rank 3 is no neighbour of rank 0 before ranks 1 and 2 are lost. It listens, but is
-  // stopped. Rank 5 has left: after the time to settle rank 0 finds out that nobody listens there.
+  // stopped. Rank 5 has left: after the time to settle rank 0 notices that nobody listens there.
   Alone rank0(8, std::chrono::milliseconds(400));
   std::vector<Fd> peers;
   for (const std::uint32_t rank : {1, 2, 4, 6, 7}) peers.push_back(join_as(rank, rank0.address));

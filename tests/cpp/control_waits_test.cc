@@ -1,4 +1,4 @@
-// Waits: the wait-for graph that the ranks tell one another.
+// Waits: the wait-for graph from the ranks' announcements.
 #include "control/news.h"
 #include "harness.h"
 #include "transport/wait_graph.h"
@@ -16,7 +16,7 @@ Ranks ends(const Waits& waits, const Ranks& ranks, std::uint64_t set = 0) {
   return waits.ends(set, ranks);
 }
 
-/// Keeps what a rank tells.
+/// Records a rank's announcements.
 class KeptGraph final : public WaitGraph {
  public:
   std::chrono::milliseconds patience() const override { return {}; }
@@ -95,13 +95,13 @@ TEST(waits_of_sets_are_apart) {
 TEST(a_wait_that_has_ended_stays_so) {
   Waits waits;
   CHECK(waits.learn(tell(1, 1, {2})));
-  CHECK(!waits.learn(tell(1, 1, {2})));  // by another way
+  CHECK(!waits.learn(tell(1, 1, {2})));  // on another path
   CHECK_EQ(waits.known().size(), 1u);
   CHECK(waits.learn(tell(1, 2, {})));
   CHECK(!waits.learn(tell(1, 1, {2})));
   CHECK(!waits.any(0));
   CHECK_EQ(ends(waits, {1}), Ranks{1});
-  CHECK(waits.known() == std::vector{tell(1, 2, {})});  // who has heard of the wait hears its end
+  CHECK(waits.known() == std::vector{tell(1, 2, {})});  // for ranks that know the wait
 }
 
 TEST(waits_of_one_rank_in_two_sets_may_be_heard_in_any_order) {

@@ -1,4 +1,4 @@
-// Departures: a rank that leaves has been heard, and what it has sent arrives, however late.
+// Departures: the goodbye of a leaving rank is heard, and its last data arrives, however late.
 #include <sys/resource.h>
 
 #include <atomic>
@@ -13,7 +13,7 @@
 namespace torch_ring::test::departure_test {
 namespace {
 
-/// The ranks of one process have more descriptors than those of many.
+/// All ranks in one process need many descriptors.
 void raise_descriptor_limit() {
   rlimit limit{};
   CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
@@ -26,7 +26,7 @@ TEST(departing_rank_waits_until_a_slow_peer_has_heard_all) {
   Planes planes = make_planes({0, 1});
   RecordingObserver recorder;
   planes[0]->subscribe(0, {0, 1}, recorder);
-  // More than the buffers of a connection take.
+  // More than the buffers of a connection hold.
   const Error cause(ErrorKind::kInternal, std::string(Message::kTextBytes, 'x'));
   for (std::uint64_t set = 1; set < 3000; ++set) planes[1]->fail(set, cause);
   planes[1]->stop();
@@ -83,7 +83,8 @@ TEST(departed_rank_s_last_data_may_be_late_between_hosts) {
   });
 }
 
-// As when a host is cut off after its rank's goodbye: neither a death nor a heartbeat tells.
+// As if a host were cut off after its rank's goodbye: neither a death nor a missing heartbeat is
+// noticed.
 const std::string kNeverComes = "data.receive:1:late=60000";
 constexpr std::chrono::seconds kSilence{3};
 const std::string kNotCome =
@@ -109,7 +110,7 @@ TEST(departed_rank_s_last_data_may_never_come) {
   run_engines(
       {0, 1},
       [&](Rank& rank) {
-        // Rank 1 has nothing to wait for, and its rows fit the buffers of a socket.
+        // Rank 1 waits for no data, and its rows fit the buffers of a socket.
         std::vector<float> values(10'000), received;
         Request request;
         request.fingerprint.collective = Collective::kAlltoall;
@@ -145,7 +146,7 @@ TEST(departure_is_an_error_of_those_who_miss_the_rank_and_of_no_others) {
       } else {
         wait_until([&] { return missed.load(); }, "rank 1 has missed rank 0");
         std::this_thread::sleep_for(std::chrono::milliseconds(150));
-        rank.engine().check();  // it waits for nobody
+        rank.engine().check();  // it waits for no rank
         CHECK_THROWS(rank.wait(rank.allreduce(values, "more")), ErrorKind::kPeerLost,
                      "rank 0 (a thread) has left");
       }
@@ -153,7 +154,7 @@ TEST(departure_is_an_error_of_those_who_miss_the_rank_and_of_no_others) {
   }
 }
 
-/// Many ranks over TCP do `barrier(); shutdown()`. Each observes all others meanwhile.
+/// Many ranks over TCP do `barrier(); shutdown()`, and each observes all others meanwhile.
 bool leave_in_peace_after_a_barrier(int size) {
   raise_descriptor_limit();
   const std::vector<int> host_of = one_rank_a_host(size);

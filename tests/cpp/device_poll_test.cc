@@ -1,5 +1,5 @@
-// The engine's thread polls a device on which work is enqueued, so that errors there are noticed
-// and close() learns that the work has run.
+// The engine's thread polls a device with enqueued work, so that errors there are noticed and
+// close() learns that the work has run.
 #include <atomic>
 #include <cstring>
 #include <latch>
@@ -73,7 +73,7 @@ TEST(engine_polls_a_device_that_became_idle_and_busy_again_in_one_turn) {
     const auto deadline = Clock::now() + milliseconds(10000);
     while (polls_left > 0 && Clock::now() < deadline) std::this_thread::yield();
     const int left = polls_left;
-    both.arrive_and_wait();  // a rank that closes wakes the other one
+    both.arrive_and_wait();  // because a rank that closes wakes the other one
     CHECK_EQ(left, 0);
   });
 }

@@ -36,7 +36,7 @@ struct Silent {
   std::array<pollfd, 1> fds{pollfd{ends.first.get(), POLLIN, 0}};
 };
 
-/// How a sleeper sleeps: the name in a test's title, and what it polls.
+/// A way to sleep: its name in a test's title, and the state.
 struct Way {
   const char* name;
   Doorbell::State state;
@@ -55,7 +55,7 @@ void await_state(const Doorbell::Word& word, std::uint32_t state) {
   CHECK_EQ(word.state.load(), state);
 }
 
-/// Page of shared memory that a forked child shares.
+/// A page of memory shared with a forked child.
 template <class T>
 struct Shared {
   Shared() : value(new (mapped()) T{}) {}
@@ -74,7 +74,7 @@ struct Pair {
   std::atomic<int> data;
 };
 
-/// Waits until `child` ends well.
+/// Waits until `child` has succeeded.
 void join(pid_t child) {
   int status = 0;
   CHECK_EQ(::waitpid(child, &status, 0), child);
@@ -95,8 +95,8 @@ std::string name_of(const Doorbell::Word& word) {
   return text.data();
 }
 
-/// A sleeper and a ringer in turns: the ringer stores a number and rings, the sleeper waits for
-/// it and stores it, too, and rings. A lost wake-up makes a sleep as long as kSoon.
+/// A sleeper and a ringer in turns: the ringer stores a number and rings; the sleeper waits for it,
+/// stores it, too, and rings. A lost wake-up makes a sleep last kSoon.
 void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atomic<int>& theirs,
           bool begins, int rounds, const Way& way) {
   const Silent silent;
@@ -193,7 +193,7 @@ void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atom
           for (int i = 1; i <= kRounds; ++i) {
             at(data, rank).store(i, std::memory_order_seq_cst);
             rank == 0 ? sleeper.wake() : ringer.ring(word);
-            // Asleep: beside other processes, four threads that yield would hold up the sleeper.
+            // Sleeps: beside other processes, four yielding threads would delay the sleeper.
             for (int seen = taken.load(); seen < i; seen = taken.load()) taken.wait(seen);
           }
           return;
@@ -208,7 +208,7 @@ void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atom
           };
           const auto deadline = Clock::now() + kSoon;
           while (!ready()) {
-            // In turns, as a leader does: a late ring of one way meets a sleep of the other.
+            // In turns, like a leader, so that a late ring for one way meets a sleep of the other.
             const bool other = i % 3 == 0;
             sleeper.sleep(ready, deadline, other ? std::span<const pollfd>{} : fds_of(way, silent));
             CHECK(Clock::now() < deadline);
@@ -219,7 +219,7 @@ void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atom
       });
     });
     add("a forked process rings and is rung", [=] {
-      if (kSanitized) return;  // a child of a process with threads runs little under a sanitizer
+      if (kSanitized) return;  // sanitizers restrict the child of a process with threads
       const Shared<std::array<Pair, 2>> shared;
       auto& pairs = *shared.value;
       constexpr int kRounds = 5'000;
@@ -253,7 +253,7 @@ void play(Doorbell& own, Doorbell::Word& peer, std::atomic<int>& mine, std::atom
           CHECK(Clock::now() < deadline);
         } else {
           await_state(word, way.state);
-          word.state = Doorbell::kAwake;  // and no wake-up
+          word.state = Doorbell::kAwake;  // without a wake-up
           told = true;
           sleeper.wake();
         }
@@ -327,7 +327,8 @@ TEST(doorbell_wrong_names_are_harmless) {
   }
 }
 
-/// More rings than a socket may have unread, at peers that do not read, reach the last one, too.
+/// More unread rings, at peers that do not read, than a socket may have: the last peer is rung,
+/// too.
 TEST(doorbell_rings_peers_however_many_rings_are_unread) {
   constexpr std::size_t kPeers = 600;
   rlimit files{};

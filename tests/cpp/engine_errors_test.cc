@@ -107,7 +107,7 @@ const bool kTooManyRows = on_all_layouts(
       std::string what;
       try {
         rank.wait(work);
-      } catch (const Error& error) {  // its own, or that of a peer that was faster
+      } catch (const Error& error) {  // its own, or that of a faster peer
         what = error.what();
       }
       CHECK(what.find("announced broken rows") != std::string::npos);
@@ -170,7 +170,7 @@ TEST(stall_warning_and_timeout_say_what_the_late_rank_does_and_what_to_do) {
           CHECK_THROWS(rank.wait(rank.allreduce(values, "late")), ErrorKind::kTimeout, "rank");
           return;
         }
-        // The watchdog of the rank that gives up second may have learnt it from the first.
+        // The second rank to give up may have the first one's cause from its watchdog.
         const std::string cause =
             "allreduce 'x' float32 [3] Sum: gave up after 0.4 s "
             "(TORCH_RING_TIMEOUT): " +
@@ -186,8 +186,8 @@ TEST(stall_warning_and_timeout_say_what_the_late_rank_does_and_what_to_do) {
       config);
 }
 
-/// The last line that the ranks log while one of them is late names that one only. `slow`: another
-/// one, if any, that comes when the ranks have warned, and so have told for whom they wait.
+/// Checks that the last line in the ranks' logs names only the late rank. `slow`: another late
+/// rank, if any, which arrives after the ranks have warned, and so have announced their waits.
 void check_accusation(const std::vector<int>& host_of, int late, int slow = -1) {
   EngineConfig config = patient();
   config.timeout = std::chrono::milliseconds(0);
@@ -277,7 +277,7 @@ TEST(closing_an_engine_fails_pending_and_later_requests) {
   });
 }
 
-/// Waits for a work; `handler` interrupts the wait once, as a signal handler would.
+/// Waits for a work; `handler` interrupts the wait once, like a signal handler.
 void wait_with(Rank& rank, const std::shared_ptr<Work>& work,
                const std::function<void()>& handler) {
   bool handled = false;

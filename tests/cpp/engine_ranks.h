@@ -19,7 +19,7 @@ namespace torch_ring::test {
 /// One rank's engine over a communicator of its own, and the tensors of its requests.
 class Rank {
  public:
-  /// `plane`: of this rank; it leaves with the rank.
+  /// `plane`: of this rank; it leaves together with the rank.
   Rank(World& world, std::unique_ptr<ControlPlane> plane, const EngineConfig& config,
        DeviceExecutor::Make make_device = {}, std::function<void(Request&)> follow = {})
       : plane_(std::move(plane)),

@@ -67,14 +67,14 @@ const bool kNobodyWaits = on_all_layouts("works complete though nobody waits", [
   CHECK(values == Rank::sums(1000, rank.size()));
 });
 
-/// Returns when this rank has announced all that it has submitted: its engine's thread has the role
-/// of the progress thread then, and keeps it while other ranks are awaited and nobody waits here.
+/// Returns when this rank has announced all its requests: then its engine's thread has the role of
+/// the progress thread, and keeps it while it waits for other ranks and no thread waits here.
 void until_announced(Rank& rank) {
   const auto is_announced = [](const OperationRecord& record) { return record.round > 0; };
   while (!std::ranges::all_of(rank.engine().records(), is_announced)) std::this_thread::yield();
 }
 
-/// Returns when the work is done, on which this thread makes no progress.
+/// Returns when the work is done, without making progress on it.
 void poll(const std::shared_ptr<Work>& work) {
   const auto deadline = Clock::now() + patient().timeout;
   while (!work->done()) {
@@ -84,7 +84,7 @@ void poll(const std::shared_ptr<Work>& work) {
   work->check();
 }
 
-/// Waits for a work, and stops when the wait is interrupted first. Returns whether it was.
+/// Waits for a work until the first interrupt. Returns whether there was one.
 bool wait_is_interrupted(Rank& rank, const std::shared_ptr<Work>& work) {
   struct Stop {};
   try {
@@ -132,8 +132,8 @@ const bool kLastWaiterLeaves = on_all_layouts(
         std::vector<float> first = rank.input(300);
         std::vector<float> second = rank.input(20'000);
         if (rank.rank() == 0) {
-          // The engine's thread runs the first one. A thread waits for that, and wakes up slowly:
-          // the engine's thread has yielded to it meanwhile.
+          // The engine's thread runs the first one. A thread waits for it, and wakes up slowly; the
+          // engine's thread has yielded to it meanwhile.
           std::latch runs(1);
           Request request = Rank::allreduce_of(first, "first");
           request.finish = [&] {
@@ -175,7 +175,7 @@ const bool kThreads = on_all_layouts("several threads of a rank wait at once", [
   CHECK_EQ(right.load(), 80);
 });
 
-/// A request whose output size the ranks' rows decide, with its output and rows.
+/// A request whose output size depends on the ranks' rows, with its output and rows.
 struct Ragged {
   std::vector<std::int32_t> output;
   std::vector<std::int64_t> rows;
@@ -198,7 +198,7 @@ struct Ragged {
 };
 
 void alltoall_small_and_large(Rank& rank) {
-  for (const std::int64_t unit : {1, 30'000, 400'000}) {  // and several pieces (routed_alltoall.cc)
+  for (const std::int64_t unit : {1, 30'000, 400'000}) {  // several pieces (kPacked)
     // Rank s sends (s + r) % 3 * unit numbers to rank r, each 1000 s + r.
     std::vector<std::int32_t> input;
     std::vector<std::int64_t> splits;
@@ -222,7 +222,7 @@ void alltoall_that_tells_what_it_expects(Rank& rank) {
     const auto size = static_cast<std::size_t>(rank.size());
     const std::vector<std::int32_t> input(size * static_cast<std::size_t>(unit), rank.rank());
     for (const bool fits : {false, true, false}) {
-      // Each rank sends `unit` numbers to each, and the last one may expect none of the first.
+      // Each rank sends `unit` numbers to each; the last rank may expect none from the first.
       std::vector<std::int64_t> rows(2 * size, unit);
       if (!fits && rank.rank() == rank.size() - 1) rows[size] = 0;
       Ragged ragged;

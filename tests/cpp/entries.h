@@ -51,7 +51,7 @@ inline Parts entry(const std::vector<Fingerprint>& requests, bool blocked = fals
   return parts_of(writer);
 }
 
-/// One request of an entry, with what its rank adds to it.
+/// One request of an entry, with its rank's own data.
 struct Asked {
   Fingerprint fingerprint;
   std::string payload = {};

@@ -1,4 +1,4 @@
-// Entries: what a rank announces, as bytes. Pure, no threads.
+// Entries: a rank's announcements as bytes. Pure, no threads.
 #include "engine/entry.h"
 
 #include <cstring>
@@ -19,7 +19,7 @@ TEST(fingerprint_is_equal_after_encode_and_decode) {
   CHECK(decode(encoded) == fingerprint);
 }
 
-/// A rank that has joined takes as much memory as the others' shapes say.
+/// A rank that has joined allocates memory according to the others' shapes.
 TEST(decode_throws_for_shapes_that_no_tensor_has) {
   constexpr std::int64_t kHuge = std::int64_t{1} << 31;
   Bytes encoded;

@@ -1,4 +1,4 @@
-// holds_in_child(): checks in a forked child, which may limit itself or break its memory.
+// holds_in_child(): runs checks in a forked child, which may limit itself or break its memory.
 #pragma once
 
 #include <sys/wait.h>

@@ -1,4 +1,4 @@
-// Fuzzed frames: random and mutated bytes are an Error or entries, and cost what their size allows.
+// Fuzzed frames: random and mutated bytes are an Error or entries, at a cost bounded by their size.
 #include <cstring>
 #include <random>
 #include <string>
@@ -46,15 +46,15 @@ void mutate(Frame& frame, Random& random) {
   }
 }
 
-/// Feeds a frame to the step that is due. Checks that what is believed is consistent; returns
-/// whether the frame was.
+/// Feeds a frame to the step that is due. Returns whether it was accepted; checks that accepted
+/// entries are consistent.
 bool feed(BruckFrames& frames, const Frame& frame) {
   const std::size_t step = frames.due();
   try {
     for (ByteSpan rest = frame; !rest.empty() && frames.due() == step;) {
       const std::span<std::byte> room = frames.room();
       CHECK(!room.empty());
-      // Room for bytes that have not come is bounded by those that have.
+      // The room for missing bytes is bounded by the received ones.
       CHECK(room.size() <= (64u << 10) + frame.size());
       const std::size_t count = std::min(room.size(), rest.size());
       std::copy_n(rest.begin(), count, room.begin());
@@ -82,7 +82,7 @@ bool feed(BruckFrames& frames, const Frame& frame) {
 
 const std::string kTexts[] = {"", "request", std::string(90, 'f'), "payload", "p"};
 
-/// The frames of a round with runs of all sorts, and the entries that member 0 begins it with.
+/// The frames of a round with runs of all kinds, and the entries of member 0.
 struct Example {
   explicit Example(Random& random) : world(kMembers, kRanksEach, kCapacity) {
     const auto text = [&](std::size_t first, std::size_t count) {
@@ -145,7 +145,7 @@ TEST(frames_fuzz_random_frames_are_an_error_or_entries) {
     for (std::byte& byte : frame) {
       byte = static_cast<std::byte>(random() % 4 == 0 ? random() % 256 : 0);
     }
-    if (frame.size() >= 24 && i % 8 != 0) {  // a header that leads on to the runs
+    if (frame.size() >= 24 && i % 8 != 0) {  // a valid header, so that the runs are read
       const std::uint64_t header[] = {1, 0, frame.size() - 24};
       std::memcpy(frame.data(), header, sizeof header);
     }

@@ -1,4 +1,4 @@
-// BruckFrames: the bytes of agreement that a rank sends, for 8 to 4096 simulated ranks.
+// BruckFrames: the bytes that a rank sends for the agreement, with 8 to 4096 simulated ranks.
 #include "collective/frames.h"
 
 #include <bit>
@@ -62,7 +62,7 @@ TEST(frames_of_one_rank_that_differs_tell_everyone_both_entries) {
       auto entries = equal_entries(4096);
       entries[rank] = bytes_of(other);
       const auto sent = world.round(entries);
-      // At most equal ones before, the other one, and equal ones behind.
+      // At most equal entries, the different one, and equal entries again.
       CHECK(sent.bytes <= sent.frames * (kFrameBytes + 16 + 112 + 16 + 120));
       for (std::size_t member = 0; member < world.count(); member += 89) {
         const Runs& runs = world.member(member).runs();

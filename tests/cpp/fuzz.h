@@ -2,7 +2,7 @@
 //
 //   fuzz(1000, [&](Rng& rng) { check_that_it_refuses_or_reads(mutate(valid, rng)); });
 //
-// A failure names the case, and case i always has the numbers of Rng(i).
+// A failure names the case, and case i always uses Rng(i).
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ inline std::vector<std::byte> random_bytes(std::size_t count, Rng& rng) {
   return bytes;
 }
 
-/// An integer at which a size, a count or an index goes wrong.
+/// An integer at which a size, a count or an index may overflow.
 inline std::uint64_t boundary(Rng& rng) {
   const std::uint64_t power = std::uint64_t{1} << below(64, rng);
   return power + below(3, rng) - 1;
@@ -60,7 +60,7 @@ inline void mutate_once(std::vector<std::byte>& bytes, Rng& rng) {
     case 4:
       bytes[below(bytes.size(), rng)] ^= std::byte{1} << static_cast<int>(below(8, rng));
       break;
-    default: {  // an integer of one to eight bytes, where a struct would have it
+    default: {  // an aligned integer of one to eight bytes
       const std::uint64_t value = boundary(rng);
       const std::size_t width = std::size_t{1} << below(4, rng);
       const std::size_t at = below(bytes.size(), rng) / width * width;

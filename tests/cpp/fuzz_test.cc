@@ -1,4 +1,4 @@
-// Bytes from the wire, broken in many ways: they are refused or read, never trusted.
+// Broken bytes from the wire are refused or read, never trusted.
 #include "fuzz.h"
 
 #include <functional>
@@ -76,7 +76,7 @@ std::vector<Announcement> read(const Parts& entry) {
   return announcements;
 }
 
-/// The result of parse(), or nothing if it refuses the bytes in the way of its contract.
+/// The result of parse(), or nothing if it refuses the bytes by the error of its contract.
 template <class Parse>
 auto parsed_or_refused(Parse&& parse) -> std::optional<decltype(parse())> {
   try {
@@ -93,7 +93,7 @@ bool within(ByteSpan part, ByteSpan whole) {
           static_cast<std::size_t>(part.data() - whole.data()) <= whole.size() - part.size());
 }
 
-/// Checks that an announcement lies in its entry and does not claim more bytes than it has.
+/// Checks that an announcement lies within its entry.
 void check_announcement(const Announcement& a, const Parts& entry) {
   CHECK(within(a.fingerprint, entry.common) && within(a.payload, entry.own) &&
         within(a.rows, entry.own));
@@ -101,7 +101,7 @@ void check_announcement(const Announcement& a, const Parts& entry) {
   CHECK(a.payload.size() + a.rows.size() <= entry.own.size());
 }
 
-/// Counts what became of the cases, so that a fuzzer cannot go blind.
+/// Counts the outcomes: a fuzzer whose cases all end alike fails.
 struct Tally {
   int parsed = 0;
   int refused = 0;
@@ -138,12 +138,12 @@ Message random_message(Rng& rng) {
 
 using Messages = std::vector<Bytes>;
 
-/// The messages of the two ends of a handshake, in turn, if `change(i, message)` may change each
-/// message on its way. A message is given in parts of random sizes. Returns when an end has
-/// refused, or has taken no more and has nothing to send.
+/// The messages of the two ends of a handshake, in turn; `change(i, message)` may change each
+/// message on its way. Messages arrive in parts of random sizes. run() returns when an end has
+/// refused, or takes no more and has nothing to send.
 struct Exchange {
   HandshakePair pair;
-  bool is_intact = true;  // whether each message arrived as it was, as far as it was asked for
+  bool is_intact = true;  // whether the received part of each message was unchanged
 
   void run(const std::function<Bytes(std::size_t, const Bytes&)>& change, Rng& rng) {
     Handshake* from = &pair.connecting;
@@ -186,7 +186,7 @@ TEST(fuzz_decode_reads_what_encode_writes_and_nothing_else) {
       if (fingerprint) {
         Bytes again;
         encode(*fingerprint, again);
-        CHECK(again == bytes);  // so nothing in it is more than its bytes
+        CHECK(again == bytes);  // so its content is exactly its bytes
       }
       return fingerprint.has_value();
     };
@@ -218,7 +218,7 @@ TEST(fuzz_entries) {
   tally.check_both(kCases / 20);
 }
 
-/// A parser reads what append_to() writes, and from then on messages of such ranks or nothing.
+/// A parser reads the messages of append_to(), and from changed bytes only valid messages or none.
 TEST(fuzz_control_messages) {
   Tally tally;
   fuzz(kCases, [&](Rng& rng) {
@@ -249,7 +249,7 @@ TEST(fuzz_control_messages) {
         CHECK(message.rank < 8 && message.reporter < 8);
         message.append_to(again);
       }
-      CHECK(wire.starts_with(again));  // all that was read is what append_to() would have written
+      CHECK(wire.starts_with(again));  // append_to() writes the same bytes for the parsed messages
       tally.add(true);
     } catch (const Error& error) {
       CHECK(error.kind() == ErrorKind::kPeerLost);
@@ -259,7 +259,7 @@ TEST(fuzz_control_messages) {
   tally.check_both(kCases / 20);
 }
 
-/// Both ends have the key, and somebody between them changes what they send.
+/// Both ends have the key, and an attacker between them changes their messages.
 TEST(fuzz_handshake_with_changed_messages_is_never_done) {
   Tally tally;
   fuzz(kCases / 5, [&](Rng& rng) {
@@ -311,7 +311,7 @@ TEST(fuzz_handshake_with_a_stranger_is_never_done) {
           given += give(*end, std::span(stream).subspan(given), [&] { return 1 + below(80, rng); });
           answered += !connects && !end->outgoing().empty();
         }
-        // It waits for more, and has taken all that there was; or it has refused a proof.
+        // It has taken all bytes and waits for more, or it has refused a proof.
         CHECK(given == stream.size() || end->incoming().empty());
         CHECK(!connects || !end->incoming().empty());
       } catch (const Error& error) {
@@ -322,7 +322,7 @@ TEST(fuzz_handshake_with_a_stranger_is_never_done) {
       CHECK(!end->done());
     }
   });
-  CHECK(answered > 100);  // hellos that were valid, so that proofs were tried, too
+  CHECK(answered > 100);  // valid hellos, so that proofs were tried, too
 }
 
 }  // namespace torch_ring::test::fuzz_test

@@ -20,7 +20,7 @@ inline Key key_of(int seed) {
 
 inline constexpr Hello kHello{.from = 3, .to = 1, .set = 5'000'000'000, .channel = 2};
 
-/// Takes what `end` wants to send, all of it.
+/// Takes all outgoing bytes of `end`.
 inline Bytes take(Handshake& end) {
   const auto outgoing = end.outgoing();
   const Bytes message(outgoing.begin(), outgoing.end());
@@ -28,8 +28,8 @@ inline Bytes take(Handshake& end) {
   return message;
 }
 
-/// Gives `end` the front of a stream, in parts of `part()` bytes and no more than it asks for.
-/// Returns the bytes that it has taken.
+/// Passes the front of a stream to `end`, in parts of at most `part()` bytes, and only as much as
+/// it takes. Returns the number of taken bytes.
 inline std::size_t give(
     Handshake& end, std::span<const std::byte> stream,
     const std::function<std::size_t()>& part = [] { return ~std::size_t{0}; }) {

@@ -34,7 +34,7 @@ Bytes with(Bytes bytes, std::size_t offset, T value) {
   return bytes;
 }
 
-/// The proof of `side` ("connect" or "accept"), from the messages as they were on the wire.
+/// The proof of `side` ("connect" or "accept"), from the messages on the wire.
 Bytes proof(const Key& key, std::string_view side, const Bytes& hello, const Bytes& challenge) {
   Bytes message = bytes_of(side);
   message.push_back(std::byte{0});
@@ -86,7 +86,8 @@ TEST(handshake_of_two_ends_in_random_splits) {
   }
 }
 
-/// The hello's map, and proofs computed from the bytes on the wire: both ends could be wrong alike.
+/// The hello's layout, and proofs computed from the bytes on the wire, since both ends could share
+/// an error.
 TEST(handshake_messages_have_their_format_on_the_wire) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);
@@ -115,8 +116,8 @@ TEST(handshake_messages_have_their_format_on_the_wire) {
   CHECK(pair.accepting.done());
 }
 
-/// Nothing that the accepting side sends to a stranger depends on the key, so that nobody who only
-/// knocks can try keys at home.
+/// No byte that the accepting side sends to a stranger depends on the key, so a stranger cannot try
+/// keys offline.
 TEST(handshake_lets_the_connecting_side_prove_first) {
   HandshakePair pair;
   Bytes hello = take(pair.connecting);
@@ -143,7 +144,7 @@ TEST(handshake_nonces_are_new_each_time) {
   CHECK(std::memcmp(challenge.data() + 8, next_challenge.data() + 8, 32) != 0);
 }
 
-/// The data that follows the handshake at once stays in the socket.
+/// Data right behind the handshake stays in the socket.
 TEST(handshake_asks_for_no_byte_beyond_it) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);
@@ -171,7 +172,7 @@ TEST(handshake_of_ranks_with_different_keys_tells_the_connecting_side) {
   CHECK(ended(accepting) && !accepting.done());
 }
 
-/// A stranger that listens where a rank should: it gets a proof, and cannot give one.
+/// A stranger that listens at a rank's address gets a proof, and cannot give one.
 TEST(handshake_refuses_a_welcome_without_a_proof) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);
@@ -197,7 +198,7 @@ TEST(handshake_refuses_a_hello_for_another_rank_or_from_itself) {
                "from rank 1 to rank 1");
 }
 
-/// The nonce of the accepting side is new, so the proof of an earlier handshake is worth nothing.
+/// The nonce of the accepting side is new, so the proof of an earlier handshake is useless.
 TEST(handshake_refuses_a_replay) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);
@@ -223,7 +224,7 @@ TEST(handshake_refuses_a_replay) {
   CHECK_THROWS(give(connecting, verdict), ErrorKind::kMismatch, "does not know the secret");
 }
 
-/// Each bit of each message counts: the hello's too, for both proofs are of the whole hello.
+/// Each bit of each message counts, also of the hello, which both proofs cover.
 TEST(handshake_is_never_done_if_a_bit_has_changed) {
   constexpr std::size_t kBytes[] = {kHelloBytes, kChallengeBytes, kProofBytes, kVerdictBytes};
   for (std::size_t message = 0; message < std::size(kBytes); ++message) {
@@ -277,7 +278,8 @@ TEST(handshake_refuses_another_byte_than_the_welcome) {
                ErrorKind::kPeerLost, "rank 1 does not welcome the connection");
 }
 
-/// A truncated message is waited for: the owner has the deadline, and notices the end of a stream.
+/// The handshake waits for the rest of a message: its owner has the deadline, and notices the end
+/// of the stream.
 TEST(handshake_waits_for_the_rest_of_a_message) {
   HandshakePair pair;
   const Bytes hello = take(pair.connecting);

@@ -13,7 +13,8 @@ namespace torch_ring::test {
 
 namespace {
 
-// Time after which a test hangs: the longest one takes seconds, also under a sanitizer.
+// The time after which a test counts as hung: the longest one takes seconds, even under a
+// sanitizer.
 constexpr std::chrono::seconds kHung{45};
 
 struct Test {

@@ -1,8 +1,8 @@
-// TEST and CHECK: a test harness of one page, which needs g++ and nothing else.
+// TEST and CHECK: a one-page test harness, which needs only g++.
 //
 //   TEST(name) { CHECK(a); CHECK_EQ(a, b); CHECK_THROWS(f(), ErrorKind::kPeerLost, "rank 1"); }
 //
-// A failed check throws, so it ends its test. The name of a test says what is tested.
+// A failed check throws, so it ends its test. A test's name describes the tested behaviour.
 #pragma once
 
 #include <functional>

@@ -12,7 +12,7 @@
 namespace torch_ring::test::hierarchical_board_test {
 namespace {
 
-/// A member of a host reads its leader's world slot, in which the leader has written these words.
+/// Checks that a member of a host refuses its leader's world slot with these words.
 void check_refused(const std::vector<std::uint64_t>& words, const std::string& what) {
   std::vector<World> worlds = make_worlds({0, 0, 1});
   const SharedMemory& leader = *worlds[1].slots[0].memory;

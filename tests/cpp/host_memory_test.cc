@@ -1,4 +1,4 @@
-// The memory of a host: its layout, its views, what is refused of it, and forked children.
+// The memory of a host: its layout, its views, refused descriptors, and forked children.
 #include "transport/host_memory.h"
 
 #include <fcntl.h>
@@ -52,7 +52,7 @@ std::shared_ptr<const SharedMemory> view(const std::shared_ptr<const HostMemory>
   return std::make_shared<const SharedMemory>(host, rank);
 }
 
-/// A memfd like torch_ring's, with any contents; sealed if wanted.
+/// A memfd like torch_ring's, with any contents; maybe sealed.
 Fd foreign(std::span<const std::byte> head, std::size_t bytes, bool sealed = true) {
   Fd fd(::memfd_create("foreign", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   CHECK(static_cast<bool>(fd));
@@ -140,7 +140,7 @@ bool holds(ino_t file) {
   return false;
 }
 
-/// The memory of the ranks of a host must not stay because a child of one of them does.
+/// A forked child that lives on must not keep the memory of its host's ranks.
 TEST(host_memory_is_left_to_the_parent_by_a_forked_child) {
   if (kEmulated) return;  // QEMU shows a list of mappings of its own
   Fd made = HostMemory::create(2, bytes_of("table"), kArenaBytes);
@@ -202,7 +202,7 @@ TEST(host_memory_refuses_mutated_headers) {
   const Fd made = HostMemory::create(2, bytes_of("table"), kArenaBytes);
   const std::vector<std::byte> head = head_of(made);
   const std::size_t bytes = size_of(made);
-  constexpr std::size_t kHeader = 32;  // bytes that mean something
+  constexpr std::size_t kHeader = 32;  // the bytes of the fields
   std::size_t accepted = 0;
   const auto try_with = [&](std::span<const std::byte> mutated) {
     const Fd fd = foreign(mutated, bytes);
@@ -223,7 +223,7 @@ TEST(host_memory_refuses_mutated_headers) {
     mutated[bit / 8] ^= std::byte{1} << (bit % 8);
     try_with(mutated);
   }
-  // Only the table's length has other values that fit: those up to the first rank's memory.
+  // Only the table's length has other valid values, up to the first rank's memory.
   CHECK(accepted > 0 && accepted <= 21);
   std::mt19937_64 random(20);
   for (int i = 0; i < 500; ++i) {

@@ -21,7 +21,7 @@ namespace {
 
 void count_on_one_rank(Rank& rank) {
   std::vector<float> values = rank.input(256);
-  // Until the flight recorder's ring has all its entries, some operations make it grow.
+  // The flight recorder's ring grows until it has all its entries.
   for (std::size_t i = 0; i < Recorder::kOperations; ++i) rank.allreduce_now(values);
   torch_ring_hot_path(rank, values);
   CHECK(values == rank.input(256));
@@ -31,8 +31,8 @@ TEST(hot_path_on_one_rank) { run_engines({0}, count_on_one_rank); }
 
 thread_local bool is_profiling = false;
 
-/// As bindings have it: each request is shown to what opens spans (bindings/spans.h), which looks
-/// in this thread whether a profiler is on.
+/// As in the bindings: each request passes the function that opens spans (bindings/spans.h), which
+/// checks whether a profiler is on in this thread.
 TEST(hot_path_with_spans_that_are_off) {
   std::vector<World> worlds = make_worlds({0});
   std::vector<std::unique_ptr<ControlPlane>> planes = make_planes({0});

@@ -1,5 +1,5 @@
-// Lanes: the conversions of every instruction set are compared with half.h, bit by bit, also those
-// of sets that reduce.cc does not choose on this machine.
+// Lanes: compares the conversions of every instruction set with half.h, bit by bit, including sets
+// that reduce.cc does not choose on this machine.
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -80,8 +80,8 @@ T narrowed(float value) {
   }
 }
 
-/// Checks that every 16-bit number becomes the same float32 as with half.h. A NaN stays one:
-/// hardware makes a signalling NaN quiet, as the following addition does.
+/// Checks that every 16-bit number becomes the same float32 as with half.h. A NaN stays a NaN:
+/// hardware makes a signalling NaN quiet, like the following addition.
 template <class T, class Convert>
 void check_loads(std::size_t lanes, Convert&& convert) {
   std::vector<T> numbers(1u << 16);

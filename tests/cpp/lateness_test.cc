@@ -1,4 +1,4 @@
-// Lateness: the line of a minute, and the rank that says it.
+// Lateness: the line of a minute, and the rank that logs it.
 #include "engine/watchdog.h"
 #include "harness.h"
 
@@ -27,7 +27,7 @@ TEST(lateness_rank_0_says_once_a_minute_which_rank_is_late) {
   CHECK_EQ(said[0],
            "rank 3 was last in 75 % of the 60 agreements for which a rank waited 10 ms or more in "
            "the last minute, by 38 ms in the median (docs/tracing.md)");
-  CHECK_EQ(lines(0, {0}, milliseconds(38)).size(), 2u);  // also of itself
+  CHECK_EQ(lines(0, {0}, milliseconds(38)).size(), 2u);  // also about itself
   for (const int other : {1, 2, 3}) CHECK(lines(other, {3, 3, 3, 2}, milliseconds(38)).empty());
 }
 
@@ -36,7 +36,7 @@ TEST(lateness_is_silent_without_a_majority_or_a_notable_wait) {
   CHECK(lines(0, {1, 2}, milliseconds(38)).empty());
   CHECK(lines(0, {0, 1}, milliseconds(38)).empty());
   CHECK(lines(0, {3}, milliseconds(9)).empty());
-  CHECK(lines(0, {-1}, milliseconds(38)).empty());  // nobody knows for which rank it was
+  CHECK(lines(0, {-1}, milliseconds(38)).empty());  // the last rank is unknown
 }
 
 }  // namespace

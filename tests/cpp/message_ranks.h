@@ -28,7 +28,7 @@ class MessageRank {
     std::chrono::milliseconds stall_warning{0};
   };
 
-  /// `members`: the set's ranks in the world, of which `rank` is this one's place.
+  /// `members`: the set's ranks in the world; `rank`: this one's index there.
   MessageRank(int rank, std::vector<int> members, ControlPlane& plane, const Options& options)
       : rank_(rank), size_(static_cast<int>(members.size())), plane_(plane) {
     MessagesWorld world;
@@ -82,7 +82,7 @@ class MessageRank {
   std::unique_ptr<PointToPoint> messages_;  // the last member: it logs
 };
 
-/// The bytes of a message, which nothing else has: "what" is its number.
+/// The bytes of a message, unlike those of any other; `what`: its number.
 inline std::vector<std::byte> message(std::size_t bytes, int what) {
   std::vector<std::byte> values(bytes);
   for (std::size_t i = 0; i < bytes; ++i) {
@@ -92,7 +92,7 @@ inline std::vector<std::byte> message(std::size_t bytes, int what) {
   return values;
 }
 
-/// Runs `fn` on all ranks of a world; each leaves when all have returned from it.
+/// Runs `fn` on all ranks of a world, which leave when all have returned from it.
 inline void run_messages(const std::vector<int>& host_of,
                          const std::function<void(MessageRank&)>& fn,
                          const MessageRank::Options& options = {}) {

@@ -194,7 +194,7 @@ TEST(nccl_average_of_float16_does_not_overflow) {
       const auto values = [](std::size_t count) {
         return Elements::repeating(DType::kFloat16, count, 1, [](auto) { return 40'000; });
       };
-      const auto check = [](const Elements& result) {  // a unit of float16 there is 32
+      const auto check = [](const Elements& result) {  // float16's spacing there is 32
         for (std::size_t i = 0; i < result.count(); ++i) {
           CHECK(std::fabs(result.at(i) - 40'000) <= 64);
         }

@@ -17,7 +17,7 @@ TEST(launches_wait_for_no_rank_that_has_failed) {
     auto& first = tensors.emplace_back(3, 1.0f);
     agree(rank, first, "first");
     auto& values = tensors.emplace_back(3, 1.0f);
-    // Nothing else: only the engine's thread can hear of rank 1.
+    // No other calls follow: only the engine's thread can hear of rank 1.
     if (rank.rank() == 0) launch(rank, values);
     both.arrive_and_wait();  // an end would overtake an agreement
     if (rank.rank() == 1) {
@@ -105,7 +105,7 @@ TEST(error_of_a_launch_ends_the_job) {
   });
 }
 
-/// A device whose call hangs, as that of a stream whose queue is full, until the device is aborted.
+/// A device whose call hangs until the device is aborted, like that of a stream with a full queue.
 class HangingDevice final : public Device {
  public:
   HangingDevice(Communicator& host, std::latch& hangs) : host_(host), hangs_(hangs) {}

@@ -1,4 +1,4 @@
-// Engine::launch: in which order launches come, and what is recorded of them.
+// Engine::launch: the order of launches, and their records.
 #include <atomic>
 #include <latch>
 #include <random>
@@ -19,7 +19,7 @@ TEST(launches_and_agreed_requests_run_in_the_program_s_order) {
       std::vector<std::atomic<bool>> finished(kCount);
       std::vector<std::shared_ptr<Work>> works;
       for (std::size_t i = 0; i < kCount; ++i) {
-        auto& values = tensors.emplace_back(rank.input(100 + 7 * i));  // a wrong order shows
+        auto& values = tensors.emplace_back(rank.input(100 + 7 * i));  // sizes show the order
         switch (i == 0 ? 1 : random() % 4) {
           case 0:
             works.push_back(submit(rank, values, "", finished[i]));
@@ -78,7 +78,7 @@ TEST(late_rank_delays_no_launch_of_another) {
   run_launches(2, [&](Rank& rank, Tensors& tensors) {
     constexpr std::size_t kLaunches = 200;
     agree(rank, tensors.emplace_back(rank.input(50)), "first");
-    if (rank.rank() == 1) launched.wait();  // for ever, if rank 0's host waited for this one
+    if (rank.rank() == 1) launched.wait();  // for ever, if rank 0's host waited for this rank
     for (std::size_t i = 0; i < kLaunches; ++i) {
       launch(rank, tensors.emplace_back(rank.input(50)));
     }
@@ -117,7 +117,7 @@ TEST(ranks_that_have_launched_differently_get_a_mismatch) {
                        "rank 0 has launched 3 reductions on its device before it, rank 1 1. With "
                        "run_ahead=False");
         }
-        auto& here = tensors.emplace_back(rank.input(5));  // the host's requests count nothing
+        auto& here = tensors.emplace_back(rank.input(5));  // the host's requests do not count
         rank.wait(rank.allreduce(here, "here"));
         CHECK(here == Rank::sums(5, rank.size()));
       },
@@ -130,7 +130,7 @@ TEST(launches_of_several_threads_are_one_after_the_other) {
     constexpr int kLaunches = 200;
     auto& values = tensors.emplace_back(3, 1.0f);
     agree(rank, values, "first");
-    int inside = 0;  // no atomic: one thread at a time is inside
+    int inside = 0;  // not atomic: one thread at a time is inside
     std::vector<std::thread> threads;
     for (int thread = 0; thread < kThreads; ++thread) {
       threads.emplace_back([&] {

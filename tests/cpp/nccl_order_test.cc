@@ -1,5 +1,5 @@
-// Process sets that overlap, on stand-ins for GPUs that run one operation of NCCL at a time: all
-// ranks have to enqueue the operations of all sets in one order.
+// Overlapping process sets on stand-ins for GPUs that run one operation of NCCL at a time: all
+// ranks must enqueue the operations of all sets in one order.
 #include <latch>
 #include <random>
 #include <thread>
@@ -11,7 +11,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// The work that a device would have run by then, if it did not wait for ever.
+/// Long enough for a device to run its work, unless it waits for ever.
 constexpr milliseconds kLong{200};
 
 TEST(nccl_double_runs_one_operation_of_a_gpu_at_a_time) {
@@ -34,7 +34,7 @@ TEST(nccl_double_runs_one_operation_of_a_gpu_at_a_time) {
                                                                 nccl::Device{streams[set].handle}));
       }
       std::vector<float> values[] = {std::vector<float>(5, 1), std::vector<float>(5, 1)};
-      for (const std::size_t set : {rank, 1 - rank}) {  // in another order on each rank
+      for (const std::size_t set : {rank, 1 - rank}) {  // in a different order on each rank
         sets[set]->allreduce(values[set].data(), values[set].data(), 5, {});
       }
       enqueued.arrive_and_wait();
@@ -42,7 +42,8 @@ TEST(nccl_double_runs_one_operation_of_a_gpu_at_a_time) {
         std::this_thread::sleep_for(kLong);
         CHECK(!streams[0].done() && !streams[1].done());
         looked.arrive_and_wait();
-        // First where the operation has not begun: the other rank's would begin it there.
+        // First the rank on which the operation has not begun, because the other rank's abort would
+        // let it begin.
         if (rank == 0) aborted.wait();
         sets[0]->abort();
         if (rank == 1) aborted.count_down();
@@ -76,7 +77,7 @@ TEST(nccl_double_makes_a_communicator_after_what_its_gpu_runs) {
       enqueue();
       CHECK_THROWS(make(kLong), ErrorKind::kTimeout, "ncclCommInitRankConfig was not taken");
       given_up.raise(Error(ErrorKind::kPeerLost, "rank 0 has given up"));
-    } else {  // before it enqueues what rank 0 has
+    } else {  // before it enqueues the operation that rank 0 has enqueued
       CHECK_THROWS(make(patient().timeout), ErrorKind::kPeerLost, "rank 0 has given up");
       enqueue();
     }
@@ -87,7 +88,7 @@ TEST(nccl_double_makes_a_communicator_after_what_its_gpu_runs) {
 
 const Sets kTwins{{0, 1}, {0, 1}};
 
-/// Has two sets of the same ranks enqueue a sum each. Rank 0 holds up that of the first set until
+/// Lets two sets of the same ranks enqueue a sum each. Rank 0 delays the sum of the first set until
 /// the other one's is enqueued, rank 1 the other way round; for at most `patience`.
 std::vector<std::vector<float>*> cross(SetRank& rank, milliseconds patience) {
   for (std::size_t set = 0; set < 2; ++set) {  // the communicators exist from now on
@@ -154,7 +155,7 @@ TEST(set_that_ends_in_its_turn_holds_up_no_other) {
     CHECK_EQ(sums, std::vector<float>(5, 2.0f));
     wait_until([&] { return held->done(); }, "the sum that was held is done");
     CHECK_EQ(held->failed(), rank.rank() == 0);
-    if (rank.rank() == 1) {  // it was enqueued, in vain
+    if (rank.rank() == 1) {  // it was enqueued in vain
       wait_until([&] { return rank.ran(0) == 1; }, "the device has given up");
     }
   });
@@ -186,7 +187,7 @@ TEST(joined_rank_takes_part_in_the_order) {
   });
 }
 
-/// Sums of sets, of which all ranks finish one phase before they begin the next.
+/// Sums of sets, in phases: all ranks finish one before they begin the next.
 struct Sum {
   std::size_t set;
   std::string name;
@@ -204,7 +205,7 @@ Phase random_phase(std::mt19937& random, const Sets& sets, const std::string& na
   return phase;
 }
 
-/// Submits a phase's sums of this rank in an order of its own, and waits in another one.
+/// Submits this rank's sums of a phase in a random order, and waits for them in another one.
 void run_phase(SetRank& rank, const Sets& sets, Phase phase, std::mt19937& random) {
   std::erase_if(phase, [&](const Sum& sum) { return !rank.is_in(sum.set); });
   std::ranges::shuffle(phase, random);
@@ -245,7 +246,7 @@ void run_programs(int size, const Sets& sets, unsigned seed) {
 }
 
 TEST(random_programs_on_rows_and_columns) {
-  if (kSanitized) return;  // more threads than a sanitizer gets through: the next ones are smaller
+  if (kSanitized) return;  // too many threads for a sanitizer: the next tests are smaller
   for (unsigned seed = 0; seed < 3; ++seed) {
     run_programs(4, {{0, 1}, {2, 3}, {0, 2}, {1, 3}}, seed);
   }

@@ -45,7 +45,7 @@ TEST(page_pool_reuses_returned_blocks) {
   CHECK(is_filled(second, 2));
   pages.give_back(second);
   pages.give_back(first);
-  CHECK_EQ(pages.take(kBytes), first);  // the last one used, which is in the caches
+  CHECK_EQ(pages.take(kBytes), first);  // the last used one, which is in the caches
   CHECK_EQ(pages.take(kBytes), second);
   for (void* const block : {first, second}) pages.give_back(block);
 }

@@ -82,7 +82,7 @@ TEST(plan_scatter_levels_add_each_rank_once_in_the_same_order_for_every_chunk) {
   for (const int size : {1, 2, 3, 5, 16, 17, 18, 19, 33, 50, 272}) {
     std::vector<std::string> own;
     for (int rank = 0; rank < size; ++rank) own.push_back(std::to_string(rank));
-    std::vector<std::vector<std::string>> ranks;  // what each rank has, by chunk
+    std::vector<std::vector<std::string>> ranks;  // each rank's values, by chunk
     for (int rank = 0; rank < size; ++rank) ranks.emplace_back(as_count(size), at(own, rank));
     for (std::size_t step = 0; step < scatter_levels(0, size).size(); ++step) {
       const auto before = ranks;
@@ -152,7 +152,7 @@ TEST(plan_bruck_receives_every_entry_once_from_distinct_ranks) {
       std::set<int> sources;
       int held = 1;
       for (std::size_t i = 0; i < steps.size(); ++i) {
-        CHECK_EQ(steps[i].from, (rank + held) % size);  // whose entry is the next one
+        CHECK_EQ(steps[i].from, (rank + held) % size);  // the owner of the next entry
         CHECK(steps[i].count <= held);                  // ranks send entries that they have
         CHECK_EQ(bruck_steps(steps[i].from, size)[i].to, rank);
         CHECK_EQ(bruck_steps(steps[i].from, size)[i].count, steps[i].count);
@@ -184,12 +184,12 @@ TEST(plan_arcs_are_two_ranges_of_elements) {
 
 namespace {
 
-/// Checks the tree from `rank` down, which received its data in step `step` as `edge`.
+/// Checks the subtree of `rank`, which received its data in step `step` over `edge`.
 void check_subtree(int rank, int size, int root, const TreeEdge& edge, unsigned step) {
   const Tree tree = binomial_tree(rank, size, root);
   CHECK_EQ((root + edge.first) % size, rank);
   int end = edge.first + edge.count;
-  for (const TreeEdge& child : tree.children) {  // they share what lies beyond the own chunk
+  for (const TreeEdge& child : tree.children) {  // they share the chunks beyond the own one
     CHECK_EQ(child.first + child.count, end);
     end = child.first;
     const Tree below = binomial_tree(child.peer, size, root);

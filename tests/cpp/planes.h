@@ -52,9 +52,9 @@ inline std::pair<Fd, std::uint16_t> tcp_listener(const std::string& host) {
   return {std::move(listener), ntohs(address.sin_port)};
 }
 
-/// The options of all ranks' planes, listening; rank r is on host_of[r], whatever that is called:
-/// ranks of one host meet over Unix sockets, others over the loopback interface, of
-/// which each network interface is another address.
+/// The options of all ranks' planes, with listeners; rank r is on host_of[r]. Ranks of one host
+/// meet over Unix sockets, others over the loopback interface, with one address for each network
+/// interface.
 inline std::vector<ControlOptions> make_plane_options(
     const std::vector<int>& host_of,
     std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1), int interfaces = 1) {
@@ -86,7 +86,7 @@ inline std::vector<ControlOptions> make_plane_options(
 
 using Planes = std::vector<std::unique_ptr<ControlPlane>>;
 
-/// Waits until `holds()`, at most 20 s; fails with `what` then.
+/// Waits until `holds()`, at most 20 s; then fails with `what`.
 template <class Holds>
 void wait_until(Holds&& holds, const std::string& what) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);

@@ -34,7 +34,7 @@ TEST(a_message_that_does_not_fit_is_an_error_that_names_both_sides_and_life_goes
         if (bytes > kWhole) {
           CHECK_THROWS(send->wait(), ErrorKind::kMismatch, why);
         } else {
-          send->wait();  // it has ended before anybody could know
+          send->wait();  // it ended before the mismatch was known
           wait_until([&] { return self.log().find(why) != std::string::npos; }, "a warning");
         }
         self.send(next, 1, 7)->wait();
@@ -80,7 +80,7 @@ std::vector<MessageRank::Request> need_rank_0(MessageRank& self,
   bytes.assign(4, std::vector<std::byte>(kWhole + 1));
   std::vector<MessageRank::Request> requests;
   requests.push_back(self.receive(bytes[0], 0, 1));
-  requests.push_back(self.send(bytes[1], 0, 2));  // which does not ask for it
+  requests.push_back(self.send(bytes[1], 0, 2));  // rank 0 posts no receive for it
   return requests;
 }
 
@@ -144,7 +144,7 @@ TEST(a_rank_that_leaves_ends_the_requests_that_need_it_and_no_others) {
         posted.arrive_and_wait();
         CHECK_THROWS(receive->wait(), ErrorKind::kPeerLost, "left: ValueError: bad data");
         CHECK_THROWS(send->wait(), ErrorKind::kPeerLost, "left: ValueError: bad data");
-        // Messages that it has sent before are there for a receive that comes now.
+        // A receive posted now still gets its earlier messages.
         std::vector<std::byte> received(8);
         self.receive(received, leaver, 9)->wait();
         CHECK(received == last);
@@ -221,12 +221,12 @@ TEST(a_set_that_another_rank_has_given_up_ends_its_messages) {
 }
 
 TEST(a_message_that_stands_still_on_its_way_is_an_error) {
-  // A stand-in for rank 0 accepts a long message, reads none of it, and lives on.
+  // A stand-in for rank 0 accepts a long message, but reads none of it, and stays alive.
   const Planes planes = make_planes({0, 1});
   MessageRank::Options options;
   options.transfer_timeout = std::chrono::milliseconds(300);
   MessageRank self(1, {0, 1}, *planes[1], options);
-  std::vector<std::byte> bytes(64u << 20);  // more than the sockets' buffers take
+  std::vector<std::byte> bytes(64u << 20);  // more than the sockets' buffers hold
   const auto send = self.send(bytes, 0);
   const auto sockets = planes[0]->sockets(MessageRank::kSet | kMessagesDown, {0, 1}, 1);
   std::vector<Fd> ends;

@@ -79,7 +79,7 @@ TEST(messages_of_one_tag_arrive_in_their_order_and_tags_do_not_mix) {
     constexpr int kTags = 3;
     std::vector<std::vector<std::byte>> bytes;
     std::vector<MessageRank::Request> requests;
-    // The sizes are those of both ways to send, in turns.
+    // Short and long messages in turns.
     const auto size_of_message = [](int i) -> std::size_t { return i % 7 == 0 ? kWhole + 5 : 8; };
     if (self.rank() == 0) {
       for (int i = 0; i < kCount; ++i) bytes.push_back(message(size_of_message(i), i));

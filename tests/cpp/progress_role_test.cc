@@ -1,4 +1,4 @@
-// ProgressRole and Driver without an engine: one rank, whose progress this thread makes.
+// ProgressRole and Driver without an engine: one rank, on which this thread makes progress.
 #include <thread>
 
 #include "engine/engine.h"
@@ -7,7 +7,7 @@
 namespace torch_ring::test::progress_role_test {
 namespace {
 
-/// A role and all that its driver needs; notes what the driver calls.
+/// A role with all parts of its driver; records the driver's callbacks.
 class Alone : private Driver::Callbacks {
  public:
   Alone()

@@ -20,7 +20,7 @@ namespace {
 using namespace std::string_literals;
 using std::chrono::milliseconds;
 
-/// A Unix socket that is bound to an abstract name; `connect`: that is connected to it instead.
+/// A Unix socket bound to an abstract name, or, if `connect`, connected to it.
 Fd socket_at(const std::string& name, bool connect = false, const std::string& own = "") {
   Fd made(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const auto call = [&](auto function, const std::string& where) {
@@ -47,7 +47,7 @@ struct Answer {
   bool ends_the_world;
 };
 
-/// The answer to a process that was started so long after the world began.
+/// The answer to a process that was started `after` the beginning of the world.
 Answer ask(milliseconds after, milliseconds overlap) {
   const std::string name = "\0torch_ring/test/"s + std::to_string(::getpid());
   RankClaim claim(socket_at(name), overlap);

@@ -1,4 +1,4 @@
-// ReadySockets and Link: connections over sockets that a test has connected itself.
+// ReadySockets and Link: connections over sockets that the test has connected.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace torch_ring::test {
 
-/// A SocketSource whose sockets are there from the start, or, if it is `slow`, at the third time
-/// that they are needed.
+/// A SocketSource that has its sockets from the start, or, if `slow`, returns them at the third
+/// take() that needs them.
 class ReadySockets final : public SocketSource {
  public:
   explicit ReadySockets(std::size_t size, bool slow = false)

@@ -1,4 +1,4 @@
-// Recorder and RecordStream, and what the engine writes down on every layout.
+// Recorder and RecordStream, and the engine's records on every layout.
 #include "engine/recorder.h"
 
 #include <thread>
@@ -44,7 +44,7 @@ TEST(recorder_keeps_the_last_2000_operations_and_those_in_flight) {
     CHECK_EQ(record.bytes, 12u);
     CHECK(record.transport == Transport::kShared);
   }
-  // An operation that is overtaken by 2000 others writes over none of them.
+  // An operation overtaken by 2000 others overwrites none of them.
   queue.complete(queue.lock(), *works[0]);
   CHECK_EQ(records(queue)[0].number, 101u);
   for (auto& work : works) {
@@ -154,11 +154,11 @@ const bool kLast = on_all_layouts(
       for (int late = 0; late < rank.size(); ++late) {
         if (rank.rank() == late) std::this_thread::sleep_for(kLate);
         rank.allreduce_now(values, "of." + std::to_string(late));
-        rank.allreduce_now(values, "then");  // with which it is known
+        rank.allreduce_now(values, "then");  // makes the last rank known
         const std::vector<OperationRecord> records = rank.engine().records();
         const OperationRecord& record = records[records.size() - 2];
         if (rank.rank() != late) CHECK_EQ(record.last_rank, late);
-        // The others may have been late for this too, by less.
+        // The others may have been late for this, too, by less.
         CHECK(rank.rank() == late || std::chrono::nanoseconds(record.lag) > kLate / 3);
         CHECK(rank.rank() != late || std::chrono::nanoseconds(record.lag) < kLate);
       }

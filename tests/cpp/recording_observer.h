@@ -1,4 +1,4 @@
-// RecordingObserver: an observer that writes down what it is told.
+// RecordingObserver: an observer that records its calls.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ class RecordingObserver : public ControlObserver {
   }
   void on_connected() override { add("connected", ""); }
 
-  /// How often it was told so.
+  /// The number of such events.
   int times(const std::string& event) const {
     const std::scoped_lock lock(mutex_);
     return static_cast<int>(std::ranges::count(events_, event));
@@ -35,7 +35,7 @@ class RecordingObserver : public ControlObserver {
     const std::scoped_lock lock(mutex_);
     return events_;
   }
-  /// The text that came with an event first.
+  /// The text of the first such event.
   std::string text(const std::string& event) const {
     const std::scoped_lock lock(mutex_);
     const auto found = std::ranges::find(events_, event);

@@ -48,7 +48,7 @@ double wrapped(DType dtype, std::int64_t value) {
   }
 }
 
-/// One element's result by reduce.h's contract, computed in the plainest way. Partial results are
+/// One element's result by reduce.h's contract, computed in the simplest way. Partial results are
 /// small whole numbers or halves of them, so they are exact in every dtype.
 double expected(const Reduction& reduction, const std::vector<double>& inputs) {
   const auto& [dtype, op, scaling] = reduction;
@@ -91,7 +91,7 @@ Elements elements_of(DType dtype, std::size_t count, std::size_t rank) {
   return elements;
 }
 
-/// Buffers of all ranks and the pointers that reduce() takes.
+/// The buffers of all ranks, and their pointers for reduce().
 struct Inputs {
   Inputs(DType dtype, std::size_t count, std::size_t ranks) {
     for (std::size_t rank = 0; rank < ranks; ++rank) {

@@ -1,4 +1,4 @@
-// RequestQueue alone: names in flight, numbers and eras, all or none, what a work ends with.
+// RequestQueue alone: names in flight, numbers and eras, groups, the end of a work.
 #include "engine/request_queue.h"
 
 #include <thread>
@@ -80,7 +80,7 @@ TEST(queue_keeps_a_name_until_its_work_is_done) {
   const auto work = add(queue, "a");
   const std::string refused = "rank 2: allreduce 'a' float32 [3] Sum is in flight already";
   CHECK_THROWS(add(queue, "a"), ErrorKind::kInvalidArgument, refused);
-  take(queue);  // announced, maybe, and not done
+  take(queue);  // maybe announced, but not done
   CHECK_THROWS(add(queue, "a"), ErrorKind::kInvalidArgument, refused);
   add(queue, "a", Collective::kBroadcast);  // each collective has names of its own
 
@@ -116,7 +116,7 @@ TEST(queue_takes_a_group_whole_or_not_at_all) {
   CHECK_EQ(queue.bytes(queue.lock()), 0u);
 
   queue.complete(queue.lock(), *first);
-  queue.add(queue.lock(), group);  // no name of it has stayed in flight
+  queue.add(queue.lock(), group);  // none of its names has stayed in flight
   CHECK_EQ(take(queue).size(), 3u);
 }
 
@@ -158,7 +158,7 @@ TEST(queue_loses_nothing_between_threads) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < kEach; ++i) {
         const auto work = add(queue, std::to_string(t));
-        while (!work->done()) std::this_thread::yield();  // then the name is free again
+        while (!work->done()) std::this_thread::yield();  // afterwards the name is free again
       }
     });
   }

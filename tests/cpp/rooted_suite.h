@@ -11,8 +11,8 @@
 
 namespace torch_ring::test {
 
-/// Checks a reduce, whose result the root alone gets: others' outputs and all inputs stay as they
-/// are.
+/// Checks a reduce, whose result only the root gets: the others' outputs and all inputs stay
+/// unchanged.
 inline void check_reduce(Communicator& communicator, const Reduction& reduction, std::size_t count,
                          int root, bool in_place) {
   const int size = communicator.size();
@@ -76,7 +76,8 @@ inline void reduce_long(const Layout& layout, int size) {
   });
 }
 
-/// Numbers whose sum depends on the order of the additions: the root's bits are an allreduce's.
+/// Numbers whose sum depends on the order of the additions: the root's bits must be those of an
+/// allreduce.
 inline void reduce_has_the_bits_of_an_allreduce(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     for (const DType dtype : {DType::kFloat32, DType::kFloat16}) {
@@ -153,7 +154,7 @@ inline void gather_and_scatter(const Layout& layout, int size) {
   });
 }
 
-/// Ranks that wait for nobody run ahead: what they stage or send must wait for the others.
+/// Ranks that wait for no other rank run ahead; their staged or sent data must wait for the others.
 inline void rooted_in_turns(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     const auto ranks = static_cast<std::size_t>(size);
@@ -177,8 +178,7 @@ inline void rooted_in_turns(const Layout& layout, int size) {
   });
 }
 
-/// The root waits for rank 0, which never comes: a timeout, and the others' own parts are done or
-/// end in one, too.
+/// The root waits in vain for rank 0: a timeout. The others are done, or time out, too.
 inline void silence_at_a_root_is_a_timeout(const Layout& layout, int size) {
   EngineConfig config;
   config.timeout = std::chrono::milliseconds(50);

@@ -1,4 +1,4 @@
-// Engine: reduce, gather and scatter, inline and not; a fence; what the ranks may disagree about.
+// Engine: reduce, gather and scatter, inline and not; a fence; mismatches.
 #include <numeric>
 
 #include "core/at.h"
@@ -115,7 +115,8 @@ const bool kManyAtOnce =
 
 const bool kFence =
     on_all_layouts("a fence waits for all, and the numbering goes on", [](Rank& rank) {
-      // Behind a barrier the numbers begin anew, so that one in flight gets a later one's number.
+      // After a barrier the numbers begin anew, so a request in flight could have a later one's
+      // number.
       std::vector<float> first = rank.input(3);
       std::vector<float> second = rank.input(5);
       const auto before = rank.allreduce(first, "");
@@ -135,8 +136,8 @@ const bool kFence =
       CHECK_EQ(last->request().fingerprint.name, "#4");
     });
 
-/// Checks that requests which differ on rank 1 fail on all ranks with both sides named, and that
-/// the job goes on.
+/// Checks that requests that differ on rank 1 fail on all ranks with both sides in the error, and
+/// that the job goes on.
 void check_mismatch(Rank& rank, Request request, const std::string& one, const std::string& other) {
   try {
     run_now(rank, std::move(request));

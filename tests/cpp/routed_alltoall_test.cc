@@ -19,7 +19,7 @@ struct Hosts {
 const std::vector<Hosts> kHosts{
     {{{0, 1}, {2}}, 1}, {{{0, 2}, {1, 3}}, 2}, {{{0, 3, 4, 5, 8}, {1, 2}, {6, 7, 9}}, 2}};
 
-/// A matrix with empty parts, in which no two sums are equal by chance.
+/// A matrix with empty parts, and no two equal sums.
 std::vector<std::size_t> matrix_of(int size) {
   std::vector<std::size_t> bytes;
   for (int i = 0; i < size * size; ++i) {

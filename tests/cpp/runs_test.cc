@@ -1,4 +1,4 @@
-// Runs: entries of consecutive ranks as bytes, and back. Pure, no threads.
+// Runs: entries of consecutive ranks to bytes, and back. Pure, no threads.
 #include "collective/runs.h"
 
 #include <random>

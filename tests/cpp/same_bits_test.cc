@@ -1,4 +1,4 @@
-// The bits of a sum: the same whatever travels with a tensor, in whatever way it travels.
+// The bits of a sum do not depend on the tensors that travel with it, or on its path.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace torch_ring::test::same_bits_test {
 namespace {
 
-/// Numbers of very different magnitudes: in another order of additions they have another sum.
+/// Numbers of very different magnitudes, whose sum depends on the order of the additions.
 Elements numbers(DType dtype, std::size_t count, int rank, unsigned seed) {
   std::mt19937 random(seed * 1000 + static_cast<unsigned>(rank));
   std::normal_distribution<double> normal;
@@ -24,7 +24,7 @@ Elements numbers(DType dtype, std::size_t count, int rank, unsigned seed) {
   return elements;
 }
 
-/// The sum of all ranks' numbers, as this communicator adds them.
+/// The sum of all ranks' numbers, in this communicator's order of additions.
 Bytes sum_of(Communicator& communicator, std::size_t count, unsigned seed,
              const Reduction& reduction) {
   std::vector<Elements> inputs;
@@ -86,7 +86,7 @@ std::vector<int> pairs(int size) {
   return true;
 }();
 
-/// Six tensors: inline, inline only alone, gathered, and longer.
+/// Six tensors: inline, inline only if alone, gathered, and longer.
 constexpr std::size_t kCounts[] = {20, 800, 3000, 12'000, 20'001, 50'000};
 constexpr std::size_t kTensors = std::size(kCounts);
 
@@ -108,7 +108,7 @@ std::vector<Bytes> results_of(Rank& rank, std::vector<Elements>& inputs, Collect
   std::mt19937 random(run * 100 + static_cast<unsigned>(rank.rank()));
   std::vector<Elements> outputs;
   for (const std::size_t count : kCounts) outputs.emplace_back(DType::kFloat32, count);
-  // Run 0 is one at a time: nothing is fused, and every small one is alone in its entry.
+  // Run 0 is one at a time: no fusion, and every small one is alone in its entry.
   std::vector<int> order(kTensors);
   std::iota(order.begin(), order.end(), 0);
   if (run > 0) std::shuffle(order.begin(), order.end(), random);

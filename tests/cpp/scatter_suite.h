@@ -107,7 +107,7 @@ inline void reducescatter_same_bits(const Layout& layout, int size) {
 }
 
 /// Checks an alltoall in which rank `from` sends bytes_from_to(from, to) bytes to rank `to`. The
-/// bytes' values depend on both.
+/// values of the bytes depend on both.
 template <class BytesFromTo>
 void check_alltoall(Communicator& communicator, BytesFromTo&& bytes_from_to) {
   std::vector<std::size_t> matrix;

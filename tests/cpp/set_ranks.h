@@ -21,10 +21,10 @@ namespace torch_ring::test {
 
 using Sets = std::vector<std::vector<int>>;  // the ranks of each process set, ascending
 
-/// One rank, its GPU, and an engine for each of the sets that it is in.
+/// One rank, its GPU, and an engine for each of its sets.
 class SetRank {
  public:
-  /// `worlds`: of the sets, by set and rank in it. `order`: null to enqueue in no order.
+  /// `worlds`: of the sets, by set and rank in it. `order`: null for no common order.
   SetRank(int rank, const Sets& sets, std::vector<std::vector<World>>& worlds, ControlPlane& plane,
           const std::shared_ptr<LaunchOrder>& order)
       : rank_(rank), parts_(sets.size()) {
@@ -41,12 +41,12 @@ class SetRank {
   bool is_in(std::size_t set) const { return parts_[set].has_value(); }
   Engine& engine(std::size_t set) { return *parts_[set]->engine; }
 
-  /// A tensor that lives until the devices use it no more, even if the test fails.
+  /// A tensor that lives until no device uses it any more, even if the test fails.
   std::vector<float>& tensor(std::size_t count = 5, float value = 1) {
     return tensors_.emplace_back(count, value);
   }
 
-  /// Asks for the sum of `values` over a set's ranks, in place and on the device. `begin`: called
+  /// Requests the sum of `values` over a set's ranks, in place and on the device. `begin`: called
   /// before it is enqueued.
   std::shared_ptr<Work> sum(std::size_t set, const std::string& name, std::vector<float>& values,
                             std::function<void()> begin = {}) {
@@ -72,10 +72,10 @@ class SetRank {
     return parts_[set]->engine->submit(std::move(request), Engine::Mode::kAsynchronous);
   }
 
-  /// How many of a set's sums the device has run, or given up.
+  /// The number of a set's sums that the device has run, or given up.
   int ran(std::size_t set) const { return parts_[set]->ran; }
 
-  /// Waits for all sums, whose works are done; ends the sets if the device does not get on.
+  /// Waits for all sums, whose works are done; ends the sets if the device makes no progress.
   void synchronize() {
     try {
       for (std::optional<Part>& part : parts_) {
@@ -95,7 +95,7 @@ class SetRank {
   static void end(Engine& engine) {
     try {
       engine.end(Error(ErrorKind::kInternal, "given up"));
-    } catch (const Error&) {  // that cause, or another rank's
+    } catch (const Error&) {  // this cause, or another rank's
     }
   }
 
@@ -140,7 +140,7 @@ class SetRank {
 
   const int rank_;
   std::deque<std::vector<float>> tensors_;
-  std::vector<std::optional<Part>> parts_;  // by set; none of those that it is not in
+  std::vector<std::optional<Part>> parts_;  // by set; none for sets without this rank
 };
 
 /// Runs `fn` on `size` ranks of one host. `ordered`: whether their sets enqueue in one order.

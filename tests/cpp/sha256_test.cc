@@ -79,7 +79,7 @@ TEST(hmac_sha256_of_the_examples_of_rfc_4231) {
            "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2");
 }
 
-/// A key of one block is used as it is, and one byte more is hashed first. Expected: Python's
+/// A key of one block is used unchanged; a longer one is hashed first. Expected: Python's
 /// hmac.digest(bytes(length), b"message", "sha256").
 TEST(hmac_sha256_with_keys_around_a_block) {
   const auto code = [](std::size_t key_bytes) {

@@ -90,7 +90,7 @@ std::size_t mapped_in_huge_pages() {
   return kilobytes << 10;
 }
 
-/// Whether the system now has huge pages for so many bytes of shared memory.
+/// Whether the system now has huge pages for `bytes` of shared memory.
 bool system_has_huge_pages(std::size_t bytes) {
   const Fd fd(::memfd_create("probe", MFD_CLOEXEC));
   CHECK_EQ(::ftruncate(fd.get(), static_cast<off_t>(bytes)), 0);
@@ -187,7 +187,7 @@ TEST(arena_knows_what_it_has_given) {
 }
 
 TEST(arena_works_without_huge_pages) {
-  if (test::kEmulated) return;  // QEMU passes no such call on
+  if (test::kEmulated) return;  // QEMU does not pass such a call on
   const NoHugePages none;
   use_at_random();
   Memory memory;
@@ -237,7 +237,7 @@ TEST(arena_isolates_memory_from_its_peers) {
   CHECK(memory.arena.offset_of(mine, 4096) >= 0);
   CHECK(memory.arena.offset_of(neighbour, 4096) >= 0);
 
-  memory.arena.free(mine);  // nobody else gets its place
+  memory.arena.free(mine);  // no later allocation gets its place
   for (int i = 0; i < 100; ++i) {
     auto* const later = static_cast<unsigned char*>(memory.arena.allocate(4096));
     CHECK(later + 4096 <= mine || later >= mine + kBytes);

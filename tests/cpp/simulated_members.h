@@ -13,7 +13,7 @@
 
 namespace torch_ring::test {
 
-/// Hands `bytes` to `frames` as a connection would: as many at a time as there is room for.
+/// Hands `bytes` to `frames` like a connection: as many at a time as there is room for.
 inline void receive(BruckFrames& frames, ByteSpan bytes) {
   while (!bytes.empty() && !frames.complete()) {
     const std::span<std::byte> room = frames.room();
@@ -26,7 +26,7 @@ inline void receive(BruckFrames& frames, ByteSpan bytes) {
 
 class SimulatedMembers {
  public:
-  /// The bytes that one member has sent in one round.
+  /// The frames and bytes sent by one member in one round.
   struct Sent {
     std::size_t frames = 0;
     std::size_t bytes = 0;
@@ -41,8 +41,8 @@ class SimulatedMembers {
     }
   }
 
-  /// Runs a round; `common[rank]` and, if there are any, `own[rank]` are posted. Returns the most
-  /// that any member sent.
+  /// Runs a round; `common[rank]` and, if there are any, `own[rank]` are posted. Returns the
+  /// maximum over the members.
   Sent round(const std::vector<ByteSpan>& common, const std::vector<ByteSpan>& own = {}) {
     for (std::size_t member = 0; member < frames_.size(); ++member) {
       Runs runs;

@@ -1,4 +1,4 @@
-// Slots of process sets: where they lie, beside buffers, and what two sets of the same ranks share.
+// Slots of process sets: their places beside buffers, and two sets of the same ranks.
 #include "transport/slot.h"
 
 #include <sys/stat.h>
@@ -63,7 +63,7 @@ TEST(slots_are_reserved_without_memory_and_read_as_zeros_again) {
   for (std::size_t i = 1; i <= 4; ++i) {
     slots.push_back(arena.reserve());
     CHECK_EQ(committed(fd), before + i * Slot::kHeaderBytes);
-    static_cast<void>(memory->slot(slots.back()));  // it is one
+    static_cast<void>(memory->slot(slots.back()));  // it is valid
   }
   CHECK_THROWS(arena.reserve(), ErrorKind::kInternal, "another process set");
   CHECK(arena.allocate(1) == nullptr);
@@ -74,7 +74,7 @@ TEST(slots_are_reserved_without_memory_and_read_as_zeros_again) {
   std::memset(memory->at(slots[2]), 2, Slot::kBytes);
   arena.release(slots[1]);
   CHECK_EQ(committed(fd), before + 3 * Slot::kHeaderBytes + Slot::kBytes - Slot::kHeaderBytes);
-  arena.release(slots[1]);                                  // again: nothing
+  arena.release(slots[1]);                                  // a second release does nothing
   memory->slot(slots[1]).header().doorbell.state.store(0);  // a late ring
   CHECK_EQ(arena.reserve(), slots[1]);
   CHECK(is_zero(memory->at(slots[1]), Slot::kBytes));
@@ -140,13 +140,13 @@ void share_larger_memory(std::vector<World>& worlds, std::size_t arena_bytes) {
   }
 }
 
-/// Two sets of the same ranks, with slots at other offsets on every rank, beside the world.
+/// Two sets of the same ranks, with slots at different offsets on every rank.
 TEST(slots_of_two_sets_are_independent_and_share_buffers) {
   for (const std::vector<int>& host_of : {std::vector<int>{0, 0, 0}, std::vector<int>{0, 0, 1}}) {
     const std::size_t size = host_of.size();
     std::vector<World> worlds = make_worlds(host_of);
     share_larger_memory(worlds, 4 * Slot::kBytes);
-    std::vector<World> others = make_worlds(host_of);  // for its connections
+    std::vector<World> others = make_worlds(host_of);  // for the set's connections
     std::vector<std::size_t> offsets;
     for (std::size_t rank = 0; rank < size; ++rank) {
       for (std::size_t i = 0; i < rank; ++i) worlds[rank].arena->allocate(Slot::kBytes / 2);
@@ -170,7 +170,7 @@ TEST(slots_of_two_sets_are_independent_and_share_buffers) {
       const auto set = make_communicator(at(others, rank), config, abort);
       const Reduction sum{DType::kFloat32, ReduceOp::kSum, {}};
       constexpr std::size_t kCount = 300'000;
-      // A buffer allocated for one is shared memory of the other.
+      // A buffer allocated by one is shared memory for the other.
       const std::shared_ptr<void> memory = world->allocate_shared(kCount * sizeof(float));
       auto* const values = static_cast<float*>(memory.get());
       const std::int64_t offset = set->shared_offset_of(values, kCount * sizeof(float));

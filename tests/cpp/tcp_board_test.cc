@@ -9,8 +9,8 @@ namespace torch_ring::test::tcp_board_test {
 
 namespace {
 
-constexpr std::uint64_t kRank0 = 0;    // who has waited least, for 0 us, as a frame's header has it
-constexpr std::uint64_t kOneRank = 1;  // the begin of a run's header
+constexpr std::uint64_t kRank0 = 0;    // the LeastWait of a frame's header: rank 0, 0 us
+constexpr std::uint64_t kOneRank = 1;  // the beginning of a run's header
 
 /// A board as rank 0 of two; the test plays rank 1, byte by byte.
 struct Peer {

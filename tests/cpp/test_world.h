@@ -1,5 +1,4 @@
-// make_worlds() and Layout: worlds for tests, whose ranks are threads with descriptors of their
-// own.
+// make_worlds() and Layout: worlds for tests, whose ranks are threads with their own descriptors.
 #pragma once
 
 #include <fcntl.h>
@@ -26,7 +25,7 @@
 
 namespace torch_ring::test {
 
-/// The way between two ranks. kUcx: UCX, beside TCP sockets.
+/// The kind of connection between two ranks. kUcx: UCX, beside TCP sockets.
 enum class Sockets { kUnix, kTcp, kUcx };
 
 /// Two ends of one stream.
@@ -73,7 +72,7 @@ inline Fd duplicate(const Fd& fd) {
   return Fd(copy);
 }
 
-/// The worlds of all ranks, as torch_ring/world would make them; rank r is on host_of[r].
+/// The worlds of all ranks, like those of torch_ring/world; rank r is on host_of[r].
 inline std::vector<World> make_worlds(const std::vector<int>& host_of,
                                       Sockets sockets = Sockets::kUnix, int connections = 1) {
   constexpr std::size_t kArenaBytes = 16u << 20;
@@ -112,8 +111,8 @@ inline std::vector<World> make_worlds(const std::vector<int>& host_of,
   return worlds;
 }
 
-/// A layout that the suites run on: the hosts of the ranks, and the connections between hosts. It
-/// decides which communicator make_communicator() makes.
+/// A layout for the suites: the hosts of the ranks, and the connections between hosts. It
+/// determines the communicator that make_communicator() makes.
 struct Layout {
   std::string name;
   std::function<std::vector<int>(int size)> host_of;
@@ -121,7 +120,8 @@ struct Layout {
   Sockets sockets = Sockets::kUnix;
   bool may_spin = false;
   int connections = 1;  // sockets between two ranks
-  /// Makes the communicator under test from that one and the rank's Abort; empty: tests that one.
+  /// Makes the communicator under test from make_communicator()'s and the rank's Abort; empty:
+  /// tests the former.
   std::function<std::shared_ptr<HostCommunicator>(std::shared_ptr<HostCommunicator>, Abort&)> over =
       {};
   bool checksums = false;
@@ -155,7 +155,7 @@ inline std::vector<int> three_hosts(int size) {
   return host_of;
 }
 
-/// A config with a timeout that only a hang reaches, shorter than the harness's own.
+/// A config with a timeout that only a hang reaches, shorter than the harness's.
 inline EngineConfig patient() {
   EngineConfig config;
   config.timeout = std::chrono::seconds(30);
@@ -193,7 +193,7 @@ inline void run_world(const Layout& layout, int size,
 /// same code.
 inline void add_for_sizes(const Layout& layout, const std::string& name,
                           const std::function<void(const Layout&, int size)>& body) {
-  if (layout.sockets == Sockets::kUcx && !has_ucx()) return;  // connection_test.cc says so
+  if (layout.sockets == Sockets::kUcx && !has_ucx()) return;  // connection_test.cc reports it
   for (const int size : layout.sizes) {
     if (kSanitized && size > 3 && size != layout.sizes.front()) continue;
     add_test(layout.name + " x" + std::to_string(size) + ": " + name, [=] { body(layout, size); });

@@ -1,4 +1,4 @@
-// Timeline: one file of all ranks, whose writing nobody waits for.
+// Timeline: one file of all ranks, which no rank waits for.
 #include "timeline/timeline.h"
 
 #include <fstream>
@@ -71,7 +71,7 @@ Timeline::Options options(int rank, int size, const std::string& path) {
 /// A rank's timeline, and the stream of its engine.
 class Rank {
  public:
-  /// Of one rank among threads.
+  /// For one of several ranks, as threads.
   Rank(int rank, Planes& planes, const Timeline::Options& options,
        std::size_t capacity = std::size_t{1} << 14)
       : stream_(std::make_shared<RecordStream>(capacity)) {
@@ -85,7 +85,7 @@ class Rank {
                                                               members, world));
     timeline_->watch(stream_);
   }
-  /// Alone.
+  /// For a world of one rank.
   explicit Rank(const Timeline::Options& options, std::size_t capacity = 64)
       : stream_(std::make_shared<RecordStream>(capacity)) {
     timeline_.emplace(options, nullptr);
@@ -135,7 +135,7 @@ TEST(operations_of_one_round_have_one_mark) {
   Rank rank(asked);
   for (const std::uint64_t round : {1, 1, 2, 2, 2}) rank.add(record("tensor", round));
   OperationRecord other = record("tensor", 1);
-  other.set = 7;  // whose rounds are its own
+  other.set = 7;  // another set has its own rounds
   rank.add(other);
   rank.stop();
   CHECK_EQ(count(file.text(), "CYCLE_START"), 3u);
@@ -171,7 +171,7 @@ TEST(names_become_json) {
 TEST(the_file_says_what_was_dropped) {
   const ScratchFile file("timeline_dropped");
   auto asked = options(0, 1, file.path());
-  asked.interval = std::chrono::hours(1);  // the first look, and the one at the end
+  asked.interval = std::chrono::hours(1);  // only the first write and the last one
   Rank rank(asked, 2);
   wait_until([&] { return count(file.text(), "process_name") == 1; }, "the first look");
   for (int i = 0; i < 5; ++i) rank.add(record("tensor"));
@@ -226,7 +226,7 @@ TEST(rank_0_alone_can_end_all_timelines) {
       }
     }
     ended.arrive_and_wait();
-    self.add(record("after"));  // goes nowhere
+    self.add(record("after"));  // is not written
     self.stop();
   });
   CHECK_EQ(count(file.text(), "after"), 0u);
@@ -280,7 +280,7 @@ TEST(a_rank_without_an_answer_ends_in_time) {
   CHECK(file.text().empty());
 }
 
-/// The clock of another host, which has run for longer.
+/// The clock of another host, which has run for three hours more.
 Clock::time_point other_clock() { return Clock::now() + std::chrono::hours(3); }
 
 TEST(clocks_of_hosts_are_aligned) {

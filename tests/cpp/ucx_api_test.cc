@@ -1,4 +1,4 @@
-// Compares ucx/api.h with UCX's own header, where there is one (UCX_INCLUDE of the Makefile).
+// Compares ucx/api.h with UCX's header, if there is one (UCX_INCLUDE in the Makefile).
 #include "ucx/api.h"
 
 #if __has_include(<ucp/api/ucp.h>)

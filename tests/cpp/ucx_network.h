@@ -33,7 +33,8 @@ inline std::shared_ptr<Network> ucx_network(int rank) {
   return std::make_shared<ucx::UcxNetwork>(*ucx_api(), Key{}, rank);
 }
 
-/// Not under ThreadSanitizer, which sees no lock of a library that is not compiled for it.
+/// Not under ThreadSanitizer, which does not see the locks of a library that is not compiled for
+/// it.
 inline bool has_ucx() {
 #ifdef __SANITIZE_THREAD__
   return false;
@@ -42,7 +43,7 @@ inline bool has_ucx() {
 #endif
 }
 
-/// Registers a test that needs UCX; without it, one whose name says so.
+/// Registers a test that needs UCX; without UCX, an empty test with a note in its name.
 inline bool add_ucx_test(const std::string& name, const std::function<void()>& body) {
   if (has_ucx()) return add_test(name, body);
   return add_test(name + " (skipped: UCX cannot be loaded)", [] {});

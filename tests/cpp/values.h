@@ -10,7 +10,7 @@ namespace torch_ring::test {
 
 constexpr std::array kOps{ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
 
-constexpr int kNumberCount = 10;  // dtypes of numbers and booleans; the others come after them
+constexpr int kNumberCount = 10;  // dtypes of numbers and booleans, which precede the others
 
 constexpr std::size_t kPeriod = 25 * 3;  // of value_at(i, ...), for every op
 

@@ -14,7 +14,7 @@ const std::string kLeft =
     " has left: it called shutdown() or exited. All ranks must call the same collectives, in the "
     "same order";
 
-/// The watchdog of one rank and what it does.
+/// The watchdog of one rank, and its effects.
 struct Watched {
   Watched(ControlPlane* plane, std::uint64_t set, std::vector<int> members)
       : watchdog(plane, set, members, labels_of(members), abort, [this] { ++raised; }) {}
@@ -34,7 +34,7 @@ struct Watched {
   Watchdog watchdog;  // last: it uses the others
 };
 
-/// A rank's plane ends like that of a process which dies, or leaves.
+/// Ends a rank's plane like a dying process, or, below, like a leaving one.
 void kill(Planes& planes, int rank) {
   at(planes, rank)->die();
   at(planes, rank).reset();
@@ -53,7 +53,7 @@ TEST(watchdog_raises_when_a_member_dies) {
   CHECK_THROWS(set.abort.check(), ErrorKind::kPeerLost,
                "rank 3 (a thread) died: its connection closed; see its output");
   CHECK_EQ(set.raised, 1);
-  // The plane has told all observers, or is about to; the other set hears of its own member only.
+  // The plane has told all observers, or is about to; the other set hears only of its own member.
   kill(planes, 1);
   others.wait_for_abort();
   CHECK_THROWS(others.abort.check(), ErrorKind::kPeerLost, "rank 1 (a thread) died");
@@ -134,7 +134,7 @@ TEST(watchdog_hears_what_happened_before_it_began) {
   CHECK(cause.is_departure);
 }
 
-/// Whether a departure is an error for who waits in `round`.
+/// Whether a departure is an error for a wait in `round`.
 bool is_missed(const Watchdog& watchdog, std::uint64_t round) {
   try {
     watchdog.check_departures(round);
@@ -152,10 +152,10 @@ TEST(watchdog_makes_a_departure_an_error_from_the_first_round_without_it_on) {
   Watched there(planes[1].get(), kSet, {0, 1});
   there.watchdog.leave(7);
   wait_until([&] { return is_missed(set.watchdog, 8); }, "the departure is known");
-  CHECK(!is_missed(set.watchdog, 7));  // what is missing of it is on its way
+  CHECK(!is_missed(set.watchdog, 7));  // its missing data is on the way
   CHECK_THROWS(set.watchdog.check_departures(8), ErrorKind::kPeerLost, "member 1" + kLeft);
-  CHECK(!set.abort.raised());             // who does not wait for it goes on
-  CHECK(!is_missed(unused.watchdog, 1));  // it has left one set only
+  CHECK(!set.abort.raised());             // ranks that do not wait for it go on
+  CHECK(!is_missed(unused.watchdog, 1));  // it has left only one set
   there.watchdog.stop();
   leave(planes, 1);
   wait_until([&] { return is_missed(unused.watchdog, 1); }, "it has left them all");
@@ -207,12 +207,12 @@ TEST(watchdog_names_the_departed_rank_as_the_cause_of_a_lost_connection) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     leave(planes, 1);
   });
-  // The connection is lost before the goodbye is here.
+  // The connection is lost before the goodbye arrives.
   const auto cause = set.watchdog.root_cause(lost, 5);
   leaving.join();
   CHECK_EQ(std::string(cause.error.what()), "member 1" + kLeft);
   CHECK(cause.is_departure);
-  // Another one that leaves later is not it.
+  // A rank that leaves later is not the cause.
   const int told = set.raised;
   leave(planes, 2);
   wait_until([&] { return set.raised > told; }, "the second departure is known");

@@ -11,9 +11,8 @@
 namespace torch_ring::nccl {
 
 /// The operations of all communicators on one GPU, in the order in which they were enqueued. A
-/// kernel of NCCL occupies the GPU until the other ranks' kernels have come, so the next one may
-/// have to wait, on whatever stream. Whether a real one does depends on what fits on it: this is
-/// the worst case.
+/// kernel of NCCL occupies the GPU until the other ranks' kernels run, so the next one may have to
+/// wait, on any stream. On a real GPU that depends on its free resources: this is the worst case.
 /// Thread: any.
 class Gpu {
  public:
@@ -33,7 +32,7 @@ class Gpu {
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
 
-    /// Whether all operations that were enqueued before it have ended; waits for that a little.
+    /// Whether all operations enqueued before it have ended; waits for them for `patience` at most.
     bool is_next(std::chrono::microseconds patience) const {
       std::unique_lock lock(gpu_.mutex_);
       return gpu_.changed_.wait_for(lock, patience,
@@ -52,7 +51,7 @@ class Gpu {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::uint64_t enqueued_ = 0;
-  std::set<std::uint64_t> operations_;  // those that have not ended
+  std::set<std::uint64_t> operations_;  // pending ones
 };
 
 }  // namespace torch_ring::nccl

@@ -73,7 +73,7 @@ struct OpaqueComm {
   const int rank;
   const int size;
   int in_progress = 0;
-  std::unique_ptr<Gpu::Operation> making;  // in progress; not if GPUs run all at once
+  std::unique_ptr<Gpu::Operation> making;  // in progress; null if GPUs run all at once
   bool has_joined = false;
   bool finalized = false;
   std::atomic<bool> aborted{false};
@@ -109,7 +109,7 @@ bool advance(const OpaqueComm& self, Transfer& transfer) {
   return true;
 }
 
-/// Runs all transfers at once; those to or from one peer stay in order. Returns false if the
+/// Runs all transfers concurrently; those to or from one peer stay in order. Returns false if the
 /// communicator is aborted before they are done.
 bool transfer_all(const OpaqueComm& self, std::span<Transfer> transfers) {
   while (!self.aborted) {

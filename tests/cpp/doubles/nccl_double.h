@@ -2,7 +2,7 @@
 //
 // It needs no GPU. It has NCCL's symbols over host memory; its ranks are threads or processes of
 // one machine. Each stream is a queue with a thread, so code that forgets to wait for a stream
-// reads too early. No time measured on it says anything about NCCL.
+// reads too early. Times measured on it do not apply to NCCL.
 #pragma once
 
 #include <atomic>
@@ -22,15 +22,17 @@ struct NcclDoubleFaults {
   std::atomic<int> aborted{0};    // counts ncclCommAbort
   std::atomic<int> destroyed{0};  // counts ncclCommDestroy
   std::atomic<int> hang{0};       // collectives wait on their stream until they are aborted
-  // A GPU runs one operation of NCCL at a time, in the order of enqueueing, whatever the streams.
-  // To make a communicator is one, since NCCL may wait for the GPU in it. Set it before.
+  // A GPU runs one operation of NCCL at a time, in the order of enqueueing, on all streams
+  // together. Making a communicator counts as one, since NCCL may wait for the GPU in it. Set it
+  // before.
   std::atomic<int> serial{0};
   std::atomic<int> end_hangs{0};  // ncclCommFinalize, ncclCommDestroy and ncclCommAbort
   std::atomic<int> freed{0};      // counts communicators that have ended
 };
 NcclDoubleFaults* nccl_double_faults();
 
-/// Tells how to ask for the GPU on which the calling thread makes communicators: 0, until told.
+/// Sets the function that returns the GPU on which the calling thread makes communicators; before,
+/// it is 0.
 void nccl_double_tell_gpu(int (*current)());
 
 /// The number of collectives, or groups of them, that this process has put on streams.

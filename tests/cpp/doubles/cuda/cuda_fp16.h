@@ -1,2 +1,2 @@
-// A stand-in, like cuda_runtime.h: nccl.h includes it, and uses nothing of it.
+// A stand-in, like cuda_runtime.h: nccl.h includes it without using it.
 #pragma once
