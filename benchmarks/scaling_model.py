@@ -5,7 +5,7 @@
 The model is fitted to Horovod's published efficiencies on up to 512 GPUs and checked on cells that
 the fit has not seen. Then it predicts torch_ring's efficiency on the same machines, and on today's,
 and counts what a world of so many ranks needs beside its network. None of its output was measured
-here. benchmarks/README.md has its assumptions, and how its form was chosen.
+here. docs/internals/measurements.md has its assumptions, and how its form was chosen.
 """
 
 from __future__ import annotations

@@ -150,14 +150,14 @@ std::optional<Message> MessageParser::next() {
   if (message.kind == Message::Kind::kWaits) {
     for (const int waited : message.wait().ranks) {
       if (waited < 0 || waited >= size_) {
-        throw Error(ErrorKind::kPeerLost, "waits for a rank that there is not");
+        throw Error(ErrorKind::kPeerLost, "waits for a rank that does not exist");
       }
     }
   }
   const bool is_query =
       message.kind == Message::Kind::kAsks || message.kind == Message::Kind::kAnswers;
   if (is_query && message.rounds >= size) {
-    throw Error(ErrorKind::kPeerLost, "writes to a rank that there is not");
+    throw Error(ErrorKind::kPeerLost, "writes to a rank that does not exist");
   }
   done_ += Message::kHeaderBytes + text_bytes;
   return message;

@@ -59,7 +59,7 @@ void LaunchOrder::Place::wait(const Abort& abort, Clock::duration timeout) const
       throw Error(ErrorKind::kTimeout,
                   "its turn on the device has not come within " +
                       in_seconds(std::chrono::floor<std::chrono::milliseconds>(timeout)) + ": " +
-                      name + " is before it, and does not get on");
+                      name + " is before it, and makes no progress");
     }
   }
   abort.check();

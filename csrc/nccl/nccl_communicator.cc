@@ -180,7 +180,7 @@ void NcclCommunicator::end(End* function, const char* name,
   if (!device_.log) return;
   try {
     device_.log("rank " + std::to_string(rank_) + ": " + name + " has not returned within " +
-                in_seconds(patience) + "; its thread, and what it uses, are left behind");
+                in_seconds(patience) + "; its thread and its memory are left behind");
   } catch (...) {  // the log itself has failed
   }
 }

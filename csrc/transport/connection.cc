@@ -179,7 +179,7 @@ std::size_t Connection::receive_by(std::span<std::byte> bytes, Frames& frames, M
   if (!is_checked_) return move(bytes);
   if (const auto arrived = frames.reader.receive(bytes, move)) return *arrived;
   throw Error(ErrorKind::kInternal, "data from " + peer_ +
-                                        " arrived damaged: they have another checksum than what it "
+                                        " arrived damaged: their checksum is not that of the bytes "
                                         "sent (TORCH_RING_CHECKSUM). A network card, a switch or "
                                         "the memory of one of the two hosts is broken");
 }

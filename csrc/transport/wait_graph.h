@@ -103,7 +103,7 @@ class LongWait {
     if (departed_since_ == Clock::time_point{}) departed_since_ = now;
     if (now - departed_since_ < graph_->patience_with_departed()) return;
     throw Error(ErrorKind::kPeerLost, graph_->label(*departed) +
-                                          " has left, and what it has sent last has not come for " +
+                                          " has left, and its last data has not arrived for " +
                                           in_seconds(graph_->patience_with_departed()) +
                                           " (TORCH_RING_HEARTBEAT_TIMEOUT): its host is cut off");
   }

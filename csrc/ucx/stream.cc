@@ -85,7 +85,7 @@ void UcxStream::greeted(std::size_t bytes) {
   if (greeted_ < sizeof head_) return;
   if (!had_head) {
     if (head_.magic != kMagic || head_.bytes == 0 || head_.bytes > kMostAddressBytes) {
-      throw Error(ErrorKind::kMismatch, peer_ + " sent something else than the address of its UCX");
+      throw Error(ErrorKind::kMismatch, peer_ + " has not sent the address of its UCX worker");
     }
     address_.resize(head_.bytes);
   }

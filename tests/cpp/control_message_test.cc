@@ -66,7 +66,7 @@ TEST(control_messages_are_checked_before_they_are_believed) {
   refused(4, changed(Message::stops(2, 1, {}), 12, 1));      // of a set
   const std::string to_nobody = frames_of({Message::asks(2, 4, 1)});
   CHECK_THROWS(parse(4, to_nobody, to_nobody.size()), ErrorKind::kPeerLost,
-               "writes to a rank that there is not");
+               "writes to a rank that does not exist");
   refused(4, changed(Message::departed(2), 1, 5));                       // no kind of error
   refused(4, changed(Message::heartbeat(2), 2, 1));                      // an unexpected text
   refused(4, changed(Message::departed(2), 20, 1));                      // rounds of no set

@@ -88,7 +88,7 @@ TEST(departed_rank_s_last_data_may_be_late_between_hosts) {
 const std::string kNeverComes = "data.receive:1:late=60000";
 constexpr std::chrono::seconds kSilence{3};
 const std::string kNotCome =
-    "rank 1 (a thread) has left, and what it has sent last has not come for 3 s";
+    "rank 1 (a thread) has left, and its last data has not arrived for 3 s";
 
 TEST(departed_rank_s_last_entry_may_never_come) {
   const Armed armed(kNeverComes);

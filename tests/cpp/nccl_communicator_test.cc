@@ -320,9 +320,10 @@ TEST(nccl_that_hangs_in_an_abort_is_left_behind) {
   faults().end_hangs = 1;
   const int freed = faults().freed;
   communicator->abort();
-  CHECK_EQ(log,
-           "rank 0: ncclCommAbort has not returned within 0.1 s; its thread, and what it uses, are "
-           "left behind\n");
+  CHECK_EQ(
+      log,
+      "rank 0: ncclCommAbort has not returned within 0.1 s; its thread and its memory are left "
+      "behind\n");
   CHECK(!communicator->close());
   CHECK_EQ(faults().freed, freed);
   faults().end_hangs = 0;

@@ -254,7 +254,8 @@ TEST(what_is_no_message_ends_the_messages) {
   MessageFrame frame;
   frame.bytes = kWhole + 1;
   CHECK_EQ(::send(ends[0].get(), &frame, sizeof frame, MSG_NOSIGNAL), ssize_t{sizeof frame});
-  CHECK_THROWS(receive->wait(), ErrorKind::kInternal, "rank 0 (of 0) has sent what is no message");
+  CHECK_THROWS(receive->wait(), ErrorKind::kInternal,
+               "rank 0 (of 0) has sent bytes that are no message");
 }
 
 TEST(a_request_that_waits_for_long_is_in_the_log) {

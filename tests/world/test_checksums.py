@@ -64,7 +64,7 @@ def test_results_with_checksums(size, connections):
 
 # --- a bit that is another one when it arrives
 
-DAMAGED = "arrived damaged: they have another checksum than what it sent (TORCH_RING_CHECKSUM)"
+DAMAGED = "arrived damaged: their checksum is not that of the bytes sent (TORCH_RING_CHECKSUM)"
 
 
 def flip(nth: int) -> None:

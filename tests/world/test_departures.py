@@ -81,7 +81,7 @@ def test_the_last_data_of_a_rank_may_never_come():
     assert other == ("nothing", "")
     assert kind == "PeerLostError", text
     assert "rank 1 (pid " in text
-    assert "has left, and what it has sent last has not come for 3 s" in text
+    assert "has left, and its last data has not arrived for 3 s" in text
 
 
 def train_until_a_rank_dies() -> tuple[str, str]:
