@@ -15,8 +15,7 @@ void Queries::put(Query query) {
   if (closed_ || !reader_ || queries_.size() == kMost) return;
   queries_.push_back(std::move(query));
   if (is_handing_out_) return;
-  if (thread_.joinable())
-    thread_.join();  // it found no query left, and holds the lock no more
+  if (thread_.joinable()) thread_.join();  // it found no query left, and holds the lock no more
   try {
     thread_ = std::thread([this] { hand_out(); });
     is_handing_out_ = true;

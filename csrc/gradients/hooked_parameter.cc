@@ -450,8 +450,7 @@ void HookedParameter::note_base() {
   if (unreduced || !base_reduced) return;
   base_changed = !bucket_view.defined() || current_version() - reduced_version != 1;
   const bool in_place = version && variable.grad().is_same(bucket_view);
-  const bool is_written =
-      in_place && current_version() - *version > 1;  // not only by autograd
+  const bool is_written = in_place && current_version() - *version > 1;  // not only by autograd
   on_base = !(is_given() ? was_zero : is_written && was_zero);
 }
 

@@ -170,7 +170,8 @@ std::span<std::byte> MessageProtocol::begin_frame(int peer, Direction direction,
     if (frame.bytes <= memory.size()) return memory.first(frame.bytes);
   }
   throw Error(ErrorKind::kInternal, "rank " + std::to_string(world_.rank) + ": " +
-                                        at(world_.labels, peer) + " has sent bytes that are no message");
+                                        at(world_.labels, peer) +
+                                        " has sent bytes that are no message");
 }
 
 void MessageProtocol::end_frame(int peer, const MessageFrame& frame) {

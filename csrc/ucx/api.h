@@ -93,9 +93,8 @@ struct EndpointAttributes {
 
   std::uint64_t fields = kTransports;
   char name[32]{};
-  std::uint64_t addresses[2][16]{};  // sockaddr_storage
-  TransportEntry* transports =
-      nullptr;  // room for `count`; UCX sets the actual count
+  std::uint64_t addresses[2][16]{};      // sockaddr_storage
+  TransportEntry* transports = nullptr;  // room for `count`; UCX sets the actual count
   unsigned count = 0;
   int padding = 0;
   std::size_t transport_bytes = sizeof(TransportEntry);

@@ -140,8 +140,7 @@ std::size_t UcxStream::send(std::span<const std::byte> bytes) {
   if (done > 0 || bytes.empty()) return done;
   // As long as acknowledgements are due, reading them finds the end of the socket.
   const bool is_over = unacknowledged() == 0 && socket_has_ended();
-  if (is_over &&
-      under_way_ > 0) {  // all of it has arrived: UCX waits for a peer that has left
+  if (is_over && under_way_ > 0) {  // all of it has arrived: UCX waits for a peer that has left
     done = under_way_;
     close();
     note(kCanceled);
