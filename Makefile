@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with Python and g++:
 #
 #   make mnist    trains MNIST on 2 processes
-#   make test     runs the tests, but for what takes longest: test-all
+#   make test     runs the tests, except the slowest ones: test-all runs them, too
 #
 # Both make a virtual environment first and build the extension there. Others:
 #
@@ -17,7 +17,7 @@
 #   TORCH=torch==2.13.0   another torch (default: the newest)
 #   CPU=1                 a torch without CUDA: 0.2 GB in place of 3
 #   VENV=.venv            another environment (default: one for each TORCH)
-#   PYTHON=python3        the Python that makes it, and that a wheel is for
+#   PYTHON=python3        the Python of the environment, and of wheels
 #   TORCHES="2.13.0 2.14.1"   the versions of torch that a wheel is for
 #   ARGS="--dataset digits"   arguments for mnist, pytest or bench
 
@@ -33,11 +33,11 @@ JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-# One at a time, also below make -j: two that install into one environment at once break it.
+# One pip at a time, even with make -j: two at once would break the environment.
 PIP = flock $(STAMPS) $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 SOURCES := $(wildcard csrc/*.cc csrc/*.py csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
-# Alone with all processors; below a make that has some, with those. ARGS are not for these tests.
+# With all processors, or those of a parent make's job server. ARGS are not for these tests.
 CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j $(JOBS)) -C tests/cpp ARGS=
 
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
@@ -53,14 +53,15 @@ help:
 mnist: $(STAMPS)/extension $(STAMPS)/examples
 	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/mnist/train.py $(ARGS)
 
-# The programs first. Then side by side: where ranks in Python wait, those in C++ compute. For the same
-# reason pytest has more processes than there may be cores. At last one line with the counts of all.
+# Builds the programs first, then runs all tests side by side: while ranks in Python wait, those in C++
+# compute. For the same reason pytest has more processes than some machines have cores. The last line
+# has the counts of all.
 test: $(STAMPS)/extension $(STAMPS)/test $(if $(SLOW),doubles) programs
 	@rm -rf $(COUNTS)
 	@$(MAKE) --no-print-directory --keep-going -j $(JOBS) test-cpp test-python test-mpi; status=$$?; \
 	  echo "make test: $$(cat $(COUNTS)/* | paste -sd'|' | sed 's/|/ | /g')"; exit $$status
 
-# What takes longest, too: the C++ tests under sanitizers, and tests in Python marked `slow`.
+# With the slowest tests: the C++ tests under sanitizers, and tests in Python marked `slow`.
 test-all:
 	@+$(MAKE) --no-print-directory test SLOW=1
 
@@ -88,7 +89,7 @@ test-mpi: $(STAMPS)/extension $(STAMPS)/test
 test-c10d: $(STAMPS)/extension $(STAMPS)/test
 	$(PY) tests/c10d/distributed_suite.py $(ARGS)
 
-# The C++ tests, which tests in Python run, too; and the stand-in for a GPU, which only slow ones need.
+# The C++ test programs, some of which tests in Python run; and the stand-in for a GPU, for slow tests.
 programs: $(STAMPS)/extension
 	+@$(CPP) --silent all PYTHON=$(abspath $(PY))
 doubles: programs build/venv
@@ -100,11 +101,11 @@ lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cc' '*.inc')
 
-# The site, build/docs/index.html. All pages anew: of a page that is kept, no warning comes again.
+# The site, build/docs/index.html. Builds all pages anew: Sphinx repeats no warnings of kept pages.
 docs: $(STAMPS)/extension $(STAMPS)/docs
 	$(PY) -m sphinx -E -W --keep-going --quiet -c docs . build/docs
 
-# An hour; an idle machine; root for the part among hosts. ARGS="--only overhead": a part of it.
+# Takes an hour on an idle machine; the part among hosts needs root. ARGS="--only overhead": one part.
 bench: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench
 	$(PY) benchmarks/suite.py $(ARGS)
 
@@ -124,7 +125,7 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
-# torchvision is made for one torch only, the newest: without it the example has its own data set.
+# A torchvision fits only one torch, the newest; without it the example uses another data set.
 $(STAMPS)/torch: $(STAMPS)/venv $(STAMPS)/wanted
 	$(PIP) --upgrade "$(TORCH)" $(if $(filter torch,$(TORCH)),torchvision) \
 	  $(if $(CPU),--index-url $(CPU_INDEX))
@@ -136,8 +137,8 @@ $(STAMPS)/extension: $(STAMPS)/torch build/venv $(SOURCES)
 	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
-# These two change when what they say does: which torch to install in this environment, and which
-# environment the extension in the source tree was built in.
+# These two files change only with their content: the torch to install in this environment, and the
+# environment in which the extension in the source tree was built.
 $(STAMPS)/wanted: FORCE | $(STAMPS)/venv
 	@echo '$(TORCH) $(CPU)' | cmp -s - $@ || echo '$(TORCH) $(CPU)' > $@
 
@@ -155,9 +156,9 @@ $(STAMPS)/test: $(STAMPS)/torch
 	@$(PIP) libucx-cu12 || echo "make: libucx-cu12 is not installed: tests of UCX will be skipped"
 	touch $@
 
-# 1.3 GB. Each by itself: tests say which package is missing, and are skipped, if one cannot be had.
-# $(TORCH) again: open_clip needs a torchvision, which is to be that torch's. PyTorch-Ignite's own tests
-# are in the archive of its sources. MPICH has a folder of its own: its mpirun has the name of Open MPI's.
+# 1.3 GB. Installs the packages one by one: if one is not available, only its tests are skipped.
+# $(TORCH) again: open_clip needs the torchvision of that torch. PyTorch-Ignite's own tests are in its
+# source archive. MPICH has a folder of its own, since its mpirun has the same name as Open MPI's.
 $(STAMPS)/integrations: $(STAMPS)/torch
 	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata \
 	  torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite; do \

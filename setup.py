@@ -1,8 +1,8 @@
 """Builds the native module for one minor version of torch: only g++ is needed, no CUDA.
 
-It builds against the torch of the environment that torch_ring is installed in. pip hides that
-environment from a build, unless told `--no-build-isolation`, so this file looks for it there. If
-there is no torch, it asks pip for the newest one, for the build alone.
+It builds against the torch of the environment in which torch_ring is installed. pip hides that
+environment from a build, unless told `--no-build-isolation`, so this file searches it. If it has no
+torch, this file asks pip for the newest one, for the build alone.
 """
 
 import os
@@ -41,8 +41,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
-# Of g++ 12 for all sources, on an AMD EPYC of 2 cores, idle and beside other work; and the least,
-# with any number of cores.
+# Build times with g++ 12 on an AMD EPYC of 2 cores, idle and beside other work; and the shortest
+# time with any number of cores.
 CORE_MINUTES = (2.2, 4.5)
 LEAST_MINUTES = 0.6
 TORCH_FOLDERS = ("bindings", "gradients", "c10d")  # of csrc; the others do without torch
@@ -58,7 +58,7 @@ BUILT_BEFORE = os.environ.get("TORCH_RING_NATIVE_MODULES")
 
 
 def say(text):
-    """Tell the user. pip hides what a build prints, unless it fails: write to the terminal."""
+    """Print to the terminal, since pip hides the output of a build unless it fails."""
     try:
         with open("/dev/tty", "w") as terminal:
             print(f"\r\033[Ktorch_ring: {text}", file=terminal)
@@ -67,7 +67,7 @@ def say(text):
 
 
 def find_torch():
-    """Import torch from here, or from the environment that an isolated build works for."""
+    """Import torch from this environment, or from the one that an isolated build is for."""
     for folder in [None, *hidden_folders()]:
         if folder is not None:
             sys.path.append(folder)
@@ -82,14 +82,14 @@ def find_torch():
 
 
 def hidden_folders():
-    """Return the folders of packages that pip hides from an isolated build, as Python has them."""
+    """Return the folders of packages that pip hides from an isolated build."""
     own = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     if sys.prefix == sys.base_prefix:
         return [*own, site.getusersitepackages()]
     settings = Path(sys.prefix) / "pyvenv.cfg"
     text = settings.read_text() if settings.exists() else ""
     if not re.search(r"^include-system-site-packages\s*=\s*true", text, re.MULTILINE | re.I):
-        return list(own)  # such an environment has neither the user's packages nor the system's
+        return list(own)  # this environment has no access to the user's or the system's packages
     return [*own, site.getusersitepackages(), *site.getsitepackages([sys.base_prefix])]
 
 
@@ -116,7 +116,7 @@ def torch_requirement(minors):
 
 
 def check_tools():
-    """Exit with one sentence if something is missing that a build needs."""
+    """Exit with a sentence if a build tool is missing."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(compiler[0]) is None:
         raise SystemExit(
@@ -134,10 +134,10 @@ def check_tools():
 
 
 def runtime_arguments():
-    """Return arguments of the linker with which the module uses the C++ runtime that torch uses.
+    """Return the linker arguments that make the module use torch's C++ runtime.
 
-    Some compilers link a copy into all that they build. Exceptions that pass both copies end in
-    segmentation faults.
+    Some compilers link a copy of the runtime into everything that they build. Exceptions that pass
+    both copies end in segmentation faults.
     """
     link = [*shlex.split(os.environ.get("CXX") or "g++"), "-shared", "-fPIC"]
     link += shlex.split(os.environ.get("LDFLAGS") or "")
@@ -150,7 +150,7 @@ def runtime_arguments():
 
 
 class CleanBuild(build):
-    """Forgets what the last build left: a wheel has no file that is not in the tree any more."""
+    """Removes the results of the last build, so that a wheel has no files deleted from the tree."""
 
     def run(self):
         shutil.rmtree(Path(self.build_lib) / "torch_ring", ignore_errors=True)
@@ -158,7 +158,7 @@ class CleanBuild(build):
 
 
 class Progress:
-    """Says what a build is about to do, and every few seconds how far it is."""
+    """Announces a build, and reports its progress every few seconds."""
 
     INTERVAL_S = 20
 
@@ -193,7 +193,7 @@ class Progress:
 def torch_sources():
     """Return the files of csrc to compile for a version of torch."""
     groups = build_core.by_folder(TORCH_FOLDERS)
-    # Together, for they share the headers of autograd, which take longest.
+    # Together, since they share the headers of autograd, which compile slowest.
     groups["gradients"] += [*groups.pop("c10d"), build_core.CSRC / "module.cc"]
     return build_core.files_to_compile(groups, ROOT / "build" / "joined")
 
@@ -207,9 +207,9 @@ def compiled_module(torch):
 
         def finalize_options(self):
             super().finalize_options()
-            # Kept, where pip would choose a temporary folder, so that only what changed is
-            # compiled; one for each torch, whose headers ninja takes for system headers that
-            # never change.
+            # A permanent folder, where pip would choose a temporary one, so that only changed files
+            # are compiled; one for each torch, since ninja takes its headers for system headers,
+            # which never change.
             variant = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
             self.build_temp = str(ROOT / "build" / variant)
 
@@ -217,7 +217,7 @@ def compiled_module(torch):
             check_tools()
             for extension in self.extensions:
                 extension.extra_link_args += runtime_arguments()
-            if self.inplace:  # The source tree holds one module, which was built last.
+            if self.inplace:  # the source tree keeps only the module that was built last
                 native = ROOT / "torch_ring" / "native"
                 for other in native.glob("torch_*"):
                     shutil.rmtree(other)
@@ -241,13 +241,13 @@ def compiled_module(torch):
             "-fvisibility=hidden",
         ],
         extra_objects=[str(LIBRARY)],
-        depends=[str(LIBRARY)],  # which was made anew: link
+        depends=[str(LIBRARY)],  # relink if it was rebuilt
     )
     return module, Compile
 
 
 class Copy(build_ext):
-    """Takes modules that were built before."""
+    """Copies modules that were built before."""
 
     def build_extension(self, ext):
         target = Path(self.get_ext_fullpath(ext.name))
@@ -256,7 +256,7 @@ class Copy(build_ext):
 
 
 def native_modules():
-    """Return setup()'s arguments that are about native modules and torch."""
+    """Return the arguments of setup() for native modules and torch."""
     if BUILT_BEFORE:
         folders = Path(BUILT_BEFORE).glob("torch_*")
         minors = sorted(tuple(map(int, path.name.split("_")[1:])) for path in folders)
@@ -283,7 +283,7 @@ def native_modules():
         }
     oldest = "torch>={}.{}".format(*OLDEST_TORCH)
     arguments = {"install_requires": [oldest, "numpy"]}
-    if "egg_info" in sys.argv:  # pip asks what the build needs
+    if "egg_info" in sys.argv:  # pip asks for the build requirements
         arguments["setup_requires"] = [oldest]
         say(
             "there is no torch in this environment: pip downloads the newest one (with CUDA's "

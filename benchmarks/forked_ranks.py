@@ -1,4 +1,4 @@
-"""forked(): ranks as processes that are forked from this one, which has imported all they need."""
+"""forked(): forks ranks from this process, which has imported all modules already."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Family:
     pids: dict[int, int] = field(default_factory=dict)
 
     def obituary(self, ranks: Collection[int], output: IO[bytes]) -> str | None:
-        """Return how one of the ranks has died, with the last line that any rank has printed."""
+        """Return the death of one of the ranks in words, with the last line that a rank printed."""
         for rank in sorted(ranks):
             if rank in self.pids and (status := self._reap(rank)) is not None:
                 return f"rank {rank} {how_it_ended(status)}{last_line(output)}"
@@ -46,7 +46,7 @@ class Family:
                 time.sleep(0.01)
 
     def kill(self) -> int:
-        """End those that are left; return their number."""
+        """Kill the remaining children; return their number."""
         left = len(self.pids)
         for pid in self.pids.values():
             os.kill(pid, signal.SIGKILL)
@@ -75,12 +75,12 @@ def forked(
     A thread does not survive a fork, but a lock that it holds does: this process must have none.
 
     Args:
-        environment: of a rank: the variables that a launcher would set.
-        hosts: namespaces, each with as many ranks; none: all ranks stay in this process's.
+        environment: returns a rank's variables, as a launcher would set them.
+        hosts: namespaces with equally many ranks; empty: all ranks stay in this process's.
     """
     if len(threads := os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"a process with {len(threads)} threads must not fork ranks")
-    gc.freeze()  # else a collection in a child would write to, and so copy, every object
+    gc.freeze()  # otherwise a collection in a child would write to, and so copy, every object
     family, parent = Family(), os.getpid()
     with contextlib.ExitStack() as cleanup:
         output = cleanup.enter_context(tempfile.TemporaryFile())
@@ -93,7 +93,7 @@ def forked(
         cleanup.callback(family.kill)
         for rank in range(size):
             host = hosts[rank * len(hosts) // size] if hosts else None
-            theirs = environment(rank)  # here: in a child an error would go on as this program
+            theirs = environment(rank)  # here: after an error a child would go on as this program
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             if (pid := os.fork()) == 0:
                 ours = [reports[0], *writes]
@@ -102,7 +102,7 @@ def forked(
             family.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             with signals_taken():
-                pass  # to fork many ranks takes seconds
+                pass  # handles signals: forking many ranks takes seconds
         yield ranks
         ranks.close_gates()
         family.wait(LEAVE_S)
@@ -119,7 +119,7 @@ def be_rank(
     not_ours: Sequence[int],
     parent: int,
 ) -> NoReturn:
-    """Be a rank, and never return to the code that has forked it."""
+    """Run as a rank, and never return to the code that has forked it."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
@@ -146,7 +146,7 @@ def how_it_ended(code: int) -> str:
 
 
 def last_line(output: IO[bytes]) -> str:
-    """Return the last line of what the ranks have printed, after a colon; "" if there is none."""
+    """Return the last line of the ranks' output, after a colon; "" if there is none."""
     size = os.fstat(output.fileno()).st_size
     end = os.pread(output.fileno(), 2000, max(0, size - 2000)).decode(errors="replace")
     lines = end.strip().splitlines()

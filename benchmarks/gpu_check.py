@@ -1,10 +1,10 @@
 """Checks torch_ring on a GPU, and times its cost in a training step there.
 
-    python benchmarks/gpu_check.py --json gpu.json
-    python benchmarks/gpu_check.py --device cpu --steps 2    # tries the script itself
-    python benchmarks/gpu_check.py --device stand-in --steps 2    # ... what stand-ins can run of it
+    python benchmarks/gpu_check.py --json gpu.json python benchmarks/gpu_check.py --device cpu
+    --steps 2    # tries the script itself python benchmarks/gpu_check.py --device stand-in --steps
+    2    # ... the part for stand-ins
 
-It needs one GPU, torch and numpy; the checks need pytest too. It says what it has skipped.
+It needs one GPU, torch and numpy; the checks need pytest, too. It lists the skipped parts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Row:
     """The time of a step of one variant; the ratios are to plain torch."""
 
     variant: str
-    host_ms: float  # until it returns
+    host_ms: float  # until the step returns
     step_ms: float  # until the device is done, for steps back to back
     host_ratio: float
     step_ratio: float
@@ -70,7 +70,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def check() -> dict[str, str | list[str]]:
-    """Run the tests for GPUs, show their output, and return it with their verdict."""
+    """Run the tests for GPUs, show their output, and return it with the verdict."""
     if importlib.util.find_spec("pytest") is None:
         verdict = f"not run: there is no pytest for {sys.executable}"
         print(f"# checks {verdict}", flush=True)

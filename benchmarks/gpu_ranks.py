@@ -3,8 +3,8 @@
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/gpu_ranks.py
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/gpu_ranks.py --device stand-in
 
-gpu_check.py starts it. To NCCL each rank is a host of its own, so the time of the device says
-nothing; the host's time until a step returns is that of a rank with a GPU of its own.
+gpu_check.py starts it. To NCCL each rank is a host of its own, so the device's time is meaningless;
+the host's time until a step returns is that of a rank with a GPU of its own.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch_ring as hvd
 
 LAYERS = {"cuda": 250, "cpu": 250, "stand-in": 20}  # of two parameters
 WIDTH, ROWS = 8, 4  # of a layer; of a rank's batch
-LEARNING_RATE = 1e-4  # of many layers one after the other
+LEARNING_RATE = 1e-4  # small, for many consecutive layers
 CHECKED_STEPS = 5
-TOLERANCE = 1e-3  # of what training has changed
+TOLERANCE = 1e-3  # relative to the change of the weights
 WARM_UP_ROUNDS = 2
 DDP = ("ddp", "ddp on ring")
 OURS = ("torch_ring", "run_ahead")
@@ -115,7 +115,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor)
 
 
 def start_ddp(device: str) -> str | None:
-    """Start the process groups of DDP; return why they cannot be, if so."""
+    """Start the process groups of DDP; return the reason if that is impossible."""
     if device == DEVICE:
         return "its NCCL process group does not run on a stand-in"
     backend = "nccl" if device == "cuda" else "gloo"

@@ -7,9 +7,8 @@
     python benchmarks/hosts.py --network ucx -- --collective allreduce
 
 Arguments after -- go to the program. With --network ucx it runs over TCP, then over UCX, and the
-rows have both. Before and after it the bare traffic is measured without any library: every host
-sends to the next over each of its interfaces, all at once, with iperf3, or with plain_sockets.py
-where there is no iperf3.
+rows have both. Before and after it, the bare traffic is measured without any library: all hosts
+send to the next at once, over each of their interfaces, with iperf3, or else plain_sockets.py.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ def run_program(
 
 
 def merged(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the report over TCP, to whose rows the results over another network are added."""
+    """Return the report over TCP, with the results over another network added to its rows."""
     report = reports.pop("tcp")
     for network, other in reports.items():
         for row, added in zip(report["rows"], other["rows"], strict=True):

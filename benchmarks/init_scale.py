@@ -1,12 +1,12 @@
 """Times the start of a world by its number of ranks: init() with its first allreduce.
 
-    python benchmarks/init_scale.py --json init_scale.json --plot init_scale.png
-    python benchmarks/init_scale.py --sizes 2 8 --namespaces            # no network namespaces
-    python benchmarks/init_scale.py --death             # until all know of a killed rank
-    python benchmarks/init_scale.py --sets 500          # process sets that nobody uses
-    python benchmarks/init_scale.py --groups 500        # the same as new_group(), beside gloo's
+    python benchmarks/init_scale.py --json init_scale.json --plot init_scale.png python
+    benchmarks/init_scale.py --sizes 2 8 --namespaces            # no network namespaces python
+    benchmarks/init_scale.py --death             # until all know of a killed rank python
+    benchmarks/init_scale.py --sets 500          # unused process sets python
+    benchmarks/init_scale.py --groups 500        # the same as new_group(), beside gloo's
 
-The ranks are forked from this process, which has imported all they need. The namespaces need root.
+The ranks are forked from this process, which has imported all modules. The namespaces need root.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Row:
     """The start of a world with one library: medians of its rounds.
 
     Attributes:
-        seconds: from the moment at which all ranks may begin to the last rank's result; the least
-            and the most of the rounds.
-        cpu_ms_a_rank: CPU time of all threads of all ranks, over the ranks.
-        mib_a_rank: memory of one rank; what n ranks share counts as an n-th to each.
+        seconds: from the opening of the gate to the last rank's result; the least and the most of
+            the rounds.
+        cpu_ms_a_rank: CPU time of all threads of all ranks, divided by the number of ranks.
+        mib_a_rank: memory of one rank; memory shared by n ranks counts as an n-th to each.
         ratio: seconds / torch_ring's.
-        error: why there are no numbers; the library is not tried with more ranks.
+        error: the reason why there are no numbers; the library is not tried with more ranks.
     """
 
     ranks: int
@@ -128,7 +128,7 @@ def parse_args() -> argparse.Namespace:
 
 
 Layout = tuple[int, Sequence[Host]]
-"""A number of ranks, and the namespaces that they are in; none: they are here."""
+"""A number of ranks, and their namespaces; empty: the ranks stay in this one."""
 
 
 def layouts(sizes: Sequence[int], hosts: Sequence[int], ranks_per_host: int) -> Iterator[Layout]:
@@ -162,7 +162,7 @@ Open = Callable[[], AbstractContextManager[Ranks]]
 def starters(
     size: int, hosts: Sequence[Host], peers: Sequence[str], timeout_s: float
 ) -> dict[str, Open]:
-    """Return, by library, how to start ranks that wait to begin."""
+    """Return, by library, a function that starts ranks, which wait for the gate."""
     found: dict[str, Open] = {}
     for library in ("torch_ring", *peers):
         if library != "mpi":
@@ -264,7 +264,7 @@ def measure(args: argparse.Namespace, worlds_of: Iterator[Layout]) -> list[Row]:
 
 
 def why_too_large(mib: float) -> str | None:
-    """Return why ranks that need so much memory are not started here."""
+    """Return the reason why ranks that need `mib` are not started here, if any."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = int(next(x for x in lines if x.startswith("MemAvailable")).split()[1]) / 1024
     if mib < available:
@@ -276,7 +276,7 @@ def why_too_large(mib: float) -> str | None:
 
 
 def end_in_order(*_: object) -> NoReturn:
-    """End, after cleaning up, which nothing interrupts."""
+    """Exit after an uninterrupted clean-up."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit("init_scale.py: ended")

@@ -163,8 +163,8 @@ def measure(args: argparse.Namespace) -> None:
 def series_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return series of rows that differ only in the number of ranks, by name, in ascending order.
 
-    Of each number of ranks the last row counts. Adds `efficiency`: steps a second over those with
-    synthetic data on the fewest ranks. Each rank does the same work, whatever the number of ranks.
+    For each number of ranks the last row counts. Adds `efficiency`: steps a second over those with
+    synthetic data on the fewest ranks. A rank's work does not depend on the number of ranks.
     """
     series: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in rows:

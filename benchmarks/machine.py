@@ -25,7 +25,7 @@ def machine() -> Facts:
 
 
 def computer() -> Facts:
-    """Return those that need no init()."""
+    """Return the facts that need no init()."""
     cpu = next(
         (
             line.split(":")[1].strip()

@@ -1,6 +1,6 @@
-"""started_by_mpirun(): ranks of Open MPI, which only mpirun can start; and each rank's program.
+"""started_by_mpirun(): starts ranks of Open MPI, which only mpirun can; and each rank's program.
 
-The ranks meet this program at named pipes in a folder of their own, as forked ones do at pipes.
+The ranks talk to this program over named pipes in a folder of their own, as forked ones over pipes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find_mpirun() -> str | None:
 
 
 def why_no_mpi() -> str | None:
-    """Return what is missing for ranks of Open MPI."""
+    """Return the missing requirement of ranks of Open MPI, if any."""
     mpirun = find_mpirun()
     if mpirun is None:
         return "there is no mpirun"
@@ -65,7 +65,7 @@ def started_by_mpirun(size: int) -> Iterator[Ranks]:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
         reports, *gates = (named_pipe(path) for path in pipes_in(folder))
         cleanup.callback(os.close, reports)
-        # Its files, too, are gone with the folder, however it ends; shared memory is no disk.
+        # MPI's files are removed with the folder, even after a crash; shared memory is no disk.
         memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
         shared = cleanup.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=memory))
         theirs = {"TMPDIR": str(folder), "OMPI_MCA_btl_sm_backing_directory": shared}
@@ -108,13 +108,13 @@ def pipes_in(folder: Path) -> list[Path]:
 
 
 def named_pipe(path: Path) -> int:
-    """Make a named pipe and open both its ends, so that nobody waits for the other to open it."""
+    """Make a named pipe and open both its ends, so that no open() blocks."""
     os.mkfifo(path)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End mpirun, if it runs, and let it end its ranks; they would not outlive it anyway."""
+    """End mpirun, if it runs, and give it time to end its ranks."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

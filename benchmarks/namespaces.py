@@ -26,7 +26,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """That of eth0."""
+        """The address of eth0."""
         return self.addresses[0]
 
     @property
@@ -39,7 +39,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def cut_off(self) -> None:
-        """Take its cables out of the bridges: nothing that is sent to it or by it arrives."""
+        """Take its cables out of the bridges: no packet to or from the host arrives any more."""
         for port in self.ports:
             run("ip", "-n", self.switch, "link", "set", port, "down")
 
@@ -68,7 +68,7 @@ def hosts(
         rate: each interface's limit for sending, in tc's notation ("1gbit"); None: no limit.
         window: most bytes of a socket's buffers, which bound a connection's bytes in flight;
             None: the kernel's default.
-        interfaces: of each host.
+        interfaces: the number of interfaces of each host.
 
     Raises:
         OSError: there is no `ip` or `tc`, or no right to use them.

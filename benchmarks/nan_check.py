@@ -1,4 +1,4 @@
-"""Measures what nan_check adds to a training step: one look at each gradient.
+"""Measures the cost of nan_check in a training step: one look at each gradient.
 
     torchrun --nproc-per-node 2 benchmarks/nan_check.py
 

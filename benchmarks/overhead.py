@@ -42,7 +42,7 @@ class Row:
     step_us: float
     added_us: float
     collective_us: float  # one blocking allreduce of as many bytes, same library
-    host_us: float  # the added time less that
+    host_us: float  # the added time without the collective
     host_us_a_parameter: float
 
 
@@ -50,8 +50,8 @@ class Row:
 class Idle:
     """Throughput of a computation on all cores with an idle torch_ring, relative to without.
 
-    The control is the second run without torch_ring relative to the first: the machine's own
-    variation.
+    The control is the second run without torch_ring, relative to the first: it shows the machine's
+    own variation.
     """
 
     relative: float  # medians of the rounds

@@ -159,9 +159,9 @@ def of_mpi(case: Case) -> Run | None:
 
 
 def of_copy(case: Case) -> Run:
-    """Return a copy of as many bytes, shared among the ranks: no allreduce is much faster.
+    """Return a copy of the same size, divided among the ranks: no allreduce is much faster.
 
-    All ranks at once copy one part of `tensor` each, from a private buffer to another.
+    All ranks at once copy one part of `tensor` each, from one private buffer to another.
     """
     count = max(case.tensor.numel(), case.output.numel()) // hvd.size()
     source = torch.zeros(count, dtype=case.tensor.dtype)
@@ -172,7 +172,7 @@ def of_copy(case: Case) -> Run:
 def of_touch(case: Case) -> Run:
     """Return the least work of any library: a rank reads its input once and writes its result.
 
-    All ranks at once do this from private memory to private memory; nothing comes from a peer.
+    All ranks at once do this from private memory to private memory, without data from a peer.
     Reductions do their arithmetic.
     """
     count, dtype = case.tensor.numel(), case.tensor.dtype

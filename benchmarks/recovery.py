@@ -5,7 +5,7 @@
 
 Four parts, each left out with 0 rounds: ranks of one host are killed; one of two hosts (network
 namespaces, as root) is cut off; a newcomer takes a state; a rank is killed under a launcher, beside
-torchrun. The first three fork their ranks from this process, which has imported all they need.
+torchrun. The first three fork their ranks from this process, which has imported all modules.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Row:
 
     Attributes:
         what: "killed: rank 0", "cut off", "state", "broadcast".
-        median_ms, least_ms, most_ms: of a death, until the end of the slowest survivor's first
-            step, beyond a step (and beyond the heartbeat timeout); of a state or a broadcast, until
-            the slowest rank has it.
+        median_ms, least_ms, most_ms: after a death, the time until the end of the slowest
+            survivor's first step, without a step's time (and without the heartbeat timeout); for a
+            state or a broadcast, the time until the slowest rank has it.
         step_ms: the median of the survivors' steps.
-        error: why there are no numbers.
+        error: the reason why there are no numbers.
     """
 
     what: str
@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def measure_jobs(count: int) -> list[recovery_jobs.JobRow]:
-    """Print and return what came of killed ranks, under each launcher in turn."""
+    """Print and return the results of killed ranks, under each launcher in turn."""
     rows = []
     for index in range(count):
         for name in recovery_jobs.JOBS:
@@ -171,7 +171,7 @@ def measure_jobs(count: int) -> list[recovery_jobs.JobRow]:
 
 
 def end_in_order(*_: Any) -> None:
-    """Leave after cleaning up, which nothing interrupts."""
+    """Exit after an uninterrupted clean-up."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit("recovery.py: ended")

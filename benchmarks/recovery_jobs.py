@@ -1,4 +1,4 @@
-"""JOBS: a rank of a job is killed under a launcher; when did which steps end before and after."""
+"""JOBS: a rank of a job is killed under a launcher; the times of steps before and after."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @dataclass(frozen=True)
 class Job:
-    """How a job is started.
+    """The command of a job.
 
     Attributes:
-        launcher: after `python`.
+        launcher: the arguments after `python`.
         program: whether `python` stands before the name of the program, too.
-        has_standby: whether it keeps a process ready.
+        has_standby: whether the launcher keeps a standby process.
     """
 
     launcher: list[str]
@@ -54,8 +54,8 @@ class JobRow:
     """One killed rank of a job of four.
 
     Attributes:
-        again_s: from the kill to the first step of those that go on, or of those that have come.
-        whole_s: from the kill to the first step of four ranks.
+        again_s: the time from the kill to the first step of the survivors, or of their successors.
+        whole_s: the time from the kill to the first step of four ranks.
         steps_s: the ends of the steps of rank 0, in seconds after the kill.
     """
 
@@ -67,7 +67,7 @@ class JobRow:
 
 
 def killed(name: str, victim: int) -> JobRow:
-    """Run a job, kill a rank of it, and return what came.
+    """Run a job, kill a rank of it, and return the measurement.
 
     Raises:
         WorldError: the job ended, or did not go on in time.
@@ -100,11 +100,11 @@ def killed(name: str, victim: int) -> JobRow:
 
 
 Lines = list[tuple[float, int, int, int]]
-"""When a step ended, the number of ranks, of the step, of the rank."""
+"""The time of a step's end, the number of ranks, the step's number, the rank."""
 
 
 def read(folder: Path) -> dict[int, Lines]:
-    """Return what the processes have written, by pid."""
+    """Return the lines that the processes have written, by pid."""
     found: dict[int, Lines] = {}
     for path in folder.glob("steps-*"):
         *whole, _ = path.read_text().split("\n")
@@ -126,9 +126,9 @@ def ranks_of_four(folder: Path, since: float) -> set[int]:
 
 
 def row_of(name: str, victim: int, lines: dict[int, Lines], killed_at: float) -> JobRow:
-    """Return when the job went on: its survivors with fewer ranks, or else those that have come.
+    """Return the times of the job's recovery: of the survivors, or else of their successors.
 
-    The survivors under torchrun go on, too, until it ends them: these steps do not count.
+    Under torchrun the survivors go on, too, until it ends them: these steps do not count.
     """
     come = {pid: of for pid, of in lines.items() if of[0][0] > killed_at}
     whole = max(of[0][0] for of in come.values())
@@ -170,7 +170,7 @@ def started(job: Job, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def is_ready(folder: Path) -> bool:
-    """Return whether the standby process of the job has imported torch, and computes no more."""
+    """Return whether the standby process of the job has imported torch, and is idle."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (process / "cmdline").read_text(errors="replace")

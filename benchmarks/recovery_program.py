@@ -3,8 +3,8 @@
     python -m torch_ring.run -np 4 --min-np 1 python benchmarks/recovery_program.py --folder F
     torchrun --nproc-per-node 4 --max-restarts 1 benchmarks/recovery_program.py --folder F
 
-The same training under both: where the launcher ends all ranks and starts them again, the ranks go
-on from the last checkpoint.
+The training is the same under both. If the launcher ends all ranks and starts them again, they
+continue from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Training:
         self.optimizer.step()
 
     def run(self, ended: Callable[[int], bool], start: int = 0) -> None:
-        """Train on, whatever ranks die, until all ranks are told to end.
+        """Train, even if ranks die, until all ranks agree to end.
 
         Args:
             ended: called after each step with its number; returns whether this rank wants to end.

@@ -1,4 +1,4 @@
-"""kills(), cuts() and states(): how soon forked ranks train on, and take a state of 100 MB."""
+"""kills(), cuts() and states(): times until forked ranks train on, or take a state of 100 MB."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from world_starts import environment
 import torch_ring as hvd
 
 BEFORE = 20  # steps before a kill, at least
-AFTER = 20  # steps of the survivors, which the time of a step is taken from
+AFTER = 20  # steps of the survivors, whose times are measured
 DEADLINE_S = 60.0  # of a world
-HEARTBEAT_S = 1.0  # where a host is cut off
-TENSORS = 25  # of the state that a newcomer takes
+HEARTBEAT_S = 1.0  # if a host is cut off
+TENSORS = 25  # in the state that a newcomer takes
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How soon the survivors of one world went on.
+    """The recovery of one world's survivors.
 
     Attributes:
-        ms: from the death to the end of the first step of the slowest survivor, beyond a step.
+        ms: from the death to the end of the slowest survivor's first step, without a step's time.
         step_ms: the median step of the survivors.
     """
 
@@ -42,7 +42,7 @@ class Recovery:
 
 
 def kills(size: int, count: int, seed: int) -> dict[int, list[Recovery]]:
-    """Kill a rank of `size` at a random moment, in as many worlds; return what came, by victim."""
+    """Kill a rank at a random moment in each of `count` worlds; return the results by victim."""
     chance = random.Random(seed)
     found: dict[int, list[Recovery]] = {rank: [] for rank in range(size)}
     for index in range(count):
@@ -57,7 +57,7 @@ def kills(size: int, count: int, seed: int) -> dict[int, list[Recovery]]:
 
 
 def cuts(ranks_per_host: int, count: int, seed: int) -> list[Recovery]:
-    """Cut the second of two hosts off, so often; return what came, beyond the heartbeat timeout.
+    """Cut off the second of two hosts, `count` times; return the times after the heartbeat timeout.
 
     Raises:
         OSError: there is no `ip`, or no right to use it.
@@ -84,10 +84,10 @@ def recovery(
     lost: Sequence[int],
     lose: Callable[[Ranks, Sequence[int]], float],
 ) -> Recovery:
-    """Start a world that trains, lose ranks of it, and return how soon the others went on.
+    """Start a world that trains, lose ranks of it, and return the others' recovery.
 
     Args:
-        lose: makes the ranks in `lost` leave; returns the moment.
+        lose: removes the ranks in `lost`; returns the time of that.
     """
     log = StepLog(size)
 
@@ -122,7 +122,7 @@ def recovery(
 
 
 def train(line: Line, log: StepLog) -> None:
-    """Be a rank that trains until `AFTER` steps after others were lost."""
+    """Run as a rank that trains until `AFTER` steps after the loss of others."""
     line.report()
     line.wait()
     hvd.init()
@@ -151,14 +151,14 @@ def train(line: Line, log: StepLog) -> None:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One round: seconds until the slowest rank had a state, or a broadcast of as many bytes."""
+    """One round: seconds until the slowest rank had a state, or a broadcast of the same size."""
 
     state_s: float
     broadcast_s: float
 
 
 def states(size: int, hosts: Sequence[Host], megabytes: int, rounds: int) -> list[Transfer]:
-    """Give a state to a rank that has come, and broadcast as many bytes, in turns."""
+    """Alternate between giving a state to a newcomer and a broadcast of the same size."""
 
     def body(line: Line) -> None:
         give_states(line, megabytes * 10**6, rounds)
@@ -185,7 +185,7 @@ def give_states(line: Line, size_bytes: int, rounds: int) -> None:
 
 
 class TimedState:
-    """A model of so many bytes, as the state of a training and as one tensor."""
+    """A model of `size_bytes`, as the state of a training and as one tensor."""
 
     def __init__(self, size_bytes: int) -> None:
         self._flat = torch.zeros(size_bytes // 4)

@@ -16,8 +16,8 @@ import torch_ring as hvd
 VARIANTS = ("torch", "torch_ring", "ddp")
 """No communication; DistributedOptimizer; DistributedDataParallel with its defaults.
 
-Further variants: "nan_check" is DistributedOptimizer with that; "ddp_ring" is DDP over the backend
-ring; "barrier" sends nothing, but waits for all ranks after each backward pass.
+Further variants: "nan_check" is DistributedOptimizer with nan_check; "ddp_ring" is DDP over the
+backend ring; "barrier" sends no gradients, but waits for all ranks after each backward pass.
 """
 
 

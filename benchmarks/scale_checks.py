@@ -1,4 +1,4 @@
-"""deaths(), sets(), groups(): the news of a killed rank; the cost of sets that nobody uses."""
+"""deaths(), sets(), groups(): how soon ranks learn of a killed rank; the cost of unused sets."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ OF_RANKS = 4  # ranks of a process set
 FEWEST_RANKS = 8  # of the world with process sets
 
 
-# --- the news of a killed rank
+# --- the errors after a rank's death
 
 
 @dataclass(frozen=True)
 class DeathRow:
-    """The news of a killed rank: how long after the kill the others have their PeerLostError.
+    """The death of a rank: the time from the kill to the others' PeerLostErrors.
 
     Attributes:
         victim: the rank that is killed.
         heard: survivors with a PeerLostError whose text has the victim's number.
         otherwise: survivors with another error, or one that does not name the victim.
         unaware: survivors with no error before the deadline.
-        example: the text of a survivor's error: the slowest one's, or one that is otherwise.
+        example: the text of a survivor's error: the slowest one's, or one of `otherwise`.
     """
 
     ranks: int
@@ -117,7 +117,7 @@ def death(size: int, hosts: Sequence[Host], victim: int, timeout_s: float) -> De
 
 
 def wait_for_a_rank(line: Line, victim: int) -> None:
-    """Be a rank that waits in an allreduce for the victim, or the victim."""
+    """Run as a rank that waits in an allreduce for the victim, or as the victim."""
     line.report()
     line.wait()
     hvd.init()
@@ -143,12 +143,12 @@ def wait_for_a_rank(line: Line, victim: int) -> None:
 
 @dataclass(frozen=True)
 class SetsRow:
-    """The cost of process sets, or groups, that are made and not used; sums over all ranks, by set.
+    """The cost of unused process sets or groups: sums over all ranks for each set.
 
     Attributes:
-        kib, descriptors, threads: of all ranks together, for each set.
-        kib_a_rank, descriptors_a_rank, threads_a_rank: of one rank on average, before any set and
-            after all of them.
+        kib, descriptors, threads: the use of all ranks together, for each set.
+        kib_a_rank, descriptors_a_rank, threads_a_rank: the average use of one rank, before any set
+            and after all of them.
     """
 
     ranks: int
@@ -182,7 +182,7 @@ SETS_COLUMNS = (
 
 
 def sets(count: int, timeout_s: float) -> list[SetsRow]:
-    """Make process sets, of four ranks each, in the smallest world that has so many."""
+    """Make process sets, of four ranks each, in the smallest world with `count` such sets."""
     return rows_of(count, {"torch_ring": make_sets}, timeout_s)
 
 
@@ -256,7 +256,7 @@ def made_sets(
 
 
 def make_sets(line: Line, ranks_of_sets: list[list[int]]) -> None:
-    """Be a rank that makes process sets, and at last uses one of them."""
+    """Run as a rank that makes process sets, and finally uses one of them."""
     line.report()
     line.wait()
     hvd.init()
@@ -276,7 +276,7 @@ def make_sets(line: Line, ranks_of_sets: list[list[int]]) -> None:
 
 
 def make_groups(line: Line, ranks_of_sets: list[list[int]], backend: str, timeout_s: float) -> None:
-    """Be a rank that makes groups of torch.distributed, and at last uses one of them."""
+    """Run as a rank that makes groups of torch.distributed, and finally uses one of them."""
     line.report()
     line.wait()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""Predicts how far a training step scales: a model of latency and bandwidth, calibrated.
+"""Predicts the scaling of a training step: a calibrated model of latency and bandwidth.
 
     python benchmarks/scaling_model.py --json benchmarks/results/scaling_model.json
 
@@ -30,8 +30,8 @@ IMAGES = 64  # in a batch of a GPU
 PUBLISHED = {16: (0.941, 0.914, 0.853), 128: (0.90, 0.90, 0.79), 512: (0.90, 0.90, 0.68)}
 HELD_OUT = 512  # GPUs that the second fit does not see
 MOST_RANKS = 100_000
-NEEDS_OF = (512, 4096, 32_768, MOST_RANKS)  # whose needs are printed
-GOOD, HALF = 0.9, 0.5  # efficiencies whose last number of GPUs is searched
+NEEDS_OF = (512, 4096, 32_768, MOST_RANKS)  # sizes of worlds whose needs are printed
+GOOD, HALF = 0.9, 0.5  # efficiencies: the model finds the most GPUs that reach them
 
 
 # --- published efficiencies
@@ -42,8 +42,8 @@ class Horovod:
     """The three unknowns of the published curves.
 
     Attributes:
-        link: of each hop in a ring of all GPUs.
-        slowdown: of computation during communication, relative.
+        link: the link of each hop in a ring of all GPUs.
+        slowdown: the relative slowdown of computation during communication.
     """
 
     link: Link
@@ -59,8 +59,8 @@ def fit(steps: Sequence[Step], published: dict[int, tuple[float, ...]]) -> Horov
     """Return the least-squares fit to the published efficiencies.
 
     Args:
-        steps: on one GPU, with Horovod's buckets.
-        published: by number of GPUs, an efficiency of each step.
+        steps: steps on one GPU, with Horovod's buckets.
+        published: the efficiency of each step, by number of GPUs.
     """
     from scipy.optimize import minimize
 
@@ -114,8 +114,8 @@ class Curve:
     """A variant's efficiency on a cluster, by ranks, and the most ranks with GOOD and with HALF.
 
     Attributes:
-        ends_by: "latency" or "bandwidth": without which there would be more gained on the first
-            number of ranks below GOOD; if there is none, on MOST_RANKS.
+        ends_by: "latency" or "bandwidth", the one that costs more at the first number of ranks
+            below GOOD; if there is none, at MOST_RANKS.
     """
 
     cluster: str
@@ -143,7 +143,7 @@ def curve(cluster: Cluster, model: str, job: Job, variant: str, slowdown: float)
 
 
 def end_of(cluster: Cluster, job: Job, variant: str, ranks: int, slowdown: float) -> str:
-    """Return "latency" or "bandwidth": without which the efficiency is higher."""
+    """Return "latency" or "bandwidth", the one that costs more efficiency."""
 
     def without(latency: float, time_of_a_byte: float) -> float:
         network, local, control = (

@@ -2,9 +2,9 @@
 
     python benchmarks/sharded_state.py --json sharded_state.json
 
-It starts the ranks itself. Memory: a job of its own for each variant; after three steps, the
-proportional set sizes of its ranks (Pss in /proc/PID/smaps_rollup), which count a shared page once
-in all, less those of ranks that have no model. Time: all variants in one job, in turns.
+It starts the ranks itself. Memory is measured in a job of its own for each variant: after three
+steps, the proportional set sizes of its ranks (Pss in /proc/PID/smaps_rollup), which count a shared
+page only once, less those of ranks without a model. Time: all variants in one job, in turns.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def be_rank(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # a rank has a core
     hvd.init()
     start_gloo()
-    dist.barrier()  # which connects them
+    dist.barrier()  # connects the ranks
     found: Any = measure_memory(args.memory, args) if args.memory else measure_time(args)
     if hvd.rank() == 0:
         args.result.write_text(json.dumps(found))
@@ -148,7 +148,7 @@ def be_rank(args: argparse.Namespace) -> int:
 
 
 def ranks(args: argparse.Namespace, *more: str) -> Any:
-    """Start a job of this program's; return what its rank 0 has found."""
+    """Start a job of this program; return the result of its rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         sizes = ["--parameters", str(args.parameters), "--rounds", str(args.rounds)]

@@ -4,8 +4,8 @@
 
 Each block of the model is sharded among the ranks: a step gathers its parameters twice, and
 reduce-scatters its gradients. Steps over ring, over ring with FSDP2's buffers in shared memory, and
-over gloo take turns with one whose collectives do nothing (torch's backend `fake`): what a step
-takes longer than that is its communication.
+over gloo take turns with a step whose collectives do nothing (torch's backend `fake`): the
+difference is the time of communication.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row:
     variant: str
     parameters: int
     step_ms: float
-    communication_ms: float  # more than a step without communication
+    communication_ms: float  # the time beyond a step without communication
     of_gloo: float  # share of gloo's communication
 
 

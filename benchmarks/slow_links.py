@@ -6,8 +6,8 @@
 
 The first command times steps in turns: DDP over gloo, `DistributedOptimizer`, and `DiLoCo` between
 hosts with `DistributedOptimizer` inside each. The second one trains twice from the same weights on
-the same batches, in every step with the gradients of all ranks and by DiLoCo, and compares the
-losses. There the network is not slow, which changes no number: only the time that it takes. The
+the same batches, once with the gradients of all ranks in every step and once by DiLoCo, and
+compares the losses. There the network is not slow, which changes only the duration. The learning
 rate rises in the first steps, and then falls to 0 along half a cosine.
 """
 
@@ -60,7 +60,7 @@ class Training:
 
     variant: str
     steps: int
-    loss: float  # of what was held out, in nats per character
+    loss: float  # on the validation windows, in nats per character
     sent_bytes: int  # by this host
 
 
@@ -117,7 +117,7 @@ class Trainer:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Return the mean loss of the windows that are held out. Collective."""
+        """Return the mean loss of the validation windows. Collective."""
         first = len(self._windows) - HELD_OUT
         own = [self._windows[i] for i in range(first + hvd.rank(), first + HELD_OUT, hvd.size())]
         windows = torch.stack(own)
@@ -126,13 +126,13 @@ class Trainer:
 
 
 def factor(steps: int, step: int) -> float:
-    """Return the factor of the rate in a training of so many steps; of steps that are timed, 1."""
+    """Return the factor of the learning rate in a training of `steps` steps; 1 in timed steps."""
     warm_up = min(1.0, (step + 1) / WARM_UP)
     return warm_up * cosine_decay(WARM_UP, steps)(step) if steps > WARM_UP else 1.0
 
 
 def sent() -> int:
-    """Return the bytes that this host has sent: those of its network namespace."""
+    """Return the bytes that this host, a network namespace, has sent."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): values.split() for name, values in (x.split(":") for x in lines)}
     return sum(int(values[8]) for name, values in counts.items() if name != "lo")

@@ -1,6 +1,6 @@
-"""The stand-ins for a GPU and for NCCL that the tests have, for benchmarks that count.
+"""The tests' stand-ins for a GPU and for NCCL, for benchmarks that count.
 
-They count what a GPU would be asked for. Times on them are those of the host alone.
+They count the requests to a GPU. Times on them are those of the host alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ranks and Line: the two ends at which a program meets the ranks that it has started.
+"""Ranks and Line: the two ends of the pipes between a program and the ranks that it has started.
 
 All ranks wait in `Line.wait()` until the program calls `Ranks.open_gate()`, which wakes them all at
-once; with `Line.report()` they answer. All reports go through one pipe, and to open a gate is to
-close a pipe. So nothing here uses a thread, and ranks of a program that has died do not wait.
+once; with `Line.report()` they answer. All reports go through one pipe, and a gate opens by closing
+a pipe. So no thread is needed, and ranks do not wait for a dead program.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Report = dict[str, Any]
 
 @contextmanager
 def signals_taken() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM interrupt what a program waits for, if it holds them otherwise.
+    """Context that unblocks Ctrl-C and SIGTERM during a wait.
 
-    A program that blocks them from its start is interrupted only where nothing is half made.
+    A program that blocks them from its start is interrupted only here, never half-way through work.
     """
     held = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
@@ -48,7 +48,7 @@ class WorldError(Exception):
 
 @dataclass
 class Line:
-    """A rank's end.
+    """The rank's end.
 
     Attributes:
         reports: the pipe of all ranks' reports.
@@ -61,7 +61,7 @@ class Line:
     gates: list[int]
 
     def report(self, **facts: Any) -> None:
-        """Send a line that is short enough to be written as a whole."""
+        """Send a line, short enough to be written in one piece."""
         for name, value in facts.items():
             if isinstance(value, str):
                 facts[name] = value[:500]
@@ -82,7 +82,7 @@ class Ranks:
 
     Attributes:
         gates: pipes that the ranks read and only this process has open for writing.
-        obituary: says of one of the given ranks how it has died; None: all of them live.
+        obituary: returns the death of one of the given ranks in words; None: all of them live.
     """
 
     size: int
@@ -93,18 +93,18 @@ class Ranks:
     _lost: set[int] = field(default_factory=set)
 
     def open_gate(self) -> float:
-        """Wake all ranks; return the moment before, on the clock that all processes share."""
+        """Wake all ranks; return the time just before, on the clock that all processes share."""
         began = time.monotonic()
         os.close(self.gates.pop(0))
         return began
 
     def close_gates(self) -> None:
-        """Open all gates that are left: a rank that lives goes on to its end."""
+        """Open all remaining gates: a living rank then runs to its end."""
         while self.gates:
             self.open_gate()
 
     def gather(self, deadline_s: float) -> list[Report]:
-        """Return a report of each rank that is not expected to be dead, by rank.
+        """Return the reports of all ranks that were not killed, by rank.
 
         Raises:
             WorldError: a rank reports an error, dies, or does not answer before the deadline.
@@ -120,7 +120,7 @@ class Ranks:
         return [found[rank] for rank in sorted(found)]
 
     def gather_until(self, deadline_s: float) -> tuple[dict[int, Report], float]:
-        """Return the reports that come before the deadline, by rank, and how long that was."""
+        """Return the reports that come before the deadline, by rank, and the time they took."""
         began = time.monotonic()
         missing = set(range(self.size)) - self._lost
         found: dict[int, Report] = {}
@@ -139,7 +139,7 @@ class Ranks:
         return found, time.monotonic() - began
 
     def kill(self, rank: int, pid: int) -> float:
-        """Kill a rank, of which no more reports are expected; return the moment before."""
+        """Kill a rank, from which no more reports are expected; return the time just before."""
         self._lost.add(rank)
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -159,7 +159,7 @@ class Ranks:
 def sum_at_start(
     line: Line, start: Callable[[], Callable[[], Sequence[float]]], stop: Callable[[], None]
 ) -> None:
-    """Be a rank whose world begins at the first gate.
+    """Run as a rank whose world begins at the first gate.
 
     Args:
         start: joins the world and sums `COUNT` elements, each this rank's number, over the ranks;
@@ -172,7 +172,7 @@ def sum_at_start(
     read = start()
     line.report(ended=time.monotonic())
     line.wait()
-    spent_s = cpu_s() - cpu_before_s  # also what this rank's threads have done for later ranks
+    spent_s = cpu_s() - cpu_before_s  # with this rank's threads working for later ranks
     expected = [line.size * (line.size - 1) / 2] * COUNT
     if list(read()) != expected:
         raise ValueError(f"the allreduce has returned {list(read())[:4]}..., not {expected[0]}")
@@ -188,13 +188,13 @@ def cpu_s() -> float:
 
 
 def pss_mib(pid: int) -> float:
-    """Return a process's memory; what n processes share counts as an n-th to each."""
+    """Return a process's memory; memory shared by n processes counts as an n-th to each."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) / 1024
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, however that ends."""
+    """Make the kernel kill this process when its parent ends for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""StepLog: when each rank has ended each step, in memory that forked ranks share."""
+"""StepLog: the times at which ranks have ended steps, in memory that forked ranks share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import mmap
 import time
 from dataclasses import dataclass
 
-FIELDS = 2  # of an entry: the time on the clock of all processes (s), and the number of ranks
+FIELDS = 2  # of an entry: the time on the common clock (s), and the number of ranks
 MOST = 20_000  # entries of a rank
 
 
 @dataclass(frozen=True)
 class Step:
-    """The end of a step on one rank: when, and among how many ranks."""
+    """The end of a step on one rank: the time, and the number of ranks."""
 
     ended: float
     size: int
@@ -21,8 +21,8 @@ class Step:
 class StepLog:
     """The steps of each rank. Made before the ranks are forked; each writes its own part.
 
-    The count of a rank's entries, its first number, is written after the entry that it counts, so a
-    rank that is killed while it writes leaves no half entry.
+    The count of a rank's entries, its first number, is written after the entry, so a rank that is
+    killed while it writes leaves no partial entry.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -43,7 +43,7 @@ class Step:
 
         Args:
             transfer_s: the transfer time of a number of bytes.
-            slowdown: of computation during communication, relative.
+            slowdown: the relative slowdown of computation during communication.
         """
         end = 0.0
         for bucket in self.buckets:

@@ -4,10 +4,9 @@
 
 A result is a ratio of times within one run, so a slow machine slows both sides. "reached" and
 "wanted" have the same unit; more is better, except for those marked "<". "limit" is this machine's
-limit, where it was measured: the time only to read the data once and write the result (the peer
-`touch`; in shared memory `copy`), only to move the data through shared memory (`prototype`), or to
-send the bytes as fast as the tool that measures the network. A target above the limit is out of
-reach.
+measured limit, if any: the time only to read the data once and write the result (the peer `touch`;
+in shared memory `copy`), only to move the data through shared memory (`prototype`), or to send the
+bytes as fast as the network's measuring tool. A target above the limit is out of reach.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def of_shared(rows: Sequence[Report]) -> Iterator[Target]:
         if row["bytes"] >= MB:
             what = f"allreduce {size(row)}, shared"
             speed = time_us(private[row["bytes"]]) / time_us(row)
-            copy = row["ratios"].get("copy")  # its time over ours
+            copy = row["ratios"].get("copy")  # a copy's time over ours
             yield Target(what, "private", speed, 2, limit=None if copy is None else speed / copy)
             if copy is not None:
                 yield Target(what, "a copy's time", 1 / copy, 1.5, at_most=True)
@@ -191,7 +190,7 @@ def of_training(rows: Iterable[Report]) -> Iterator[Target]:
         ours, ddp = variants["torch_ring"], variants["ddp"]
         share = ours["exposed_ms"] / max(ddp["exposed_ms"], 1e-9)
         yield Target(f"{model}: exposed communication", "DDP's", share, 1 / 8, at_most=True)
-        # The same, less the time that ranks lose by waiting for one another alone.
+        # The same, without the time that ranks lose only by waiting for one another.
         if ddp.get("beyond_ms", 0) > 0:
             share = ours["beyond_ms"] / ddp["beyond_ms"]
             yield Target(f"{model}: exposed, beyond waiting", "DDP's", share, 1 / 8, at_most=True)

@@ -41,8 +41,8 @@ class Row:
     batch: int  # of a rank
     variant: str  # "torch": no communication; "one process": the other ranks idle
     step_ms: float
-    exposed_ms: float  # more than the same ranks take without communication
-    beyond_ms: float  # more than they take if they only wait for one another
+    exposed_ms: float  # the time beyond that of the same ranks without communication
+    beyond_ms: float  # the time beyond that of ranks that only wait for one another
     efficiency: float  # step without communication on all ranks / this step
     efficiency_of_one: float  # step of one process alone / this step
     gradients_differ: float  # from those of DDP over gloo in step 1, relative to the largest

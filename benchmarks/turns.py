@@ -12,7 +12,7 @@ import torch_ring as hvd
 
 
 def seconds(run: Callable[[], object], iterations: int, untimed: int = 0) -> float:
-    """Return the time of one iteration on this rank (or of none). All ranks begin together.
+    """Return the time of one iteration on this rank (0 of none). All ranks begin together.
 
     `untimed` iterations come first: they fill the caches with this variant's data, and meanwhile
     the previous variant's threads fall asleep.

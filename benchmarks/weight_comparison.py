@@ -1,8 +1,8 @@
-"""Measures how long the ranks' own comparison of weights takes, relative to 1000 training steps.
+"""Measures the time of the ranks' own comparison of weights, relative to 1000 training steps.
 
     python benchmarks/weight_comparison.py
 
-On one rank: the comparison adds 8 bytes to a message that is sent in any case, and a step without
+On one rank: the comparison adds only 8 bytes to a message that is sent anyway, and a step without
 communication is the shortest.
 """
 

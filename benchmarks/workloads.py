@@ -20,7 +20,7 @@ class Workload:
     """One model, with its batch, loss and optimizer."""
 
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], Batch]  # by the number of samples
+    make_batch: Callable[[int], Batch]  # takes the number of samples
     loss: Callable[[nn.Module, Batch], Tensor]
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     batch: int  # default samples of a step
@@ -97,10 +97,10 @@ def residual(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Parameters(nn.Module):
-    """Many small parameters, whose gradients cost next to nothing: only handling them takes time.
+    """Many small parameters, whose gradients are cheap to compute: only handling them takes time.
 
-    The gradients are slices of one product, dense and unshared, so that autograd keeps them as they
-    are, as it does those of a layer.
+    The gradients are slices of one product, dense and unshared, so that autograd keeps them without
+    a copy, as it does those of a layer.
     """
 
     def __init__(self, count: int, numel: int = 16) -> None:

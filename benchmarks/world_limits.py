@@ -1,6 +1,7 @@
-"""needs_of, limits_of: what a world of many ranks needs beside its network. Pure.
+"""needs_of, limits_of: the needs of a world of many ranks beside its network. Pure.
 
-Counted by the rules of the code, not measured. A limit is the most ranks whose need is met.
+They are counted by the rules of the code, not measured. A limit is the most ranks whose need is
+met.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from choice import SECTION_RANKS, levels_of
 from clusters import ENTRY_BYTES
 from steps import Link
 
-# Of the table of all ranks, for each of them: tests/setup/test_exchange_counts.py.
+# For each rank in the table of all ranks: tests/setup/test_exchange_counts.py.
 TABLE_BYTES = 26
-STORE_OPERATIONS = 4  # of a host, as torch_ring/setup/store_exchange.py counts them
+STORE_OPERATIONS = 4  # of a host: see torch_ring/setup/store_exchange.py
 INIT_TIMEOUT_S = 120  # TORCH_RING_INIT_TIMEOUT's default
 SLOT_BYTES = 4 << 20  # for the entries of all ranks: csrc/transport/slot.h
-DIFFERENT_BYTES = 24  # beside an entry that no other rank shares: csrc/collective/runs.h
-ROWS_BYTES = 16  # of a rank's rows in an allgather, if no two ranks have equally many
-OPEN_FILES = 1024  # `ulimit -n`, as it usually is
-OTHER_FILES = 64  # that a process has besides: a guess with room
-MOST_RANKS = 1 << 30  # whose limits are searched
+DIFFERENT_BYTES = 24  # added to an entry that no other rank shares: csrc/collective/runs.h
+ROWS_BYTES = 16  # for a rank's number of rows in an allgather, if all numbers differ
+OPEN_FILES = 1024  # the usual `ulimit -n`
+OTHER_FILES = 64  # a generous guess of a process's other open files
+MOST_RANKS = 1 << 30  # upper end of the search for limits
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Needs:
     """The needs of a world.
 
     Attributes:
-        control: control connections of a rank, at most: a Chord ring and its fingers.
-        data: data connections of a rank for the agreement and an allreduce, at most.
-        alltoall: data connections of a rank once it has taken part in an alltoall.
-        store_operations: of all hosts, but for looks whether something is there.
-        table_bytes: of the table of all ranks, which each host gets from the store, once.
-        store_s: in which the store has answered all that, through one connection at a time.
+        control: the most control connections of a rank: a Chord ring and its fingers.
+        data: the most data connections of a rank for the agreement and an allreduce.
+        alltoall: data connections of a rank after an alltoall.
+        store_operations: the operations of all hosts on the store, without polls.
+        table_bytes: the size of the table of all ranks, which each host reads from the store once.
+        store_s: the time in which the store answers all that, over one connection at a time.
     """
 
     ranks: int
@@ -51,9 +52,9 @@ def needs_of(ranks: int, ranks_per_host: int, link: Link) -> Needs:
     """Return the needs of a world.
 
     Args:
-        ranks: of the world.
-        ranks_per_host: on each of its hosts.
-        link: to the store.
+        ranks: the number of ranks.
+        ranks_per_host: the number of ranks on each host.
+        link: the link to the store.
     """
     hosts = ceil(ranks / ranks_per_host)
     operations = STORE_OPERATIONS * hosts if hosts > 1 else 0
@@ -70,7 +71,7 @@ def needs_of(ranks: int, ranks_per_host: int, link: Link) -> Needs:
 
 
 def limits_of(ranks_per_host: int, link: Link) -> Iterator[tuple[str, int | None]]:
-    """Yield what ends a world of more ranks, and the most ranks without that; None: no end."""
+    """Yield each limit's name, and the most ranks within it; None: no limit."""
 
     def needs(ranks: int) -> Needs:
         return needs_of(ranks, ranks_per_host, link)
@@ -99,7 +100,7 @@ def limits_of(ranks_per_host: int, link: Link) -> Iterator[tuple[str, int | None
 
 
 def most(is_met: Callable[[int], bool]) -> int | None:
-    """Return the most ranks for which `is_met` is true, which it is for few; None: for all."""
+    """Return the most ranks for which `is_met` is true, as it is for few ranks; None: for all."""
     low, high = 1, MOST_RANKS
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""LIBRARIES: how a forked rank joins a world with each library, and its launcher's variables."""
+"""LIBRARIES: functions by which a forked rank joins a world with each library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch_ring as hvd
 
 HERE = Host("", ("127.0.0.1",))  # no namespace: the ranks stay where the program is
 PORTS = range(20_000, 32_000)  # below those that the kernel gives to outgoing connections
-PROGRAM_S = 15.0  # how much later than the library the program gives a world up
+PROGRAM_S = 15.0  # the program gives a world up so much later than the library
 
 _worlds = itertools.count()
 
@@ -28,7 +28,7 @@ _worlds = itertools.count()
 def environment(
     hosts: Sequence[Host], size: int, timeout_s: float
 ) -> Callable[[int], Mapping[str, str]]:
-    """Return a function: the variables of each rank of a new world, as torchrun would set them."""
+    """Return a function that returns a rank's variables in a new world, as torchrun sets them."""
     number = next(_worlds)
     common = {
         "MASTER_PORT": str(free_port(number)),
@@ -43,7 +43,7 @@ def environment(
 
 
 def free_port(number: int) -> int:
-    """Return a port at which rank 0 can serve a store: another one for each world."""
+    """Return a free port for rank 0's store, different for each world."""
     for i in range(len(PORTS)):
         port = PORTS[(os.getpid() * 100 + number + i) % len(PORTS)]
         with socket.socket() as probe:
@@ -56,7 +56,7 @@ def free_port(number: int) -> int:
 
 
 def by_torch_ring(line: Line, _timeout_s: float) -> None:
-    """Be a rank of torch_ring; the timeout is in the environment."""
+    """Run as a rank of torch_ring; the timeout is in the environment."""
 
     def start() -> Callable[[], Sequence[float]]:
         hvd.init()
@@ -67,7 +67,7 @@ def by_torch_ring(line: Line, _timeout_s: float) -> None:
 
 
 def by_gloo(line: Line, timeout_s: float) -> None:
-    """Be a rank of torch.distributed over gloo, which needs a descriptor for every other rank."""
+    """Run as a rank of torch.distributed over gloo, which needs a descriptor for every rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,4 +1,4 @@
-"""--full: the counts of an acceptance, not those of every day. And the last line of a run."""
+"""--full: the counts of an acceptance test in place of the daily ones; pytest's last line."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
-    """Return whether tests that depend on luck are to be repeated for hours."""
+    """Return whether tests that depend on chance are repeated for hours."""
     return bool(request.config.getoption("--full"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def open_mpi_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Have the ranks of mpirun share files in a folder of this run.
+    """Make the ranks of mpirun share files in a folder of this run.
 
-    Open MPI makes them in /dev/shm otherwise, and leaves them there when a test kills a rank.
+    By default Open MPI makes them in /dev/shm, and leaves them there when a test kills a rank.
     """
     folder = tmp_path_factory.mktemp("open_mpi")
     os.environ["OMPI_MCA_btl_sm_backing_directory"] = str(folder)  # noqa: SIM112 - its case matters
 
 
-@pytest.hookimpl(trylast=True)  # when there is a reporter; processes of pytest-xdist have none
+@pytest.hookimpl(trylast=True)  # after the reporter exists; processes of pytest-xdist have none
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pytest's last line also say why tests were skipped, and that none has failed."""
+    """Add the reasons of skips, and "0 failed", to pytest's last line."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or config.option.collectonly:
         return

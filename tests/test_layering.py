@@ -63,8 +63,8 @@ FORBIDDEN = {
     "c10d": r"<cuda.*>",
 }
 
-# The headers of torch that take a second or less to compile. Those of autograd, c10d and pybind11
-# take 3 to 13: they are for .cc files.
+# The headers of torch that take a second or less to compile. The ones of autograd, c10d and
+# pybind11 take 3 to 13: they are for .cc files.
 LIGHT = r"<(ATen/core/.*|c10/.*)>"
 # The backend, its works and options are classes of c10d: their bases must be complete.
 DERIVED = {
@@ -105,7 +105,7 @@ def test_headers_are_light(path):
 
 
 def test_each_folder_is_compiled_once():
-    """Those that do without torch go into one library (csrc/build_core.py), others into modules."""
+    """Folders without torch go into one library (csrc/build_core.py), others into modules."""
     core = runpy.run_path(str(CSRC / "build_core.py"))["FOLDERS"]
     assert sorted([*core, *ABOVE_TORCH]) == sorted(MAY_INCLUDE)
     tree = ast.parse((ROOT / "setup.py").read_text())
@@ -118,7 +118,7 @@ def test_each_folder_is_compiled_once():
 
 
 def test_nothing_includes_in_a_circle():
-    """A header and its source are one module: neither may see what is built on the other."""
+    """A header and its source are one module, and may not include modules built on it."""
     modules: dict[str, set[str]] = {}
     for path in FILES:
         module = f"{path.parent.name}/{path.stem}"
@@ -233,7 +233,7 @@ def room_of(module: str) -> str:
 
 
 def imported_modules(module: str) -> set[str]:
-    """Return what a module imports of the package, wherever in its text: modules and _C."""
+    """Return the package's modules, and _C, that a module imports anywhere in its text."""
     names = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):

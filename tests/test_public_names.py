@@ -1,4 +1,4 @@
-"""dir(torch_ring): what is meant to be used, and nothing else."""
+"""dir(torch_ring): the public names, and nothing else."""
 
 import types
 

@@ -2,9 +2,9 @@
 
 ``import torch_ring as hvd`` runs scripts written for ``horovod.torch``.
 
-The public names are those of `torch_ring.api`. They come with torch, and so with the first use of
-one of them, unless torch is there already: a launcher, which needs none of them, starts without
-torch.
+The public names are those of `torch_ring.api`, which needs torch. The first use of a name imports
+both, so a launcher, which uses none of them, starts without torch. If torch is imported already,
+the names are there at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch_ring.native import find_native_module
 
 if TYPE_CHECKING:
-    from torch_ring.api import *  # noqa: F403  what type checkers and editors see
+    from torch_ring.api import *  # noqa: F403  for type checkers and editors
     from torch_ring.api import __all__ as __all__
 
 __version__ = "0.1.0"
@@ -27,20 +27,20 @@ find_native_module()
 
 
 def _load() -> None:
-    """Make the public names this module's.
+    """Add the public names to this module.
 
     Raises:
         ImportError: there is no torch, or no native module for it; says which there are.
     """
     api = importlib.import_module("torch_ring.api")
     for name in ("__all__", *api.__all__):
-        globals().setdefault(name, getattr(api, name))  # not in place of what a user has put there
+        globals().setdefault(name, getattr(api, name))  # keep attributes set by a user
 
 
-if not TYPE_CHECKING:  # to which misspelt names would be names
+if not TYPE_CHECKING:  # a type checker would accept misspelt names as attributes
 
     def __getattr__(name: str) -> Any:
-        # A module is imported alone: those behind the public names come by here, too.
+        # Import only the submodule: `import torch_ring.api` itself looks up submodules here.
         if not name.startswith("__") and importlib.util.find_spec(f"torch_ring.{name}"):
             return importlib.import_module(f"torch_ring.{name}")
         if name == "__all__" or not name.startswith("__"):
@@ -53,13 +53,13 @@ if not TYPE_CHECKING:  # to which misspelt names would be names
 
 
 def __dir__() -> list[str]:
-    """Return the names and modules that are meant to be used."""
+    """Return the public names and modules."""
     modules = {"compression", "optimizer", "sync_batch_norm"}  # the others are in __all__
     _load()
     return sorted({*globals()["__all__"], *modules, "__version__"} - {"_basics"})
 
 
 _torch = sys.modules.get("torch")
-# `import torch` may be what imports this, for the backend that torch_ring/c10d registers there.
+# `import torch` itself may import this module, to register the backend of torch_ring/c10d.
 if _torch is not None and not getattr(_torch.__spec__, "_initializing", False):
     _load()

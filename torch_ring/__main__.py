@@ -7,7 +7,7 @@ try:
 except ImportError as error:
     if error.name != "torch_ring":
         raise
-    sys.exit(f"python -m torch_ring: {error}")  # it is not built, or for another torch
+    sys.exit(f"python -m torch_ring: {error}")  # no native module for this torch
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
 """The public names of torch_ring: its table of contents, which needs torch.
 
-`torch_ring/__init__.py` hands them on when the first of them is used, or at once where torch has
-been imported. Its last lines make the backend ``ring`` known to torch.distributed, and see to it
-that errors leave a trace, and counters are exported, where the user wants that.
+`torch_ring/__init__.py` re-exports them when the first of them is used, or at once if torch is
+imported already. The last lines register the backend ``ring`` with torch.distributed and, if the
+settings say so, start the flight recorder and the export of counters.
 """
 
 from torch_ring import checkpoint, data, elastic, functions, lr_schedules, metrics, mpi_ops

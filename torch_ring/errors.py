@@ -25,7 +25,7 @@ __all__ = [
 
 
 NOTE = " [the last operations of this rank "
-"""With what the notes of `add_to_texts` begin."""
+"""The beginning of the notes of `add_to_texts`."""
 
 
 class RingError(RuntimeError):
@@ -34,8 +34,8 @@ class RingError(RuntimeError):
     Its text ends with the notes of `add_to_texts`.
 
     Args:
-        args: the text. One that has the notes already gets no others: the native module adds them,
-            and an error may tell of another one.
+        args: the text. A text that has notes already gets no more: the native module may have added
+            them, or the text may quote another error.
     """
 
     def __init__(self, *args: object) -> None:
@@ -53,7 +53,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
     """The hosts of an elastic job have changed. Scripts for Horovod catch it by this name.
 
     Args:
-        skip_sync: whether hosts have only gone, so that no rank has to take a state.
+        skip_sync: whether hosts have only left, so that no rank has to copy a state.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -74,7 +74,7 @@ class ProcessSetLostError(RingError):
 
 
 class StateDamagedError(RingError):
-    """State that ranks have taken from another one is not the state that it has sent."""
+    """A rank has received another state than the one that was sent."""
 
 
 class TimeoutError(RingError, builtins.TimeoutError):
@@ -98,12 +98,12 @@ class NotInitializedError(ValueError, RuntimeError):
 class NonFiniteGradientError(FloatingPointError, RuntimeError):
     """A rank's gradient has a NaN or an infinity; no rank has stepped, the job may go on.
 
-    Only with ``nan_check``. No RingError: nothing has failed that shutdown() and init() would mend.
+    Only with ``nan_check``. It is no RingError, since shutdown() and init() would not help.
     """
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message: torch's and its store's may have thirty."""
+    """Return the first line of an error's message: those of torch may have thirty lines."""
     return str(error).partition("\n")[0]
 
 
@@ -112,17 +112,17 @@ _noting = threading.local()
 
 
 def add_to_texts(note: Callable[[], str]) -> None:
-    """Call `note`, which raises nothing, for each RingError; its text ends with what it returns.
+    """Append the result of `note`, which raises nothing, to the text of each RingError.
 
-    That is "", or begins with `NOTE`.
+    The result is "", or begins with `NOTE`.
     """
     if note not in _notes:
         _notes.append(note)
 
 
 def note_for_error() -> str:
-    """Return what the text of a RingError ends with. The native module calls it, too."""
-    if getattr(_noting, "is_under_way", False):  # an error of a note has none
+    """Return the notes at the end of a RingError's text. The native module calls it, too."""
+    if getattr(_noting, "is_under_way", False):  # an error made by a note gets no notes
         return ""
     _noting.is_under_way = True
     try:

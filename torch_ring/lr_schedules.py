@@ -44,11 +44,11 @@ class WarmupLR(LambdaLR):
             :func:`step_decay` or :func:`cosine_decay`; None: no decay.
         steps_per_epoch: calls of ``step()`` in an epoch, not necessarily a whole number: usually
             ``len(loader)``, read before a :class:`torch_ring.data.ShardedSampler` loads its state,
-            because it counts only the rest of the epoch afterwards. With 1, call ``step()`` once an
-            epoch, or give `warmup` and `after` in steps, whatever the number of ranks.
-        scale: the factor that the warm-up reaches; None: the number of ranks. Give another if a
-            step averages over more batches (``backward_passes_per_step``), or if the rate must not
-            grow linearly with the ranks (1 with Adasum; their square root is common with Adam).
+            because afterwards it counts only the rest of the epoch. With 1, call ``step()`` once an
+            epoch, or give `warmup` and `after` in steps, for any number of ranks.
+        scale: the factor that the warm-up reaches; None: the number of ranks. Give another factor
+            if a step averages over more batches (``backward_passes_per_step``), or if the rate must
+            not grow linearly with the ranks (1 with Adasum; with Adam often their square root).
         last_epoch: as in torch's schedulers; it counts the calls of ``step()``.
 
     Raises:
@@ -65,7 +65,7 @@ class WarmupLR(LambdaLR):
         scale: float | None = None,
         last_epoch: int = -1,
     ) -> None:
-        # `scale` and the others are no attributes: state_dict() must not carry them to another run.
+        # The arguments are not stored as attributes: state_dict() would carry them to another run.
         scale = world.size() if scale is None else scale
         if warmup < 0 or not scale > 0 or not steps_per_epoch > 0:
             raise ValueError(
@@ -86,7 +86,7 @@ class WarmupLR(LambdaLR):
         """Continue at the state's epoch. Sets the optimizer's rates, so load that one first.
 
         Args:
-            state_dict: what ``state_dict()`` returned, on any number of ranks.
+            state_dict: a result of ``state_dict()``, from any number of ranks.
         """
         steps_per_epoch = self.steps_per_epoch
         super().load_state_dict(state_dict)
@@ -107,7 +107,7 @@ def step_decay(milestones: Sequence[float], gamma: float = 0.1) -> Factor:
     """Return a factor that is multiplied by `gamma` at each milestone.
 
     Args:
-        milestones: ascending, in epochs since the beginning, or in the unit that `WarmupLR` counts.
+        milestones: ascending, in epochs since the beginning, or in the unit of `WarmupLR`.
         gamma: Goyal et al. 2017 use 0.1 at epochs 30, 60 and 80.
 
     Returns:

@@ -43,7 +43,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: a program may call MPI (mpi4py) beside torch_ring, from any of its threads.
+    """Return True: a program may call MPI (mpi4py) beside torch_ring, from any thread.
 
     Raises:
         NotInitializedError: before init(), as in Horovod.
@@ -53,7 +53,7 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return True: CPU collectives work without MPI, which is what scripts ask this for.
+    """Return True: scripts ask it to know whether CPU collectives work without MPI.
 
     The collectives are torch_ring's own, not Gloo's.
     """
@@ -61,7 +61,7 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return True: CPU collectives work without MPI, which is what scripts ask this for."""
+    """Return True: scripts ask it to know whether CPU collectives work without MPI."""
     return True
 
 
@@ -79,7 +79,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Return whether this torch has CUDA: collectives on GPUs need nothing else built in."""
+    """Return whether this torch has CUDA, all that collectives on GPUs need at build time."""
     return torch.version.cuda is not None
 
 

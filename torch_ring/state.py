@@ -26,7 +26,7 @@ __all__ = [
     "copy_optimizer_state",
 ]
 
-_AS_BYTES = frozenset({torch.bits8, torch.float4_e2m1fn_x2})  # not moved by broadcast() itself
+_AS_BYTES = frozenset({torch.bits8, torch.float4_e2m1fn_x2})  # broadcast() does not take them
 
 
 def broadcast_parameters(
@@ -99,9 +99,9 @@ def broadcast_buffers(
 ) -> None:
     """Overwrite the buffers of a model in place with the root's, by one broadcast.
 
-    Buffers are what a model keeps besides its parameters, such as the running statistics of batch
-    normalisation. Each rank computes its own, and an optimizer reduces gradients only. So call this
-    function before all ranks evaluate or keep the same model.
+    Buffers are a model's tensors besides its parameters, such as the running statistics of batch
+    normalisation. Each rank computes its own buffers, and an optimizer reduces only gradients. So
+    call this function before all ranks evaluate or keep the same model.
 
     Args:
         model: any module, the same on all ranks. Buffers of any dtype count, those that
@@ -132,7 +132,7 @@ def broadcast_buffers(
         received = torch.split(packed, [part.numel() for part in parts])
         for buffer, part in zip(buffers, received, strict=True):
             value = part.clone().view(buffer.dtype).view(buffer.shape)  # clone: aligned
-            # An expanded buffer has one element in many places: it is written once.
+            # An expanded buffer has one element in many places: write it once.
             once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())
             buffer[once].copy_(value[once])
 
@@ -158,15 +158,15 @@ def broadcast_optimizer_state(
     """Give every rank's optimizer the state and the hyper-parameters of the root's.
 
     The other ranks need no state beforehand, and no step is taken to make one. Hyper-parameters
-    keep their Python types, tensors their dtypes. As after Horovod's, every parameter that requires
-    a gradient has one: zeros, where it had none. ``zero_grad()`` takes them away. With ``LocalSGD``
-    or ``DiLoCo`` the agreed parameters, the outer optimizer and the place in the round are the
-    root's, too; if the root takes part in no agreement, the others begin a round.
+    keep their Python types, tensors their dtypes. As in Horovod, every parameter that requires a
+    gradient has one afterwards: zeros if it had none; ``zero_grad()`` removes them. With
+    ``LocalSGD`` or ``DiLoCo`` the agreed parameters, the outer optimizer and the place in the round
+    are the root's, too; if the root takes part in no agreement, the others begin a round.
 
     Args:
         optimizer: wrapped or not, with the same parameters on all ranks.
         root_rank: the global rank, even in a process set, whose state all ranks get.
-        model: ignored, None or not; an argument of Horovod's.
+        model: ignored, None or not; Horovod's function has this argument.
         process_set: the ranks that take part, this one and the root among them; by default all.
 
     Raises:
@@ -179,7 +179,7 @@ def broadcast_optimizer_state(
 
     copy_optimizer_state(optimizer, root_rank, process_set, send)
     rounds = getattr(optimizer, "_rounds", None)  # of LocalSGD or DiLoCo
-    if rounds is not None:  # the root loads its own: a mean that is on its way is begun anew on all
+    if rounds is not None:  # the root loads its own, too, so that all begin a pending mean anew
         rounds.load(broadcast_nested(rounds.state(), root_rank, process_set))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -193,13 +193,13 @@ def copy_optimizer_state(
     process_set: ProcessSet,
     send: Callable[[Any], Any],
 ) -> None:
-    """Do what `broadcast_optimizer_state` does, and send what is no tensor in another way.
+    """As `broadcast_optimizer_state`, but send objects other than tensors by `send`.
 
     Args:
         optimizer: as there.
         root_rank: as there.
         process_set: as there.
-        send: takes an object, of which the root's counts, and returns that on all ranks.
+        send: takes an object, and returns the root's object on all ranks.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
@@ -218,7 +218,7 @@ def copy_optimizer_state(
         "the ranks have different optimizers",
         process_set,
     )
-    with getattr(optimizer, "_replaced_state", contextlib.nullcontext)():  # of a sharded one
+    with getattr(optimizer, "_replaced_state", contextlib.nullcontext)():  # of a sharded optimizer
         if world.rank() == root_rank:
             tensors: list[Tensor] = []
             packed = _pack(_contents(optimizer, parameters), tensors)

@@ -27,8 +27,8 @@ class SyncBatchNorm(_BatchNorm):
     DistributedOptimizer reduces like any other gradient. Every rank must run forward, and backward,
     equally often. Gradients can be differentiated again (``create_graph=True``).
 
-    Cost: an allgather of 2 C + 1 float64 numbers in forward, an allreduce of 2 C numbers in
-    backward, of float32, or float64 if the input is.
+    Cost: an allgather of 2 C + 1 float64 numbers in forward; in backward an allreduce of 2 C
+    numbers, float32, or float64 for a float64 input.
 
     Under ``torch.utils.checkpoint`` forward runs twice, and updates the running statistics once.
 
@@ -38,11 +38,11 @@ class SyncBatchNorm(_BatchNorm):
         momentum: the weight of a new batch in the running statistics; None: all batches weigh
             the same.
         affine: whether the layer has a weight and a bias for each channel.
-        track_running_stats: whether it keeps running statistics for evaluation; if not, it
-            normalises with this rank's batch there.
+        track_running_stats: whether it keeps running statistics for evaluation; if not, an
+            evaluation normalises with this rank's batch.
         process_set: the ranks whose batches belong together, this one among them; by default all.
-        device: where parameters and buffers are made; None: torch's default device.
-        dtype: of parameters and buffers; None: torch's default dtype.
+        device: the device of parameters and buffers; None: torch's default device.
+        dtype: the dtype of parameters and buffers; None: torch's default dtype.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of floating point, got {input.dtype}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Normalise a batch. Collective in training, and in no other mode.
+        """Normalise a batch. Collective in training only.
 
         Args:
             input: this rank's batch, shape [N, C, ...], floating point. N may differ between ranks.
@@ -83,12 +83,12 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not self.training:
             return super().forward(input)
-        # A forward inside of a backward is that of a checkpoint, which has tracked this batch.
+        # A forward inside a backward is a checkpoint's, which has tracked this batch already.
         is_again = torch._C._current_graph_task_id() != -1
         if self.process_set.size() == 1:
             if not is_again:
                 return super().forward(input)
-            # Of copies: what forward saves must be as many tensors as before.
+            # On copies: this forward must save as many tensors as the first one.
             mean = None if self.running_mean is None else self.running_mean.clone()
             variance = None if self.running_var is None else self.running_var.clone()
             return F.batch_norm(input, mean, variance, self.weight, self.bias, True, 0.0, self.eps)
@@ -264,9 +264,9 @@ def _differentiable_statistics(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
 def _joint_statistics(x: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, float]:
     """Return mean and biased variance of each channel, and the number of its values on all ranks.
 
-    They follow from each rank's count, mean and sum of squared deviations (T. Chan, G. Golub and R.
-    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979), a
-    method that stays exact when the mean is large.
+    They are computed from each rank's count, mean and sum of squared deviations (T. Chan, G. Golub
+    and R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
+    1979), a method that stays exact when the mean is large.
     """
     channels = x.shape[1]
     own_count = x.numel() // channels if channels else 0

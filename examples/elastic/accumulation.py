@@ -22,12 +22,12 @@ AT_ONCE = 16  # samples of a rank in a pass, at most
 
 
 def samples() -> int:
-    """Return how many samples a rank takes in a step."""
+    """Return the number of samples of a rank in a step."""
     return GLOBAL_BATCH // hvd.size()
 
 
 def passes() -> int:
-    """Return in how many passes it takes them."""
+    """Return the number of passes in which a rank takes them."""
     return -(-samples() // AT_ONCE)
 
 
@@ -43,7 +43,7 @@ def train(state: hvd.elastic.TorchState, dataset: TensorDataset, options) -> Non
                 loss = torch.nn.functional.cross_entropy(found, wanted, reduction="sum")
                 (loss / len(images)).backward()
             state.optimizer.step()
-            state.sampler.record_batch(batch, len(images))  # after the step: half of one is none
+            state.sampler.record_batch(batch, len(images))  # after the step, which may fail
             state.check_host_updates()
             time.sleep(options.pause)
         if hvd.rank() == 0:

@@ -1,4 +1,4 @@
-"""Trains on handwritten digits while ranks may die, with a learning rate for the ranks there are.
+"""Trains on handwritten digits while ranks may die; the learning rate follows the ranks.
 
 Each rank keeps its batch, so fewer ranks take fewer samples in a step; the rate follows.
 train.py beside it keeps the batch of all ranks together, and the rate.
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_ring as hvd
 
-BATCH = 16  # samples of a rank, however many ranks there are
+BATCH = 16  # samples of a rank, for any number of ranks
 RATE_OF_ONE = 0.025  # the learning rate of one rank
 
 

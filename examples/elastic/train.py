@@ -14,21 +14,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_ring as hvd
 
-GLOBAL_BATCH = 64  # samples of all ranks together, however many they are
+GLOBAL_BATCH = 64  # samples of all ranks together, for any number of ranks
 
 
 @hvd.elastic.run  # 1: makes a new world when a rank has died, and calls train() again
 def train(state: hvd.elastic.TorchState, dataset: TensorDataset, options) -> None:
-    for state.epoch in range(state.epoch, options.epochs):  # 2: from where the state is
+    for state.epoch in range(state.epoch, options.epochs):  # 2: continues from the state
         loader = DataLoader(dataset, GLOBAL_BATCH // hvd.size(), sampler=state.sampler)
-        loss = None  # of an epoch that had ended, but for its number, when a rank died
+        loss = None  # stays None if a rank died after the epoch's last batch
         for batch, (images, labels) in enumerate(loader):
             state.optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(state.model(images), labels)
-            loss.backward()  # 3: a rank that has died is an error here, on all others
+            loss.backward()  # 3: the death of a rank is an error here, on all others
             state.optimizer.step()
-            state.sampler.record_batch(batch, len(images))  # 4: what all ranks have done
-            state.check_host_updates()  # 5: lets processes in that the launcher has started
+            state.sampler.record_batch(batch, len(images))  # 4: counts the samples of all ranks
+            state.check_host_updates()  # 5: lets new processes of the launcher join
             time.sleep(options.pause)
         if hvd.rank() == 0 and loss is not None:
             print(f"epoch {state.epoch} on {hvd.size()} ranks: loss {loss.item():.4f}", flush=True)

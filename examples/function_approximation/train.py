@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 train.py --members 2      # two networks, each on two ranks
     mpirun -np 4 python train.py --ensemble               # mpirun starts the same
 
-Every rank runs this whole file. The lines with `hvd` are what makes it parallel.
+Every rank runs this whole file. The lines with `hvd` make it parallel.
 """
 
 import argparse
@@ -57,13 +57,13 @@ def make_model(width: int, depth: int) -> nn.Module:
 
 
 def make_team(members: int) -> tuple[int, hvd.ProcessSet]:
-    """Return which member of the ensemble this rank trains, and the ranks that train it."""
+    """Return the ensemble member that this rank trains, and the ranks that train it."""
     if members == 1:
         return 0, hvd.global_process_set
     if members < 1 or hvd.size() % members:
         message = f"{hvd.size()} ranks cannot train {members} members"
         sys.exit(message if hvd.rank() == 0 else 1)  # all ranks leave, one says why
-    # Every rank adds every set, also those that it is not in: adding a set is a collective of all
+    # Every rank adds every set, even those that it is not in: adding a set is a collective of all
     # ranks. If each rank added only its own set, the ranks would disagree.
     each = hvd.size() // members
     teams = [hvd.add_process_set(range(m * each, (m + 1) * each)) for m in range(members)]

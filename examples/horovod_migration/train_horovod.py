@@ -57,7 +57,7 @@ def datasets():
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
-    # The same seed on all ranks: otherwise one rank would test on what another has trained on.
+    # The same seed on all ranks: otherwise a rank would test on training samples of another.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:1437], order[1437:]
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
@@ -120,7 +120,7 @@ def main():
     test_loader = DataLoader(test_set, batch_size=100, sampler=test_sampler)
 
     model = Net().to(args.device)
-    # A step averages `size` batches, so it may be `size` times as long; not with Adasum.
+    # A step averages `size` batches, so it may be `size` times as large; not with Adasum.
     lr = args.lr * (1 if args.use_adasum else hvd.size())
     optimizer = optim.SGD(model.parameters(), lr=lr, momentum=args.momentum)
     optimizer = hvd.DistributedOptimizer(
@@ -138,7 +138,7 @@ def main():
             checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             if checkpoint.get("program") != PROGRAM:
                 problem = f"cannot resume: {args.checkpoint} is of another program"
-        except Exception as error:  # of any type: the other ranks wait to hear of it
+        except Exception as error:  # of any type: the other ranks wait for the outcome
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             problem = f"cannot resume: {args.checkpoint}: {reason}"
     # All ranks end, one says why: if only rank 0 ended, the others would wait for it.

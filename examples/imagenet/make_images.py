@@ -1,4 +1,4 @@
-"""Makes a small folder of JPEGs that is laid out as ImageNet is, to try train.py without ImageNet.
+"""Makes a small folder of JPEGs in ImageNet's layout, to try train.py without ImageNet.
 
     python make_images.py images --classes 10 --train 100 --val 20
 

@@ -143,11 +143,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all ranks at once, and quietly
     args = parse_args()
     hvd.init()
-    if not args.elastic:  # which goes on without a rank that a signal ends
+    if not args.elastic:  # an elastic job goes on without the signalled rank
         hvd.preemption.watch()  # SIGTERM or SIGUSR1 to a rank: all stop at one step, and save it
     if args.device == "cuda":
-        # One process drives one GPU. One that comes to an elastic job is rank 0 of 1 until it is
-        # let in, but has the number of a GPU that is free from its launcher.
+        # One process drives one GPU. A newcomer to an elastic job is rank 0 of 1 until it is let
+        # in, but its launcher gives it the number of a free GPU.
         free = os.environ.get("LOCAL_RANK") if args.elastic else None
         torch.cuda.set_device(hvd.local_rank() if free is None else int(free))
         torch.backends.cudnn.benchmark = True
@@ -181,7 +181,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(args.device, enabled=args.amp and args.device == "cuda")
 
     def steps_of_epoch() -> int:
-        """Return the number of steps of a whole epoch on the ranks that there are."""
+        """Return the number of steps of a whole epoch on the present ranks."""
         steps = len(train_set) // hvd.size() // batch_size
         if steps == 0:
             problem = f"{len(train_set)} images are less than a step of {hvd.size()} x {batch_size}"
@@ -189,8 +189,8 @@ def main() -> None:
         return steps
 
     def make_schedule() -> WarmupLR:
-        """Return the learning rates for the ranks that there are."""
-        # A step that averages more batches may be longer, but not while the weights are random.
+        """Return the learning rates for the present number of ranks."""
+        # A step that averages more batches may be larger, but not while the weights are random.
         return WarmupLR(
             optimizer,
             args.warmup_epochs,
@@ -215,8 +215,8 @@ def main() -> None:
             sys.exit(f"cannot resume from {args.checkpoint}: {error}" if hvd.rank() == 0 else 1)
     # All ranks start from rank 0's weights: averaged gradients only keep equal weights equal.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # backward_passes_per_step: the last backward pass of a step averages the gradients, no other.
-    # (`no_sync()` does the same for steps whose number of passes is not known before.)
+    # backward_passes_per_step: only the last backward pass of a step averages the gradients.
+    # (`no_sync()` does the same for steps whose number of passes is not known in advance.)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
@@ -242,13 +242,13 @@ def main() -> None:
         scaler.update()
 
     def progress(history: list[dict], row: dict) -> dict:
-        """Return how far the training is. The weights and the optimizer are not in it."""
+        """Return the progress of the training, without the weights and the optimizer."""
         names = ["schedule", "scaler", "sampler"]
         done = {name: copy.deepcopy(parts[name].state_dict()) for name in names}
         return done | {"history": history, "row": row}
 
     def train(state: SimpleNamespace | hvd.elastic.TorchState) -> None:
-        """Train from where `state.done` is, on the ranks that there are."""
+        """Continue the training from `state.done`, on the present ranks."""
         is_first = hvd.rank() == 0
         # The ranks of a host share its cores; more threads than cores would be slower.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
@@ -272,11 +272,11 @@ def main() -> None:
             print(f"{args.model}: size {hvd.size()}, {images}", flush=True)
         for epoch in range(len(state.done["history"]), args.epochs):
             history, row = state.done["history"], state.done["row"]
-            if not row:  # else a rank has died in the test after this epoch
+            if not row:  # otherwise a rank has died in the test after this epoch
                 begun, begun_at = time.monotonic(), steps - len(loader)
                 model.train()
                 means.reset()
-                # An epoch may be over, but for its means, when a rank dies.
+                # If a rank has died after the epoch's last step, only the means are left to do.
                 is_due = sampler.epoch == epoch
                 batches = pipeline if is_due else ()
                 bar = tqdm(
@@ -294,14 +294,14 @@ def main() -> None:
                         average_buffers(model)
                         save(history)
                     if stops:
-                        hvd.barrier()  # else the launcher may end those that still save
+                        hvd.barrier()  # otherwise the launcher may end ranks that still save
                         sys.exit(128 + signal.SIGTERM)
                     if args.elastic:
-                        state.check_host_updates()  # lets processes in that have come
+                        state.check_host_updates()  # lets new processes join
                 sampler.set_epoch(epoch + 1)  # another order, the same on all ranks
                 lr = parts["schedule"].get_last_lr()[0]
                 row = {"epoch": epoch + 1, "lr": lr}
-                if is_due and begun_at < steps:  # else a rank has died since, and with it sums
+                if is_due and begun_at < steps:  # otherwise sums died with a rank
                     row |= means.compute()
                     seconds = time.monotonic() - begun
                     row["images/s"] = (steps - begun_at) * images_a_step / seconds
@@ -317,7 +317,7 @@ def main() -> None:
             for key in list(row)[1:] if writer else []:
                 writer.add_scalar(key, row[key], epoch + 1)
             if args.elastic:
-                state.commit()  # what has been tested and saved is not undone
+                state.commit()  # a tested and saved epoch is never repeated
         if writer:
             writer.close()
         if args.plot and is_first:
@@ -325,7 +325,7 @@ def main() -> None:
 
     done = progress(history, {})
     if args.elastic:
-        # After a death, train() is called again on the ranks that are left: docs/elastic.md.
+        # After a death, train() is called again on the remaining ranks: docs/elastic.md.
         hvd.elastic.run(train)(hvd.elastic.TorchState(model, optimizer, done=done))
     else:
         train(SimpleNamespace(done=done))

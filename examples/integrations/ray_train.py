@@ -16,7 +16,7 @@ def know_ring():
 
     An installed torch_ring does not need this: torch finds the name by itself.
     """
-    import torch  # noqa: F401 - first: torch_ring makes its backend known to a torch that is there
+    import torch  # noqa: F401 - first: torch_ring registers its backend with an imported torch
 
     import torch_ring  # noqa: F401
 

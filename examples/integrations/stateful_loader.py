@@ -47,7 +47,7 @@ def main() -> None:
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        loader.load_state_dict(saved["loader"])  # rank 0's, on all ranks, whatever their number
+        loader.load_state_dict(saved["loader"])  # rank 0's, on any number of ranks
         losses, begin = saved["losses"], saved["epoch"]
         if hvd.rank() == 0:
             times = saved["times"]

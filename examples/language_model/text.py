@@ -51,11 +51,11 @@ def load_text(path: Path | None) -> Text:
 
 
 def python_manual() -> str:
-    """Return what ``help("LOOPING")`` and its like show: 370,000 characters of plain English."""
+    """Return the texts of ``help("LOOPING")`` and the like: 370,000 characters of plain English."""
     from pydoc_data.topics import topics  # a part of Python, with Python's licence
 
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
-    # Topics quote one another: a paragraph that is held out for validation must not come again.
+    # Topics quote one another: a validation paragraph must not appear in the training part, too.
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 

@@ -76,7 +76,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def leave(problem: object) -> NoReturn:
-    """End the program: all ranks have found the problem and call this; rank 0 says what it is."""
+    """End the program. All ranks have found the problem and call this; rank 0 prints it."""
     sys.exit(str(problem) if hvd.rank() == 0 else 1)
 
 
@@ -118,7 +118,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> LambdaLR:
-    """Rise linearly, fall to a tenth; no higher on more ranks, as their batch is no larger."""
+    """Rise linearly, fall to a tenth; the same on any number of ranks, whose batch is the same."""
     decay = cosine_decay(args.warmup, max(args.steps, args.warmup + 1), floor=0.1)
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (args.warmup + 1)) * decay(step))
 
@@ -142,7 +142,7 @@ def validate(model: nn.Module, loader: DataLoader[Tensor], args: argparse.Namesp
 
 
 def restore(path: Path, parts: dict[str, Any], identity: dict[str, Any]) -> int:
-    """Load a checkpoint into the parts, on all ranks; return how many steps have been done."""
+    """Load a checkpoint into the parts, on all ranks; return the number of steps done."""
     try:
         state = checkpoint.load(path)  # rank 0 reads it and sends it to all
     except checkpoint.CheckpointError as error:

@@ -45,9 +45,9 @@ def download_mnist(folder: Path) -> bool:
         problem = " ".join(str(error).split())
     finally:
         socket.setdefaulttimeout(None)
-    # The other ranks wait here for the files. A rank that failed comes here too and says so: if it
-    # left, the others would wait in vain. All ranks get the same problems, so all load the same
-    # digits: ranks with different numbers of steps would wait for each other's missing ones.
+    # The other ranks wait here for the files. A rank that failed must come here, too: if it left,
+    # the others would wait in vain. All ranks get the same problems, so all load the same digits:
+    # ranks with different numbers of steps would wait for each other's missing ones.
     problems = [text for text in hvd.allgather_object(problem) if text]
     if problems and hvd.rank() == 0:
         print(f"MNIST cannot be had, so scikit-learn's digits: {problems[0]}", flush=True)
@@ -72,7 +72,7 @@ def load_scikit_learn() -> Digits:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(digits.target)
-    # The same seed on all ranks: otherwise one rank would test on what another has trained on.
+    # The same seed on all ranks: otherwise a rank would test on training samples of another.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = (
         TensorDataset(images[part], labels[part]) for part in (order[:1437], order[1437:])

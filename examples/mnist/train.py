@@ -60,11 +60,11 @@ def main() -> None:
 
     model = make_model(data.pixels).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), args.lr)
-    # A step averages `size` batches, so it may be longer, but not while the weights are random: the
+    # A step averages `size` batches, so it may be larger, but not while the weights are random: the
     # learning rate rises from `lr` to `size` x `lr`.
     schedule = hvd.lr_schedules.WarmupLR(optimizer, args.warmup_epochs, steps_per_epoch=steps)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    program = f"examples/mnist on {data.name}"  # it resumes from no other
+    program = f"examples/mnist on {data.name}"  # it resumes only from its own checkpoints
     history = []  # a row for each epoch
     if args.resume:
         try:

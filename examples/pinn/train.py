@@ -6,7 +6,7 @@
     mpirun -np 2 python train.py                          # mpirun starts the same
 
 f = (k pi)^2 sin(k pi x), so that the exact solution is u = sin(k pi x): k = 2, or rank + 1 in an
-ensemble. Every rank runs this whole file. The lines with `hvd` are what makes it parallel.
+ensemble. Every rank runs this whole file. The lines with `hvd` make it parallel.
 """
 
 import argparse

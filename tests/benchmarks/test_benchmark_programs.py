@@ -1,4 +1,4 @@
-"""The benchmark programs run, check what they time, and report; the times are not tested."""
+"""The benchmark programs run, check their results, and report; the times are not tested."""
 
 from __future__ import annotations
 

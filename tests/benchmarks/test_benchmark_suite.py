@@ -44,7 +44,7 @@ def test_open_mpi_is_a_peer_where_there_is_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_targets_of_the_stored_results() -> None:
-    """Any part of the results gives the targets that need no more."""
+    """Any part of the results yields the targets that depend on that part alone."""
     reports = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     found = list(targets.targets(reports))
     assert len(list(targets.table(found))) > len(found) > 50

@@ -1,4 +1,4 @@
-"""The benchmarks for GPUs run on the stand-ins, as far as these go, and count right."""
+"""The benchmarks for GPUs run on the stand-ins as far as possible, and count correctly."""
 
 from __future__ import annotations
 

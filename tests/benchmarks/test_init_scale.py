@@ -1,4 +1,4 @@
-"""init_scale.py starts worlds, checks what it times, reports failures and leaves nothing behind."""
+"""init_scale.py starts worlds, checks their results, reports failures and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def namespaces_work() -> bool:
 
 @pytest.fixture(scope="module")
 def among_hosts() -> list[str]:
-    """The option that adds two namespaces with two ranks each, where that is possible."""
+    """Return the option that adds two namespaces with two ranks each, if possible."""
     return ["--namespaces", *(["2"] if namespaces_work() else []), "--ranks-per-host", "2"]
 
 
@@ -58,7 +58,7 @@ def python(*arguments: str, folder: Path, jobs: int) -> subprocess.CompletedProc
 
 
 def environment() -> dict[str, str]:
-    """Return what lets a program import the benchmarks, and the torch_ring that is tested."""
+    """Return the variables by which a program imports the benchmarks, and the tested torch_ring."""
     folders = (str(BENCHMARKS), str(Path(torch_ring.__file__).parents[1]))
     return clean_environment(PYTHONPATH=os.pathsep.join(folders))
 
@@ -69,12 +69,12 @@ def rows_of(*arguments: str, folder: Path, jobs: int) -> list[dict[str, Any]]:
     report = json.loads((folder / "out.json").read_text())
     assert "init_scale.py" in report["command"]
     assert report["machine"]["cores"] >= 1
-    # The title and the columns, a line for each row, and lines about what has not been run.
+    # The title and the columns, a line for each row, and lines about skipped parts.
     assert len(done.stdout.splitlines()) >= 2 + len(report["rows"])
     return report["rows"]
 
 
-# --- what it measures
+# --- the measurements
 
 
 @pytest.mark.slow

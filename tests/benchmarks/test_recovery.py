@@ -1,4 +1,4 @@
-"""recovery.py kills ranks, cuts a host off, and reports how soon the others have trained on."""
+"""recovery.py kills ranks, cuts a host off, and reports how soon the others train again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of scaling: the buckets and the choices of torch_ring, and what Horovod published."""
+"""The model of scaling: torch_ring's buckets and choices, and Horovod's published efficiencies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_torch_ring_sends_its_own_plan() -> None:
 
 
 def test_choice_is_that_of_the_core() -> None:
-    """The boundaries are those of tests/cpp/choice_test.cc."""
+    """The boundaries equal those in tests/cpp/choice_test.cc."""
     boundaries = {
         5: (18_751, 374_999),
         6: (13_847, 719_999),
@@ -66,7 +66,7 @@ def steps() -> dict[str, Step]:
 
 
 def test_published_efficiencies(steps: dict[str, Step]) -> None:
-    """All cells are within three points; those of 512 GPUs also without them in the fit."""
+    """All cells are within three points; those of 512 GPUs even if the fit excludes them."""
     pytest.importorskip("scipy")
     published = scaling_model.PUBLISHED
     fitted = scaling_model.fit(list(steps.values()), published)
@@ -77,7 +77,7 @@ def test_published_efficiencies(steps: dict[str, Step]) -> None:
     for cell in cells:
         assert abs(cell.fitted - cell.published) < 0.03, cell
         assert abs(cell.held_out - cell.published) < 0.03, cell
-    # The result is possible: less than the line has, more than a microsecond.
+    # The result is possible: less than the line rate, more than a microsecond.
     assert 2.0e9 < fitted.link.bandwidth < 25e9 / 8
     assert 5e-6 < fitted.link.latency_s < 50e-6
     assert 0 < fitted.slowdown < 0.04

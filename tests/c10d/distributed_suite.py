@@ -4,10 +4,10 @@
     python tests/c10d/distributed_suite.py --backend gloo
     python tests/c10d/distributed_suite.py -k test_all_reduce   # some of them
 
-Many of these tests are skipped, or expect other things, where the backend has another name than
-"gloo". Here they see a name that compares equal to "gloo", so that they test what the backend does.
-The processes are forked from one that has imported torch; torch's runner starts each anew, which
-costs ten seconds a test.
+Many of these tests are skipped, or expect other results, if the backend has another name than
+"gloo". Here they see a name that compares equal to "gloo", so that they test the backend's
+behaviour. The processes are forked from one that has imported torch; torch's runner starts each
+anew, which costs ten seconds a test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unittest import mock
 
 RANKS = 2
 
-# Tests that cannot pass, and why. Everything else has to.
+# Tests that cannot pass, and the reasons. All others must pass.
 EXPECTED_FAILURES = {
     "ring": {
         "test_ddp_logging_data_cpu": "torch calls every backend from outside 'custom' in its log",
@@ -39,8 +39,8 @@ EXPECTED_FAILURES = {
         "test_all_to_all_full_group": "gloo has no all_to_all of lists",
     },
 }
-# By the version of torch from which on: how many of all tests pass on ring. That a test is skipped,
-# where it ran before, is no failure of its own: only the number tells.
+# By the first version of torch: the number of all tests that pass on ring. A newly skipped test is
+# no failure of its own; only this number shows it.
 PASSES = {(2, 13): 96, (2, 14): 99}
 OLD_TORCH = "this torch calls no backend's monitored_barrier but gloo's"
 EXPECTED_FAILURES_OF_OLD_TORCH = {  # before 2.15
@@ -53,7 +53,7 @@ EXPECTED_FAILURES_OF_OLD_TORCH = {  # before 2.15
 
 
 class UnlockedName(str):
-    """The name of a backend, to which the tests' conditions say the same as to gloo."""
+    """A backend's name that the tests' conditions treat like gloo's."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class UnlockedName(str):
 
 @contextmanager
 def backend_in_environment(name: str) -> Iterator[None]:
-    """Give the name to a module that reads the environment while it is imported."""
+    """Name the backend in the environment for a module that reads it at import."""
     read = os._Environ.__getitem__
 
     def read_unlocked(self: Any, variable: str) -> str:
@@ -92,13 +92,13 @@ def load_suite(backend: str, ranks: int) -> type[unittest.TestCase]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
-    # Torch's loggers say with every test how it starts and ends its processes.
+    # Torch's loggers report the start and the end of each test's processes.
     logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.ERROR)
     import torch
 
     import torch_ring  # noqa: F401  registers ring
 
-    torch.set_num_threads(1)  # more of them would not be there after a fork
+    torch.set_num_threads(1)  # other threads would not survive a fork
     from torch.testing._internal.common_distributed import DistTestCases
 
     DistTestCases.backend_feature["plugin"].add("ring")
@@ -116,7 +116,7 @@ def load_suite(backend: str, ranks: int) -> type[unittest.TestCase]:
 
 
 class Results(unittest.TextTestResult):
-    """Names what has passed, failed and been skipped."""
+    """Lists the passed, failed and skipped tests."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,7 +136,7 @@ def torch_version() -> tuple[int, int]:
 
 
 def wanted_passes(arguments: argparse.Namespace) -> int:
-    """Return how many tests must pass: those that are known to, if all are run on ring."""
+    """Return the number of tests that must pass: if all are run on ring, the known number."""
     if arguments.words or arguments.backend != "ring" or arguments.ranks != RANKS:
         return 1
     return max((PASSES[since] for since in PASSES if torch_version() >= since), default=1)
@@ -149,7 +149,7 @@ def expected_failures(backend: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Run the tests; return 0 if enough have passed, and none but expected ones has failed."""
+    """Run the tests; return 0 if enough have passed, and only expected ones have failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["ring", "gloo"], default="ring")
     parser.add_argument("--ranks", type=int, default=RANKS)

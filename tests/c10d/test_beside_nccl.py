@@ -1,7 +1,7 @@
-"""`ring` for tensors on the CPU beside a backend for those on a device: "cpu:ring,cuda:nccl".
+"""`ring` for CPU tensors beside a backend for tensors on a device: "cpu:ring,cuda:nccl".
 
-With NCCL it is seen up to where that wants a GPU. On a stand-in for a device, the other backend is
-gloo, which refuses its tensors.
+With NCCL the test goes as far as NCCL needs no GPU. On a stand-in for a device, the other backend
+is gloo, which refuses its tensors.
 """
 
 from __future__ import annotations

@@ -41,15 +41,15 @@ class Branches(nn.Module):
 
 
 def batch(step: int, rank: int | None = None) -> Tensor:
-    """Return a batch of a rank: of this one, unless another is given."""
+    """Return a batch of a rank, by default of this one."""
     rank = dist.get_rank() if rank is None else rank
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(step * 10 + rank))
 
 
 def train(group: Any, *, hook: Any = None, both: bool = True, **options: Any) -> list[Tensor]:
     """Return the weights after some steps with the backend of `group`."""
-    # A hook that begins operations in callbacks needs one bucket: those of several buckets would
-    # come in another order on each rank.
+    # A hook that begins operations in callbacks needs one bucket: with several, the operations
+    # would come in another order on each rank.
     bucket_mb = 0.001 if hook is None else 25
     model = DistributedDataParallel(
         Branches(), process_group=group, bucket_cap_mb=bucket_mb, **options
@@ -253,7 +253,7 @@ def test_zero_redundancy_optimizer() -> None:
 
 
 def callback_that_waits() -> list[float]:
-    """A callback of a future waits for an operation that it begins itself, three deep."""
+    """A callback of a future waits for an operation that it starts itself, three levels deep."""
 
     def reduce_again(left: int) -> Callable[[Any], Tensor]:
         def callback(future: Any) -> Tensor:
@@ -280,7 +280,7 @@ def test_callbacks_may_wait() -> None:
 
 
 def many_futures() -> tuple[int, list[float]]:
-    """Return by how many the threads have become more, and the results of the callbacks."""
+    """Return the number of additional threads, and the results of the callbacks."""
     before, seen, values = len(os.listdir("/proc/self/task")), [0], []
 
     def callback(future: Any) -> float:
@@ -302,7 +302,7 @@ def test_many_futures_need_few_threads() -> None:
 
 
 def futures_out_of_order() -> float:
-    """Callbacks that wait for futures which were asked for after theirs, by the program."""
+    """Callbacks wait for futures that the program requested after theirs."""
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(4)]
     futures: list[Any] = []
     has_all = threading.Event()
@@ -348,7 +348,7 @@ def test_compiled_functional_collectives() -> None:
 
 
 def compiled_training() -> None:
-    """A compiled DDP model ends where the same model ends that is not compiled."""
+    """A compiled DDP model ends with the same weights as an uncompiled one."""
     torch._dynamo.reset()
     graphs = []
 

@@ -1,7 +1,7 @@
 """Programs that do not import torch_ring: torch finds the backend by the entry points.
 
-Interpreters of their own, with the environment that torchrun gives to its ranks; one that ends
-without destroy_process_group(), too.
+Each rank is a fresh interpreter with the environment of a torchrun rank; one ends without
+destroy_process_group().
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors: every rank hears of what is wrong, and nothing hangs."""
+"""Errors: every rank gets the error, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def unequal_splits(row: int) -> tuple[str, str]:
 
 
 def unequal_tensors(row: int) -> tuple[str, str]:
-    """The same in lists of tensors."""
+    """Rank 1 sends rank 0 a larger tensor than expected, in lists of tensors."""
     rank = dist.get_rank()
     sent = [torch.ones(row * (3 if (rank, to) == (1, 0) else 2)) for to in range(3)]
     outputs = [torch.full((row * 2,), -1.0) for _ in range(3)]
@@ -216,7 +216,7 @@ def test_a_failure_that_nobody_waits_for() -> None:
 
 
 def short_wait(how: str) -> tuple[str, str]:
-    """Rank 1 comes when rank 0 has given up a wait; what was waited for goes on, and the group."""
+    """Rank 1 comes after rank 0 has given up a wait; the operation and the group go on."""
     ones = torch.ones(2)
     if dist.get_rank() == 1:
         group_store().wait(["gave up"])
@@ -349,7 +349,8 @@ def abort_in_a_thread() -> tuple[str, str]:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         if dist.get_rank() == 1:
             group_store().wait(["aborted"])
-            # Rank 0 had come to the first: it may be done before the news of the end is here.
+            # Rank 0 had joined the first one, which may complete before the news of the end
+            # arrives.
             errors = [error_of(lambda: dist.all_reduce(torch.ones(1))) for _ in range(2)]
             return next((error for error in errors if error[0] != "nothing"), errors[-1])
         work = dist.all_reduce(torch.ones(1), async_op=True)

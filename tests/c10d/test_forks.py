@@ -1,4 +1,4 @@
-"""Forked processes: they have no part in their parent's groups, and disturb them in nothing."""
+"""Forked processes: they take no part in their parent's groups, and do not disturb them."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_a_forked_process_has_no_part_in_the_groups(transport: str) -> None:
 
 
 def destroy_in_children() -> None:
-    """A thread waits for futures while others are forked, which have its locks as they are."""
+    """A thread waits for futures while the process forks children, which inherit its locks."""
     rounds = 0
     stop = threading.Event()
 
     def reduce_often() -> None:
         nonlocal rounds
         ones = torch.ones(1)
-        while ones.item() == 1:  # until some rank has stopped: all of them after the same round
+        while ones.item() == 1:  # until a rank stops; all of them stop after the same round
             work = dist.all_reduce(torch.ones(100), async_op=True)
             assert work is not None
             work.get_future().wait()

@@ -68,7 +68,7 @@ def test_fully_shard(dtype: torch.dtype | None, size: int) -> None:
 
 
 class Buffers(TorchDispatchMode):
-    """Sees which tensors the collectives of this thread get.
+    """Records the tensors that the collectives of this thread get.
 
     Attributes:
         shared: by collective, for each tensor whether it lies in memory that the ranks share.

@@ -1,4 +1,4 @@
-"""Groups: process sets of one world, worlds of their own, their beginning and their end."""
+"""Groups: process sets of one world, groups with their own worlds, their start and their end."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def total(group: dist.ProcessGroup | None = None) -> float:
 
 
 def descriptors() -> list[str]:
-    """Return what this process has open."""
+    """Return the open descriptors of this process."""
     names = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return names
 
 
 def datagram_sockets(names: Sequence[str]) -> int:
-    """Return how many descriptors, of these, the default group has to sleep, and to wake others."""
+    """Return the number of descriptors by which the default group sleeps and wakes others."""
     with open("/proc/net/unix") as table:
         lines = [line.split() for line in table]
     doorbells = {f"socket:[{line[6]}]" for line in lines[1:] if line[4] == "0002"}
@@ -48,10 +48,10 @@ def datagram_sockets(names: Sequence[str]) -> int:
 
 
 def held() -> dict[str, int]:
-    """Return how many of the things that a process can run out of this one has.
+    """Return this process's use of limited resources.
 
-    But for the sockets with which the default group sleeps, and wakes others: it opens them when it
-    first does so.
+    Excludes the sockets by which the default group sleeps and wakes others: it opens them at their
+    first use.
     """
     names = descriptors()
     doorbells = datagram_sockets(names)
@@ -118,14 +118,14 @@ def many() -> None:
     total(dist.group.WORLD)
     before = held()
 
-    def has_no_more() -> bool:  # but connections of the world, which come and go
+    def has_no_more() -> bool:  # except connections of the world, which come and go
         return all(number <= before[what] + 2 for what, number in held().items())
 
     groups = [dist.new_group([0, 1]) for _ in range(500)]
     assert eventually(has_no_more), (before, held())
     assert total(groups[50]) == 1
     assert total(groups[499]) == 1
-    # Those that are used have one each.
+    # Each used group has one thread.
     assert eventually(lambda: held()["threads"] <= before["threads"] + 2), (before, held())
     for group in groups:
         dist.destroy_process_group(group)
@@ -155,8 +155,8 @@ def test_groups_that_have_ended_are_freed() -> None:
 
 
 def crossing(pairs: list[list[int]], is_local: bool) -> list[float]:
-    """Each rank begins in a group in which another one is awaited that begins in the next."""
-    if is_local:  # one name a group, also if the ranks make them in other orders: torch 2.13
+    """Each rank starts in a group whose other member starts in the next group."""
+    if is_local:  # one name a group, even if ranks make the groups in different orders: torch 2.13
         dist.distributed_c10d._hash_ranks_to_str = str  # type: ignore[assignment]
     rank, groups = dist.get_rank(), {}
     begun: list[tuple[Any, torch.Tensor, float]] = []
@@ -281,7 +281,7 @@ def test_groups_of_a_gloo_program() -> None:
 
 
 def destroyed_but_for_a_thread(stack: contextlib.ExitStack) -> None:
-    """End the default group while a thread looks for the members of a part of it."""
+    """End the default group while a thread waits for the members of a subgroup."""
     goes_on, looks = threading.Event(), threading.Event()
 
     def look(group: groups.Group) -> NoReturn:
@@ -300,7 +300,7 @@ def destroyed_but_for_a_thread(stack: contextlib.ExitStack) -> None:
 
 
 def aborted(stack: contextlib.ExitStack) -> None:
-    """End the default group, of which the program keeps an object."""
+    """End the default group while the program keeps an object of it."""
     kept = [dist.group.WORLD]
     stack.callback(kept.clear)
     dist.distributed_c10d._abort_process_group()
@@ -376,7 +376,7 @@ def test_a_member_that_does_not_come() -> None:
 
 
 class _Telling(logging.Handler):
-    """Lets `store.wait(["told"])` return when this rank logs that another one is late."""
+    """Ends `store.wait(["told"])` when this rank logs that another one is late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ class _Telling(logging.Handler):
 
 
 def late_member() -> tuple[float, list[str]]:
-    """Rank 1 makes the group when TORCH_RING_INIT_TIMEOUT has passed for long."""
+    """Rank 1 makes the group long after TORCH_RING_INIT_TIMEOUT has passed."""
     os.environ |= {"TORCH_RING_INIT_TIMEOUT": "0.2", "TORCH_RING_STALL_WARNING": "0.5"}
     telling = _Telling()
     logging.getLogger("torch_ring").addHandler(telling)
@@ -454,7 +454,7 @@ def shared_world() -> groups._SharedWorld:
 
 
 def held_by_groups() -> dict[str, int]:
-    """Return `held()`, and what groups leave in this process."""
+    """Return `held()`, and the resources that groups leave in this process."""
     shared = shared_world()
     gc.collect()
     assert datagram_sockets(descriptors()) <= 2
@@ -466,7 +466,7 @@ def held_by_groups() -> dict[str, int]:
 
 
 def all_have_left() -> bool:
-    """Return whether nothing is held for groups that this rank has left."""
+    """Return whether this rank holds nothing for groups that it has left."""
     shared = shared_world()
     shared.let_go()
     return not shared.left
@@ -524,10 +524,11 @@ def many_groups(count: int, look_at: list[int]) -> list[dict[str, int]]:
     for made in range(1, count + 1):
         _use_and_destroy(everyone)
         _use_and_destroy(everyone[:-1])  # one that a rank is not in
-        if made % 5 == 0:  # one that is not used
+        if made % 5 == 0:  # an unused group
             dist.destroy_process_group(dist.new_group(everyone))
         if made in look_at:
-            # A group that all have left is freed when the next one is made, if the news have come.
+            # A group that all have left is freed when the next one is made, if the news has
+            # arrived.
             dist.barrier()
             assert eventually(all_have_left, DEADLINE_S / 3)
             last = dist.new_group(everyone)
@@ -539,7 +540,7 @@ def many_groups(count: int, look_at: list[int]) -> list[dict[str, int]]:
 
 @on_shm_and_slowly_on_tcp
 def test_groups_leave_nothing_behind(transport: str) -> None:
-    # A group that is kept holds 1.2 MiB a rank: memory ended at group 2,250.
+    # A kept group holds 1.2 MiB a rank: memory ran out at group 2,250.
     for before, after in on_ring(many_groups, 3, 100, [50, 100], transport=transport):
         assert before == after
 
@@ -565,7 +566,7 @@ def thousands_of_groups() -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 def test_thousands_of_groups() -> None:
-    # As a job makes that has a group for each epoch. With 1.2 MiB a group it ended at 2,250.
+    # As in a job with a group for each epoch. With 1.2 MiB a group it failed at 2,250.
     for looks in on_ring(thousands_of_groups, 2, deadline_s=300.0):
         memory, shared = zip(*looks, strict=True)
         assert len(set(shared)) == 1, shared

@@ -41,7 +41,7 @@ def in_groups(backend: str) -> tuple[float, float, float, list[float]]:
         hvd.init()  # over the store of the default group
         assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item() == 3.0
         hvd.shutdown()
-        swapped = dist.new_group([1, 0], backend="ring")  # in no world: it has one of its own
+        swapped = dist.new_group([1, 0], backend="ring")  # not a part of that world: it has its own
         third = dist.new_group([0, 2], backend="ring")
         of_all = dist.new_group(backend="ring")
         sums = [sum_of_ranks(of_all)]
@@ -54,7 +54,7 @@ def in_groups(backend: str) -> tuple[float, float, float, list[float]]:
 
 @pytest.mark.parametrize("backend", ["ring", slow("gloo")])
 def test_groups_between_hosts(hosts, backend):
-    """The namespaces have no default route: only that to the store leads to the other ranks."""
+    """The namespaces have no default route: only the store's route leads to the other ranks."""
     env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29519"}
     env |= {"GLOO_SOCKET_IFNAME": "eth0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     where = [hosts[host] for host in (0, 0, 1)]

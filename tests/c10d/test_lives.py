@@ -1,4 +1,4 @@
-"""A store that outlives its groups, which torch gives the same names again."""
+"""A store outlives its groups, and torch reuses their names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin_total(value: float, group: Any) -> tuple[Any, torch.Tensor]:
 
 
 class _Looking:
-    """A group's store that says when its rank has looked for the others."""
+    """A group's store that reports that its rank has looked for the others."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class _Looking:
 
 
 def tell_of_look(name: str) -> None:
-    """Let `store.wait(["looked"])` of other ranks return when this one looks for its members."""
+    """Make `store.wait(["looked"])` of other ranks return when this one looks for its members."""
     from torch_ring.c10d import groups
 
     (group,) = (group for group in groups._groups if group.name == name)
@@ -109,7 +109,7 @@ def test_a_group_is_made_again_under_its_name(transport: str) -> None:
 
 
 def own_worlds() -> list[float]:
-    """Groups that have worlds of their own, of other sizes and ranks under the same name."""
+    """Groups with worlds of their own, of different sizes and ranks under the same name."""
     rank, sums = int(os.environ["RANK"]), []
     for ranks in ([1, 0], [2, 1, 0], [2, 1], [1, 0]):
         with default_group():
@@ -128,7 +128,7 @@ def test_worlds_of_their_own_in_four_lives(transport: str) -> None:
 
 
 def worlds_of_other_sizes() -> list[float]:
-    """The ranks of a later world are fewer, as after a death."""
+    """A later world has fewer ranks, as after a death."""
     import torch_ring as hvd
 
     rank, sums = int(os.environ["RANK"]), []
@@ -174,9 +174,9 @@ def test_a_monitored_barrier_waits_in_a_second_life() -> None:
 
 @contextmanager
 def served_by_rank_0(directory: Path) -> Iterator[dist.Store]:
-    """Have a store that ends with rank 0, and which the others ask only after rank 0 has gone on.
+    """Serve a store that ends with rank 0; the others ask it only after rank 0 has gone on.
 
-    They wait for that for half a second: if rank 0 waits for them, it is not so.
+    They wait half a second for rank 0 to go on; it does not if it waits for them.
     """
     rank, port = int(os.environ["RANK"]), directory / "port"
 

@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor of small numbers that tells the rank and the element."""
+    """Return a tensor of small numbers that identify the rank and the element."""
     count = int(torch.Size(shape).numel())
     return ((torch.arange(count) * 3 + rank * 5) % 11).to(dtype).reshape(shape)
 
@@ -243,7 +243,7 @@ def test_send_and_receive() -> None:
 
 
 def sleeps_of_others() -> int:
-    """Return how often the other threads of this process have gone to sleep so far."""
+    """Return the number of sleeps of this process's other threads so far."""
     own, count = str(threading.get_native_id()), 0
     for thread in os.listdir("/proc/self/task"):
         if thread != own:
@@ -253,7 +253,7 @@ def sleeps_of_others() -> int:
 
 
 def block_often() -> int:
-    """Return how often other threads sleep during 20 calls: the median of rounds of them."""
+    """Return the number of other threads' sleeps during 20 calls: the median of several rounds."""
     tensor, found = torch.ones(256), []
     for _ in range(50):
         before = sleeps_of_others()
@@ -265,8 +265,8 @@ def block_often() -> int:
 
 @on_both_transports
 def test_a_blocking_call_wakes_no_other_thread(transport: str) -> None:
-    # The control plane's thread wakes for reasons of its own, and more often in a round for which a
-    # busy machine takes long. With async_op=True it is 10 and more in most rounds.
+    # The control plane's thread wakes for other reasons, too, and more often in a round that is
+    # slow on a busy machine. With async_op=True most rounds have 10 and more.
     assert max(on_ring(block_often, 2, transport=transport)) < 2
 
 
@@ -287,7 +287,7 @@ def test_a_thousand_outstanding() -> None:
 
 
 def values_of_futures(backend: str) -> dict[str, list[Tensor]]:
-    """Return by operation what its future has, which is a flat list of tensors."""
+    """Return the value of each operation's future, a flat list of tensors."""
     group = dist.new_group(backend=backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     own, wide = values(rank, (3,)), values(rank, (size,))
@@ -344,7 +344,7 @@ def objects() -> None:
 
 
 def reduce_one_tensor_often(count: int) -> None:
-    """Each operation takes what the one before has left, as on a stream of a device."""
+    """Each operation takes the result of the previous one, as on a device's stream."""
     size = dist.get_world_size()
     for tensor in (torch.ones(count), torch.ones(count, 2)[:, 0]):
         group = dist.new_group()  # the first operations come while it is connected

@@ -1,9 +1,9 @@
-"""Random collectives through both doors, in several groups and lives of one store.
+"""Random collectives by both APIs, in several groups and lives of one store.
 
-All ranks draw the same program from its seed: lives of a store, groups that overlap, operations.
-Each rank draws on its own when it polls and for which operation it waits. Values are small whole
-numbers, which every dtype holds exactly, and every rank knows those of all others: so it computes
-the right results alone. `--full` runs many programs, RANDOM_COLLECTIVES=17 the one with that seed.
+All ranks draw the same program from its seed: lives of a store, overlapping groups, operations.
+Each rank draws its own polls and waits. Values are small whole numbers, exact in every dtype, and
+every rank knows the values of all others, so it computes the expected results alone. `--full` runs
+many programs, RANDOM_COLLECTIVES=17 the one with that seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Reduce = Callable[[list[Tensor]], Tensor]
 
 @dataclass
 class Pending:
-    """An operation in flight: how to ask for it, to wait for it, and what is right then."""
+    """An operation in flight: functions to poll it and to wait for it, and the right result."""
 
     what: str
     done: Callable[[], bool]
@@ -49,7 +49,7 @@ class Pending:
 
 @dataclass
 class Group:
-    """A group, or a process set, as its members know it."""
+    """A group or a process set, as its members see it."""
 
     ranks: list[int]  # in torch.distributed, by rank of the group
     handle: Any
@@ -151,7 +151,7 @@ class Program:
     # --- waiting
 
     def ask(self) -> None:
-        """Poll for, or wait for, some operations: each rank as it likes."""
+        """Poll for, or wait for, some operations; each rank chooses by itself."""
         for group in (*self.groups, *self.sets):
             while group.pending and self.own.random() < 0.4:
                 pending = self.own.choice(group.pending)
@@ -207,7 +207,7 @@ def same(got: Tensor, want: Tensor) -> None:
 
 
 def pending(what: str, work: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> Pending:
-    """Return an operation of torch.distributed; `work`: None, if it has been a blocking one."""
+    """Return an operation of torch.distributed; `work`: None for a blocking one."""
 
     def check() -> None:
         for got, want in pairs:
@@ -244,7 +244,7 @@ def reduction(draw: Draw, group: Group) -> tuple[Any, torch.dtype, Reduce]:
         dtype = draw.random.choice(WHOLE)
         bitwise = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
         return getattr(dist.ReduceOp, name), dtype, folded(bitwise[name])
-    if name == "AVG":  # what is given is a multiple of the size, so that this is exact
+    if name == "AVG":  # the inputs are multiples of the size, so this is exact
         return dist.ReduceOp.AVG, dtype, lambda parts: add([part // group.size for part in parts])
     if name == "PREMUL":
         own = dist._make_nccl_premul_sum(2.0**group.rank)
@@ -433,7 +433,7 @@ def of_horovod(what: str, handle: int, check: Callable[[Any], None]) -> Pending:
 
 
 def hvd_allreduces(draw: Draw, group: Group) -> list[Pending]:
-    """Several by name: each rank submits them in an order of its own."""
+    """Several allreduces by name: each rank submits them in its own order."""
     begun: list[Pending] = []
     indices = list(range(draw.random.randint(1, 4)))
     draw.is_async = True

@@ -1,4 +1,4 @@
-"""The ranks that are left make a new group in place of the old one; parts of a group."""
+"""The remaining ranks make a new group in place of the old one; parts of a group."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def abort_and_begin_anew() -> list[float]:
         kind, _ = error_of(total)
         assert kind in ("RingError", "PeerLostError")
         reconfigure(uuid, exchange(store, f"round {uuid}", rank, [0, 1]))
-        if uuid != 2:  # the third abort meets a group that was not used
+        if uuid != 2:  # the third abort meets an unused group
             sums.append(total())
     return sums
 

@@ -25,7 +25,7 @@ Op = dist.ReduceOp
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return small whole numbers that tell the rank and the element, some of them negative."""
+    """Return small whole numbers that identify rank and element, some of them negative."""
     numbers = (torch.arange(int(torch.Size(shape).numel())) * 3 + rank * 5) % 11
     if dtype == torch.bool:
         numbers = numbers % 2
@@ -42,7 +42,7 @@ def everyone(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def mean(stack: Tensor) -> Tensor:
-    """Return the mean, of integers without what is after the point."""
+    """Return the mean; of integers, without the fraction."""
     if stack.is_complex():  # torch divides complex numbers less exactly than real ones
         return torch.view_as_complex(mean(torch.view_as_real(stack)))
     total = stack.sum(0)
@@ -52,14 +52,14 @@ def mean(stack: Tensor) -> Tensor:
 
 
 def halves(stack: Tensor) -> Tensor:
-    """Return the sum of halves, each of them, of integers, without what is after the point."""
+    """Return the sum of halves; of integers, each half without the fraction."""
     if stack.is_floating_point() or stack.is_complex():
         return (stack * 0.5).sum(0)
     return torch.div(stack, 2, rounding_mode="trunc").sum(0)
 
 
 def doublings(stack: Tensor) -> Tensor:
-    """Return the sum in which the values of each rank count twice as much as those before."""
+    """Return the sum with weights that double from rank to rank."""
     return torch.stack([values * 2**rank for rank, values in enumerate(stack)]).sum(0)
 
 
@@ -126,7 +126,7 @@ def test_reductions(operator: str, transport: str) -> None:
 
 
 def refused() -> list[str]:
-    """Return what is reduced although the documentation calls it an error."""
+    """Return the cases that succeed although the documentation calls them errors."""
     found = []
     for name, (make, _, dtypes) in OPERATORS.items():
         for dtype in MOVED:

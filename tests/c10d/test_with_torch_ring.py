@@ -14,7 +14,7 @@ from tests.support.pool import error_of, run
 
 
 def without_launcher(backend: str) -> tuple[int, int]:
-    """Return rank and size of a program whose processes know nothing but their group."""
+    """Return rank and size of a program whose processes know only their group."""
     with default_group(backend):
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             del os.environ[variable]

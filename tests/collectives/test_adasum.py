@@ -11,10 +11,10 @@ import torch_ring as hvd
 
 def check_adasum() -> None:
     rank, size = hvd.rank(), hvd.size()
-    parallel = hvd.allreduce(torch.tensor([3.0, 0.0]), op=hvd.Adasum)  # alike: their mean
+    parallel = hvd.allreduce(torch.tensor([3.0, 0.0]), op=hvd.Adasum)  # parallel: their mean
     torch.testing.assert_close(parallel, torch.tensor([3.0, 0.0]))
     orthogonal = torch.zeros(size)
-    orthogonal[rank] = 2.0  # at right angles: their sum
+    orthogonal[rank] = 2.0  # orthogonal: their sum
     torch.testing.assert_close(hvd.allreduce(orthogonal, op=hvd.Adasum), torch.full((size,), 2.0))
     many = [torch.full((5_000,), 2.0, dtype=torch.bfloat16), torch.full((3,), 4.0).bfloat16()]
     for got, want in zip(hvd.grouped_allreduce(many, op=hvd.Adasum), many, strict=True):

@@ -1,4 +1,4 @@
-"""Gradients of collectives, and what autograd sees of operations in place."""
+"""Gradients of collectives, and autograd's view of operations in place."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_gradients(transport, size):
 
 
 def check_version_counter() -> None:
-    """A tensor that autograd has saved must not change behind its back."""
+    """A tensor saved by autograd must not change unnoticed."""
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     square = y * y

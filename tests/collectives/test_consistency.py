@@ -1,4 +1,4 @@
-"""verify_consistency and TORCH_RING_CHECK_EVERY: the first difference, and where it is."""
+"""verify_consistency and TORCH_RING_CHECK_EVERY: the first difference, and its place."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_first_difference_is_named_on_all_ranks(size, transport):
 
 
 def agree() -> None:
-    """Copies with other strides or storage, NaNs and one rank alone are no difference."""
+    """Other strides or storage, NaNs and a world of one rank are no difference."""
     hvd.verify_consistency(Model())
     model = nn.Linear(30, 40, bias=False)
     values = torch.arange(1200.0).view(40, 30)

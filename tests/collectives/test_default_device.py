@@ -161,7 +161,7 @@ def be_elastic() -> None:
 
 
 def trace() -> None:
-    """Use hvd.tracing: what it says is the same as on the CPU."""
+    """Use hvd.tracing: its results are the same as on the CPU."""
     hvd.allreduce(ones(2), name="traced")
     assert hvd.tracing.snapshot()
     assert hvd.tracing.report()
@@ -253,7 +253,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "elastic": be_elastic,
     "tracing": trace,
 }
-# Used by the others.
+# Names that the functions above call as well.
 COVERED = {
     "LocalSGD",
     "broadcast_buffers",

@@ -1,4 +1,4 @@
-"""Every dtype in every operation: moved, reduced, or refused with the list of what there is."""
+"""Every dtype in every operation: moved, reduced, or refused with the list of allowed dtypes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_dtypes_in_other_uses(check, transport):
 
 
 def check_refusals() -> None:
-    """A dtype without arithmetic is refused on this rank, by a list of those that have it."""
+    """A dtype without arithmetic is refused on this rank, with a list of the allowed dtypes."""
     lists = (
         "reductions take uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64 and "
         "bool, and Sum and Average also complex64 and complex128; uint16, uint32, uint64, "
@@ -77,7 +77,7 @@ def test_refusals_list_what_is_supported():
 
 
 def check_mismatches() -> None:
-    """Dtypes of one size are told apart, and the job goes on."""
+    """Dtypes of the same size are distinguished, and the job goes on."""
     rank = hvd.rank()
     for first, second in [
         (torch.int16, torch.uint16),
@@ -111,7 +111,7 @@ def test_dtypes_of_one_size_are_a_mismatch(transport):
 
 
 def check_other_senders() -> None:
-    """broadcast_parameters takes the dtypes, and sparse sums complex numbers, too."""
+    """broadcast_parameters takes all dtypes, and the sparse allreduce complex numbers, too."""
     rank, size = hvd.rank(), hvd.size()
     state = {str(dtype): patterned(rank, (5,), dtype, "cpu") for dtype in MOVED}
     hvd.broadcast_parameters(state, 0)

@@ -1,4 +1,4 @@
-"""The cost of a small blocking allreduce in instructions: without a clock there is no noise."""
+"""The cost of a small blocking allreduce in instructions, which have no noise as times do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 PROGRAM = Path(__file__).parents[2] / "build" / "cpp" / "plain" / "hot_path"
 CALLS = 1000
-# Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, complete, write it down.
-# That was 4712 before the flight recorder; at most 5 % more.
+# Of the engine and its parts, on one rank: submit, agree, reduce 1 KB, complete, record. It was
+# 4712 before the flight recorder; the limit is 5 % more.
 MOST_INSTRUCTIONS = 4950
 
 

@@ -12,7 +12,7 @@ import torch_ring as hvd
 
 def run_out_of_data() -> None:
     rank, size = hvd.rank(), hvd.size()
-    for _ in range(2):  # again, with another numbering behind
+    for _ in range(2):  # again, with a different numbering behind it
         for step in range(rank + 1):
             here = size - step  # the ranks that have not joined
             for count in (3, 50_000):  # with the agreement, and after it
@@ -38,7 +38,7 @@ def test_ranks_join_in_turn(transport, size):
 
 def call_what_needs_all_ranks() -> None:
     if hvd.rank() == 0:
-        hvd.allreduce(torch.ones(1))  # the others are one operation behind in their numbering
+        hvd.allreduce(torch.ones(1))  # the others' numbering is one operation behind
         assert hvd.join() in range(hvd.size())
     else:
         hvd.allreduce(torch.ones(1))

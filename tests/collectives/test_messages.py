@@ -21,12 +21,12 @@ from torch_ring.world.process_set import engine_of
 on_two_and_three = pytest.mark.parametrize(
     ("transport", "size"), [("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3)]
 )
-# Bytes around the limit up to which a message does not wait for its receiver, and a long one.
+# Sizes around the limit of messages that do not wait for their receiver, and a long one.
 SIZES = [0, 1, 16383, 16384, 16385, 5_000_000]
 
 
 def numbered(count: int, what: int) -> torch.Tensor:
-    """Return a message that no other has."""
+    """Return a unique message."""
     return (torch.arange(count, dtype=torch.int64) * 31 + what).to(torch.uint8)
 
 
@@ -44,7 +44,7 @@ def send_all_ways() -> None:
             assert sends[peer].wait() == peer
             assert sends[peer].done()
             assert torch.equal(received[peer], numbered(count, 10 * peer + rank))
-        hvd.barrier()  # collectives go on beside them
+        hvd.barrier()  # collectives run at the same time
 
 
 @on_two_and_three
@@ -261,7 +261,7 @@ def shut_down() -> tuple[str, str]:
 
 def test_shutdown_ends_what_is_outstanding():
     for kind, text in run(shut_down, 2):
-        assert kind in ("RingError", "PeerLostError")  # of this rank's shutdown, or the other's
+        assert kind in ("RingError", "PeerLostError")  # after this rank's shutdown, or the other's
         assert "shut down" in text or "has left" in text
 
 
@@ -332,7 +332,7 @@ def fork_between_messages() -> None:
         engine = current.engine()
         receive, send = engine.receive(into, other), engine.send(torch.ones(3), other)
         pid = os.fork()
-        if pid == 0:  # lets go of the parent's engine, thread and sockets
+        if pid == 0:  # abandons the parent's engine, thread and sockets
             kind, _ = error_of(current.engine)
             del engine, receive, send
             gc.collect()

@@ -1,4 +1,4 @@
-"""Results are made in the mode of the call that asked for them, whoever makes progress."""
+"""Results have the mode of the submitting call, whichever thread makes progress."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_strided_inference_tensors_in_a_group(transport: str) -> None:
 
 
 def others_mode(asks_in_inference_mode: bool) -> None:
-    """A thread asks for results, and another one, in another mode, waits and makes progress."""
+    """A thread requests results; another one, in another mode, waits and makes progress."""
     results: list[Tensor] = []
 
     def ask() -> None:
@@ -127,7 +127,7 @@ def log_handler_that_raises(told: Path) -> None:
     if hvd.rank() == 0:
         log.addHandler(handler)
     try:
-        if hvd.rank() == 1:  # rank 0 waits, until it is told so
+        if hvd.rank() == 1:  # rank 0 waits until then
             assert eventually(told.exists, DEADLINE_S / 3)
         hvd.allreduce(torch.ones(3), name="late")
     finally:

@@ -1,4 +1,4 @@
-"""Somebody makes progress on every operation, whoever waits, gives up, or only polls."""
+"""Every operation makes progress, even if threads give up their waits, or only poll."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def submit_to_group(tensor: Tensor, name: str) -> tuple[_Wait, _Poll]:
 
 
 def await_agreement(number: int) -> None:
-    """Wait until the ranks have agreed on the operation with this number: it runs, or has run."""
+    """Wait until the ranks have agreed on the operation with this number, which then runs."""
 
     def has_come() -> bool:
         [found] = recorded_sets()
@@ -56,7 +56,7 @@ def wait_and_poll(door: str) -> None:
         wait, _ = submit(big.fill_(1), f"{i}")
         number = last_number()
         wait_for_last, is_last_done = submit(small.fill_(1), f"{i} last")
-        await_agreement(number)  # by the engine's thread, as nobody else makes progress
+        await_agreement(number)  # by the engine's thread: no other thread makes progress
         wait()
         if i % 2 == (hvd.rank() if door == "hvd" else dist.get_rank()):
             assert eventually(is_last_done, DEADLINE_S / 3)
@@ -102,7 +102,7 @@ def test_a_message_depends_on_an_operation_that_its_receiver_does_not_wait_for(
 def drop_before_wait(done: Path) -> None:
     tensor = torch.full((5,), float(hvd.rank()))
     if hvd.rank() == 0:
-        # As Ctrl-C does that comes between the submission of a blocking operation and its wait.
+        # As Ctrl-C does between the submission of a blocking operation and its wait.
         engine_of(hvd.global_process_set).broadcast(tensor, tensor, 0, "dropped", blocking=True)
         assert eventually(done.exists, DEADLINE_S / 3)
     else:

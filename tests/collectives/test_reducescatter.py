@@ -1,4 +1,4 @@
-"""reducescatter(): every rank gets its rows of the sum."""
+"""reducescatter(): each rank gets its rows of the sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of large results: written past the caches, into pages that the next results use again.
+"""Memory of large results: written past the caches, into pages that later results reuse.
 
 The pages belong to a tensor for as long as it lives.
 """
@@ -35,7 +35,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 
 
 def check_reuse(name: str) -> None:
-    for most_bytes in (0, 256 << 20):  # drops the pages of other tests
+    for most_bytes in (0, 256 << 20):  # frees the pages of other tests
         _C.keep_results(most_bytes)
     call, expected = CALLS[name]
     first_input, second_input = torch.arange(COUNT) % 97.0, torch.arange(COUNT) % 89.0

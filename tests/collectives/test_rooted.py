@@ -68,7 +68,7 @@ def test_rooted_refusals_and_mismatches(transport):
 
 
 def check_fence() -> None:
-    """Requests on both sides of a fence stay in flight, which a barrier's new numbers forbid."""
+    """Requests on both sides of a fence stay in flight; a barrier's renumbering forbids that."""
     rank, size = hvd.rank(), hvd.size()
     works = []
     for step in range(20):

@@ -1,4 +1,4 @@
-"""Tensors without memory of their own: wrappers, and tensors of a trace. A sentence, no crash."""
+"""Tensors without memory of their own, wrappers and traced tensors: an error, no crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.groups import on_ring
 
 
 class Wrapper(Tensor):
-    """A tensor that has its values in another one."""
+    """A tensor whose values are in another one."""
 
     inner: Tensor
 

@@ -120,7 +120,7 @@ def test_wrong_arguments():
 
 
 def check_misuse_of_horovods_kinds() -> None:
-    """A misuse that is a RuntimeError in Horovod is one here, a ValueError too, on every rank."""
+    """A misuse that is a RuntimeError in Horovod is one here, and a ValueError, on all ranks."""
     t, size = torch.ones(4), hvd.size()
     for call in [
         lambda: hvd.reducescatter(t, op=hvd.Adasum),

@@ -76,7 +76,7 @@ class UnusualModel(nn.Module):
 
 
 def compare_with_no_compression(**options: Any) -> None:
-    """Compressors that lose nothing give the weights of training without compression."""
+    """Lossless compressors give the weights of training without compression."""
     for make in (Exact, Ragged):
         for model in (make_model, UnusualModel):
             compressed, plain = model(), model()
@@ -135,7 +135,7 @@ def check_gradients_of_the_compressor() -> None:
         expected = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         assert torch.equal(compressor.states[name]["gradient"], expected)
         assert compressor.states[name]["computed"] == torch.float32
-    del optimizer  # until now it had to live
+    del optimizer  # it had to live until here
 
 
 def test_compressors_get_gradients_in_the_shapes_of_parameters():
@@ -178,7 +178,7 @@ def test_accumulation(op):
 
 
 def use_different_parameters() -> None:
-    """Rank 0 uses a and b, rank 1 uses b and c, nobody d."""
+    """Rank 0 uses a and b, rank 1 uses b and c, no rank d."""
     a, b, c, d = parameters = weights(1, 1, 1, 1)
     compressor = Exact()
     optimizer = hvd.DistributedOptimizer(

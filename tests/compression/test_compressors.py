@@ -50,7 +50,7 @@ COMPRESSORS: dict[str, Callable[[], hvd.StatefulCompressor]] = {
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_sent_and_error_add_up_to_the_gradients(name, ranks):
-    """Each rank owes what did not arrive, as its error; all ranks get the same bits."""
+    """Each rank keeps the unsent part as its error; all ranks get the same bits."""
     compressor = COMPRESSORS[name]()
     generator = torch.Generator().manual_seed(3)
     states: list[dict[str, Any]] = [{} for _ in range(ranks)]
@@ -95,7 +95,7 @@ def test_quantize(numel, dtype):
 
 
 def test_quantize_keeps_zero_and_tiny_numbers():
-    """Numbers too small to be divided may be lost, but do not grow."""
+    """Numbers too small for a division may be lost, but do not grow."""
     for value, error in ((0.0, 0.0), (2.7e-43, 3e-43), (1e-38, 1e-38), (3e-36, 1e-38)):
         tensor = torch.full((20,), value)
         back = dequantize(*quantize(tensor, 8), tensor.shape)
@@ -125,7 +125,7 @@ def test_powersgd_is_exact_for_a_matrix_of_its_rank():
 
 
 def test_powersgd_warm_start_improves_from_step_to_step():
-    """Warm start: the power iteration goes on, to the best approximation there is."""
+    """Warm start: the power iteration continues to the best approximation."""
     compressor, state = hvd.Compression.powersgd(rank=2), {}
     gradient = low_rank_matrix(12)
     losses = []

@@ -20,7 +20,7 @@ class Exact(hvd.StatefulCompressor):
 
 
 class Ragged(hvd.StatefulCompressor):
-    """Loses nothing: gathers the elements that are not zero in two rounds, a scalar in one."""
+    """Loses nothing: gathers the nonzero elements in two rounds, a scalar in one."""
 
     def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
         positions = gradient.flatten().nonzero()[:, 0].to(torch.int32)

@@ -29,7 +29,7 @@ from torch_ring.data import (
 )
 from torch_ring.data.pipeline import Rates, Waits
 
-FORK = multiprocessing.get_context("fork")  # for workers of ranks, that were forked themselves
+FORK = multiprocessing.get_context("fork")  # for workers of ranks, which are themselves forked
 
 
 class Clock:
@@ -87,7 +87,7 @@ def run_all_modes() -> None:
             assert batches[different:] == batches[: steps - different] or mode == "real"
         assert (epochs[0] == epochs[1]) == (mode != "real")
 
-    # A loop that stops, and goes on in another process: no sample twice, and none is missed.
+    # A loop stops, and goes on in another process: no sample is repeated or missed.
     sampler = ShardedSampler(12 * size, drop_last=True)
     loader = DataLoader(
         Samples(12 * size), 2, sampler=sampler, num_workers=1, multiprocessing_context=FORK
@@ -167,7 +167,7 @@ def check_report() -> str:
     assert alone.advice == report.advice  # from the waits alone
     assert "gap" not in str(alone)
 
-    # Ranks whose loaders have different queues take equally many steps all the same.
+    # Ranks whose loaders have different queues still take equally many steps.
     prefetcher = rank  # none on rank 0
     processes = {"multiprocessing_context": FORK, "persistent_workers": True} if prefetcher else {}
     loader = DataLoader(Samples(64), 2, num_workers=prefetcher, **processes)

@@ -32,7 +32,7 @@ class Gated(DevicePrefetcher):
 
 
 def prefetch_during_a_step() -> None:
-    """A step waits for the copy of its own batch, not for that of the next, which has begun."""
+    """A step waits for the copy of its own batch, not for the next copy, already in flight."""
     device_double.load()
     prefetcher = Gated([torch.full((3,), float(index)) for index in range(3)], DEVICE)
     batches = iter(prefetcher)

@@ -20,7 +20,7 @@ import torch_ring as hvd
 from torch_ring.data import InputPipeline, ShardedSampler
 from torch_ring.elastic import ElasticSampler
 
-FORK = multiprocessing.get_context("fork")  # for workers of ranks, that were forked themselves
+FORK = multiprocessing.get_context("fork")  # for workers of ranks, which are themselves forked
 
 
 class Loader:
@@ -87,7 +87,7 @@ def all_agree() -> Any:
 
 
 def interrupted(loaders: list[Loader], batches: int) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return what the ranks take in so many batches, and their states."""
+    """Return the samples that the ranks take in some batches, and their states."""
     seen, states = [], []
     for loader in loaders:
         batch_source = iter(loader)
@@ -140,7 +140,7 @@ def test_a_resume_repeats_and_skips_none(
 @pytest.mark.parametrize("batches", [1, 3, 4, 5])
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_the_epoch_after_a_resume_is_whole(batches, is_counted):
-    """Whether the loop counts its samples or leaves that to the loader; at the end of one, too."""
+    """The loop counts its samples, or leaves that to the loader; at the end of an epoch, too."""
 
     def epoch(loader: Loader) -> list[int]:
         seen = []

@@ -30,7 +30,7 @@ def samplers(size: int, length: int, **options: object) -> list[ShardedSampler]:
 
 
 def union_of(ranks: list[ShardedSampler]) -> list[int]:
-    """Return what all ranks take together, sorted."""
+    """Return the samples of all ranks together, sorted."""
     return sorted(index for sampler in ranks for index in sampler)
 
 
@@ -71,7 +71,7 @@ def test_training_gives_all_ranks_equally_many(length, size, options):
     drop_last=st.booleans(),
 )
 def test_a_resume_repeats_and_skips_none(length, before, after, batch_size, batches, drop_last):
-    """Another number of ranks gets the rest of the epoch, though workers had fetched all of it."""
+    """Another number of ranks gets the rest of the epoch, although workers had fetched it all."""
     ranks = samplers(before, length, drop_last=drop_last, seed=3)
     trained = []
     for sampler in ranks:
@@ -113,8 +113,8 @@ def test_epochs_follow_one_another():
     first = list(sampler)
     assert list(sampler) == first  # nothing was advanced: an evaluation may be repeated
     sampler.advance(4)
-    assert len(sampler) == 10  # of the pass that is under way
-    sampler.set_epoch(0)  # it is there already
+    assert len(sampler) == 10  # of the present pass
+    sampler.set_epoch(0)  # it is already there
     assert sampler.consumed == 4
     assert list(sampler) == first[4:]
     assert len(sampler) == 6
@@ -158,7 +158,7 @@ def test_the_state_of_another_sampler_is_refused():
 
 
 def resume_in_a_smaller_set() -> None:
-    """Some of the ranks finish the epoch, with nothing but the state."""
+    """Some of the ranks finish the epoch, with only the state."""
     sampler = ShardedSampler(range(23), drop_last=True)
     seen = []
     for batch in DataLoader(range(23), 2, sampler=sampler):

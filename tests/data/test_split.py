@@ -1,4 +1,4 @@
-"""hvd.data.split: every element once, whatever the numbers of ranks and workers."""
+"""hvd.data.split: every element once, on any numbers of ranks and workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 import torch_ring as hvd
 from torch_ring.data import split
 
-FORK = multiprocessing.get_context("fork")  # for workers of ranks, that were forked themselves
+FORK = multiprocessing.get_context("fork")  # for workers of ranks, which are themselves forked
 LENGTH = 23
 
 
@@ -42,7 +42,7 @@ def test_every_element_is_taken_once(size, workers, equal):
 
 
 class Counted:
-    """Reads numbers, and says how many it has read; its iterators have no state."""
+    """Reads numbers, and counts them; its iterators have no state."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -114,7 +114,7 @@ def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> Non
 @pytest.mark.parametrize("sizes", [(2, 3, 2), (3, 2, 3), (2, 2, 4), (4, 1, 2)])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_resume_repeats_and_skips_none(data, equal, sizes, workers, monkeypatch):
-    """Twice, and each worker after another number of elements."""
+    """Interrupted twice, each worker after a different number of elements."""
     length = 61
     seen: list[int] = []
     states: list[Any] = [None] * workers

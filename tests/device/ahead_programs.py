@@ -1,4 +1,4 @@
-"""Training programs that end up in planned passes, called as ``program(device, run_ahead)``.
+"""Training programs that reach planned passes, called as ``program(device, run_ahead)``.
 
 Each takes more steps than a plan needs, leaves the plan in its own way, and returns weights.
 """
@@ -36,7 +36,7 @@ def planned_passes() -> Iterator[list[int]]:
 
 
 class Branches(nn.Module):
-    """A trunk and branches, of which a pass uses those that it is told."""
+    """A trunk and branches; a pass uses the given branches."""
 
     def __init__(self, device: str, count: int = 3, seed: int = 1) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def branch_out(
     set_to_none: bool = True,
     **options: object,
 ) -> list[Tensor]:
-    """Train with the branches that `used(step)` names on this rank; None: it has no data."""
+    """Train with the branches of `used(step)` on this rank; None: it has no data."""
     model = Branches(device)
     optimizer = wrapped(model, run_ahead, **options)
     for step in range(steps):
@@ -102,7 +102,7 @@ def branch_of_some_ranks(device: str, run_ahead: bool | None) -> list[Tensor]:
 
 
 def missing_branch(device: str, run_ahead: bool | None) -> list[Tensor]:
-    """In some passes nobody uses branch 1, in others only rank 0 does."""
+    """In some passes no rank uses branch 1, in others only rank 0 does."""
 
     def used(step: int) -> tuple[int, ...]:
         gone = step in (6, 8) or (step == 9 and hvd.rank() > 0)
@@ -134,7 +134,7 @@ def missing_branch_accumulated(device: str, run_ahead: bool | None) -> list[Tens
 
 
 def branch_of_all_ranks(device: str, run_ahead: bool | None) -> list[Tensor]:
-    """All ranks begin to use another branch in the same pass, and go on with it."""
+    """All ranks switch to another branch in the same pass, and keep it."""
     return branch_out(device, run_ahead, lambda step: (0, 1) if step >= 7 else (0,), steps=20)
 
 
@@ -151,7 +151,7 @@ def frozen(device: str, run_ahead: bool | None) -> list[Tensor]:
 
 
 def no_data(device: str, run_ahead: bool | None) -> list[Tensor]:
-    """In turn a rank has no data; once nobody has."""
+    """The ranks take turns without data; in one pass no rank has data."""
 
     def used(step: int) -> tuple[int, ...] | None:
         return None if step % 4 == hvd.rank() or step == 11 else (0, 1)
@@ -160,7 +160,7 @@ def no_data(device: str, run_ahead: bool | None) -> list[Tensor]:
 
 
 def accumulated(device: str, run_ahead: bool | None) -> list[Tensor]:
-    """Two passes a step; the last rank sometimes has data for one only, and calls synchronize()."""
+    """Two passes a step; the last rank sometimes has data for only one, and calls synchronize()."""
     model = Branches(device)
     optimizer = wrapped(model, run_ahead, backward_passes_per_step=2)
     for step in range(12):

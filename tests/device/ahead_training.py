@@ -1,4 +1,4 @@
-"""Training whose hosts run ahead, on a stand-in for a device: models, and steps with them."""
+"""Training whose hosts run ahead, on a stand-in for a device: models and their steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait_for(path: Path) -> None:
 
 
 class Training:
-    """A model on a device, and steps with it."""
+    """A model on a device, and its steps."""
 
     def __init__(self, device: str, **options: object) -> None:
         self.device = device
@@ -76,7 +76,7 @@ class Assigning(torch.optim.Optimizer):
 
 
 class Quiet:
-    """Steps in which the host waits for nothing on the stand-in, most of whose operators wait."""
+    """Steps without host waits on the stand-in, although most of its operators wait."""
 
     def __init__(self, device: str) -> None:
         self.weights = [torch.nn.Parameter(torch.zeros(5, device=device)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The stand-ins for a device are slow, all of them: their library compiles for a minute."""
+"""Marks all tests of the stand-ins as slow: compiling their library takes a minute."""
 
 from __future__ import annotations
 

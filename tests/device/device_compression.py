@@ -48,7 +48,7 @@ def wrapped(model: nn.Module, compression: Any) -> Optimizer:
 
 
 def compress_without_the_host(device: str) -> None:
-    """From the third step on the host waits for nothing on the device."""
+    """From the third step on the host does not wait for the device."""
     for compression in [*CASTS, *(make() for make in STATEFUL)]:
         model = make_model().to(device)
         optimizer = wrapped(model, compression)
@@ -62,7 +62,7 @@ def compress_without_the_host(device: str) -> None:
 
 
 def compress_as_on_the_host(device: str) -> None:
-    """Gradients and states are those of the host, also after results that are not finite."""
+    """Gradients and states equal the host's, even after non-finite results."""
     for make in STATEFUL:
         models = {place: make_model().to(place) for place in ("cpu", device)}
         compressors = {place: make() for place in models}
@@ -99,7 +99,7 @@ def assert_same_states(here: Any, there: Any, device: str) -> None:
 
 
 def continue_with_a_state_of_the_host(device: str) -> None:
-    """A state that was saved on the host goes on on the device."""
+    """A state saved on the host continues on the device."""
     for make in STATEFUL:
         batches = [part(batch).to(device) for batch in joined_batches(6)]
         first, whole = make(), make_model().to(device)

@@ -39,7 +39,7 @@ class Late(DevicePrefetcher):
 
 
 def prefetch_batches(device: str) -> None:
-    """The loop's stream waits for copies; memory of copies is kept until that stream is done."""
+    """The loop's stream waits for copies; copied memory is kept until that stream is done."""
     for pins in (False, True):
         batches = [nested_batch(index) for index in range(5)]
         if pins:
@@ -48,7 +48,7 @@ def prefetch_batches(device: str) -> None:
         for index, batch in enumerate(Late(batches, device)):
             assert type(batch["pair"]) is Pair
             assert (batch["pair"].left.device.type, batch["n"]) == (device, index)
-            busy(device, 30)  # it is read later, when it is not ours any more
+            busy(device, 30)  # it is read later, when it is no longer ours
             sources = [batch["pair"].left, *batch["pair"].right, batch["empty"]]
             results.append([torch.empty_like(source).copy_(source) for source in sources])
             del batch, sources

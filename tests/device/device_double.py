@@ -3,8 +3,8 @@
 They show whether results are right, and whether streams wait where they must. Times measured on
 them say nothing about a GPU.
 
-Their streams have threads, which do not live through a fork: a test's function calls `load()` when
-it runs on its rank, and nothing may do so before.
+Their streams have threads, which do not survive a fork: a test's function calls `load()` on its
+rank, and no code may call it before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Faults(ctypes.Structure):
     ]
 
 
-_captures = 0  # that are under way in this process
+_captures = 0  # number of present captures in this process
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def load() -> None:
         current_device=torch.accelerator.current_device_index,
         set_device=torch.accelerator.set_device_index,
         current_stream=torch.accelerator.current_stream,
-        stream=lambda stream: stream,  # which is a context manager itself
+        stream=lambda stream: stream,  # a stream is a context manager itself
         set_stream=torch.accelerator.set_stream,
         synchronize=torch.accelerator.synchronize,
         Stream=functools.partial(torch.Stream, DEVICE),
@@ -116,7 +116,7 @@ class Counts:
 
     @classmethod
     def now(cls) -> Counts:
-        """Return what has been counted since the process began."""
+        """Return the counts since the process began."""
         return cls(*torch.ops.ringdouble.counts())
 
     def __sub__(self, other: Counts) -> Counts:
@@ -142,7 +142,7 @@ def move(module: torch.nn.Module, place: str) -> None:
 
 @contextlib.contextmanager
 def held_stream() -> Iterator[None]:
-    """Stop the stream that is current now until the block ends."""
+    """Stop the current stream until the block ends."""
     gate = torch.ops.ringdouble.close_gate()
     try:
         yield
@@ -154,7 +154,7 @@ def held_stream() -> Iterator[None]:
 def captured() -> Iterator[None]:
     """Pretend that the current streams are captured into a graph until the block ends.
 
-    What it enqueues runs all the same: a stand-in has no graphs.
+    Enqueued work still runs: a stand-in has no graphs.
     """
     global _captures
     _captures += 1

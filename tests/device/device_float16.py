@@ -1,7 +1,7 @@
-"""Numbers of float16 whose sum is no float16, on any accelerator; called as device_operations are.
+"""Numbers of float16 whose sum overflows it, on any accelerator; called as device_operations are.
 
 The host adds float16 in float32. NCCL adds in float16, so a mean must be divided before it is added
-up: what is finite on the host is finite there, too.
+up: results that are finite on the host are finite there, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def assert_large(tensor: Tensor | None) -> None:
 
 
 def average_float16(device: str) -> None:
-    """Average large numbers in each way there is, and with factors that cancel one another."""
+    """Average large numbers in every way, and with factors that cancel one another."""
     size = hvd.size()
     mine = torch.full((1000,), LARGE, dtype=torch.float16, device=device)
     factors: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def average_float16(device: str) -> None:
 
 
 def train_with_large_gradients(device: str) -> None:
-    """Average large gradients of float16, and those that are float16 on the way."""
+    """Average large gradients of float16, and gradients that are sent as float16."""
     for dtype, compression in (
         (torch.float16, hvd.Compression.none),
         (torch.float32, hvd.Compression.fp16),
@@ -72,7 +72,7 @@ def train_with_large_gradients(device: str) -> None:
 
 
 def check_factors_of_every_operator(device: str) -> None:
-    """Compare with the host: a factor before, one after, and both."""
+    """Compare with the host: a prescale factor, a postscale factor, and both."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int16, torch.int64):
         mine = torch.tensor([8, -4, 2], dtype=dtype) * (1 + hvd.rank() % 2)
         for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):

@@ -1,6 +1,6 @@
-"""Gradients on an accelerator on their way into buckets, called as device_operations are.
+"""Gradients on an accelerator before they enter buckets, called as device_operations are.
 
-They wait outside until their bucket is full, and a program may do something to them meanwhile.
+They wait outside until their bucket is full, and a program may change them meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_filled(tensor: Tensor | None, value: float) -> bool:
 
 
 def keep_gradients(device: str) -> None:
-    """Gradients that the program keeps keep their values, those of one parameter or of all."""
+    """Gradients that the program keeps, of one parameter or of all, keep their values."""
     for kept_ones in (slice(1, 2), slice(None)):
         parameters = make_parameters(device, 4)
         optimizer = wrap(parameters)
@@ -68,7 +68,7 @@ def accumulate_gradients(device: str) -> None:
 
 
 def replace_gradients(device: str) -> None:
-    """A gradient that has arrived counts, whatever `grad` is set to before its bucket is full."""
+    """A gradient that has arrived counts, even if `grad` is set before its bucket is full."""
     parameters = make_parameters(device, 4)
     optimizer = wrap(parameters)
 
@@ -79,7 +79,7 @@ def replace_gradients(device: str) -> None:
             other.grad = torch.full_like(other, 7.0)
         arrived.append(parameter)
 
-    if hvd.size() > 1:  # else nobody brings the gradients back
+    if hvd.size() > 1:  # a single rank does not restore the gradients
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(replace_others)
     for _ in range(4):
@@ -107,7 +107,7 @@ def differentiate_gradients(device: str) -> None:
 
 
 def give_gradients(device: str) -> None:
-    """A gradient that the program has given its memory stays there, and has the average."""
+    """A gradient in memory of the program stays there, and gets the average."""
     for options in ({}, {"run_ahead": False}, {"op": hvd.Sum}, {"backward_passes_per_step": 2}):
         parameters = make_parameters(device, 4)
         flat = torch.zeros(4 * NUMEL, device=device)
@@ -157,7 +157,7 @@ def lay_out_gradients(device: str) -> None:
 
 
 def leave_gradients_out(device: str) -> None:
-    """A gradient that only some ranks have is averaged with zeros; one that none has stays None."""
+    """A gradient of only some ranks is averaged with zeros; one of no rank stays None."""
     parameters = make_parameters(device, 6)
     optimizer = wrap(parameters)
     for step in range(4):
@@ -175,7 +175,7 @@ def leave_gradients_out(device: str) -> None:
 
 
 def name_the_culprit(device: str) -> None:
-    """A gradient that is not finite is named before the step, in buckets that are sent early."""
+    """A non-finite gradient is named before the step, in buckets that are sent early."""
     for dtype in (torch.float32, torch.float16, torch.complex64):
         parameters = [nn.Parameter(p.detach().to(dtype)) for p in make_parameters(device, 6)]
         named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]

@@ -28,13 +28,13 @@ DTYPES = [torch.float32, torch.float16, torch.int64, torch.uint8]
 
 @contextmanager
 def group_on(device: str) -> Iterator[None]:
-    """Have a default group for the CPU and the device. A stand-in is no device that ring claims."""
+    """Have a default group for the CPU and the device. Ring does not claim a stand-in."""
     with default_group(f"cpu:ring,{DEVICE}:ring" if device == DEVICE else "ring"):
         yield
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return small numbers, on the host, that tell the rank and the element."""
+    """Return small numbers, on the host, that identify the rank and the element."""
     count = int(torch.Size(shape).numel())
     return ((torch.arange(count) * 3 + rank * 5) % 11).to(dtype).reshape(shape)
 
@@ -144,7 +144,7 @@ def scatter_and_gather_in_a_group(device: str) -> None:
 
 
 def follow_streams_in_a_group(device: str) -> None:
-    """An operation reads after earlier work of its stream; wait() holds no host."""
+    """An operation reads after earlier work of its stream; wait() does not block the host."""
     size, count = dist.get_world_size(), 5000
     dist.all_reduce(torch.ones(count, device=device))  # NCCL starts
     for i in range(4):
@@ -163,7 +163,7 @@ def follow_streams_in_a_group(device: str) -> None:
             result = mine.clone()
         with other:
             same(result, want)
-        with own:  # a blocking one, too: its end is the stream's business
+        with own:  # a blocking one, too: the stream waits for its end
             busy(device, 200)
             mine.copy_(source)
             dist.all_reduce(mine)
@@ -217,7 +217,7 @@ def mix_places_in_a_group(device: str) -> None:
 
 
 def fail_in_a_group(device: str) -> None:
-    """Ranks that differ hear of it; the group works afterwards."""
+    """Ranks that differ get an error; the group works afterwards."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.ones(1, device=device))  # from here on this process drives this device
     if size > 1:
@@ -267,7 +267,7 @@ def train_in_a_group(device: str) -> None:
 
 
 def lose_a_rank_of_a_group(passed: Path, device: str) -> str:
-    """Kill rank 1 while other ranks' streams run a collective; return the error of those ranks."""
+    """Kill rank 1 while other ranks' streams run a collective; return their error."""
     mine = torch.ones(100_000, device=device)
     dist.all_reduce(mine)
     if dist.get_rank() == 1:

@@ -87,8 +87,8 @@ def scale_losses(device: str) -> None:
     assert_same_on_all_ranks(*together.parameters())
     alone = play(lambda optimizer: optimizer, range(hvd.size()))
     for weight, other in zip(together.parameters(), alone.parameters(), strict=True):
-        # A gradient that is rounded to 16 bits now and then to the other side. One rank's own
-        # gradients, not averaged, come out 0.04 away.
+        # Rounding to 16 bits now and then goes the other way. One rank's own gradients, not
+        # averaged, differ by 0.04.
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-3)
 
 
@@ -105,7 +105,7 @@ def train_in_buckets_of_many_sizes(device: str) -> None:
 def send_buckets_during_backward(device: str) -> None:
     """All buckets start before backward ends: the device computes and sends at once.
 
-    In passes on which the ranks agree: in planned ones, C++ sends them.
+    In agreed passes; in planned ones, C++ sends them.
     """
     hvd.shutdown()
     os.environ["TORCH_RING_BUCKET_BYTES"] = "1"
@@ -137,7 +137,7 @@ def init_again(device: str) -> None:
 
 
 def lose_a_rank(passed: Path, device: str) -> str:
-    """Kill rank 1 while other ranks' streams run a collective; return the error of those ranks."""
+    """Kill rank 1 while other ranks' streams run a collective; return their error."""
     mine = torch.ones(100_000, device=device)
     hvd.allreduce(mine, op=hvd.Sum)
     if hvd.rank() == 1:

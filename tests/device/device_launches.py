@@ -27,7 +27,7 @@ def check_launches(device: str) -> None:
             for op in (hvd.Average, hvd.Sum, hvd.Max):
                 tensor = torch.zeros(shape, dtype=dtype, device=device)
                 busy(device, 1)
-                tensor.copy_(tensor_of(hvd.rank(), shape, dtype, size))  # on a stream that is late
+                tensor.copy_(tensor_of(hvd.rank(), shape, dtype, size))  # on a late stream
                 launched = launch_allreduce(engine, tensor, op, 1.0, 1.0)
                 assert launched.wait() is tensor
                 assert launched.done() in (False, True)
@@ -50,7 +50,7 @@ def check_arguments(device: str) -> None:
         launch_allreduce(engine, torch.ones(3), hvd.Sum, 1.0, 1.0)
     with pytest.raises(ValueError, match="unknown op 9"):
         launch_allreduce(engine, grid, 9, 1.0, 1.0)
-    hvd.allreduce(grid)  # what was refused counts as no launch
+    hvd.allreduce(grid)  # refused operations count as no launch
 
 
 def close_with_launches_outstanding(device: str) -> None:

@@ -2,7 +2,7 @@
 
 test_device_programs.py runs them on a stand-in, tests/gpu on GPUs. Each function is called on every
 rank with the name of a device's type; the rank uses the current device of that type. A stand-in's
-stream can be told to wait; a GPU's stream waits because it has much to do.
+stream waits on request; a GPU's stream waits because it has much to do.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def mix_host_and_device(device: str) -> None:
 
 
 def join_without_a_tensor(device: str) -> None:
-    """A joined rank without a tensor on the device takes part there all the same."""
+    """A joined rank without a tensor on the device still takes part there."""
     if hvd.rank() > 0:
         result = hvd.allreduce(torch.ones(30, device=device), op=hvd.Sum)
         assert result.tolist() == [hvd.size() - 1] * 30

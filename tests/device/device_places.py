@@ -64,7 +64,7 @@ def wrapped(*parameters: nn.Parameter) -> Any:
 
 
 def refuse_a_second_device(device: str) -> None:
-    """Refuse it where it is wrapped, on all ranks, on whichever rank it is; then go on."""
+    """Refuse a model on it when it is wrapped, on all ranks, wherever it is; then go on."""
     if hvd.size() == 1 or torch.accelerator.device_count() < 2:
         return
     with pytest.raises(ValueError, match=f"{device}:0 and {device}:1, and {REFUSAL}"):
@@ -86,7 +86,7 @@ def refuse_a_second_device(device: str) -> None:
 
 
 def use_the_second_device(device: str) -> None:
-    """A process may drive another device than the first, and wrap a model before it moves there."""
+    """A process may drive a device other than the first, and wrap a model before it moves there."""
     if torch.accelerator.device_count() < 2:
         return
     model = make_model().to(f"{device}:0")
@@ -103,7 +103,7 @@ def use_the_second_device(device: str) -> None:
 
 
 def refuse_a_moved_model(device: str) -> None:
-    """All ranks are told when a rank's model moves to another device than it has used."""
+    """All ranks get an error when a rank's model moves to a device other than the used one."""
     if hvd.size() == 1 or torch.accelerator.device_count() < 2:
         return
     model, place = make_model().to(f"{device}:0"), f"{device}:0"
@@ -120,7 +120,7 @@ def refuse_a_moved_model(device: str) -> None:
             loss_of(model, part(batch).to(place)).backward()
             optimizer.step()
             if step == 2:
-                hvd.barrier()  # in a planned pass the others hear of it after their own step
+                hvd.barrier()  # in a planned pass the others learn of it after their own step
 
 
 PLACES: list[Callable[[str], None]] = [

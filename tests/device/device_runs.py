@@ -29,7 +29,7 @@ def run_on_double(
 ) -> Any:
     """Call ``program(device)`` on `size` ranks that had the device before they used autograd.
 
-    It counts devices only once in a process.
+    Autograd counts devices only once in a process.
     """
     return pool.run(
         call_on_double,

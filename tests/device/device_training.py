@@ -109,13 +109,13 @@ def check_sync_batch_norm(device: str) -> None:
     assert mine.grad is not None
     wanted = whole.grad[begin : begin + rows[rank]]
     torch.testing.assert_close(mine.grad.cpu(), wanted, rtol=1e-4, atol=1e-5)
-    if size > 1:  # alone it is torch's batch_norm, whose statistics a stand-in does not get
+    if size > 1:  # alone it is torch's batch_norm, which leaves a stand-in without statistics
         torch.testing.assert_close(sync.running_mean.cpu(), alone.running_mean)
         torch.testing.assert_close(sync.running_var.cpu(), alone.running_var)
 
 
 class OnTwoStreams(nn.Module):
-    """Two branches, each on a stream of its own: so are their backward passes."""
+    """Two branches whose forward and backward passes each run on a stream of their own."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def move_while_training(device: str) -> None:
 
 
 def train_sharded(device: str) -> None:
-    """Each rank has the state of its part on the device, and steps as without shard_state."""
+    """Each rank has its part's state on the device; results equal those without shard_state."""
     models = [make_model().to(device) for _ in range(2)]
     optimizers: list[Any] = [
         hvd.DistributedOptimizer(

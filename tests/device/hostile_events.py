@@ -1,4 +1,4 @@
-"""Events in the middle of training on a device: ranks that join, leave, fail, or add what is new.
+"""Events in the middle of training on a device: ranks that join, leave, fail, or add parameters.
 
 Each function is called on every rank with the name of a device's type. Gradients are constants, so
 the sum of all steps is known, whether a gradient counts in its own pass or a few passes later.
@@ -17,16 +17,16 @@ from torch.optim import SGD
 import torch_ring as hvd
 
 LR = 2.0**-4
-LAST_STEPS = 12  # after which everything has been averaged
+LAST_STEPS = 12  # after which all gradients have been averaged
 
 Factors = dict[int, int]  # from parameters to gradients
 
 
 class Trainer:
-    """Trains some parameters with given gradients, and knows what comes out.
+    """Trains some parameters with given gradients, and knows the result.
 
     Args:
-        ranks: those that train together; this one may be another.
+        ranks: the ranks that train together, perhaps without this one.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Trainer:
         return torch.stack([(self.weights[i] * f).sum() for i, f in factors.items()]).sum()
 
     def step(self, of: Callable[[int], Factors], absent: Sequence[int] = ()) -> None:
-        """Take a step in which each rank but the absent ones has `of(rank)`."""
+        """Take a step in which each rank except the absent ones has the gradients `of(rank)`."""
         if hvd.rank() not in absent:
             self.backward(of(hvd.rank()))
             self.optimizer.step()
@@ -89,7 +89,7 @@ def with_branch(whose: int, branch: int) -> Callable[[int], Factors]:
 
 
 def join_and_go_on(device: str, run_ahead: bool) -> None:
-    """Ranks join with a gradient that nobody has averaged yet, and while others have new ones."""
+    """Ranks join with an unaveraged gradient, and while others have new ones."""
     size, rank = hvd.size(), hvd.rank()
     trainer = Trainer(device, run_ahead, 6)
     trainer.steps(first, 6)
@@ -124,7 +124,7 @@ def join_at_once(device: str, run_ahead: bool) -> None:
 
 
 def add_a_process_set(device: str, run_ahead: bool) -> None:
-    """Two ranks train something of their own besides, for a time."""
+    """Two ranks also train a model of their own for a while."""
     trainer = Trainer(device, run_ahead)
     for _ in range(2):
         trainer.steps(first, 6)
@@ -142,7 +142,7 @@ def add_a_process_set(device: str, run_ahead: bool) -> None:
 
 
 def add_parameters(device: str, run_ahead: bool) -> None:
-    """add_param_group() while a new gradient is on its way."""
+    """add_param_group() while a new gradient waits for its agreed pass."""
     trainer = Trainer(device, run_ahead)
     trainer.steps(first, 6)
     trainer.settle()
@@ -169,7 +169,7 @@ def add_optimizers(device: str, run_ahead: bool) -> None:
 
 
 def train_in_turn(device: str, run_ahead: bool) -> None:
-    """Two optimizers have a pass each in turn, as a GAN's; a late gradient waits for its own."""
+    """Two optimizers take passes in turn, as a GAN's; a late gradient waits for its own."""
     for branch_at in (8, 9):
         one, other = Trainer(device, run_ahead), Trainer(device, run_ahead)
         for number in range(20):
@@ -186,7 +186,7 @@ def read_and_keep_gradients(device: str, run_ahead: bool) -> None:
     trainer.steps(lambda _: {0: 6, 1: 6, 2: 6}, 4)
     kept = []
     for number in range(12):
-        owner = number % (size + 1)  # of the branch; sometimes nobody
+        owner = number % (size + 1)  # of the branch; sometimes no rank
         trainer.backward({0: 6 * number, 1: 6} if rank == owner else {0: 6 * number})
         gradients = [weight.grad for weight in trainer.weights]
         average = None if owner == size else 6.0 / size
@@ -201,7 +201,7 @@ def read_and_keep_gradients(device: str, run_ahead: bool) -> None:
 
 
 def clear_without_the_optimizer(device: str, run_ahead: bool) -> None:
-    """The program sets `grad` to None itself, or to something of its own."""
+    """The program sets `grad` to None itself, or to a tensor of its own."""
     trainer = Trainer(device, run_ahead)
     for number in range(16):
         for weight in trainer.weights:
@@ -228,7 +228,7 @@ class FailingBackward(torch.autograd.Function):
 
 
 def fail_in_backward(trainer: Trainer, *, sent: bool) -> None:
-    """Raise in a backward pass, before the first gradient or behind the last but one."""
+    """Raise in a backward pass, before the first gradient or after the last but one."""
     trainer.optimizer.zero_grad()
     losses = [lambda: FailingBackward.apply(trainer.loss({0: 6})), lambda: trainer.loss({1: 6})]
     parts = [make() for make in (losses if sent else losses[::-1])]  # the last one goes first
@@ -270,7 +270,7 @@ def fail_with_buckets_on_their_way(device: str, run_ahead: bool) -> None:
 
 
 def run_until_error(trainer: Trainer, before: Callable[[], object] = lambda: None) -> None:
-    """Do something, then take steps and read the weights after each: an error must come soon."""
+    """Run an event, then take steps and read the weights after each: an error must come soon."""
     before()
     for _ in range(40):
         trainer.step(both)
@@ -278,14 +278,14 @@ def run_until_error(trainer: Trainer, before: Callable[[], object] = lambda: Non
 
 
 def leave_out_a_step(device: str, run_ahead: bool) -> None:
-    """One rank calls step() once less: all ranks hear of it."""
+    """One rank calls step() once less: all ranks get an error."""
     for early in (2, 9):
-        # Beside a third weight, which has no gradient, steps agree: then the other ranks take the
-        # next pass for one that they have left out, average it, and all go on together.
+        # With a third weight, which has no gradient, steps agree: the other ranks then take the
+        # next pass for one that they left out, average it, and all go on together.
         trainer = Trainer(device, run_ahead, count=2)
         trainer.steps(both, early)
         left_out = functools.partial(trainer.backward, both(1))
-        # A rank that runs ahead may find one gone that has read the reports before it.
+        # A rank that runs ahead may find that another one has read the reports before it and left.
         wanted = (hvd.MismatchError, hvd.PeerLostError) if run_ahead else hvd.MismatchError
         with pytest.raises(wanted, match=r"step|has left|left: MismatchError"):
             run_until_error(trainer, left_out if hvd.rank() == 1 else lambda: None)
@@ -294,9 +294,9 @@ def leave_out_a_step(device: str, run_ahead: bool) -> None:
 
 
 def wait_elsewhere(device: str, run_ahead: bool) -> None:
-    """One rank has fewer batches and goes to a barrier: all ranks hear of it.
+    """One rank has fewer batches and goes to a barrier: all ranks get an error.
 
-    Hosts that run ahead wait for their devices, where nobody sees that: only the timeout ends it.
+    Hosts that run ahead wait for their devices, and cannot see this: only the timeout ends it.
     """
     for early in (2, 9) if run_ahead else (2,):  # before and after the first planned pass
         trainer = Trainer(device, run_ahead)
@@ -308,7 +308,7 @@ def wait_elsewhere(device: str, run_ahead: bool) -> None:
 
 
 def leave_early(device: str, run_ahead: bool) -> None:
-    """One rank has fewer batches and leaves: the others hear of it, and can begin anew."""
+    """One rank has fewer batches and leaves: the others get an error, and can begin anew."""
     for early in (2, 9):
         trainer = Trainer(device, run_ahead)
         trainer.steps(both, early)
@@ -337,7 +337,7 @@ def call_in_another_order(device: str, run_ahead: bool) -> None:
     except (
         hvd.MismatchError,
         hvd.PeerLostError,
-    ) as error:  # the latter: of a rank that got it first
+    ) as error:  # the latter on a rank whose peer got the error first
         assert "run_ahead=False" in str(error)  # noqa: PT017
         assert run_ahead
         hvd.shutdown()

@@ -1,4 +1,4 @@
-"""Programs written to break what lets the hosts run ahead: who has which gradients, and when.
+"""Programs that try to break running ahead: ranks have different gradients in each pass.
 
 Each is a function from the number of ranks to a program as `random_programs` makes them. Parameter
 0 always has a gradient on every rank with data, others where the program says.
@@ -30,7 +30,7 @@ def program(
     Args:
         middle: the branches of each pass.
         first: the parameters that all ranks have in the first passes, besides 0.
-        sleeper: the rank that comes late to every fifth pass.
+        sleeper: the rank that is late for every fifth pass.
     """
     written = Program(
         seed=-1,
@@ -82,7 +82,7 @@ def nothing(size: int, passes: int) -> list[Branches]:
 def two_ranks_ask_in_one_pass(size: int) -> Program:
     """Two ranks have a new gradient each, in the same pass; a third one has none."""
     both: Branches = [[1], [2], []][:size]
-    # Among two ranks all have news, so that pass is agreed.
+    # With two ranks, all have new gradients, so the ranks agree on that pass.
     return program(size, LATE if size > 2 else STEADY, [both, *nothing(size, 6), both, both])
 
 
@@ -98,7 +98,7 @@ def every_rank_asks_in_its_own_pass(size: int) -> Program:
 
 
 def a_new_gradient_everywhere_behind_one_on_a_rank(size: int) -> Program:
-    """A rank's new gradient is on its way into the plan when all ranks have another one."""
+    """A rank's new gradient waits to enter the plan when all ranks have another one."""
     everywhere: Branches = [[2] for _ in range(size)]
     return program(size, LATE, [only(1, size, 1), everywhere, everywhere, only(0, size, 1)])
 
@@ -128,14 +128,14 @@ def alternating_later(size: int) -> Program:
 
 
 def passes_without_any_gradient(size: int) -> Program:
-    """No rank has data in some passes: the optimizer steps with what there is, or with nothing."""
+    """No rank has data in some passes: the optimizer steps with old gradients, or with none."""
     empty: Branches = [None] * size
     rows: list[Branches] = [empty, [[1]] * size, empty, empty, empty, *nothing(size, 2)]
     return program(size, STEADY, rows, first=[1], momentum=0.5, set_to_none=False)
 
 
 def one_rank_without_data(size: int) -> Program:
-    """In each pass one rank has no data; in some it is the only one with a new gradient next."""
+    """In each pass one rank has no data; sometimes it alone has a new gradient in the next."""
     rows: list[Branches] = []
     for number in range(12):
         row: list[Iterable[int] | None] = [[1] for _ in range(size)]
@@ -145,7 +145,7 @@ def one_rank_without_data(size: int) -> Program:
 
 
 def without_data_when_another_rank_asks(size: int) -> Program:
-    """A rank skips the pass in which another one has a new gradient, and those after it."""
+    """A rank skips the pass in which another one has a new gradient, and later passes."""
     rows: list[Branches] = [
         [[1] if rank == 0 else None if rank == 1 else [] for rank in range(size)]
     ]
@@ -166,12 +166,12 @@ def an_optimizer_that_one_rank_begins(size: int) -> Program:
 
 def two_optimizers_ask_in_one_pass(size: int) -> Program:
     rows = [[[1] if rank == 0 else [2, 3] for rank in range(size)], *nothing(size, 8)]
-    # All ranks have news: the pass is agreed.
+    # All ranks have new gradients: they agree on the pass.
     return program(size, STEADY, rows, owners=(0, 0, 1, 1))
 
 
 def back_after_many_passes(size: int) -> Program:
-    """A gradient that no rank had for long leaves the plan at the next change; then one has it."""
+    """A gradient long missing on all ranks leaves the plan at the next change; then one has it."""
     rows = [*nothing(size, 20), only(0, size, 2), *nothing(size, 20), only(1, size, 1)]
     return program(size, LATE, [*rows, *nothing(size, 3), only(0, size, 1)], first=[1])
 

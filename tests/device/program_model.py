@@ -1,4 +1,4 @@
-"""The expected result of a random program: the rule of averaging, played by one process.
+"""The expected result of a random program: one process applies the rule of averaging.
 
 A gradient that exists on any rank is averaged over all of them, where a rank without one counts as
 zero; a gradient that exists on none stays as it is. It knows nothing of torch_ring.
@@ -22,7 +22,7 @@ Snapshot = list[Tensor]  # the weights after a group
 
 
 def fresh_parameters(program: Program, device: str) -> list[nn.Parameter]:
-    """Return the parameters of a program, zeros."""
+    """Return the parameters of a program, all zeros."""
     return [
         nn.Parameter(torch.zeros(shape, dtype=dtype_of(program, index)).to(device))
         for index, shape in enumerate(program.shapes)
@@ -34,7 +34,7 @@ def dtype_of(program: Program, index: int) -> torch.dtype:
 
 
 def fresh_optimizers(program: Program, parameters: Sequence[nn.Parameter]) -> list[SGD]:
-    """Return the optimizers of a program. Theirs are the parameters in descending order."""
+    """Return the optimizers of a program. They have the parameters in descending order."""
     return [
         SGD(
             [p for p, owner in zip(parameters, program.owners, strict=True) if owner == number],
@@ -52,7 +52,7 @@ def fresh_scaler(program: Program, device: str) -> torch.amp.GradScaler:
 
 @functools.cache
 def pattern(program_shape: tuple[int, ...], index: int, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a parameter for a factor of 1: no two places look alike."""
+    """Return the gradient of a parameter for a factor of 1; neighbouring elements differ."""
     count = torch.Size(program_shape).numel()
     return ((torch.arange(count) * 7 + index) % 5 - 2).reshape(program_shape).to(dtype)
 
@@ -70,14 +70,14 @@ def clip(group: Group, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Model:
-    """Plays a program: `local` are the gradients of each rank that are not averaged yet."""
+    """Plays a program; `local` has the gradients of each rank that are not averaged yet."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.parameters = fresh_parameters(program, "cpu")
         self.optimizers = fresh_optimizers(program, self.parameters)
         self.scaler = fresh_scaler(program, "cpu")
-        self.scaler.scale(torch.zeros(()))  # which makes its scale
+        self.scaler.scale(torch.zeros(()))  # creates its scale
         self.local: list[dict[int, Tensor]] = [{} for _ in range(program.size)]
 
     def play(self) -> list[Snapshot]:
@@ -131,11 +131,11 @@ class Model:
                 self.local[rank][index] = gradient if before is None else before + gradient
 
     def _sent(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as it is sent: in float16 a large scale makes it infinite."""
+        """Return a gradient in its sent form: in float16 a large scale makes it infinite."""
         return gradient.half().to(gradient.dtype) if self.program.casts else gradient
 
     def _reduce(self, number: int) -> None:
-        """Average what the ranks have of an optimizer's gradients, and add it to `grad`."""
+        """Average the ranks' gradients of an optimizer, and add the average to `grad`."""
         for index in self._owned(number):
             parts = [part for local in self.local if (part := local.pop(index, None)) is not None]
             if not parts:

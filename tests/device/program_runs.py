@@ -1,4 +1,4 @@
-"""Runs random programs on ranks, with torch_ring, and compares what they leave behind."""
+"""Runs random programs on ranks, with torch_ring, and compares their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch_ring.optimizer.planned_pass import RunAhead
 
 both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
-LATER_S = 0.02  # that a rank comes later than the others
+LATER_S = 0.02  # delay of a late rank
 
 
 def run_programs(
@@ -39,9 +39,9 @@ def run_programs(
     """Run programs and compare them with the model.
 
     Args:
-        programs: make each program from the number of ranks.
-        reports: the folder where each rank writes what it is at: what is there after a hang is the
-            program, and the stacks.
+        programs: functions that make each program from the number of ranks.
+        reports: the folder for each rank's progress; after a hang it has the program and the
+            stacks.
         run_ahead: the argument of DistributedOptimizer.
 
     Raises:
@@ -71,7 +71,7 @@ def counted_passes() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def told(program: str, reports: Path) -> Iterator[None]:
-    """Make every failure of a program name it; a hang ends the process at the deadline."""
+    """Name the program in each of its failures; end the process at the deadline if it hangs."""
     path = reports / f"rank-{hvd.rank()}"
     with open(path, "w") as report:
         print(program, file=report, flush=True)
@@ -88,8 +88,8 @@ def told(program: str, reports: Path) -> Iterator[None]:
 def check(program: Program, device: str, run_ahead: bool) -> None:
     """Run a program; compare its weights with the model's, and with those of all other ranks.
 
-    Where some ranks alone have a new gradient, it counts a few passes later if they run ahead: the
-    sum of all steps is the same, and so are the weights in the end.
+    A new gradient of only some ranks counts a few passes later if they run ahead: the sum of all
+    steps is the same, and so are the weights in the end.
     """
     found = Player(program, device, run_ahead).play()
     wanted = Model(program).play()
@@ -112,7 +112,7 @@ def compare(found: Snapshot, wanted: Snapshot, whose: str) -> None:
 
 
 class Player:
-    """Plays a program on this rank. It makes the host wait for nothing that a user would not."""
+    """Plays a program on this rank. It makes the host wait only where a user would."""
 
     def __init__(self, program: Program, device: str, run_ahead: bool) -> None:
         self.program, self.device = program, device
@@ -137,7 +137,7 @@ class Player:
             for index, shape in enumerate(program.shapes)
         ]
         self.zero = torch.zeros((), device=device)
-        self.number = -1  # of the group
+        self.number = -1  # the number of the group
 
     def play(self) -> list[Snapshot]:
         """Return the weights after each group, on the host."""
@@ -205,7 +205,7 @@ class Player:
             self.scaler.update()
 
     def _call(self, what: str) -> hvd.Handle | None:
-        """Do something on the side; return what is to be waited for after the step."""
+        """Start an unrelated operation; return a handle to wait for after the step."""
         if what == "host async":
             return None if hvd.rank() % 2 else self._start(torch.ones(3))
         if what == "host allreduce":

@@ -1,14 +1,14 @@
-"""Random training programs: what every rank does in every step, the same for the same seed.
+"""Random training programs: all ranks' actions in every step, the same for the same seed.
 
 Gradients do not depend on weights: the loss is a sum of parameters times small integers, which are
-multiples of the number of ranks. So every sum and every average is exact, in whatever order it is
-added, and weights can be compared bit by bit.
+multiples of the number of ranks. So every sum and every average is exact, in any order of addition,
+and weights can be compared bit by bit.
 
 A program is of one of three kinds. In a STEADY one, every gradient exists on some rank in every
-pass but two, or it comes for the first time on all ranks at once: the ranks know what to expect. In
-a LATE one, branches are used for the first time by some ranks and not by others; weights are sums
-of gradients and of nothing else, and in its last steps every rank has all gradients. A WILD one is
-late and has all the rest: what a step does depends on what was averaged before it.
+pass but two, or it comes for the first time on all ranks at once: the ranks know the gradients to
+expect. In a LATE one, some ranks use branches for the first time before others do; weights are only
+sums of gradients, and in its last steps every rank has all gradients. A WILD one is late and has
+all other features: the effect of a step depends on the averages before it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 STEADY, LATE, WILD = "steady", "late", "wild"
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 5), (7, 3), (40,), (16, 8), (300,)]
-FIRST_GROUPS = 4  # in which every gradient of a steady program exists on some rank
-LAST_GROUPS = 12  # of other programs, in which every gradient exists on every rank
-# Calls of the user on the side. After the passes only where all ranks have ended
-# one: if a rank has skipped it, the others wait for its step.
+FIRST_GROUPS = 4  # groups in which every gradient of a steady program exists on some rank
+LAST_GROUPS = 12  # groups of other programs in which every gradient exists on every rank
+# Additional calls of the user; after the passes only if all ranks have ended one: if a rank has
+# skipped it, the others wait for its step.
 BEFORE = ["host allreduce", "device allreduce", "device allgather", "evaluate", "host async"]
 AFTER = ["host allreduce", "evaluate", "broadcast object"]
 
-Uses = dict[int, int]  # from parameters, in the order in which they are used, to factors
+Uses = dict[int, int]  # parameters, in the order of their use -> factors
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Group:
     """The passes before a step, and the step.
 
     Attributes:
-        changes: (rank, parameter, requires_grad): what is frozen and unfrozen.
+        changes: (rank, parameter, requires_grad): parameters that are frozen and unfrozen.
         clears: by optimizer, the argument of zero_grad(). None: it is not called.
-        before: what the user calls before the passes, and `after` after them.
-        passes: of each rank.
-        reduces: whether synchronize() comes before whatever reads gradients.
+        before: the user's calls before the passes, and `after` after them.
+        passes: the passes of each rank.
+        reduces: whether synchronize() comes before any read of gradients.
         clips: "value", "norm" or "".
         steps: the optimizers that take a step.
     """
@@ -73,7 +73,7 @@ class Group:
 
 @dataclass
 class Program:
-    """A program; `owners` says whose each parameter is, by optimizer."""
+    """A program; `owners` has the optimizer of each parameter."""
 
     seed: int
     size: int
@@ -138,15 +138,15 @@ class _Author:
         self.rng = rng
         self.ranks = range(program.size)
         self.parameters = range(len(program.shapes))
-        # Those that have no gradient in the first groups. Each optimizer has others.
+        # Branches without a gradient in the first groups; they differ between optimizers.
         count = rng.choice([0, 1, 1, 2])
         known = [program.owners.index(number) for number in range(program.optimizers)]
         rest = [index for index in self.parameters if index not in known]
         self.new = set(rng.sample(rest, min(count, len(rest))))
         self.trainable = [set(self.parameters) - self.new for _ in self.ranks]
         self.all_stepped = True
-        self.may_lack = 2  # passes of a steady program in which a gradient is missing everywhere
-        # A rank that uses all of its parameters and one that skips some: how much ranks differ.
+        self.may_lack = 2  # passes of a steady program in which no rank has some gradient
+        # The share of parameters that a rank uses. With 1.0 it uses all, so ranks may differ.
         self.density = rng.choice([0.3, 0.6, 0.9, 1.0])
 
     def groups(self) -> Iterator[Group]:
@@ -179,7 +179,7 @@ class _Author:
             yield self._full_group(changes if number == 0 else ())
 
     def _quiet_groups(self) -> Iterator[Group]:
-        """Return, now and then, groups that are all alike: hosts begin to run ahead."""
+        """Return, now and then, identical groups, so that hosts begin to run ahead."""
         if self.rng.random() < 0.25:
             for _ in range(self.rng.choice([4, 6, 10])):
                 yield self._full_group(())
@@ -190,7 +190,7 @@ class _Author:
         self.new -= {index for _, index, requires_grad in changes if requires_grad}
 
     def _changes(self, *, steady: bool) -> tuple[tuple[int, int, bool], ...]:
-        """Return what is frozen and unfrozen, on one rank or on all."""
+        """Return the parameters to freeze and unfreeze, on one rank or on all."""
         if self.rng.random() < 0.6:
             return ()
         choices = [index for index in self.parameters if not steady or index not in self.new]
@@ -203,7 +203,7 @@ class _Author:
             if requires_grad or len(self.trainable[rank]) > 1
         )
         if steady and not requires_grad and len(self._owners(index)) <= len(changes):
-            return ()  # a gradient that no rank would have any more
+            return ()  # a gradient that no rank would have afterwards
         self._apply(changes)
         return changes
 
@@ -267,10 +267,9 @@ class _Author:
         )
 
     def _clears(self) -> tuple[bool | None, ...]:
-        """Gradients are kept over a step only where all optimizers have taken it.
+        """Gradients are kept over a step if all optimizers have taken it, never in a late program.
 
-        And not in a late program: a gradient counts again in each step over which it is kept, so
-        that one which comes later counts less often.
+        A kept gradient counts again in each step, so a later one counts less often.
         """
         program = self.program
         may_keep = self.all_stepped and not (program.scales or program.is_sum)
@@ -303,7 +302,7 @@ class _Author:
         return self._complete(passes)
 
     def _complete(self, passes: list[Pass]) -> tuple[Pass, ...]:
-        """Give the gradients that no rank has in these passes to some rank, if it is steady."""
+        """In a steady program, give each gradient that is missing in these passes to some rank."""
         used = {index for each in passes for uses in each.uses for index in uses or ()}
         missing = set(self.parameters) - self.new - used
         if self.program.kind != STEADY or not missing:

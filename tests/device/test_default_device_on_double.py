@@ -1,4 +1,4 @@
-"""A GPU as torch's default device, on a stand-in: helper tensors lie on the CPU all the same."""
+"""A GPU as torch's default device, on a stand-in: helper tensors still lie on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs for accelerators on stand-ins: host memory for a device, and an NCCL of our own."""
+"""The programs for accelerators on stand-ins: host memory as a device, and our own NCCL."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_on_a_stand_in(program):
 
 @pytest.mark.parametrize("program", OPERATIONS, ids=lambda program: program.__name__)
 def test_alone_on_a_stand_in(program):
-    run_on_double(program, 1)  # ... but one rank has nobody to send anything to
+    run_on_double(program, 1)  # ... except on a single rank, which sends nothing
 
 
 def test_adasum_on_a_stand_in():
-    """Adasum takes a power of two of ranks."""
+    """Adasum needs a power of two of ranks."""
     run_on_double(mix_host_and_device, 2)

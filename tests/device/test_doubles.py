@@ -86,7 +86,7 @@ def check_streams() -> None:
     assert stream != default
     ones, target = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE)
     default.synchronize()
-    event.wait(default)  # before it is recorded it stands for nothing
+    event.wait(default)  # before it is recorded, it marks no work
     assert event.query()
     with stream, held_stream():
         assert torch.accelerator.current_stream() == stream
@@ -102,7 +102,7 @@ def check_streams() -> None:
     assert event.query()
 
     with stream, held_stream():
-        default.wait_event(event)  # its recording is over; the next one comes too late
+        default.wait_event(event)  # its recording is over; a later one has no effect
         event.record()
         default.synchronize()
         assert not event.query()
@@ -175,12 +175,12 @@ def check_nccl() -> None:
         library.ncclAllReduce(*pointers(data, data), count, FLOAT32, SUM, comm, queue)
         hvd.barrier()
         with default:
-            assert data.eq(rank).all()  # rank 0's stream has not come so far
+            assert data.eq(rank).all()  # rank 0's stream has not reached it
         hvd.barrier()
     stream.synchronize()
     assert data.eq(sum(range(size))).all()
 
-    # From each to each but itself, all at once; and rank 0 has nothing to do in the second group.
+    # From each to each other, all at once; and rank 0 is idle in the second group.
     got = torch.zeros(size, count, device=DEVICE)
     mine = torch.full((count,), float(rank), device=DEVICE)
     torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Ranks that drift apart in planned passes: they are told, and no host waits for a comparison."""
+"""Ranks that drift apart in planned passes: a warning, and no host waits for a comparison."""
 
 from __future__ import annotations
 

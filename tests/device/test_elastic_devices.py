@@ -44,7 +44,7 @@ def make(device: str) -> tuple[Model, torch.optim.Optimizer]:
 
 
 def expected(sizes: list[int]) -> float:
-    """Return a weight after steps on so many ranks each."""
+    """Return a weight after steps on the given numbers of ranks."""
     weight = momentum = 0.0
     for size in sizes:
         momentum = MOMENTUM * momentum + (size + 1) / 2  # the mean of 1, 2, ...
@@ -115,7 +115,7 @@ def check_survivors(results: list[Any], place: str) -> None:
     assert results[0] is None
     (sizes, end), (other_sizes, other_end) = results[1:]
     of_three = max(sizes.count(3), other_sizes.count(3))
-    # When rank 0 has sent all gradients, one of the others may take the step without it, or both.
+    # After rank 0 has sent all gradients, one or both of the others may take the step without it.
     assert of_three - DEATH in ([0, 1] if place == "before step()" else [0])
     assert min(sizes.count(3), other_sizes.count(3)) >= DEATH
     assert sizes[-1] == other_sizes[-1] == 2
@@ -128,7 +128,7 @@ def call_with(program: Any, *args: Any) -> object:
 
 
 def let_one_in() -> tuple[list[float], float]:
-    """A process comes that has another model; return the end, and the buffer."""
+    """A process with another model joins; return the end, and the buffer."""
     is_newcomer = os.environ["TORCH_RING_PROCESS"] == "p2"
     model, optimizer = make(DEVICE)
     if is_newcomer:

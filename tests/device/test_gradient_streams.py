@@ -1,4 +1,4 @@
-"""Gradients of one bucket that are made on several streams, with the stand-ins."""
+"""Gradients of one bucket from several streams, on the stand-ins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TwoStreams:
     def __init__(self, device: str) -> None:
         self.main, self.side = torch.accelerator.current_stream(), torch.Stream(device)
         self.parameters = [nn.Parameter(torch.zeros(1000, device=device)) for _ in range(2)]
-        with self.side:  # the stream of a parameter's accumulator is that of its first use
+        with self.side:  # a parameter's accumulator keeps the stream of its first use
             self.accumulator = self.parameters[0].view_as(self.parameters[0]).grad_fn
         self.optimizer = hvd.DistributedOptimizer(torch.optim.SGD(self.parameters, lr=0.1))
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Gradients that a program sets, and shared parameters, on stand-ins for a GPU and for NCCL."""
+"""Gradients set by a program, and shared parameters, on stand-ins for a GPU and for NCCL."""
 
 from __future__ import annotations
 

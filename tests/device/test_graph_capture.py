@@ -43,7 +43,7 @@ def refuse_backward(device: str) -> None:
             SGD(model.parameters(), lr=0.1), compression=compression
         )
         batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(hvd.rank())).to(device)
-        for step in range(12):  # by then hosts run ahead, if they do
+        for step in range(12):  # enough for hosts to run ahead
             optimizer.zero_grad()
             if step % 2:
                 context = optimizer.no_sync() if step > 2 else contextlib.nullcontext()

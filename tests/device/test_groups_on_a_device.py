@@ -1,6 +1,6 @@
 """Groups of the backend ring with tensors on a stand-in for a device.
 
-The stand-in is of another type than a GPU, to which a group gives a backend only if it is told to:
+The stand-in is of another type than a GPU, to which a group gives a backend only on request:
 ``cpu:ring,ringdouble:ring``. From there on torch treats both alike; tests/gpu runs the same
 programs on GPUs, with ``init_process_group("ring")``.
 """

@@ -16,12 +16,12 @@ pytestmark = [device_double.needed, pytest.mark.slow]
 @both_ways
 @pytest.mark.parametrize(
     ("event", "size"),
-    # Of two ranks, the set that is added has one.
+    # With two ranks, the added set has one.
     [*((event, 3) for event in EVENTS), (add_a_process_set, 2)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_an_event(event, size, run_ahead):
     program = functools.partial(event, run_ahead=run_ahead)
-    # One event ends by the timeout where hosts run ahead.
+    # If hosts run ahead, only the timeout ends one of the events.
     timeout = "5" if run_ahead and event is wait_elsewhere else "20"
     run_on_double(program, size, TORCH_RING_BUCKET_BYTES="1", TORCH_RING_TIMEOUT=timeout)

@@ -27,8 +27,8 @@ ENVIRONMENT = {"TORCH_RING_BUCKET_BYTES": str(BUCKET_BYTES), "TORCH_RING_FUSION_
 
 
 def counted(run: Callable[[], object]) -> Counts:
-    """Return what `run` asks of the device, on this rank."""
-    hvd.barrier()  # what came before has been enqueued
+    """Return this rank's requests to the device during `run`."""
+    hvd.barrier()  # earlier work has been enqueued
     before = Counts.now()
     run()
     hvd.barrier()
@@ -36,7 +36,7 @@ def counted(run: Callable[[], object]) -> Counts:
 
 
 def of_a_pass(parameters: list[nn.Parameter], zero: Callable[[], object]) -> Counts:
-    """Return what a backward pass asks of the device once the buckets are planned."""
+    """Return the requests of a backward pass to the device, after the buckets are planned."""
 
     def one() -> None:
         zero()
@@ -48,7 +48,7 @@ def of_a_pass(parameters: list[nn.Parameter], zero: Callable[[], object]) -> Cou
 
 
 def check_launches(run_ahead: bool, device: str) -> None:
-    """Compare passes with those of plain torch: once with new gradients, once in place."""
+    """Compare passes with plain torch's: once with new gradients, once in place."""
     with planned_passes() as planned:
         check_passes(device)
     # The first two of fourteen passes are agreed.
@@ -81,7 +81,7 @@ def check_added(added: Counts, copies_in: int) -> None:
     assert added.host_waits == 0, added
     assert added.collectives == buckets, added
     assert added.kernels == copies_in + buckets, added  # each is divided by the number of ranks
-    # Before and after each; and the end of what was enqueued together.
+    # Events before and after each bucket; and at the end of work enqueued together.
     assert 2 * buckets < added.recorded <= 3 * buckets, added
     assert added.awaited == 2 * buckets, added
 

@@ -1,4 +1,4 @@
-"""Failures of NCCL, which its stand-in shows on demand: each is an error on all ranks in time."""
+"""Failures of NCCL, produced by its stand-in: each is an error on all ranks in time."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_error_inside_nccl_ends_the_job_and_another_can_begin(tmp_path):
 
 
 def hang_while_ending(passed: Path, device: str) -> tuple[str, str]:
-    """NCCL hangs when it is aborted: the error comes all the same, and a new init() works."""
+    """NCCL hangs when it is aborted: the error still comes, and a new init() works."""
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
 
@@ -144,7 +144,7 @@ def lose_a_rank(passed: Path, device: str) -> tuple[str, str]:
 
 
 def lose_a_rank_that_has_not_launched(passed: Path, device: str) -> tuple[str, str]:
-    """Rank 1 dies while the others have launched without it, and ask for nothing."""
+    """Rank 1 dies while the others have launched without it, and make no calls."""
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
     engine = current.engine()
@@ -155,7 +155,7 @@ def lose_a_rank_that_has_not_launched(passed: Path, device: str) -> tuple[str, s
     pool.all_have_passed(passed, hvd.size())
     mine.cpu()  # the current stream waits for nothing
     while not launched.done():
-        time.sleep(0.01)  # for ever, if the device were not aborted
+        time.sleep(0.01)  # would take forever without an abort of the device
     assert error_of(launched.wait)[0] == "PeerLostError"
     return error_of(lambda: launch_allreduce(engine, mine, hvd.Sum, 1.0, 1.0))
 
@@ -189,7 +189,7 @@ def hang_on_the_stream(device: str) -> tuple[str, str]:
 
 
 def test_a_collective_on_a_stream_has_a_deadline():
-    # The start of NCCL has no longer.
+    # The start of NCCL has this deadline, too.
     failures = run_on_double(hang_on_the_stream, 2, TORCH_RING_TIMEOUT="2")
     for kind, text in failures:
         assert kind == "TimeoutError", text

@@ -12,7 +12,7 @@ from device_double import NCCL_LIBRARY
 
 ROOT = Path(__file__).parents[2]
 
-# Values that csrc/nccl/api.h takes for granted of every version, as in the headers named below.
+# Values that csrc/nccl/api.h assumes for every version, as in the headers named below.
 CONSTANTS = {
     "NCCL_UNIQUE_ID_BYTES": 128,
     **{"ncclSuccess": 0, "ncclRemoteError": 6, "ncclInProgress": 7},
@@ -24,20 +24,20 @@ PLACES = {
     **{"size": 0, "magic": 8, "version": 12, "blocking": 16, "cgaClusterSize": 20},
     **{"minCTAs": 24, "maxCTAs": 28, "netName": 32, "splitShare": 40, "trafficClass": 44},
 }
-# The bytes of ncclConfig_t, and its last field that api.h has. Fields are only ever appended, and
-# the version in a Config, 2.18.5, tells a library which ones are set.
+# The size of ncclConfig_t, and the last field of it in api.h. New fields are only appended, and the
+# version in a Config, 2.18.5, tells a library the fields that are set.
 CONFIGS = {
     # src/nccl.h.in of NVIDIA/nccl 5d3ab08: lacks splitShare, and the loader refuses that version.
     "NCCL 2.18.1": (40, "netName"),
     # The header in the wheel nvidia-nccl-cu13.
     "NCCL 2.30.7": (96, "trafficClass"),
-    # src/nccl.h.in of ROCm/rccl 8de1783, newer than 2.21.5: the file does not tell its version.
+    # src/nccl.h.in of ROCm/rccl 8de1783, newer than 2.21.5: the file does not name its version.
     "RCCL": (48, "trafficClass"),
 }
 
 
 def nccl_wheel() -> Path:
-    """Return where the wheel with NCCL is, or skip: CPU builds of torch bring none."""
+    """Return the folder of the wheel with NCCL, or skip: CPU builds of torch have none."""
     spec = importlib.util.find_spec("nvidia")
     for root in (spec and spec.submodule_search_locations) or ():
         if (Path(root) / "nccl").exists():
@@ -68,14 +68,14 @@ def test_header_and_library(tmp_path: Path) -> None:
 
 
 def constants_of(header: str) -> dict[str, int]:
-    """Return the numbers in a header that `CONSTANTS` names."""
+    """Return the numbers of `CONSTANTS` in a header."""
     found = re.findall(r"\b(nccl\w+)\s*=\s*(\d+)|#define (NCCL_\w+) (\d+)", header)
     numbers = {name or macro: int(value or number) for name, value, macro, number in found}
     return {name: numbers[name] for name in CONSTANTS}
 
 
 def config_of(header: str) -> type[ctypes.Structure]:
-    """Return ncclConfig_t as a header declares it."""
+    """Return a header's declaration of ncclConfig_t."""
     (body,) = re.findall(r"struct ncclConfig_v\d+ \{(.*?)\} ncclConfig_t;", header, re.DOTALL)
     kinds = {"size_t": ctypes.c_size_t, "int": ctypes.c_int, "unsigned int": ctypes.c_uint}
     fields = re.findall(r"^ +([\w ]+?) ?(\*?)(\w+);", body, re.MULTILINE)

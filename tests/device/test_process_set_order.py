@@ -1,7 +1,7 @@
 """Process sets that overlap, on stand-ins for GPUs that run one operation of NCCL at a time.
 
-There, ranks that enqueue the operations of two sets in different orders wait for one another for
-ever. Which one comes first depends on time, so each program takes many steps.
+Ranks that enqueue the operations of two sets in different orders would wait for one another for
+ever. The order depends on timing, so each program takes many steps.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch_ring as hvd
 
 pytestmark = device_double.needed
 
-TIMEOUT_S = "30"  # for a device that waits for ever
+TIMEOUT_S = "30"  # ends an endless wait of a device
 
 
 @contextlib.contextmanager
 def one_at_a_time(device: str) -> Iterator[None]:
-    """Have the stand-in of NCCL run one operation at a time; a GPU does as it does."""
+    """Make the stand-in of NCCL run one operation at a time, as a GPU does."""
     if device != device_double.DEVICE:
         yield
         return
@@ -41,7 +41,7 @@ def run_serially(program: Callable[[str], object], size: int) -> None:
 
 
 def sum_in_random_orders(device: str, sets: Sequence[hvd.ProcessSet], steps: int) -> None:
-    """Sum over all sets of this rank at once, which every rank begins and ends in its own order."""
+    """Sum over all sets of this rank at once; each rank begins and ends them in its own order."""
     chance = random.Random(hvd.rank())
     mine = [each for each in sets if each.included()]
     results: list[tuple[Tensor, int]] = []
@@ -118,7 +118,7 @@ class TwoPaths(nn.Module):
 
 
 def train_with_two_optimizers(device: str) -> None:
-    """All ranks average the trunk, ranks 0 and 1 the branch, and one pass fills both's buckets."""
+    """All ranks average the trunk, ranks 0 and 1 the branch; one pass fills the buckets of both."""
     with one_at_a_time(device):
         pair = hvd.add_process_set([0, 1])
         model = TwoPaths().to(device)
@@ -146,7 +146,7 @@ def named(prefix: str, part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def train_alone(models: list[TwoPaths], batches: Tensor) -> None:
-    """Take the step of all ranks' models."""
+    """Take the step of the models of all ranks in one process."""
     for model, batch in zip(models, batches, strict=True):
         model.zero_grad()
         model(batch).square().mean().backward()

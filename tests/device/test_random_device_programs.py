@@ -1,4 +1,4 @@
-"""Random training programs on a stand-in for a device: weights as a simple model expects.
+"""Random training programs on a stand-in for a device: weights as expected by a simple model.
 
 `--full` runs a thousand of them, RANDOM_PROGRAM=17 the one with that seed.
 """
@@ -22,7 +22,7 @@ pytestmark = [device_double.needed, pytest.mark.slow]
 
 PROGRAMS, ALL_PROGRAMS = 20, 1000
 ALONE = os.environ.get("RANDOM_PROGRAM")
-A_PROGRAM_S = 5.0  # a slow machine's, on average: the deadline of each of them is in program_runs
+A_PROGRAM_S = 5.0  # average on a slow machine; the deadline of each one is in program_runs
 
 
 def run_all(
@@ -32,7 +32,7 @@ def run_all(
     run_ahead: bool,
     **env: str,
 ) -> None:
-    """Run programs; a failure shows what each rank was at, which a hang's does not tell else."""
+    """Run programs; a failure shows each rank's place, even after a hang."""
     on_device = functools.partial(
         run_programs, programs=programs, reports=str(reports), run_ahead=run_ahead
     )

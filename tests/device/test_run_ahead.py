@@ -37,7 +37,7 @@ def compare(program: Program, device: str) -> None:
         agreed = program(device, False)
         assert numbers == []
         ahead = program(device, True)
-    # Passes that differ in turn are equal once: this plan ends at once, and no other one follows.
+    # Passes that alternate are equal once: this plan ends at once, and no other one follows.
     differ_in_turn = program in (two_networks, missing_branch_accumulated)
     assert len(numbers) == 1 if differ_in_turn else len(numbers) >= 3
     assert_same_on_all_ranks(*ahead)
@@ -94,7 +94,7 @@ def test_passes_on_a_device_are_planned_without_a_setting():
 def dump_planned_passes(folder: Path, device: str) -> int:
     with planned_passes() as numbers:
         same_branches(device, None)
-    hvd.barrier()  # the reports of the last passes are on their way, too
+    hvd.barrier()  # by then the reports of the last passes have been sent, too
     assert eventually(lambda: all(r.finished_ns for r in current.engine().records()), 30.0)
     tracing.dump(folder)
     return len(numbers)

@@ -1,4 +1,4 @@
-"""Planned passes on ranks that do not do the same: late ones, gradients of some, join()."""
+"""Planned passes on ranks that differ: late ranks, gradients of some ranks, join()."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = device_double.needed
 
 
 def be_late(folder: Path, device: str) -> None:
-    """The last rank begins its next pass when the others have finished `AHEAD` more."""
+    """The last rank begins its next pass after the others have finished `AHEAD` more."""
     training = Quiet(device)
     training.steps(PLANNED + 2)
     late = hvd.size() - 1
@@ -107,7 +107,7 @@ def test_gradients_that_only_some_ranks_have_count_later(size, set_to_none):
 
 
 def use_a_branch_of_two_optimizers(device: str) -> None:
-    """As before, with two optimizers in each pass: ranks with nothing aside take the same steps."""
+    """As above, with two optimizers in each pass: ranks that put no gradient aside step alike."""
     x, y, other = (torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(3))
     optimizers = [hvd.DistributedOptimizer(SGD(of, lr=0.0)) for of in ([x, y], [other])]
     first, found = PLANNED + 3, []
@@ -132,7 +132,7 @@ def test_gradients_of_some_ranks_in_one_of_two_optimizers(size):
 
 
 def step_too_often(device: str) -> tuple[str, str]:
-    """Rank 1 calls step() once more than the others, between two passes: all hear of it."""
+    """Rank 1 calls step() once more than the others, between two passes: all get an error."""
     training = Training(device)
     training.steps(PLANNED + 2)
     assert is_planned()

@@ -87,7 +87,7 @@ def pressing_ctrl_c(when: Callable[[], bool], pressed: Path) -> Iterator[None]:
 
 
 def interrupt_a_rank_without_data(folder: Path, device: str) -> None:
-    """Ctrl-C comes while rank 1 waits for rank 0's report; the pass ends, and rank 1 goes on."""
+    """Ctrl-C arrives while rank 1 waits for rank 0's report; the pass ends, and rank 1 goes on."""
     training = Training(device)
     training.steps(PLANNED + 2)
     pressed = folder / "pressed"
@@ -163,7 +163,7 @@ def test_an_exception_after_a_bucket_was_launched(size, tmp_path):
 
 
 class Reentrant:
-    """Steps with a weight that is used in a segment of a reentrant checkpoint and behind that."""
+    """Steps with a weight that is used in a segment of a reentrant checkpoint and after it."""
 
     def __init__(self, device: str, **options: object) -> None:
         self.device = device
@@ -188,7 +188,7 @@ class Reentrant:
 
 
 def come_again(run_ahead: bool, device: str) -> None:
-    """A gradient comes again after it has been sent; from then on it is sent at the end."""
+    """A gradient arrives again after it has been sent; from then on it is sent at the end."""
     training = Reentrant(device, run_ahead=run_ahead)
     for step in range(12):
         training.step(step != 4 or run_ahead)

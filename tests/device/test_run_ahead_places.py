@@ -1,4 +1,4 @@
-"""Planned passes of models that move, change their dtype, or lie on the host in part."""
+"""Planned passes of models that move, change their dtype, or lie partly on the host."""
 
 from __future__ import annotations
 

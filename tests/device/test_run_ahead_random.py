@@ -23,11 +23,11 @@ pytestmark = [device_double.needed, pytest.mark.slow]
 
 WEIGHTS, STEPS, QUIET_STEPS = 4, 60, 20
 PROGRAMS, ALL_PROGRAMS = 10, 250  # of each test
-A_PROGRAM_S = 5.0  # a slow machine's, on average
+A_PROGRAM_S = 5.0  # average on a slow machine
 
 
 def run_random_program(seed: int, device: str) -> None:
-    """Take steps with given gradients, of which ranks lack some in some passes.
+    """Take steps with given gradients; in some passes ranks lack some of them.
 
     Weights only add up gradients, so a gradient that counts later gives the same weights. At the
     end, when no rank lacks any, all have counted.
@@ -76,7 +76,7 @@ def run_random_program(seed: int, device: str) -> None:
 
 
 def run_random_programs(first: int, count: int, device: str) -> tuple[int, int]:
-    """Return the numbers of planned passes, and of those that put something aside here."""
+    """Return the number of planned passes, and of those that put gradients aside on this rank."""
     aside: list[object] = []
     put_aside = RunAhead._put_aside
     with pytest.MonkeyPatch.context() as patch, planned_passes() as numbers:

@@ -18,7 +18,7 @@ from torch_ring.compression.int8 import Int8Compressor
 from torch_ring.compression.powersgd import PowerSGDCompressor
 
 MODULES = (hvd, hvd.checkpoint, hvd.data, hvd.lr_schedules, hvd.metrics)
-NO_CONSTRUCTOR = (hvd.Handle, hvd.NotInitializedError, hvd.Compressor)  # that a user would call
+NO_CONSTRUCTOR = (hvd.Handle, hvd.NotInitializedError, hvd.Compressor)  # for users
 
 
 def public_objects() -> Iterator[tuple[str, Any]]:
@@ -75,9 +75,9 @@ AS = re.compile(r"As `(\w+)`, ")
 
 
 def all_arguments(doc: str) -> dict[str, str]:
-    """Return the text on each argument, of a docstring and of the one that it names.
+    """Return the text on each argument in a docstring, and in the docstring that it names.
 
-    A docstring that names another one describes what differs in its text: "`tensors`: of one".
+    A docstring that names another one describes the differences in its text: "`tensors`: of one".
     """
     other = AS.match(doc)
     if other is None:
@@ -93,7 +93,7 @@ def test_every_argument_is_described(function, doc):
         for name, parameter in inspect.signature(function).parameters.items()
         if name not in ("self", "cls")
     }
-    if AS.match(doc):  # which may have more, or one tensor in place of several
+    if AS.match(doc):  # the other may have more, or one tensor in place of several
         assert set(parameters) <= set(described)
     else:
         assert set(described) == set(parameters)
@@ -115,7 +115,7 @@ FOLDERS = ("torch_ring", "csrc", "tests", "benchmarks", "examples")
 
 
 def first_words() -> Iterator[tuple[str, str]]:
-    """Return the place and the text of every docstring, and of comments from their begin."""
+    """Return the place and the text of every docstring, and of comments without a subject."""
     for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")):
         where = str(path.relative_to(ROOT))
         if path.suffix in (".py", ".pyi"):

@@ -17,7 +17,7 @@ HIDDEN = {"__init__", "name", "value"}  # of classes without a constructor, and 
 
 
 def members(node: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
-    """Return the classes, functions and attributes that the stub has there, by name."""
+    """Return the classes, functions and attributes in a body of the stub, by name."""
     found: dict[str, ast.AST] = {}
     for each in node.body:
         if isinstance(each, ast.FunctionDef | ast.ClassDef):

@@ -23,7 +23,7 @@ LOADING = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"
 
 
 class Page(HTMLParser):
-    """The anchors of a page, its links, and what it makes a browser load."""
+    """The anchors of a page, its links, and the resources that a browser loads for it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_internal_links_lead_to_anchors(site: Path, pages: dict[Path, Page]) -> 
         for link in page.links:
             url = urlsplit(link)
             if url.scheme in ("http", "https", "mailto", "data"):
-                continue  # nobody answers here
+                continue  # no server answers here
             target = (path.parent / unquote(url.path)).resolve() if url.path else path
             anchors = pages[target].anchors if target in pages else {""}
             if not target.is_file() or (url.fragment and unquote(url.fragment) not in anchors):

@@ -1,4 +1,4 @@
-"""The files that the documentation lists: the ways of an allreduce, a gradient and others."""
+"""The files listed in the documentation: the paths of an allreduce, a gradient and others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_files_are_there(page: str) -> None:
 
 @contextmanager
 def seeing_files() -> Iterator[set[str]]:
-    """Context that sees the files of torch_ring in which this thread calls functions."""
+    """Context that collects the files of torch_ring in which this thread calls functions."""
     seen: set[str] = set()
     package = Path(hvd.__file__).parent
 
@@ -48,7 +48,7 @@ def seeing_files() -> Iterator[set[str]]:
         if package in path.parents:
             seen.add(str(path.relative_to(package.parent)))
 
-    gc.collect()  # what earlier tests have left would be seen when Python collects it
+    gc.collect()  # garbage of earlier tests would be traced when it is collected
     gc.disable()
     sys.setprofile(note)
     try:
@@ -75,7 +75,7 @@ def train() -> Callable[[], Any]:
 
 
 def files_of_call(make: Callable[[], Callable[[], Any]]) -> set[str]:
-    """Return the files of one call, of which there were some before."""
+    """Return the files of one call, after some warm-up calls."""
     call = make()
     for _ in range(3):
         call()

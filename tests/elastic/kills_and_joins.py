@@ -1,4 +1,4 @@
-"""One job in which ranks are killed at random moments, and others come; prints how it ended.
+"""One job in which ranks are killed, and others join, at random moments; prints its result.
 
     python tests/elastic/kills_and_joins.py DEATHS SEED SECONDS [hierarchy]
 
@@ -29,7 +29,7 @@ from torch_ring.membership.member import key_of
 SIZE = 4
 SECRET = "of this test"
 PAUSE_S = (0.0, 0.3)  # from a death, or an arrival, to the next
-ALONE_S = 0.01  # between two looks
+ALONE_S = 0.01  # between two polls
 IN_LEVELS = sys.argv[4:] == ["hierarchy"]  # gradients inside hosts, DiLoCo between them
 
 
@@ -52,7 +52,7 @@ def fork(body: Callable[[], None], variables: Mapping[str, str]) -> int:
 
 
 def serve_directory(write: int) -> None:
-    """Be the launcher's directory, until this process is killed."""
+    """Serve as the launcher's directory, until this process is killed."""
     directory = Directory("127.0.0.1", key_of(SECRET))
     directory.expect({f"p{rank}": rank for rank in range(SIZE)})
     os.write(write, directory.address.encode())
@@ -60,7 +60,7 @@ def serve_directory(write: int) -> None:
 
 
 def train(folder: Path) -> None:
-    """Be a rank; write the epochs, the weights and the loss of each batch at the end."""
+    """Run as a rank; write the epochs, the weights and the loss of each batch at the end."""
     hvd.init()
     model, optimizer = make()
     host, one_of_each_host = hvd.hierarchy() if IN_LEVELS else (hvd.global_process_set, None)
@@ -127,7 +127,7 @@ def main() -> None:
             start(rank)
 
         def members() -> list[str]:
-            """Return the living processes of the last world that has told of itself."""
+            """Return the living processes of the last reported world."""
             told = [member.process for member in ask_directory(address, key_of(SECRET))]
             return [name for name in told if name in pids]
 
@@ -151,7 +151,7 @@ def main() -> None:
                 joined += 1
             elif len(members()) > 1:
                 victim = chance.choice(list(pids))
-                # Without one that has the state it would be lost.
+                # Without any rank that has the state, the state would be lost.
                 others = [pids[name] for name in members() if name != victim]
                 if any((folder / f"has-state-{pid}").exists() for pid in others):
                     pid = pids.pop(victim)
@@ -166,7 +166,7 @@ def main() -> None:
         let_in = len(members())
         (folder / "stop").touch()
         wait(lambda: not pids or {*pids} & {*members()} == set(), "the end")
-        for pid in pids.values():  # that were not let in before the end
+        for pid in pids.values():  # processes that had not joined before the end
             os.kill(pid, signal.SIGKILL)
         found = [json.loads(path.read_text()) for path in folder.glob("ended-*")]
         assert found, "no rank has reached the end"

@@ -1,7 +1,7 @@
-"""A training whose ranks die at chosen moments, and the weights that it must end with.
+"""Training whose ranks die at chosen moments, and the weights expected at its end.
 
 Its global batch is the same for any number of ranks, and the weights depend on every sample and on
-the order of the batches, so that equal weights mean: each batch of each epoch was used once.
+the order of the batches. Equal weights therefore mean that each batch of each epoch was used once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES, GLOBAL_BATCH = 60, 12  # 12: for 1, 2, 3 and 4 ranks
 BATCHES = SAMPLES // GLOBAL_BATCH
 WIDTH = 3
 
-# Where a rank may die, and how often a rank that lives to the end comes there in an epoch.
+# Places where a rank may die, and a surviving rank's number of visits there in an epoch.
 IN_A_STEP = {"forward": BATCHES, "bucket": BATCHES, "step": BATCHES, "stepped": BATCHES}
 IN_A_STEP |= {"hosts": BATCHES, "commit": 2, "half a commit": 2, "checkpoint": 1}
 AFTER_A_DEATH = ["regrouping", "leading", "regrouped", "init", "joined", "resume", "resumed"]
@@ -66,9 +66,9 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Network(torch.nn.Module):
-    """Three layers, each of which has a gradient of its own; and the sum of all samples ever used.
+    """Three layers, each with a gradient of its own; and the sum of all samples ever used.
 
-    The layers forget after some epochs what came before. The sum does not.
+    After some epochs the layers no longer depend on early samples; the sum still does.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def make() -> tuple[Network, torch.optim.Optimizer]:
 
 
 def expected(epochs: int) -> list[float]:
-    """Return the weights of a training on one rank that nothing interrupts."""
+    """Return the weights of an uninterrupted training on one rank."""
     return undisturbed(epochs)[0]
 
 
@@ -100,7 +100,7 @@ def undisturbed(epochs: int) -> tuple[list[float], list[float], list[float]]:
     """Return a training on one rank without deaths.
 
     Returns:
-        The weights, the loss of each batch, and what that is once more after the batch's step.
+        The weights, the loss of each batch, and the loss of the same batch after its step.
     """
     model, optimizer = make()
     values = Samples().values
@@ -125,7 +125,7 @@ def weights_of(model: Network) -> list[float]:
 
 
 class Reaper:
-    """Kills this process when it comes to a place for the time that the plan says."""
+    """Kills this process at its n-th visit of a place, as planned."""
 
     def __init__(self, place: str, visit: int) -> None:
         self._place, self._visit = place, visit
@@ -147,7 +147,7 @@ class Reaper:
 
     @contextlib.contextmanager
     def waits(self, state: hvd.elastic.TorchState) -> Iterator[None]:
-        """Wait at all places that are not in the training itself."""
+        """Watch all places outside the training itself, such as commits."""
         places = [
             (elastic_job, "regroup", "regrouping", "regrouped"),
             (elastic_job.ElasticJob, "_serve", "leading", ""),
@@ -168,7 +168,7 @@ class Reaper:
 def train(
     plan: Plan, epochs: int, folder: str, shard_state: bool = False
 ) -> tuple[int, list[float]]:
-    """Train while ranks die; return the number of ranks that are left, and the weights."""
+    """Train while ranks die; return the number of survivors, and the weights."""
     reaper = Reaper(*plan.get(hvd.rank(), ("", 0)))
     model, optimizer = make()
     optimizer = hvd.DistributedOptimizer(

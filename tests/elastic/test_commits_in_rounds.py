@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo while ranks die: going back to a commit, and means that are on their way."""
+"""LocalSGD and DiLoCo while ranks die: going back to a commit, and pending means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch_ring as hvd
 EVERY, RATE, MOMENTUM, OUTER = 4, 0.25, 0.5, 0.5
 EPOCHS, BATCHES = 5, 3
 Deaths = Mapping[int, int]
-"""By rank: after how many of its steps it dies."""
+"""Rank -> the number of its steps before its death."""
 
 
 def target(rank: int) -> float:
@@ -50,7 +50,7 @@ class Formula:
         self.kind, self.delay, self.members, self.steps = kind, delay, members, 0
         self.own, self.velocity = dict.fromkeys(range(size), 0.0), dict.fromkeys(range(size), 0.0)
         self.agreed, self.outer_velocity = 0.0, 0.0
-        self.sent: dict[int, float] | None = None  # of the mean that is on its way
+        self.sent: dict[int, float] | None = None  # the values of the pending mean
 
     def step(self) -> None:
         for rank, weight in self.own.items():
@@ -83,7 +83,7 @@ class Formula:
         self.end()
 
     def lose(self, victim: int) -> None:
-        """Go on without a rank. A mean that was on its way is in the next one."""
+        """Go on without a rank. A pending mean is part of the next one."""
         del self.own[victim]
         self.sent = None
 
@@ -91,12 +91,11 @@ class Formula:
 def train(
     kind: str, delay: int, deaths: Deaths, commits: bool, members: Sequence[int]
 ) -> tuple[list[float], dict[int, float], list[str]]:
-    """Train in epochs; return the weights after each step, at the end by rank, and what is logged.
+    """Train in epochs; return the weights after each step, at the end by rank, and the log.
 
     Args:
-        deaths: happen before a barrier: so the others hear of them in the same step.
-        commits: whether the state says how far the training is by commits alone. Else it does in
-            each batch.
+        deaths: happen before a barrier, so that the others learn of them in the same step.
+        commits: whether the state records the progress in commits only, and not in each batch.
         members: the ranks that agree.
     """
     name, taken = hvd.rank(), 0
@@ -166,7 +165,7 @@ def check(
     commits: bool,
     members: Sequence[int] | None = None,
 ) -> list[list[str]]:
-    """Check the weights of the survivors; return what each has logged."""
+    """Check the weights of the survivors; return the log of each."""
     members = range(size) if members is None else members
     args = (kind, delay, deaths, commits, members)
     results = pool.run(train, size, args=args, may_die=[*deaths])
@@ -188,7 +187,7 @@ def check(
     [
         ("LocalSGD", 0, 3, {0: 8}),  # after a round that began before the commit
         ("DiLoCo", 0, 3, {1: 8}),
-        ("DiLoCo", 3, 3, {2: 8}),  # the commit was made while a mean was on its way
+        ("DiLoCo", 3, 3, {2: 8}),  # the commit was made while a mean was pending
         slow("LocalSGD", 0, 2, {1: 7}),  # in the step that ends a round
         slow("DiLoCo", 0, 2, {0: 2}),  # before any commit but the first
         slow("DiLoCo", 2, 4, {0: 5, 3: 10}),
@@ -203,7 +202,7 @@ def test_all_ranks_go_back_to_their_own_commit(kind, delay, size, deaths):
 @pytest.mark.parametrize(
     ("delay", "size", "deaths"),
     [
-        (2, 3, {0: 5}),  # the first mean is on its way
+        (2, 3, {0: 5}),  # the first mean is pending
         (3, 3, {1: 3, 2: 9}),  # before it, and while another one is
         slow(1, 2, {1: 4}),
         slow(3, 4, {0: 6, 2: 6}),
@@ -225,12 +224,12 @@ def test_a_mean_that_a_death_stops_is_in_the_next_one(delay, size, deaths):
     ],
 )
 def test_a_round_goes_on_when_ranks_outside_of_it_die(kind, deaths, commits):
-    """Rank 0 lives, has all that the others may take, and agrees with nobody."""
+    """Rank 0 lives and has the whole state, but takes part in no agreement."""
     check(kind, 0, 4, deaths, commits=commits, members=[1, 2])
 
 
 def converge(delay: int, fragments: int, victim: int, at: int) -> list[float]:
-    """Train until nothing changes; nobody waits for others but at the ends of rounds."""
+    """Train to convergence; ranks wait for one another only at the ends of rounds."""
     name = hvd.rank()
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (3, 2)]
     model = torch.nn.ParameterList(parameters)

@@ -1,4 +1,4 @@
-"""The state that ranks take from another one is compared with what that one has."""
+"""A state received from another rank is compared with the original."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flip_a_bit(tensor: torch.Tensor) -> None:
 
 
 def damage(part: str, times: int) -> None:
-    """Let this rank get something else than was sent, in one part of the state."""
+    """Damage one part of the state that this rank receives."""
     left = [times]
 
     def after(function: Callable[..., Any], where: Callable[..., torch.Tensor | None]) -> Any:
@@ -65,7 +65,7 @@ class Model(torch.nn.Linear):
 
 
 def let_one_in(part: str, times: int) -> tuple[str, str, Any]:
-    """A process comes, and gets something else than was sent to it, `times` times."""
+    """A newcomer receives a damaged state, `times` times."""
     is_newcomer = os.environ["TORCH_RING_PROCESS"] == "p2"
     torch.manual_seed(int(is_newcomer))
     model = Model()
@@ -157,7 +157,7 @@ def test_the_state_of_any_program_is_compared() -> None:
 
 
 def take_what_the_root_has() -> None:
-    """Additional state of a rank is no damage: a setting that a scheduler has added there, say."""
+    """Additional state of a rank is no damage, such as a setting added by a scheduler."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = hvd.elastic.TorchState(model, optimizer, step=0)

@@ -1,4 +1,4 @@
-"""The rank dies that gives its state to a process that has come."""
+"""A rank dies while it sends its state to a newcomer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def die(_root: int) -> None:
 
 
 def let_one_in() -> tuple[list[int], float, float]:
-    """A process comes; rank 0 dies when that has got the first of two models.
+    """A process joins; rank 0 dies when the newcomer has received the first of two models.
 
     Returns:
         The steps that this process has taken, and a weight of each model.
@@ -33,7 +33,7 @@ def let_one_in() -> tuple[list[int], float, float]:
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        if process == "p0":  # from now on: the ranks have one state
+        if process == "p0":  # from now on the ranks have the same state
             state._handlers["second"].copy_from = die
         while state.step != state.end:
             optimizer.zero_grad()

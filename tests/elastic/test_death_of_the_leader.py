@@ -1,4 +1,4 @@
-"""The leader dies when it has told the others where its store is."""
+"""The leader dies after it has told the others the address of its store."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def lose_the_leader() -> tuple[int, list[bool]]:
     """Rank 2 dies, and rank 0 before the others have connected to its store.
 
     Returns:
-        The number of ranks that are left; and for each store that torch was asked to connect to,
-        whether nobody served it.
+        The number of remaining ranks; and for each store to which torch was asked to connect,
+        whether it had no server.
     """
     name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
     join, call = elastic_job.ElasticJob._join, stores.StoreCall
@@ -48,7 +48,7 @@ def lose_the_leader() -> tuple[int, list[bool]]:
         asked.append(refuses((host, port)))
         return call.connect(host, port, timeout_s)
 
-    def serve(*of_store: Any) -> Any:  # which connects to itself
+    def serve(*of_store: Any) -> Any:  # connects to itself
         asked.append(False)
         return call.serve(*of_store)
 
@@ -70,6 +70,6 @@ def lose_the_leader() -> tuple[int, list[bool]]:
 
 
 def test_nobody_waits_for_the_store_of_a_leader_that_has_died() -> None:
-    """torch tries for seconds to connect to a store that is not there."""
+    """torch tries for seconds to connect to a missing store."""
     results = pool.run(lose_the_leader, 4, may_die=[0, 2])
     assert results == [None, (2, [False]), None, (2, [False])]

@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo while ranks die and come."""
+"""LocalSGD and DiLoCo while ranks die and join."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train_with_deaths(kind: str, deaths: Sequence[tuple[int, int]]) -> list[floa
 
 
 def expected(kind: str, size: int, deaths: Sequence[tuple[int, int]]) -> dict[int, list[float]]:
-    """Return the same by the formulas. A rank that dies has no part in its last round."""
+    """Return the weights by the formulas. A rank that dies has no part in its last round."""
     own = dict.fromkeys(range(size), 0.0)
     found: dict[int, list[float]] = {rank: [] for rank in own}
     agreed, velocity = 0.0, 0.0
@@ -116,7 +116,7 @@ def test_survivors_go_on_in_the_round(kind, size, deaths, transport):
 
 
 def newcomer(kind: str, delay: int) -> None:
-    """Rank 2 forgets all that it has, as if it had just come; the others are in a round."""
+    """Rank 2 forgets its whole state, like a newcomer; the others are in a round."""
     model, optimizer = make(kind, delay)
     state = hvd.elastic.TorchState(model, optimizer, step=0)
     state.sync()
@@ -130,7 +130,7 @@ def newcomer(kind: str, delay: int) -> None:
         state = hvd.elastic.TorchState(model, optimizer, step=0)
         state.on_arrival()
     else:
-        make(kind, delay)  # which compares arguments
+        make(kind, delay)  # compares arguments
     state.reset()
     before = model.weight.item()
     state.resume()
@@ -161,7 +161,7 @@ def test_a_newcomer_gets_agreed_parameters(kind, delay, transport):
 
 
 def begin_unheard() -> None:
-    """Rank 0 hears of a death while the first step compares weights; rank 1 takes that step."""
+    """Rank 0 learns of a death while the first step compares weights; rank 1 completes the step."""
     model, optimizer = make("DiLoCo")
     state = hvd.elastic.TorchState(model, optimizer, step=0)
     state.sync()
@@ -193,7 +193,7 @@ def test_a_first_step_that_one_rank_has_taken_begins_the_round():
 
 
 def take_half_of_another_state() -> None:
-    """Rank 0 is a step of another optimizer ahead, and dies when rank 1 has the weights of that."""
+    """Rank 0 is ahead by a step of another optimizer, and dies when rank 1 has those weights."""
     model, optimizer = make("DiLoCo")
     second, sgd = torch.nn.Linear(1, 1), torch.optim.SGD
     torch.nn.init.ones_(second.weight)
@@ -234,7 +234,7 @@ def test_a_half_of_the_state_of_another_optimizer_does_not_count():
 def train_on_hosts(deaths: Sequence[tuple[int, int]], together: bool) -> list[float]:
     """Train until the end; return the weight after each step of this rank.
 
-    With `together`, all ranks meet before each step, and hear of a death there.
+    With `together`, all ranks meet before each step, and learn of a death there.
     """
     name = hvd.rank()
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
@@ -276,7 +276,7 @@ def train_on_hosts(deaths: Sequence[tuple[int, int]], together: bool) -> list[fl
 def expected_on_hosts(
     layout: Sequence[int], deaths: Sequence[tuple[int, int]]
 ) -> dict[int, list[float]]:
-    """Return the same by the formulas: a host has the weight and the momentum of its ranks."""
+    """Return the weights by the formulas: a host has the weight and the momentum of its ranks."""
     living = set(range(len(layout)))
     own: dict[int, list[float]] = {host: [0.0, 0.0] for host in layout}
     found: dict[int, list[float]] = {rank: [] for rank in living}
@@ -329,7 +329,7 @@ def test_hosts_go_on_without_the_dead(hosts, layout, deaths, together):
         namespaces=[hosts[host] for host in layout],
     )
     left = sorted(set(range(len(layout))) - set(victims))
-    if not together:  # hosts hear of it at different steps
+    if not together:  # hosts learn of it at different steps
         assert len({found[rank][-1] for rank in left}) == 1
         return
     right = expected_on_hosts(layout, deaths)
@@ -376,13 +376,13 @@ def test_a_rank_takes_the_state_of_its_host(behind):
 
 
 def miss_a_mean(on_hosts: bool, victim: int, delay: int, comes: bool, fails: str) -> None:
-    """The end of a round has failed on one rank; the others have taken it.
+    """The end of a round has failed on one rank only.
 
     Args:
         on_hosts: whether ranks 0 and 1 average their gradients.
         victim: that rank.
         delay: of the round.
-        comes: whether rank 2 has just come.
+        comes: whether rank 2 has just joined.
         fails: the part of the recovery in which another rank dies: "copy", "neighbour" or "".
     """
     host, agreeing = hvd.global_process_set, hvd.global_process_set
@@ -475,7 +475,7 @@ def test_a_rank_that_has_missed_a_mean_takes_what_is_agreed(on_hosts, victim, de
 
 
 def lead_the_others(victim: int) -> None:
-    """One rank of each host agrees, and others step by themselves, until that rank dies."""
+    """One rank of each host agrees, and the others step alone, until that rank dies."""
     name = hvd.rank()
     _, one_of_each_host = hvd.hierarchy()
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)

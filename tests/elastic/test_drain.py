@@ -29,9 +29,9 @@ def train_while_ranks_go(
     """Return the exit code, the steps, and the number of ranks in each.
 
     Args:
-        signals: by rank, which it gets in step 5.
+        signals: by rank, the signals that it gets in step 5.
         commits: whether each step ends with commit(), and not with check_host_updates().
-        least: the ranks go on until they have done a step as so few.
+        least: the ranks go on until so few of them have done a step.
     """
     name = hvd.rank()
     state = hvd.elastic.ObjectState(step=0)
@@ -59,7 +59,7 @@ def train_while_ranks_go(
 
 
 def require_in_peace(gone: Trained, stayed: Trained) -> int:
-    """Return how many steps a rank has done that left: all of those of the others until then."""
+    """Return the number of steps of a rank that left; it took each one with the others."""
     (code, steps, sizes), (_, all_steps, all_sizes) = gone, stayed
     assert code == ENDED
     assert len(steps) > 5  # the step of the signal was done
@@ -90,7 +90,7 @@ def test_ranks_leave_where_nothing_is_committed():
 
 
 def test_a_rank_leaves_although_another_dies():
-    """Rank 0, which tells the others, is the one that dies."""
+    """Rank 0, which tells the others, dies."""
     signals = {1: signal.SIGTERM, 0: signal.SIGKILL}
     died, gone, *stayed = pool.run(train_while_ranks_go, 4, args=(signals, True, 2), may_die={0})
     assert died is None
@@ -155,7 +155,7 @@ def test_ranks_stay_until_a_process_that_waits_has_come(
 
 
 class Job:
-    """Counts how often it is asked to let this process leave."""
+    """Counts this process's requests to leave."""
 
     is_member = True
 
@@ -199,7 +199,7 @@ def fail(job: Job) -> None:
 
 
 def fork(job: Job) -> None:
-    """A forked process is no rank, also while it is in no Python function."""
+    """A forked process is no rank, even while it runs no Python function."""
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
     child.start()
     child.terminate()

@@ -1,4 +1,4 @@
-"""Processes that die while an elastic job makes its first world: the others make it."""
+"""Processes die while an elastic job makes its first world; the others complete it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Deaths = Mapping[int, str]
 """By rank, as the launcher counts: the place where its process dies."""
 
 
-# --- who gets which place
+# --- the order of places
 
 
 def ask(gathering: Gathering, process: str, question: str = "first") -> Any:
@@ -98,7 +98,7 @@ def test_a_world_is_void_when_one_of_its_processes_has_ended() -> None:
 
 
 def be_the_launcher(host: str, folder: Path, size: int) -> None:
-    """Serve a directory to which a thread tells which of the processes live."""
+    """Serve a directory; a thread reports the living processes to it."""
     directory = Directory(host, key_of(SECRET))
     (folder / "address.new").write_text(directory.address)
     (folder / "address.new").rename(folder / "address")
@@ -109,8 +109,8 @@ def be_the_launcher(host: str, folder: Path, size: int) -> None:
         poll, ranks = select.poll(), {}
         for rank in range(size):
             path = folder / f"pid-{rank}"
-            # Processes import torch first: for as long as a test may last, not for a while. A death
-            # that is not seen is waited for without an end.
+            # Processes import torch first: for as long as a test may last, not for a while. A
+            # process waits without end for a dead one whose death goes unnoticed.
             if not pool.eventually(path.exists, 3 * pool.DEADLINE_S):
                 return
             try:
@@ -166,7 +166,7 @@ def begin(deaths: Deaths, folder_name: str, size: int, least: int, host: str = "
 
 
 def check(deaths: Deaths, size: int, transport: str, folder: Path) -> None:
-    """Begin a job of which ranks die; check that the others have made a world, in their order."""
+    """Begin a job whose ranks die; check that the others have made a world, in their order."""
     be_the_launcher("127.0.0.1", folder, size)
     results = pool.run(
         *(begin, size),
@@ -200,9 +200,9 @@ def test_one_dies(victim: int, place: str, transport: str, tmp_path: Path) -> No
 
 
 def begin_without_a_deadline(*args: Any) -> Any:
-    """Join the first world; to wait until it is too late for a rank that is missing ends the test.
+    """Join the first world; a wait for a missing rank until the deadline ends the test.
 
-    Nor does the leader go on without it after a moment, or tell it of the failure.
+    The leader does not go on without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
     first_world._JOIN_S = host_socket._GRACE_S = host_socket._TELL_S = 1800.0
@@ -281,7 +281,7 @@ def begin_alone(folder: str) -> tuple[str, str]:
 
 def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
     be_the_launcher("127.0.0.1", tmp_path, 2)
-    note_process(tmp_path, 1, os.getpid())  # which lives on
+    note_process(tmp_path, 1, os.getpid())  # it lives on
     error, _ = pool.run(begin_alone, 2, args=(str(tmp_path),), initialized=False)
     assert error == (
         "TimeoutError",
@@ -291,7 +291,7 @@ def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def begin_and_listen(folder: str) -> tuple[list[str], Any]:
-    """Rank 2 comes when the others have been told, for longer than a line takes, who is here."""
+    """Rank 2 comes after the others have waited long enough for a line about the present ranks."""
     first_world._PROGRESS_S = 0.0
     rank, heard = int(os.environ["RANK"]), 0
     note_process(Path(folder), rank, os.getpid())
@@ -371,7 +371,7 @@ def forget_torchrun() -> None:
 
 
 def die_before_run(folder_name: str, victim: int) -> tuple[int, int, float]:
-    """Train when a rank has died that no other waited for; return rank, size and the weight."""
+    """Train after the death of a rank for which none waited; return rank, size and the weight."""
     name, folder = hvd.rank(), Path(folder_name)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)

@@ -1,4 +1,4 @@
-"""Jobs of their own, such as an evaluation, that a newcomer of an elastic job has started."""
+"""Separate jobs, such as an evaluation, started by a newcomer of an elastic job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer ranks take more backward passes in a step: the batch of all ranks stays the same."""
+"""Fewer ranks run more backward passes a step: the global batch size stays the same."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def passes() -> int:
 def train(
     plan: dict[str, tuple[str, int]], until: int
 ) -> tuple[list[tuple[int, int]], list[float]]:
-    """Train while ranks die, or until a process has come.
+    """Train while ranks die, or until a process has joined.
 
     Args:
         plan: where processes die.
-        until: epochs; if no process dies, as many from that on in which one comes.
+        until: the number of epochs; if no process dies, counted from the one in which one joins.
 
     Returns:
         The ranks, and the samples of all passes of this one, in each step; and the weights.

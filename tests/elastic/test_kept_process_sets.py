@@ -1,4 +1,4 @@
-"""Process sets while ranks die and come: those that live are made again, a lost one says so."""
+"""Process sets while ranks die and join: whole sets are made again, others raise an error."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def run_steps(deaths: Sequence[Death], step: Callable[[Any], None]) -> None:
 
 
 def use_sets(sets: Sequence[Sequence[int]], deaths: Sequence[Death]) -> int:
-    """Use process sets in all steps; return how many of them have lost a rank in the end."""
+    """Use process sets in all steps; return the number of sets that have lost a rank at the end."""
     names = list(range(hvd.size()))  # of the first world, by rank
     mine = hvd.rank()
     objects = [hvd.add_process_set(ranks) for ranks in sets]
     copies = copy.deepcopy(objects)
     found = {each: index for index, each in enumerate(objects)}
-    seen: dict[int, list[int]] = {}  # ranks of a set in the last world in which it was whole
+    seen: dict[int, list[int]] = {}  # ranks of a set in the last world that had all of them
 
     def step(_: Any) -> None:
         living = hvd.allgather(torch.tensor([mine])).tolist()
@@ -132,7 +132,7 @@ def check_lost(process_set: hvd.ProcessSet, before: list[int]) -> None:
 
 CASES = [
     (3, [[1, 2], [0, 2]], [(0, 2)]),  # rank 0, which is in one of them
-    (4, [[1, 3], [2], [0, 1, 2]], [(3, 2)]),  # the last one; [0, 1, 2] are all that are left
+    (4, [[1, 3], [2], [0, 1, 2]], [(3, 2)]),  # the last one; [0, 1, 2] are all remaining ranks
     (4, [[0, 3], [1, 2], [3, 2]], [(1, 1), (0, 4)]),  # two after another
     (4, [[0, 1], [2, 3]], [(1, 3), (0, 3)]),  # a whole set at once
     (3, [[2], [0], [1, 2]], [(0, 2), (1, 5)]),  # down to one
@@ -174,7 +174,7 @@ def test_a_lost_set_says_which_rank_it_has_lost(victim: int, left: int) -> None:
 
 
 def add_again(how: str) -> tuple[list[int], list[int], dict[int, list[int]]]:
-    """Rank 0 dies; programs add their sets after that, as they must for Horovod."""
+    """Rank 0 dies; programs then add their sets again, as Horovod requires."""
     first, second = hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])
     hvd.add_process_set(first)
     hvd.add_process_set(second)
@@ -185,7 +185,7 @@ def add_again(how: str) -> tuple[list[int], list[int], dict[int, list[int]]]:
             assert hvd.add_process_set(first) is first
             assert hvd.add_process_set(second) is second
         else:
-            hvd.add_process_set([1, 2])  # are what is left of [2, 3]
+            hvd.add_process_set([1, 2])  # the ranks that remain of [2, 3]
             kind, _ = pool.error_of(lambda: hvd.add_process_set([1, 2]))
             assert kind == "InvalidArgumentError"
             assert first.process_set_id is None
@@ -226,13 +226,13 @@ def forget_sets() -> dict[int, list[int]]:
 
 
 def test_sets_that_nobody_has_an_object_of_end_with_the_world() -> None:
-    """A program that adds new ones after each death does not gather them."""
+    """A program that adds new sets after each death does not accumulate them."""
     wanted = {0: [0, 1], 1: [1]}
     assert pool.run(forget_sets, 3, may_die=[0])[1:] == [wanted] * 2
 
 
 def outside_of_elastic() -> None:
-    """Worlds that the program itself makes know nothing of the ranks of those before."""
+    """Worlds made by the program itself do not know the ranks of earlier worlds."""
     pair = hvd.add_process_set([0, 1])
     hvd.shutdown()
     hvd.init()

@@ -1,4 +1,4 @@
-"""Ranks that die in every phase, also in the recovery from another death."""
+"""Ranks die in every phase, including the recovery from another death."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPOCHS = 3
 
 
 def check(plan: Plan, size: int, transport: str, folder: Path, *, shard_state: bool = False) -> int:
-    """Train with deaths, check the weights; return the number of ranks that are left."""
+    """Train with deaths, check the weights; return the number of survivors."""
     results = pool.run(
         mortal_training.train,
         size,
@@ -48,7 +48,7 @@ def check(plan: Plan, size: int, transport: str, folder: Path, *, shard_state: b
     ("victim", "place"), slow_after(4, [(i % 3, p) for i, p in enumerate(IN_A_STEP)])
 )
 def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
-    victim = 0 if place == "checkpoint" else victim  # which rank 0 writes
+    victim = 0 if place == "checkpoint" else victim  # rank 0 writes it
     assert check({victim: (place, IN_A_STEP[place] + 1)}, 3, "shm", tmp_path) == 2
 
 
@@ -56,14 +56,14 @@ def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
     ("victim", "place"), slow_after(3, [(i % 2, p) for i, p in enumerate(AFTER_A_DEATH)])
 )
 def test_another_rank_dies_in_the_recovery(victim: int, place: str, tmp_path: Path) -> None:
-    victim = 0 if place == "leading" else victim  # which the lowest does
+    victim = 0 if place == "leading" else victim  # the lowest rank leads
     assert check({2: ("bucket", 3), victim: (place, 1)}, 4, "tcp", tmp_path) == 2
 
 
 def recover_without_a_deadline(place: str) -> tuple[int, int]:
     """Train; rank 3 dies in a step, and rank 1 while the others make the next world.
 
-    To wait until it is too late for a rank that is missing ends the test. Nor does a leader go on
+    A wait for a missing rank until the deadline ends the test, since a leader does not go on
     without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
@@ -120,7 +120,7 @@ def test_ranks_die_where_chance_has_it(tmp_path: Path, full: bool) -> None:
     for seed in range(500 if full else 3):
         plan = random_plan(seed, 4, EPOCHS)
         try:
-            # A plan may name a place to which its rank does not come: that one lives.
+            # A plan may name a place that its rank never reaches: that rank survives.
             left = check(plan, 4, ("shm", "tcp")[seed % 2], tmp_path / str(seed))
             assert 4 - len(plan) <= left < 4
         except (AssertionError, pool.RanksFailed) as error:

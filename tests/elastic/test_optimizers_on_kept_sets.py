@@ -33,8 +33,8 @@ def train_in_a_set(
     """Train on a process set, and on all ranks; return the weights of both.
 
     Args:
-        early: whether victims die before the step's first pass, which fails then at its end: with
-            buckets sent, and the error's traceback keeps what it used.
+        early: whether victims die before the step's first pass, which then fails at its end: with
+            buckets sent, and objects kept by the error's traceback.
     """
     name = hvd.rank()
     workers = hvd.add_process_set(ranks)
@@ -60,7 +60,7 @@ def train_in_a_set(
                 if (name, state.step) in deaths and (early or optimizer is of_all):
                     die()
                 if early and state.step in (step for _, step in deaths):
-                    time.sleep(0.1)  # the others hear of it before that pass
+                    time.sleep(0.1)  # the others learn of it before that pass
                 loss.backward()
             of_all.step()
             in_set.step()
@@ -154,12 +154,12 @@ def test_an_optimizer_on_a_lost_set_does_not_step() -> None:
 def test_a_callback_may_replace_an_optimizer_on_a_lost_set() -> None:
     outcomes = pool.run(step_in_a_lost_set, 4, args=(True,), may_die=[1])
     assert [outcomes[rank][0] for rank in (0, 2, 3)] == ["nothing"] * 3
-    # Three steps of ranks 0 and 1, then five of those that were 0 and 3, at twice the rate.
+    # Three steps of ranks 0 and 1, then five of the former ranks 0 and 3, at twice the rate.
     assert outcomes[0][1] == -4.5 - 2 * 5 * 2.5
 
 
 def count_agreements() -> tuple[int, int]:
-    """Train on all ranks, which are those of a set that no optimizer is on."""
+    """Train on all ranks, which also form a set without an optimizer."""
     name = hvd.rank()
     pair = hvd.add_process_set([0, 1])
     model = torch.nn.Linear(1, 1)

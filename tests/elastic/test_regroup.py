@@ -1,4 +1,4 @@
-"""Regrouping: who leads, who counts as gone, who may go on; and its messages."""
+"""Regrouping: the leader, lost and surviving processes; and its messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Process:
 
 @contextlib.contextmanager
 def job(size: int, hosts: Sequence[str] = ("127.0.0.1",)) -> Iterator[list[Process]]:
-    """Make processes, as many on each host as on the others."""
+    """Make processes, equally many on each host."""
     places = [hosts[index * len(hosts) // size] for index in range(size)]
     processes = [Process(f"p{index}", host) for index, host in enumerate(places)]
     for process in processes:
@@ -155,7 +155,7 @@ def test_a_rank_that_is_always_sent_elsewhere_gives_up() -> None:
 
 @contextlib.contextmanager
 def silent(process: Process) -> Iterator[None]:
-    """Let the kernel accept connections for a process which says nothing: it is stopped."""
+    """Simulate a stopped process: the kernel accepts its connections, but it does not answer."""
     process.listener.close()
     with socket.create_server(("127.0.0.1", process.member.port)):
         yield
@@ -175,7 +175,7 @@ def test_only_a_majority_goes_on_where_others_may_live(
     size: int, stopped: list[int], goes_on: bool
 ) -> None:
     def hurried(call: Any) -> Any:
-        """Give those that are stopped little time to answer, and the others all of it."""
+        """Give stopped processes little time to answer, and the others the full time."""
 
         def ask(member: Member, key: bytes, answer_s: float, **more: Any) -> Any:
             is_stopped = member in [processes[index].member for index in stopped]

@@ -1,4 +1,4 @@
-"""Ranks of an optimizer with shard_state=True die or come: the others have their parts."""
+"""Ranks of an optimizer with shard_state=True die or join: the others have their parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def undisturbed() -> list[torch.Tensor]:
 
 
 def train(place: str, victim: int, passed: Path) -> tuple[int, bool, int]:
-    """Train; a rank dies in step 4, of those that there are then.
+    """Train; one of the ranks present in step 4 dies then.
 
     Returns:
         The step with which the training went on, whether a parameter has moved in memory, and the
@@ -69,7 +69,7 @@ def train(place: str, victim: int, passed: Path) -> tuple[int, bool, int]:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def begin_together(*args: Any) -> Any:
-        """Begin a part when no rank can hear of a death before its own."""
+        """Begin a part when no rank can learn of a death before its own part."""
         shards._groups = groups
         pool.all_have_passed(passed, size)
         if name == victim and place != "after its part":
@@ -117,16 +117,16 @@ def train(place: str, victim: int, passed: Path) -> tuple[int, bool, int]:
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("place", ["backward", "before its part"])
 def test_survivors_have_the_parts_of_a_dead_rank(place: str, victim: int, tmp_path: Path) -> None:
-    """They go on with that step, and copy nothing."""
+    """The survivors go on with that step, and copy nothing."""
     found = pool.run(train, 3, args=(place, victim, tmp_path), may_die=[victim])
     assert [each for each in found if each] == [(4, False, 2)] * 2
 
 
 @pytest.mark.parametrize("place", TORN)
 def test_a_torn_step_is_taken_back(place: str, tmp_path: Path) -> None:
-    """Nobody knows how far a dead rank has come with its part: all go back to the last commit.
+    """The progress of a dead rank in its part is unknown: all go back to the last commit.
 
-    Also if one of them has not begun to write when it hears of the death, and another has.
+    This holds even if one of them learns of the death before its first write, and another after.
     """
     found = pool.run(train, 3, args=(place, 1, tmp_path), may_die=[1])
     assert [each for each in found if each] == [(2, False, 2)] * 2
@@ -196,7 +196,7 @@ def test_newcomers_share_the_memory_of_their_host(size: int) -> None:
     ("victim", "place"), slow_after(4, [(i % 3, p) for i, p in enumerate(IN_A_STEP)])
 )
 def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
-    victim = 0 if place == "checkpoint" else victim  # which rank 0 writes
+    victim = 0 if place == "checkpoint" else victim  # rank 0 writes it
     plan = {victim: (place, IN_A_STEP[place] + 1)}
     assert check(plan, 3, "shm", tmp_path, shard_state=True) == 2
 
@@ -205,6 +205,6 @@ def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
     ("victim", "place"), slow_after(2, [(i % 2, p) for i, p in enumerate(AFTER_A_DEATH)])
 )
 def test_another_rank_dies_in_the_recovery(victim: int, place: str, tmp_path: Path) -> None:
-    victim = 0 if place == "leading" else victim  # which the lowest does
+    victim = 0 if place == "leading" else victim  # the lowest rank leads
     plan = {2: ("bucket", 3), victim: (place, 1)}
     assert check(plan, 4, "shm", tmp_path, shard_state=True) == 2

@@ -62,7 +62,7 @@ def sync_committed() -> None:
     sampler = hvd.elastic.ElasticSampler(range(12), shuffle=False)
     sampler.record_batch(0, rank)
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=rank, extra={"a": rank})
-    state.batch = 100 + rank  # not committed: all ranks get rank 0's committed value
+    state.batch = 100 + rank  # uncommitted: all ranks get rank 0's committed value
     state.sync()
     assert torch.equal(model.weight, torch.zeros(1, 2))
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -221,7 +221,7 @@ def test_a_rank_that_is_a_step_behind_takes_the_others_state(behind: int) -> Non
 
 
 def resume_without_a_state(arrived: Sequence[int]) -> tuple[float, int]:
-    """Ranks whose first sync failed, or that have come, have nothing that others may take."""
+    """Newcomers, and ranks whose first sync failed, have no state to copy."""
     rank = hvd.rank()
     model = model_of(float(rank))
     state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0), step=rank)
@@ -243,7 +243,7 @@ def test_a_state_comes_from_a_rank_that_has_one(arrived: list[int]) -> None:
 
 
 def resume_after_half_a_copy(has_saved: bool) -> tuple[str, float, float, int]:
-    """The ranks have a part of the state of one that has died while it gave it to them."""
+    """The ranks have received a part of the state of a rank that died while it sent the state."""
     model = torch.nn.ModuleDict({"first": model_of(1.0), "second": model_of(1.0)})
     state = hvd.elastic.TorchState(model, other=model_of(1.0), step=1)
     state.sync()
@@ -257,7 +257,7 @@ def resume_after_half_a_copy(has_saved: bool) -> tuple[str, float, float, int]:
     state._handlers["other"].copy_from = fail_to_copy
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 9.0)
-    if hvd.rank() == 0:  # which is the one that dies, in truth
+    if hvd.rank() == 0:  # the rank that really dies
         state._is_whole = True
         state._steps += 1
     with contextlib.suppress(hvd.RingError):
@@ -282,7 +282,7 @@ def test_a_part_of_a_state_is_an_error_on_all_ranks() -> None:
 
 
 def order_of_a_reset() -> list[str]:
-    """A callback comes after the states are one: what it changes stays."""
+    """A callback is called after the states are synchronised: its changes stay."""
     name, seen = hvd.rank(), []
     model = model_of(0.0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))

@@ -87,7 +87,7 @@ def test_survivors_go_on(transport: str, size: int, deaths: list[tuple[int, int]
 
 
 def hold_worlds() -> list[bool]:
-    """Return which of the worlds that there were still have an engine, the present one last."""
+    """Return for each world so far whether it still has an engine, the present one last."""
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)

@@ -13,7 +13,7 @@ from restarted_program import DEATH, EVERY, STEPS
 
 
 def weights() -> list[float]:
-    """Return the weight after each step of a training that nothing interrupts."""
+    """Return the weight after each step of an uninterrupted training."""
     weight = momentum = 0.0
     found = []
     for step in range(STEPS):

@@ -23,7 +23,7 @@ def make() -> tuple[torch.nn.Linear, Any]:
 
 
 def train_twice(folder_name: str, comes_in: int) -> list[Any]:
-    """Train in two functions; a process comes in one of them. Return the steps, and the weight."""
+    """Train in two functions; a process joins in one of them. Return the steps, and the weight."""
     process, begun = os.environ["TORCH_RING_PROCESS"], Path(folder_name) / "second"
     if process == "p2" and comes_in == 2:
         assert pool.eventually(begun.exists, 30.0)
@@ -91,7 +91,7 @@ def go_on_from_what_is_set() -> tuple[list[int], float]:
             optimizer.step()
             state.step += 1
 
-    state.step = 2  # from a checkpoint, say
+    state.step = 2  # as from a checkpoint
     train(state, 4)
     train(state, 6)  # goes on
     state.step = 3

@@ -1,4 +1,4 @@
-"""The common parts of all examples: names of checkpoints, what they resume from, Ctrl-C, plots."""
+"""The common parts of all examples: names of checkpoints, refused checkpoints, Ctrl-C, plots."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_checkpoint_of_another_program_is_refused(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", slow_after(2, OPTIONS))
 def test_a_damaged_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
-    """A copy that was cut off."""
+    """An incomplete copy is refused."""
     (tmp_path / "empty.pt").touch()
     options = (*OPTIONS[name], "--resume", "--checkpoint", "empty.pt")
     first, second = run(EXAMPLES / name / "train.py", *options, folder=tmp_path)

@@ -19,7 +19,7 @@ NUMBER = r"(\d\.?\d*(?:e[+-]\d+)?)"
 
 
 def numbers(name: str, outcome: Run) -> list[float]:
-    """Return what follows `name` in the output, in every line that has it."""
+    """Return the number after `name` in every line of the output that contains it."""
     assert outcome.code is None, outcome
     found = re.findall(rf"{name}:? {NUMBER}", outcome.output)
     assert found, outcome.output
@@ -62,7 +62,7 @@ def test_many_ranks_do_what_one_does_on_all_points(script: Path, tmp_path: Path)
         return numbers("loss" if script == FUNCTION else "residual", outcome)
 
     alone, together = losses("one", 1, one), losses("three", 3, three)
-    assert together == pytest.approx(alone, rel=1e-3)  # as many digits are printed
+    assert together == pytest.approx(alone, rel=1e-3)  # the number of printed digits
     assert alone[-1] < alone[0]
     # L-BFGS divides by differences of gradients, in which rounding errors grow.
     tolerance = 1e-10 if script == FUNCTION else 1e-6
@@ -82,7 +82,7 @@ def test_resumes(script: Path, length: str, tmp_path: Path) -> None:
     straight = train(10)
     assert len(straight) == 2
     assert train(5) + train(10, "--resume") == straight
-    (line,) = train(15, "--resume", size=3)  # and on another number of ranks
+    (line,) = train(15, "--resume", size=3)  # and on a different number of ranks
     assert re.match(r"\w+ 15:", line)
 
 
@@ -148,7 +148,7 @@ def test_each_rank_solves_its_own_equation(tmp_path: Path) -> None:
 
 
 def test_network_solves_the_equation(tmp_path: Path) -> None:
-    # A part of what its README runs on two ranks, which ends far below 1e-2.
+    # A part of the README's run on two ranks, whose final error is far below 1e-2.
     outcome = run(PINN, "--points", "102", "--iterations", "240", folder=tmp_path, size=1)[0]
     (error,) = numbers("relative L2 error", outcome)
     assert error < 3e-2, outcome.output

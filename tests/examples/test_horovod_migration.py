@@ -1,4 +1,4 @@
-"""The program for Horovod, and the same one for torch_ring."""
+"""The program for Horovod, and its counterpart for torch_ring."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_migration_changes_one_line() -> None:
 
 
 def run_as_horovod(arguments: list[str], folder: str) -> Run:
-    """Run the program for Horovod where torch_ring has taken its name."""
+    """Run the program for Horovod with torch_ring under Horovod's name."""
     install()
     return run_script(str(HOROVOD), arguments, folder)
 

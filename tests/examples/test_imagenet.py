@@ -1,4 +1,4 @@
-"""ImageNet's recipe, on a few made-up images."""
+"""The recipe for ImageNet, on a few made-up images."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_imagenet_trains_and_resumes(tmp_path: Path, images: Path) -> None:
 
 
 def run_until_saved(script: str, arguments: list[str], folder: str, times: int) -> Run:
-    """Run a script as `run_script` does, and have it end when it has saved so often."""
+    """Run a script as `run_script` does, and end it after a number of saves."""
     saved = itertools.count(1)
 
     def save(*arguments: object) -> None:
@@ -124,13 +124,13 @@ def test_imagenet_goes_on_within_an_epoch(tmp_path: Path, images: Path) -> None:
 
     (alone,) = run(IMAGENET / "train.py", *options, "--resume", folder=tmp_path, size=1)
     assert epochs_in(alone.output) == ["1", "2"]
-    # Of 24 images, 8 were left in the first epoch.
+    # In the first epoch, 8 of 24 images remained.
     assert "16 steps with real data on 1 rank" in alone.output
     assert torch.load(tmp_path / "imagenet.pt")["schedule"]["last_epoch"] == 24
 
 
 def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dict) -> Run:
-    """Run a script as `run_script` does, and be killed when a loss is computed for the n-th time.
+    """Run a script as `run_script` does; kill the process when it computes the n-th loss.
 
     Args:
         deaths: n, by rank; or "means": when it computes the means of the first epoch.

@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples" / "integrations"
 DEADLINE_S = 900  # a hang, not a slow machine: Ray starts a dozen processes
 LEAVING_S = 30
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# The packages that each example needs, and what starts it: four start their own workers.
+# The packages that each example needs, and its launcher: four start their own workers.
 PROGRAMS = {
     "lightning_ddp.py": (("lightning",), ()),
     "accelerate_train.py": (("accelerate",), TORCHRUN),
@@ -36,19 +36,19 @@ LINE = re.compile(r"rank (\d) of 2 on (\w+): loss (\S+) to (\S+), weights (\w{16
 
 
 def processes_of(folder: str) -> Iterator[int]:
-    """Yield the processes whose environment names a folder: all that a program has started."""
+    """Yield the processes whose environment names a folder: a program's descendants."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes()
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # it has ended, or belongs to another user
             continue
         if folder.encode() in environment:
             yield int(entry.name)
 
 
 def run_to_the_end(*command: str, **variables: str) -> str:
-    """Return a program's output; fail, and kill what is left, if it leaves processes or is late."""
-    # Not tmp_path: the names of Ray's sockets have room for a short folder.
+    """Return a program's output; fail, and kill its processes, if it is late or leaves any."""
+    # Not tmp_path: the names of Ray's sockets allow only a short folder.
     with tempfile.TemporaryDirectory(prefix="ring") as folder:
         environment = {
             "PYTHONPATH": str(ROOT),

@@ -1,9 +1,9 @@
-"""examples/kubernetes: the fields are those of the APIs, and the command lines those of programs.
+"""examples/kubernetes: the fields exist in the APIs, and the command lines are valid.
 
-The schemas have the fields that the manifests use, and those beside them that one might add, from
-the sources: api/jobset/v1alpha2 of kubernetes-sigs/jobset, pkg/apis/trainer/v1alpha1 of
-kubeflow/trainer, pkg/apis/kubeflow/v2beta1 of kubeflow/mpi-operator, and the core API. No other
-field is let through.
+The schemas have the fields used by the manifests, and related ones that one might add, from the
+sources: api/jobset/v1alpha2 of kubernetes-sigs/jobset, pkg/apis/trainer/v1alpha1 of
+kubeflow/trainer, pkg/apis/kubeflow/v2beta1 of kubeflow/mpi-operator, and the core API. Other fields
+are refused.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def test_every_field_is_one_of_the_api(path: Path) -> None:
 
 
 def with_a_typo(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield copies of a manifest, in each of which another key has a typo."""
+    """Yield copies of a manifest, each with a typo in a different key."""
 
     def walk(node: Any, place: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         items = node.items() if isinstance(node, dict) else enumerate(node)
@@ -276,7 +276,7 @@ def test_a_typo_in_any_field_is_refused(path: Path) -> None:
         assert [place for place, copied in wrong.items() if is_valid(copied)] == []
 
 
-# --- what the fields say
+# --- the values of the fields
 
 
 def pods_of(tree: Any) -> Iterator[dict[str, Any]]:
@@ -365,7 +365,7 @@ def test_a_job_names_its_runtime() -> None:
 
 
 def command_line(command: list[str], folder: Path, **variables: str) -> list[str]:
-    """Return what a pod's command calls, with the files of the image and its volume in `folder`."""
+    """Return the program call of a pod's command, with the image's files and volume in `folder`."""
     for program in ("torchrun", "torch_ring_run"):
         stand_in = folder / program
         stand_in.write_text('#!/bin/sh\npwd\nbasename $0\nprintf "%s\\n" "$@"\n')
@@ -454,7 +454,7 @@ def test_our_launcher_starts_the_ranks(resumes, tmp_path) -> None:
     assert python == "python"
     assert launcher["workingDir"] == "/workspace/examples/mnist"
     require_mnist(script, arguments, tmp_path, resumes)
-    # The operator writes a line for each worker, with its slots: that is where the ranks start.
+    # The operator writes a line for each worker, with its slots: the ranks start there.
     job = manifest("mpijob.yaml", "MPIJob")["spec"]
     workers = [f"mnist-worker-{number}.mnist" for number in range(2)]
     assert job["mpiReplicaSpecs"]["Worker"]["replicas"] == len(workers)

@@ -30,7 +30,7 @@ SHORT_TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(140))[:350
 
 
 def run_in_float64(arguments: list[str], folder: str, saves: int | None) -> Run:
-    """Run the script, in float64, until it has saved so often: then it is gone, as if killed."""
+    """Run the script, in float64, until a number of saves: then it exits, as if killed."""
     save, left = hvd.checkpoint.save, saves
 
     def save_and_leave(*args: Any, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ def assert_close(curves: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
-    # Gradient norms too: AdamW would not mind gradients that were all twice as large.
+    # Compare gradient norms, too: AdamW's steps do not show gradients twice as large.
     options = ("--steps", "12", "--log-every", "1")
     alone = train(tmp_path, 1, *options)
     assert [step for step, _ in alone["training loss"]] == list(range(1, 13))
@@ -94,7 +94,7 @@ def test_hosts_agree_once_in_some_steps(tmp_path: Path) -> None:
     for name in LOSSES:
         # Each rank steps with its half of the batch: two steps in place of one, and a mean of them.
         assert apart[name][-1][1] < 1.1 * usual[name][-1][1]
-    # With one host there is nobody to agree with, but the outer optimizer steps, too.
+    # One host has no other to agree with, but its outer optimizer steps, too.
     alone = train(tmp_path, 2, *options, "--diloco", "4", saves=1)
     assert alone == {}
     resumed = train(tmp_path, 2, *options, "--diloco", "4", "--resume")
@@ -121,7 +121,7 @@ def test_resumes_where_it_was(tmp_path: Path) -> None:
 
 
 def stop_at(step: int, folder: Path, *options: str) -> int:
-    """Train until a step, when the launcher gets SIGUSR1; return the step of the checkpoint."""
+    """Send SIGUSR1 to the launcher at a step; return the step of the checkpoint."""
     command = [sys.executable, "-m", "torch_ring.run", "-np", "2", sys.executable, "-u", str(TRAIN)]
     endless = (*SMOKE, "--steps", "1000000", "--log-every", "1", "--checkpoint-every", "1000000")
     launcher = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""docs/migrating-from-ddp.md: its program ends as with DDP, and its claims hold beside DDP."""
+"""docs/migrating-from-ddp.md: its program ends as with DDP, and its claims about DDP hold."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from scripts import ROOT, run
 
 EXAMPLE = ROOT / "examples" / "mnist"
 TRAIN = EXAMPLE / "train.py"
-# Nobody listens there: no download succeeds, whatever network there is.
+# No server listens there: no download succeeds, on any network.
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
 
 
 def accuracy(output: str) -> float:
-    """Return what the last line says."""
+    """Return the accuracy in the last line."""
     match = re.fullmatch(r"test accuracy ([01]\.\d{4})", output.splitlines()[-1])
     assert match, output
     return float(match[1])

@@ -1,7 +1,7 @@
-"""Tests on GPUs; one GPU is enough for all ranks, each of which is a host of its own to NCCL.
+"""Tests on GPUs; one GPU is enough for all ranks, each of which NCCL takes for a host.
 
 NCCL refuses two ranks of one host on one GPU. Between hosts it uses sockets, here the loopback
-interface's: what these tests show is whether results are right, and nothing about speed.
+interface's: these tests check the results, but show nothing about speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from training import (
 
 import torch_ring as hvd
 
-# The ranks' processes come from a server that knows nothing of CUDA: to ask for it here is safe.
+# The ranks' processes come from a server that has not initialised CUDA: asking here is safe.
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
@@ -62,7 +62,7 @@ DEADLINE_S = 200.0
 
 
 def call_on_gpu(program: Callable[[str], object]) -> object:
-    # Read by NCCL once in a process, which may serve several tests.
+    # NCCL reads this once in a process, which may serve several tests.
     os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     return program("cuda")
@@ -76,13 +76,13 @@ def call_in_group(program: Callable[[str], object]) -> object:
 
 
 def run_in_group(program: Callable[[str], object], size: int, **options: Any) -> list[Any]:
-    """The same in a group of torch.distributed."""
+    """Call a program in a group of torch.distributed."""
     options = {"env": ENVIRONMENT, "deadline_s": DEADLINE_S, "initialized": False, **options}
     return pool.run(call_in_group, size, args=(program,), **options)
 
 
 def run(program: Callable[[str], object], size: int, **options: Any) -> list[Any]:
-    """Call ``program("cuda")`` on `size` ranks and return what each returned."""
+    """Call ``program("cuda")`` on `size` ranks and return the results."""
     options = {"env": ENVIRONMENT, "deadline_s": DEADLINE_S, **options}
     return pool.run(call_on_gpu, size, args=(program,), **options)
 
@@ -137,7 +137,7 @@ def check_that_a_captured_backward_is_refused(device: str) -> None:
 
 
 def train_graphed_callables(device: str) -> None:
-    """The way that the error names: graphs of a module, which autograd calls as one step."""
+    """The way named by the error: graphs of a module, which autograd calls as one step."""
     models = [make_model().to(device), make_model().to(device)]
     batches = [part(batch).to(device) for batch in joined_batches(6)]
     graphed = torch.cuda.make_graphed_callables(models[1], (batches[0].clone(),))

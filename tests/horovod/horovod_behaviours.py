@@ -1,7 +1,7 @@
 """The behaviours of horovod.torch that users rely on, a function for each.
 
 Each function runs on the ranks of an initialised world of 2 or 3 and leaves it usable. main() runs
-all of them in one job of any launcher. The numbers are those by which the project lists them.
+all of them in one job of any launcher. The project's list has the same numbers.
 """
 
 import behaviours_of_collectives

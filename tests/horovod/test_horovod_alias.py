@@ -1,4 +1,4 @@
-"""The name horovod: who finds torch_ring there, what is below it, and Horovod itself beside it."""
+"""The name horovod: programs that find torch_ring under it, submodules, and Horovod beside it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTALLED = "is installed ({file}), and torch_ring does not hide it"
 
 
 def run_python(*arguments: str, **variables: str) -> tuple[int, str, str]:
-    """Run Python where torch_ring can be imported; return its exit code, output and errors."""
+    """Run Python with torch_ring importable; return its exit code, output and errors."""
     path = os.pathsep.join(filter(None, (variables.pop("PYTHONPATH", ""), str(ROOT))))
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -101,7 +101,7 @@ def test_what_torch_ring_does_not_have():
         assert find(name) is None, name
     for name in ("tensorflow", "keras", "mxnet", "ray", "spark"):
         spec = find(f"horovod.{name}")
-        assert spec is not None  # as of a Horovod that was not built for it
+        assert spec is not None  # as of a Horovod without that extension
         with pytest.raises(ImportError, match=f"of horovod.torch, and has no horovod.{name}$"):
             importlib.util.module_from_spec(spec).__loader__.exec_module(
                 importlib.util.module_from_spec(spec)
@@ -167,7 +167,7 @@ def test_variables_of_ranks(monkeypatch):
 
 
 def test_once_torch_has_been_imported(installed):
-    """By the entry point that torch looks for, where torch_ring is installed by pip."""
+    """By the entry point for torch, if pip has installed torch_ring."""
     program = (
         "import os; from torch_ring.c10d.registration import autoload; autoload(); "
         "del os.environ['PYTHONPATH']; autoload(); print(os.environ.get('PYTHONPATH', '')[-7:]); "

@@ -64,7 +64,7 @@ def require(*packages: str) -> None:
 
 
 def run_program(*command: str, jobs: int = 1, **variables: str) -> str:
-    """Return what a program prints, which must succeed, on CPUs and without the internet."""
+    """Return the output of a program, which must succeed on CPUs and without the internet."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT))))
     variables = {"PYTHONPATH": path, **variables}
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **variables}
@@ -75,7 +75,7 @@ def run_program(*command: str, jobs: int = 1, **variables: str) -> str:
 
 
 def write_shards(folder: Path, shards: int) -> str:
-    """Write pictures with texts into so many files; return the pattern of their names."""
+    """Write pictures with texts into `shards` files; return the pattern of their names."""
     from PIL import Image
 
     for shard in range(shards):
@@ -131,7 +131,7 @@ def test_ignite_trains() -> None:
 
 @pytest.mark.parametrize("backend", IGNITES)
 def test_ignites_own_tests(backend: str, tmp_path: Path) -> None:
-    """Those of one backend; PyPI's archive of its sources has them."""
+    """The tests of one backend, from the source archive on PyPI."""
     require("ignite")
     version = importlib.metadata.version("pytorch-ignite")
     name = f"pytorch_ignite-{version}"
@@ -139,10 +139,10 @@ def test_ignites_own_tests(backend: str, tmp_path: Path) -> None:
     if not archive.exists():
         pytest.skip(f"there is no {archive}: make test-all puts it there")
     with tarfile.open(archive) as sources:
-        parts = (f"{name}/tests/", f"{name}/pyproject.toml")  # and not ignite, which is installed
+        parts = (f"{name}/tests/", f"{name}/pyproject.toml")  # in place of the installed ignite
         members = [each for each in sources.getmembers() if each.name.startswith(parts)]
         sources.extractall(tmp_path, members)
-    launcher = tmp_path / "horovodrun"  # which one of the tests starts
+    launcher = tmp_path / "horovodrun"  # one of the tests starts it
     launcher.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torch_ring.run "$@"\n')
     launcher.chmod(0o755)
     python, files, chosen, least = IGNITES[backend]

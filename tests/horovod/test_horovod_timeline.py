@@ -54,7 +54,7 @@ def every_collective(file: str) -> None:
     hvd.alltoall(values, name="four")
     hvd.reducescatter(values, name="five")
     hvd.stop_timeline()
-    if hvd.rank() == 0:  # what has ended is there, of this rank and the others
+    if hvd.rank() == 0:  # the ended operations of all ranks are there
         names = ["allreduce.one", "allgather.two", "broadcast.three", "alltoall.four"]
         assert lacks(Path(file), *names, "reducescatter.five", *PHASES) == []
         events = json.loads(Path(file).read_text())

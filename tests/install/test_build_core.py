@@ -1,4 +1,4 @@
-"""csrc/build_core.py: which files a build compiles again, and what it says when one fails."""
+"""csrc/build_core.py: the files that a build recompiles, and its message when one fails."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def compiled(
 
 
 def edit(path: Path, text: str) -> None:
-    """Write a file that is newer than all that is there, whatever the file system's clock says."""
+    """Write a file that is newer than all others, even if the file system's clock is coarse."""
     newest = max(each.stat().st_mtime_ns for each in path.parents[2].rglob("*"))
     path.write_text(text)
     os.utime(path, ns=(newest + 1, newest + 1))
 
 
 def number_in(library: Path) -> int:
-    """Return what a program that is linked with a library finds there."""
+    """Return the number that a program finds in a library to which it is linked."""
     main = library.with_name("main.cc")
     main.write_text("int number(); int main() { return number(); }\n")
     program = library.with_name("program")
@@ -85,7 +85,7 @@ def test_a_folder_is_one_file_and_is_compiled_again_when_a_part_changes(
     assert compiled() == ["low.cc"]
     assert number_in(tmp_path / "libtiny.a") == 7
     edit(tmp_path / "csrc/low/number.h", "int number();  // of low\n")
-    assert compiled() == ["high.cc"]  # one.cc includes it no more
+    assert compiled() == ["high.cc"]  # one.cc no longer includes it
 
 
 def test_a_file_that_went_is_in_the_library_no_more(
@@ -108,7 +108,7 @@ def test_by_file_a_change_compiles_one_file(
     assert compiled() == ["two.cc"]
     monkeypatch.setenv("TORCH_RING_BY_FILE", "0")
     assert compiled() == ["high.cc", "low.cc"]
-    assert number_in(tmp_path / "libtiny.a") == 1  # number() is there once
+    assert number_in(tmp_path / "libtiny.a") == 1  # there is one number()
 
 
 @pytest.mark.parametrize("variable", ["CXX", "CXXFLAGS", "CPPFLAGS"])

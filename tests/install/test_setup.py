@@ -1,4 +1,4 @@
-"""setup.py: what it says when something is missing, and which torch it builds for."""
+"""setup.py: its messages about missing requirements, and the torch that it builds for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scripts import ROOT
 DEADLINE_S = 60
 HIDE_PACKAGES = "import sys; sys.path = [p for p in sys.path if not p.endswith('site-packages')]"
 HOOKS = "import setuptools.build_meta as backend"
-# The parts of torch that this needs: its version, and the classes that setup.py uses.
+# The required parts of torch: its version, and the classes that setup.py uses.
 TORCH = """
 __version__ = "{}"
 """
@@ -59,7 +59,7 @@ class Environment:
         }
 
     def install_torch(self, version: str, library: Path | None = None) -> None:
-        """Put a torch into the environment, or elsewhere, that has what setup.py looks at."""
+        """Put a torch with the parts that setup.py reads into the environment, or elsewhere."""
         (own,) = self.python.parents[1].glob("lib/python*")
         site = (library or own) / "site-packages"
         (site / "torch" / "utils").mkdir(parents=True)
@@ -81,7 +81,7 @@ class Environment:
         return ended.returncode, ended.stdout.decode()
 
     def isolated(self, code: str, **variables: str) -> str:
-        """Run code that knows setuptools as `backend` as pip's isolated build does."""
+        """Run code with setuptools as `backend`, like pip's isolated build."""
         status, output = self.run("-c", f"{HIDE_PACKAGES}\n{HOOKS}\n{code}", **variables)
         assert status == 0, output
         return output
@@ -93,7 +93,7 @@ def environment(tmp_path: Path) -> Environment:
 
 
 def requirements(folder: Path) -> list[str]:
-    """Return what the metadata in a folder requires."""
+    """Return the requirements in a folder's metadata."""
     (metadata,) = folder.glob("*.dist-info/METADATA")
     return HeaderParser().parsestr(metadata.read_text()).get_all("Requires-Dist") or []
 
@@ -150,7 +150,7 @@ def test_an_isolated_build_takes_the_torch_of_the_environment(environment: Envir
 
 
 def test_a_pre_release_of_torch_fits(setup: dict[str, Any]) -> None:
-    """Such are the versions in NVIDIA's containers; pip would put another one in its place."""
+    """NVIDIA's containers have such versions; pip would replace them."""
     requirement = Requirement(setup["torch_requirement"]([setup["minor"]("2.15.0a0+1d2f.nv25")]))
     fits = requirement.specifier.contains
     found = ["2.15.0a0+1d2f.nv25", "2.15.1+cu130", "2.14.1", "2.16.0a0"]
@@ -162,7 +162,7 @@ def test_a_pre_release_of_torch_fits(setup: dict[str, Any]) -> None:
 def test_torch_outside_of_a_virtual_environment(
     environment: Environment, whose: str, sees_others: bool
 ) -> None:
-    """It counts only where the environment has it, too."""
+    """Such a torch counts only if the environment sees it, too."""
     settings = environment.python.parents[1] / "pyvenv.cfg"
     text = f"home = {settings.parent}\ninclude-system-site-packages = {str(sees_others).lower()}\n"
     settings.write_text(text)
@@ -283,7 +283,7 @@ def test_a_wheel_for_two_major_versions_is_refused(setup: dict[str, Any]) -> Non
 
 
 def test_messages_reach_the_terminal_past_pip() -> None:
-    """pip reads what a build prints, and shows it only if it fails."""
+    """pip captures the output of a build, and shows it only after a failure."""
     say = f"import runpy; runpy.run_path({str(ROOT / 'setup.py')!r})['say']('hello')"
     child, terminal = pty.fork()
     if child == 0:

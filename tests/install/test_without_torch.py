@@ -1,4 +1,4 @@
-"""`import torch_ring` before torch: its names come with their first use, the launcher without."""
+"""`import torch_ring` before torch: its names load torch at first use, the launcher never."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python(program: str, **environment: str) -> str:
-    """Return what a program prints, in a fresh process."""
+    """Return the output of a program in a fresh process."""
     ended = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,

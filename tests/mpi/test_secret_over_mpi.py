@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 @pytest.fixture
 def _hosts(monkeypatch):
-    """Each rank takes itself for alone on its host, and the loopback for a network."""
+    """Makes each rank believe that it is alone on its host, and that the loopback is a network."""
     with store_module.socket.create_server(("127.0.0.1", 0)) as free:
         port = MPI.COMM_WORLD.bcast(free.getsockname()[1])
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -53,6 +53,6 @@ def test_all_ranks_have_one_secret():
 def test_a_job_at_an_address_is_closed():
     hvd.init()
     assert hvd.cross_size() == hvd.size()
-    assert not current.world().is_guarded  # strangers cannot have its key
+    assert not current.world().is_guarded  # strangers cannot know its key
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
     hvd.shutdown()

@@ -32,7 +32,7 @@ def test_second_backward_adds_to_the_first(op):
 
 
 def accumulate(how: str) -> None:
-    """The gradients of three passes make one step, then those of only two."""
+    """Step with the gradients of three passes, then with those of only two."""
     alone, together = make_model(), make_model()
     optimizer: Optimizer = SGD(together.parameters(), lr=0.05)
     passes = {"backward_passes_per_step": 3} if how == "passes" else {}
@@ -114,7 +114,7 @@ def test_a_step_that_gradscaler_skips(zero):
 
 
 def accumulate_unevenly() -> None:
-    """Rank 1 has a pass less than the others, and uses one parameter less in each."""
+    """Rank 1 runs one pass less than the others, and uses one parameter less in each."""
     x, y = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), backward_passes_per_step=2)
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_ranks_accumulate_unevenly():
 
 
 def drop_in_place(backward_first: bool) -> None:
-    """zero_grad() leaves zeros of a gradient that only rank 0 had, which was never averaged."""
+    """zero_grad() leaves zeros in a gradient that only rank 0 had, and that was never averaged."""
     x, y = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0, momentum=0.5))
     (x + 8 * y).backward()

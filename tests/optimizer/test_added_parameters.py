@@ -38,7 +38,7 @@ def test_parameters_added_later_are_reduced():
 
 
 def add_parameters_by_hand() -> None:
-    """A parameter that is not known is an error, and one that is taken out is none."""
+    """An unknown parameter is an error, a removed one is not."""
     model, other = make_model(), nn.Parameter(torch.ones(1))
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
     batch = part(joined_batches(steps=1)[0])
@@ -52,7 +52,7 @@ def add_parameters_by_hand() -> None:
             train(model, optimizer, [batch])
     group["params"].pop()
     train(model, optimizer, [batch])
-    # One in the place of another, as when layers are replaced, and its state with it.
+    # A parameter replaces another one, as when layers are replaced, and takes over its state.
     replaced = group["params"][1]
     optimizer.state[other] = optimizer.state.pop(replaced, {})
     group["params"][1] = other
@@ -83,7 +83,7 @@ def add_parameters_in_a_closure() -> None:
         return loss
 
     losses = [optimizer.step(closure).item() for _ in range(2)]
-    assert before.nothing_pending  # or reducing what it has would never end
+    assert before.nothing_pending  # otherwise the reduction of its gradients would never end
     optimizer._backward_sync.reduce_pending(before)
     assert losses == [1.5 * 2, 1.5 * (2 - 1.5 - 3)]
     assert (a.item(), b.item()) == (1 - 2 * 1.5, 1 - 2 * 3)

@@ -1,4 +1,4 @@
-"""Autotuner: sizes of buckets are tried in turns, alike on all ranks, and kept only if they win."""
+"""Autotuner: all ranks try the same bucket sizes in turns, and keep them only if they win."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 class SlowNetwork:
-    """An engine whose allreduces leave what they get, and take a time of the clock."""
+    """An engine whose allreduces leave their inputs unchanged, and take time on a fake clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -47,7 +47,7 @@ class SlowNetwork:
 
 
 class Job:
-    """A model whose passes take a time that depends on the buckets."""
+    """A model whose buckets determine the time of its passes."""
 
     def __init__(self, monkeypatch, tmp_path, pass_s) -> None:
         self.clock = Clock()
@@ -79,7 +79,7 @@ class Job:
     def rebuild(self, limits: BucketLimits) -> None:
         self.limits = limits
         self.rebuilt.append(limits)
-        self.clock.now += 50.0  # which counts for no pass
+        self.clock.now += 50.0  # counts for no pass
 
     def train(self, passes: int) -> None:
         for _ in range(passes):
@@ -207,7 +207,7 @@ def test_on_one_host_rank_0_says_that_there_is_nothing_to_tune():
 
 @pytest.mark.parametrize("passes", [[3, 40], [40, 12], [40, 0]], ids=str)
 def test_a_rank_that_joins(passes):
-    """It misses passes of the trial; when all train again, all have the buckets of the start."""
+    """It misses passes of the trial; when all train again, all have the initial buckets."""
     first, second = run(train, 2, args=(passes,), transport="tcp", env=AUTOTUNE)
     assert first[1:] == second[1:]
     assert max(first[1]) * 4 <= 50_000

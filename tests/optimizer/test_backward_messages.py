@@ -15,7 +15,7 @@ from torch_ring._C import Worst
 from torch_ring.optimizer.backward_sync import BackwardSync
 from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, NotFinite
 
-ALIGNED = 16  # float32 elements from the beginning of one gradient to that of the next
+ALIGNED = 16  # float32 elements between the beginnings of two neighbouring gradients
 
 
 def leave_fast_path(optimizer: torch.optim.Optimizer) -> None:
@@ -43,7 +43,7 @@ def train_on_both_paths() -> None:
             (a * (hvd.rank() + step) + b * hvd.rank()).backward()
             assert grads(parameters) == [sum(rank + step for rank in ranks), sum(ranks)]
             optimizer.step()
-    # On rank 0 only the first pass, which finds the order, was agreed on by Python.
+    # On rank 0, Python agreed only on the first pass, which finds the order.
     assert agreements == ([0] if hvd.rank() == 0 else [0, 1, 2, 3])
 
 
@@ -53,7 +53,7 @@ def test_ranks_on_different_paths_agree(size):
 
 
 def train_with_a_peer_by_hand(path: str) -> None:
-    """Rank 1 sends by hand what a pass of two parameters consists of: literal names and bytes."""
+    """Rank 1 sends the messages of a pass of two parameters by hand: literal names and bytes."""
     a, b = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
     (a * 2 + b * 4).backward()

@@ -1,4 +1,4 @@
-"""The step model by which sizes of buckets are chosen."""
+"""The step model that chooses bucket sizes."""
 
 import pytest
 import steps
@@ -50,7 +50,7 @@ def test_a_slow_network_wants_small_buckets_and_a_late_one_large_ones():
         predicted = predict(DEFAULT, plan_of, READY_S, transfer)
         return min(predicted.items(), key=lambda each: each[1])
 
-    slow, left_s = best(Transfer(1e-5, 40 * MIB))  # 32 MiB in 0.8 s: it should begin early
+    slow, left_s = best(Transfer(1e-5, 40 * MIB))  # 32 MiB in 0.8 s: sending should begin early
     assert slow.capacity_bytes < 8 * MIB
     assert left_s < exposed_s(plan_of(DEFAULT), READY_S, Transfer(1e-5, 40 * MIB)) / 2
     late, left_s = best(
@@ -73,7 +73,7 @@ def test_where_all_are_equal_the_default_stays():
     st.floats(1e6, 1e12),
 )
 def test_it_is_the_model_of_the_benchmarks(ready_s, capacity_mib, latency_s, bytes_per_s):
-    """That of benchmarks/scaling_model.py, whose step is the backward pass here."""
+    """It equals the model of benchmarks/scaling_model.py, whose step is the backward pass here."""
     transfer = Transfer(latency_s, bytes_per_s)
     plan = plan_of(BucketLimits(capacity_mib * MIB, MIB))
     buckets = [

@@ -81,7 +81,7 @@ def test_buckets_follow_the_order_of_readiness(case):
 
 @given(specs_and_orders)
 def test_no_two_neighbours_would_fit_into_one_bucket(case):
-    """Buckets are as few as the order allows; the first and the last are small on purpose."""
+    """There are as few buckets as the order allows; the first and the last are small on purpose."""
     by_kind: dict[object, list[Bucket]] = {}
     for bucket in plan_of(case):
         by_kind.setdefault((bucket.dtype, bucket.device), []).append(bucket)
@@ -95,7 +95,7 @@ def test_no_two_neighbours_would_fit_into_one_bucket(case):
 
 
 def test_the_first_and_the_last_bucket_of_a_device_are_small():
-    """512 KiB each: on a device a first bucket of 1 MiB, on the CPU none."""
+    """512 KiB each: a device has a first bucket of 1 MiB, the CPU has none."""
     for device, sizes in ((CPU, [8, 6, 2]), (torch.device("meta"), [2, 8, 4, 2])):
         specs = [TensorSpec(1 << 17, torch.float32, device)] * 16
         buckets = plan_buckets(specs, range(16), 4 << 20)

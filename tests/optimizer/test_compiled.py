@@ -22,7 +22,7 @@ def compiled_autograd() -> Iterator[None]:
 
 
 def refuse_compiled_autograd(op: int) -> None:
-    """The first pass says what to do, in a sentence; without compiled autograd all is well."""
+    """The first pass raises an error with advice; without compiled autograd it works."""
     alone, together = make_model(), make_model()
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1), op=op)
     batch = joined_batches(steps=1)[0]

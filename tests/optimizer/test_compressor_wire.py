@@ -6,7 +6,7 @@ from torch_ring.optimizer.stateful_bucket import Layout, pack, unpack
 
 
 def test_packed_tensors_come_back_unchanged():
-    """Any tensors, one after the other, as they were."""
+    """Any tensors, one after the other, come back unchanged."""
     tensors = [
         torch.arange(5, dtype=torch.int8),
         torch.tensor(2.5, dtype=torch.float64),

@@ -27,7 +27,7 @@ def there_and_back(model: nn.Module) -> None:
 
 
 def by_data(model: nn.Module) -> None:
-    """Convert each parameter on its own, without a module's help."""
+    """Convert each parameter by its `data`, and not by its module."""
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
         parameter.data = parameter.data.float()
@@ -63,7 +63,7 @@ def test_a_converted_model(transport, convert, op):
 
 
 def mix_graphs() -> None:
-    """A graph from before a conversion and one from after it add up in one parameter, once each."""
+    """Graphs from before and after a conversion add up in one parameter, each of them once."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
     factor = float(hvd.rank() + 1)
@@ -88,7 +88,7 @@ def test_graphs_from_before_and_after_a_conversion():
 
 
 def wrap_again_and_again() -> None:
-    """Hooks of optimizers that are gone do not pile up on a parameter, nor count."""
+    """Hooks of deleted optimizers neither accumulate on a parameter nor count."""
     model = make_model()
     for _ in range(3):
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0), op=hvd.Sum)

@@ -22,7 +22,7 @@ def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 
 
 def forget_to_broadcast(broadcast: str) -> list[str]:
-    """Train models of different seeds; `broadcast`: "never", or when in the set-up."""
+    """Train models of different seeds; `broadcast`: "never", or its point in the set-up."""
     model = make_model(seed=hvd.rank())
     if broadcast == "first":
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -56,7 +56,7 @@ def test_a_broadcast_before_the_first_step_is_enough(broadcast):
 
 
 def change_one_of_many(change: str) -> list[str]:
-    """Rank 1 has one weight that is not that of the others."""
+    """One weight of rank 1 differs from the others'."""
     values = [1.0, float("nan"), 0.0]
     parameters = weights(*values)
     if hvd.rank() == 1 and change == "value":

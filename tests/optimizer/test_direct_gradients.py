@@ -18,7 +18,7 @@ LARGE = {"TORCH_RING_DIRECT_GRADIENT_BYTES": str(4 * ROWS * COLUMNS)}
 
 
 def recorded_addresses(parameter: nn.Parameter) -> list[int]:
-    """Return a list that gets the address of each gradient, as autograd leaves it to the hooks."""
+    """Return a list that gets the address of each gradient that autograd passes to the hooks."""
     addresses: list[int] = []
     parameter.register_post_accumulate_grad_hook(
         lambda accumulated: addresses.append(accumulated.grad.data_ptr())
@@ -40,7 +40,7 @@ def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
 
 
 def assert_reduced(model: nn.Module, factor: float = 1.0) -> None:
-    """Check the gradients: they are those of all ranks' losses, averaged."""
+    """Check that the gradients are the average over all ranks' losses."""
     ranks = hvd.size()
     alone = make_linear()
     alone.load_state_dict(model.state_dict())
@@ -100,7 +100,7 @@ def test_a_compressed_gradient_is_copied():
 
 
 def keep_and_drop_gradients() -> None:
-    """Every way to drop a gradient frees its block; one that is kept keeps its values."""
+    """Every way to drop a gradient frees its block; a kept gradient keeps its values."""
     model = make_linear()
     optimizer = wrap(model)
     addresses = recorded_addresses(model.weight)
@@ -132,7 +132,7 @@ def test_a_program_may_keep_and_drop_gradients():
     run(keep_and_drop_gradients, 2, env=LARGE)
 
 
-# --- what autograd and programs do to gradients
+# --- effects of autograd and programs on gradients
 
 
 def give_other_memory(model: nn.Linear) -> None:
@@ -205,7 +205,7 @@ def test_every_way_to_compute_a_gradient(way):
 
 
 def hold_gradients() -> None:
-    """A gradient that somebody else holds is copied, and the copy is reduced."""
+    """A gradient with another reference is copied, and the copy is reduced."""
     one, other = (nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(2))
     unwrapped = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     optimizer = hvd.DistributedOptimizer(SGD([one, other], lr=0.1))
@@ -241,7 +241,7 @@ def test_gradients_that_others_hold_are_copied():
 
 
 def place_differently_on_ranks() -> None:
-    """One rank's gradient is a direct one; the other's is copied, in private memory, or missing."""
+    """One rank's gradient is direct; the other's is copied, in private memory, or missing."""
     model = make_linear()
     optimizer = wrap(model)
     held: list[Tensor] = []
@@ -265,7 +265,7 @@ def place_differently_on_ranks() -> None:
             torch.testing.assert_close(mean, model.weight.grad)
         else:
             assert_reduced(model)
-        if way == "exhausted" and apart:  # two blocks are all there are
+        if way == "exhausted" and apart:  # there are only two blocks
             held.append(model.weight.grad)
         optimizer.zero_grad()
     assert held

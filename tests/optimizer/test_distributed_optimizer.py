@@ -146,7 +146,7 @@ def test_clipping_sees_averaged_gradients():
 
 
 def train_with_loss_scaling(as_horovod: bool) -> list[Tensor]:
-    """Train with loss scaling; with `as_horovod`, as scripts for Horovod do it."""
+    """Train with loss scaling; with `as_horovod`, in the way of scripts for Horovod."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -259,7 +259,7 @@ def test_closure_returns_the_loss_of_all_ranks():
 
 
 def return_losses() -> None:
-    """The result of a closure is a loss, whatever its type, or refused."""
+    """The result of a closure is a loss of any numeric type, or refused."""
     weight = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0))
     mine, mean = hvd.rank() + 3, (hvd.size() - 1) / 2 + 3
@@ -268,7 +268,7 @@ def return_losses() -> None:
         (np.float32(mine), np.float32(mean)),
         (np.float64(mine), np.float64(mean)),
         (torch.tensor(float(mine)), torch.tensor(mean)),
-        # An average is no whole number.
+        # An average is not a whole number.
         (mine, mean),
         (np.int64(mine), mean),
         (np.array(float(mine)), mean),
@@ -310,7 +310,7 @@ def test_learning_rate_schedulers(attach_first):
 
 
 class TwoParts:
-    """A compressor of a user: sends what survives a cast, and keeps nothing else."""
+    """A user's compressor: sends the part that survives a cast, and drops the rest."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,7 +322,7 @@ class TwoParts:
 
 
 def check_options(options: dict[str, object], factor: float) -> None:
-    """Check gradients that 16 bits hold exactly: the result is exact as well."""
+    """Check gradients that are exact in 16 bits: the result is exact as well."""
     weight = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0), **options)
     for _ in range(2):

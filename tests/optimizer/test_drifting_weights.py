@@ -1,4 +1,4 @@
-"""Ranks that drift apart during the training, in weights or hyper-parameters: a warning, seldom."""
+"""Ranks drift apart during training, in weights or hyper-parameters: occasional warnings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_write_into_a_weight_is_told(size, op, transport):
 
 
 def drift_late() -> list[str]:
-    """The odd rank is the lowest; what is mended and breaks again is told again."""
+    """The odd rank is the lowest; a difference that disappears and returns is reported again."""
     (weight,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0), [("w", weight)])
     with logged() as messages, pytest.MonkeyPatch.context() as patch:
@@ -102,7 +102,7 @@ def test_again_and_again(transport):
 
 
 def learn_at_own_rates(change_at: int) -> list[str]:
-    """A plateau on each rank's own loss, say."""
+    """For example a plateau schedule on each rank's own loss."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
         Adam(model.parameters(), lr=0.1, betas=(0.9, 0.99)), model.named_parameters()
@@ -170,7 +170,7 @@ def test_a_rate_that_is_a_tensor_has_a_value():
 
 
 def sharpness_aware(way: str) -> list[str]:
-    """SAM whose first step is each rank's own: in the middle of a step, weights differ."""
+    """SAM with a first step on local gradients: weights differ in the middle of a step."""
     model = make_model()
     optimizer = wrapped(model)
     with logged() as messages:
@@ -186,7 +186,7 @@ def sharpness_aware(way: str) -> list[str]:
             model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
             with torch.no_grad():
                 torch._foreach_sub_(parameters, ascent)
-                torch._foreach_mul_(parameters, 0)  # exactly what the others have
+                torch._foreach_mul_(parameters, 0)  # exactly the others' values
             if way == "step":
                 optimizer.step()
             optimizer.zero_grad()
@@ -222,7 +222,7 @@ def test_steps_with_own_gradients_are_not_compared():
 
 
 def synchronize_and_clip() -> list[str]:
-    """Horovod's way of clipping: its steps are compared as others are."""
+    """Horovod's way of clipping: its steps are compared like others."""
     model = make_model()
     optimizer = wrapped(model)
     with logged() as messages:

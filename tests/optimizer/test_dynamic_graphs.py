@@ -24,7 +24,7 @@ import torch_ring as hvd
 
 
 def use_different_parameters(set_to_none: bool, op: int) -> None:
-    """Rank 0 uses a and b, rank 1 uses b and c, nobody d; then rank 0 a, rank 1 d."""
+    """Rank 0 uses a and b, rank 1 uses b and c, no rank d; then rank 0 a, rank 1 d."""
     a, b, c, d = parameters = weights(1, 1, 1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
     share = 1 if op == hvd.Sum else 1 / 2
@@ -138,7 +138,7 @@ def test_checkpointing(transport, use_reentrant):
 
 
 def penalise_gradients() -> None:
-    """A penalty made of p.grad would be a constant: refused, and nothing is sent of that pass."""
+    """A penalty made of p.grad would be a constant: it is refused before the pass sends data."""
     alone, together = make_model().double(), make_model().double()
     plain = SGD(alone.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(

@@ -31,7 +31,7 @@ def train_until_it_gets_worse(way: str) -> tuple[int, float, float]:
     for epoch in range(EPOCHS):
         model.train()
         for _ in range(3):
-            # Each rank's data lie elsewhere, so its running statistics differ from the others'.
+            # Each rank has other data, so its running statistics differ from the others'.
             x = torch.randn(8, 4, generator=data) * (1 + 4 * hvd.rank())
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
@@ -47,7 +47,7 @@ def train_until_it_gets_worse(way: str) -> tuple[int, float, float]:
         plateau.step(value)
         bad = 0 if value < best else bad + 1
         best = min(best, value)
-        # A clock, say, which is up on one rank in epoch 3.
+        # For example a time limit, which one rank reaches in epoch 3.
         is_over = hvd.rank() == 1 and epoch == 3
         if way == "all ranks'":
             is_over = hvd.any_rank(is_over) or bad > PATIENCE
@@ -72,7 +72,7 @@ def stop_alone() -> tuple[str, str]:
 
 @on_both_transports
 def test_a_rank_that_stops_alone_is_told(transport):
-    """The other one hears of early stopping, and of the way to stop together."""
+    """The other rank's error names early stopping, and the way to stop together."""
     texts = [text for _, text in run(stop_alone, 2, transport=transport) if text]
     assert texts
     assert all("has it fewer batches, or has it stopped early? " in text for text in texts), texts
@@ -94,7 +94,7 @@ def ask() -> list[bool]:
     else:
         found += [True, False]
     hvd.remove_process_set(pair)
-    if hvd.rank() == 1:  # it has no say any more
+    if hvd.rank() == 1:  # it no longer votes
         hvd.join()
     else:
         found += [hvd.any_rank(False), hvd.any_rank(hvd.rank() == 0)]

@@ -49,7 +49,7 @@ def train_on_top(options: dict[str, object]) -> None:
             opt.step()
     assert_same_weights(together.top, alone.top)
     assert torch.equal(together.quantised, alone.quantised)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # with a state now
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # now with a state
 
 
 @pytest.mark.parametrize("options", [{}, {"groups": "all"}, {"groups": 1}, {"op": hvd.Adasum}])

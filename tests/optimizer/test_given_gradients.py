@@ -19,7 +19,7 @@ SMALL = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "512"}  # half of the gradients lie
 
 
 class Flat:
-    """A model whose gradients lie in one tensor, and a step that reads that alone."""
+    """A model whose gradients lie in one tensor, and a step that reads only that tensor."""
 
     def __init__(self, model: nn.Module, lay: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
         self.parameters = list(model.parameters())
@@ -133,7 +133,7 @@ def test_memory_that_is_given_in_each_step(transport, how):
 
 
 def leave_parameters_out(op: hvd.ReduceOp) -> None:
-    """A gradient that no pass has touched stays: a write to its neighbours is none to it."""
+    """A gradient untouched by passes stays: a write to its neighbours does not count as its own."""
     share = 1.0 if op == hvd.Average else 1.0 / hvd.size()
     used, unused, seldom = (nn.Parameter(torch.ones(200).double()) for _ in range(3))
     flat = torch.zeros(600).double()
@@ -145,7 +145,7 @@ def leave_parameters_out(op: hvd.ReduceOp) -> None:
         if step == 0 and hvd.rank() == 0:
             loss = loss + share * seldom.sum()
         loss.backward()
-        # The last part is none that this step has reduced: so a write sets it, and a Sum adds that.
+        # This step has not reduced the last part: a write sets it, and a Sum adds that.
         written = flat if op == hvd.Average else flat[:400]
         written.mul_(2.0)
         optimizer.step()
@@ -185,7 +185,7 @@ def test_gradients_that_cannot_be_written_to():
 
 
 def give_on_one_rank() -> None:
-    """Ranks need not do the same; a rank without a gradient gets one of its own."""
+    """One rank alone gives memory; ranks without a gradient get one in memory of their own."""
     x, y = (nn.Parameter(torch.ones(200)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(
         SGD([x, y], lr=0.0), compression=hvd.Compression.bf16, backward_passes_per_step=1
@@ -210,7 +210,7 @@ def test_memory_that_is_given_on_one_rank(transport):
 
 
 def replace_during_a_pass() -> None:
-    """A bucket that gets other memory in a pass keeps what has arrived in it."""
+    """A bucket that gets new memory in a pass keeps the gradients that have arrived."""
     kept, given, replaced = (nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = hvd.DistributedOptimizer(SGD([kept, given, replaced], lr=0.0))
     (kept + given + replaced).sum().backward()
@@ -251,7 +251,7 @@ def test_join_with_given_memory(transport):
 
 
 class Array(np.ndarray):
-    """An array that can be referred to weakly."""
+    """An array that supports weak references."""
 
 
 def let_memory_go() -> None:

@@ -13,7 +13,7 @@ import torch_ring as hvd
 
 
 def assign_gradients() -> None:
-    """The step reduces gradients that no backward pass has computed."""
+    """The step reduces gradients that no backward pass computed."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=1.0))
     for _ in range(2):
@@ -91,7 +91,7 @@ def set_beside_backward(
     options: dict[str, object],
     zero: str,
 ) -> None:
-    """Of one optimizer, autograd computes a gradient and the program another one, on some ranks."""
+    """Autograd computes one gradient of an optimizer, and the program another, on some ranks."""
     rank, size, lr = hvd.rank(), hvd.size(), 0.25
     computed, by_hand, unused, frozen = parameters = doubles(1, 2, 3, 4)
     frozen.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Ctrl-C in backward() that the program catches: the next pass works, or says what to do."""
+"""The program catches Ctrl-C in backward(): the next pass works, or its error has advice."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_interrupted_wait(tmp_path, steps_before, then):
 
 
 def interrupt_with_another_graph(folder: Path) -> None:
-    """The next pass has gradients of which the report on its way does not tell: the step does."""
+    """The next pass has gradients missing from the report already sent: the step reports them."""
     x, y = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0))
     interrupted = folder / "interrupted"
@@ -127,7 +127,7 @@ def test_an_interrupted_wait_before_another_graph(tmp_path):
 
 
 def interrupt_a_sent_bucket(folder: Path) -> str:
-    """Between hosts a pass has sent gradients when it is interrupted: all ranks hear of it."""
+    """Between hosts a pass has sent gradients when it is interrupted: all ranks get an error."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
     interrupted = folder / "interrupted"
@@ -139,7 +139,7 @@ def interrupt_a_sent_bucket(folder: Path) -> str:
         interrupted.touch()
 
     def go_on() -> None:
-        for _ in range(2):  # rank 1 had sent all that rank 0 needs for its first pass
+        for _ in range(2):  # rank 1 had sent all data for rank 0's first pass
             optimizer.zero_grad()
             x.backward()
 
@@ -157,7 +157,7 @@ def test_an_interrupt_after_gradients_were_sent(tmp_path):
 
 
 class InAndOut(nn.Module):
-    """A layer that is used outside of a segment behind its use inside of one."""
+    """A layer that is used outside a segment, after its use inside one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,9 +173,9 @@ class InAndOut(nn.Module):
 
 
 def interrupt_before_a_gradient_comes_again(folder: Path, here: str) -> None:
-    """The report on its way does not tell that a part of the next pass comes again.
+    """The report already sent does not announce that a gradient of the next pass comes again.
 
-    Rank 0's does, if its pass has such a part, too; else the ranks' steps differ afterwards.
+    Rank 0's does if its pass has such a gradient, too; otherwise the ranks' steps differ.
     """
     model = InAndOut()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
@@ -260,7 +260,7 @@ def test_an_interrupted_reduction_ends_first(tmp_path):
 
 
 def interrupt_at_random() -> int:
-    """Interrupts at any time: a pass has ended or it has not, and can be done again."""
+    """Interrupts at any time: a pass has either ended, or can be repeated."""
     sync = backward_sync_of(hvd.global_process_set)
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0))

@@ -26,10 +26,10 @@ def train_unevenly(first_out: int, options: dict[str, object]) -> None:
     rank, size = hvd.rank(), hvd.size()
     alone, together = make_model(), make_model()
     reference = SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    shuffled = list(together.parameters())[::-1]  # so that readiness is not as expected
+    shuffled = list(together.parameters())[::-1]  # so that the order of readiness is unexpected
     optimizer = hvd.DistributedOptimizer(SGD(shuffled, lr=0.1, momentum=0.9), **options)
     for epoch in range(3):
-        # In the first epoch the order of readiness is news; rank 0 may not be there to tell it.
+        # In the first epoch the order of readiness is unknown; rank 0 may have joined already.
         counts = [(r - first_out) % size + (epoch == 2) for r in range(size)]
         for step in range(max(counts)):
             reference.zero_grad()
@@ -118,8 +118,8 @@ def join_before_the_step() -> None:
             assert x.grad.item() == pytest.approx(4 * (hvd.size() - 1) / hvd.size())
             optimizer.step()
         hvd.join()
-    x.grad = None  # as model.zero_grad() does
-    if hvd.rank() == 0:  # only one has a gradient: the others learn it at the step
+    x.grad = None  # like model.zero_grad()
+    if hvd.rank() == 0:  # only one has a gradient: the others learn of it at the step
         (6 * x).backward()
     optimizer.step()
     assert x.grad.item() == pytest.approx(6 / hvd.size())
@@ -195,7 +195,7 @@ def test_passes_that_are_added_up(transport, size, op, zero):
 
 
 def keep_gradients(op: hvd.ReduceOp, how: str) -> None:
-    """No zero_grad(): each pass is added to what is averaged already, while ranks join in turn."""
+    """No zero_grad(): each pass adds to averaged gradients, while ranks join one after another."""
     rank, size = hvd.rank(), hvd.size()
     of_step = 3 if how == "in the middle of a step" else 1  # passes
     counts = [2 * of_step * (r + 1) + of_step // 3 for r in range(size)]
@@ -269,7 +269,7 @@ def test_a_rank_joins_while_gradients_are_kept_on_two_hosts(hosts, how):
 
 
 def join_with_other_gradients(how: str) -> str:
-    """Averaged gradients of the rank that joins differ from those of the others."""
+    """Averaged gradients of the joining rank differ from the others'."""
     a, b = weights(1, 2)
     optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=1.0), [("a", a), ("b", b)])
     (a + b).backward()
@@ -343,7 +343,7 @@ def test_a_rank_joins_while_kept_gradients_accumulate(transport, size, op):
 
 
 def join_before_a_step_without_a_pass(op: hvd.ReduceOp) -> None:
-    """The others step with what they have kept, and with a gradient that they set."""
+    """The others step with their kept gradients, and with a gradient that they set."""
     a, b = weights(1, 2)
     optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0), op=op)
     size, count = hvd.size(), 1 if op == hvd.Sum else hvd.size()
@@ -367,7 +367,7 @@ def test_a_rank_joins_before_a_step_without_a_pass(transport, size, op):
 
 
 def add_up_shared_gradients() -> None:
-    """Two optimizers share a parameter: what is averaged is scaled for both, and once."""
+    """Two optimizers share a parameter: its averaged gradient is scaled for both, and only once."""
     shared, *own = weights(1, 2, 3)
     optimizers = [hvd.DistributedOptimizer(SGD([each, shared], lr=0.0)) for each in own]
 
@@ -395,7 +395,7 @@ def test_shared_gradients_of_several_passes(transport, size):
 
 
 def keep_large_halves() -> None:
-    """Two ranks join at once; the sum of what they give is no number of 16 bits."""
+    """Two ranks join at once; the sum of their parts exceeds 16 bits."""
     a = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = hvd.DistributedOptimizer(SGD([a], lr=0.0))
     (a * 40000).sum().backward()
@@ -413,7 +413,7 @@ def test_what_joined_ranks_give_does_not_overflow(transport):
 
 
 def join_beside_a_dropped_optimizer() -> None:
-    """An optimizer whose gradients accumulate is here no more on one rank when another joins."""
+    """One rank has dropped an optimizer with accumulating gradients when another rank joins."""
     a, b = weights(1, 2)
     first = hvd.DistributedOptimizer(SGD([a], lr=0.0), backward_passes_per_step=2)
     second = hvd.DistributedOptimizer(SGD([b], lr=0.0))

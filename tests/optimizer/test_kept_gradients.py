@@ -1,4 +1,4 @@
-"""Gradients that a program keeps: their values stay, whatever their size, as in torch."""
+"""Gradients kept by a program: their values stay for any size, as in torch."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def a_detached_one(gradient: Tensor) -> Tensor:
 
 
 def keep_gradients(keep: Callable[[Tensor], Tensor], drop: str) -> None:
-    """Each parameter's gradient is kept in turn; the others', and its next, are right."""
+    """Each parameter's gradient is kept in turn; other gradients and its next one are right."""
     parameters = [nn.Parameter(torch.ones(size)) for size in SIZES]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
     kept: list[tuple[Tensor, Tensor]] = []
@@ -65,7 +65,7 @@ def test_kept_gradients_keep_their_values(transport, keep, drop):
 
 
 def keep_one_of_a_bucket() -> None:
-    """The others' gradients, which stay, move with the bucket: they are added to as before."""
+    """The other gradients move with the bucket, and still accumulate."""
     one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(SGD([one, other], lr=0.0), op=hvd.Sum)
     ((hvd.rank() + 1) * (one + other).sum()).backward()
@@ -85,7 +85,7 @@ def test_the_other_gradients_of_a_bucket():
 
 
 def look_at_gradients() -> None:
-    """Gradients that nobody keeps get the same memory in each step: nothing is made anew."""
+    """Gradients that are not kept get the same memory in each step, without a new allocation."""
     parameters = [nn.Parameter(torch.ones(size)) for size in SIZES]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1))
     places = set()

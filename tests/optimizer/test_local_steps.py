@@ -32,13 +32,13 @@ def shaped_weights() -> list[torch.nn.Parameter]:
 
 
 def local_step(parameters: list[torch.Tensor], target: float) -> None:
-    """Take the step of SGD on the sum of (p - target)**2 / 2, by its formula."""
+    """Take a step of SGD on the sum of (p - target)**2 / 2, by its formula."""
     for parameter in parameters:
         parameter -= RATE * (parameter - target)
 
 
 class Model:
-    """All ranks of DiLoCo on one process, in the words of the papers."""
+    """All ranks of DiLoCo on one process, by the papers' formulas."""
 
     def __init__(
         self, targets: Sequence[float], every: int, fragments: int, delay: int, outer: dict
@@ -189,7 +189,7 @@ def check_hierarchy(delay: int) -> None:
         delay=delay,
         process_set=one_of_each,
     )
-    # The gradient of a host is that towards the mean of its targets.
+    # The gradient of a host points to the mean of its targets.
     hosts = [(TARGETS[0] + TARGETS[1]) / 2, (TARGETS[2] + TARGETS[3]) / 2]
     model = Model(hosts, 3, 1, delay, NESTEROV)
     for _ in range(10):
@@ -207,7 +207,7 @@ def test_gradients_inside_hosts_and_rounds_between_them(delay):
     run(check_hierarchy, 4, args=(delay,))
 
 
-# --- what is sent
+# --- sent data
 
 
 def check_compression(name: str) -> None:
@@ -247,7 +247,7 @@ def test_compressed_differences_lead_to_the_mean(transport, name):
 
 
 def what_is_sent(fragments: int) -> tuple[int, int]:
-    """Return how many allreduces 16 steps make, and of how many bytes."""
+    """Return the number of allreduces in 16 steps, and their bytes."""
     parameters = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(2)]
     optimizer = hvd.DiLoCo(SGD(parameters, lr=1.0), every=8, fragments=fragments)
     before = snapshot().sets[0].operations.get("allreduce")
@@ -363,7 +363,7 @@ def use_with_a_scaler_on_hosts(fused: bool, delay: int) -> None:
         model.step(skipping={rank // 2 for rank, at in infinite if at == step})
         for ours, expected in zip(parameters, model.ranks[hvd.rank() // 2], strict=True):
             torch.testing.assert_close(ours.detach(), expected, rtol=1e-12, atol=1e-12)
-    assert scaler.get_scale() == 2.0 ** (6, 7)[hvd.rank() // 2]  # of four skipped steps, or three
+    assert scaler.get_scale() == 2.0 ** (6, 7)[hvd.rank() // 2]  # four skipped steps, or three
     optimizer.end_round()
     if not delay:
         assert_same_on_all_ranks(*parameters)
@@ -376,7 +376,7 @@ def test_a_scaler_skips_steps_of_a_host(transport, fused, delay):
 
 
 def train_two(skipped: tuple[set[int], set[int]], fused: bool) -> None:
-    """Two optimizers of one set, as of a GAN, of which all ranks skip other steps."""
+    """Two optimizers of one set, as in a GAN; each rank skips different steps."""
     everys = (2, 3)
     parameters = weights(0, 0)
     optimizers = [
@@ -434,7 +434,7 @@ def test_schedulers_and_closures():
 
 
 def use_copies() -> None:
-    """A copy steps when it is wrapped; until then its error names the function that wrapped it."""
+    """A copy steps once wrapped; before, its error names the function that wrapped the original."""
     (parameter,) = weights(0)
     optimizer = SGD([parameter], lr=1.0)
     for wrap in ("DiLoCo", "LocalSGD", "DistributedOptimizer"):
@@ -486,7 +486,7 @@ def test_another_number_of_ranks_goes_on(tmp_path, size):
 
 
 def resume_bits(path: str) -> None:
-    """A state of the end of a round goes on with the bits of the run that was not stopped."""
+    """A state from the end of a round continues with the bits of an uninterrupted run."""
 
     def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
         parameters = shaped_weights()
@@ -512,7 +512,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 def broadcast_a_round(delay: int, root: int) -> None:
-    """One rank alone loads a state of the middle of a round; all are elsewhere in theirs."""
+    """One rank loads a state from the middle of a round; all are at other points of theirs."""
     every = 4
 
     def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
@@ -523,7 +523,7 @@ def broadcast_a_round(delay: int, root: int) -> None:
     trained, first = made()
     take_steps(trained, first, 7)
     parameters, optimizer = made()
-    take_steps(parameters, optimizer, 5)  # with delay=2, a mean is on its way
+    take_steps(parameters, optimizer, 5)  # with delay=2, a mean is pending
     if hvd.rank() == root:
         with torch.no_grad():
             torch._foreach_copy_(parameters, trained)
@@ -554,7 +554,7 @@ def test_a_broadcast_state_has_the_round_of_the_root(transport, delay, root):
 
 
 def broadcast_of_a_rank_without_rounds() -> None:
-    """Rank 2 agrees with nobody: the others begin a round with its parameters."""
+    """Rank 2 takes part in no agreement: the others begin a round with its parameters."""
     pair = hvd.add_process_set([0, 1])
     (parameter,) = weights(0)
     optimizer = hvd.DiLoCo(
@@ -574,7 +574,7 @@ def test_a_broadcast_of_a_rank_that_agrees_with_nobody():
     run(broadcast_of_a_rank_without_rounds, 3)
 
 
-# --- what is refused
+# --- refused arguments
 
 
 def refused() -> None:
@@ -693,7 +693,7 @@ def test_a_state_of_another_model():
 
 
 class Nested(SGD):
-    """Its step calls the base class's, and then moves the parameters once more."""
+    """Its step calls the base class's, then moves the parameters once more."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -718,7 +718,7 @@ def test_a_step_that_calls_its_base_class_is_one():
 
 
 def dropped_means() -> None:
-    """A mean that was dropped comes with the next one."""
+    """A dropped mean is a part of the next one."""
     (parameter,) = weights(0)
     optimizer = hvd.DiLoCo(SGD([parameter], lr=1.0), outer_options={"lr": 1.0}, every=3, delay=2)
     for _ in range(3):

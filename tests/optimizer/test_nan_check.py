@@ -1,4 +1,4 @@
-"""nan_check: the first gradient that is not finite is named on all ranks, and no rank steps."""
+"""nan_check: the first non-finite gradient is named on all ranks, and no rank steps."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 class Spoiler:
-    """Adds a value to the gradient that layer `at` hands back, and so to those of earlier ones."""
+    """Adds a value to the gradient from layer `at`, and so to those of earlier layers."""
 
     def __init__(self, model: nn.Sequential, at: int) -> None:
         self.value = 0.0
@@ -43,7 +43,7 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def expect(optimizer: Optimizer, *words: str) -> str:
-    """Step, which is an error with these words on all ranks, and changes nothing."""
+    """Expect an error with these words from step() on all ranks, without any change."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in parameters]
     kind, text = error_of(optimizer.step)
@@ -55,7 +55,7 @@ def expect(optimizer: Optimizer, *words: str) -> str:
 
 
 def name_the_culprit(value: float, has: str, dtype: torch.dtype, shard_state: bool = False) -> None:
-    """A rank's third step is spoilt in its second layer; then training goes on without that."""
+    """A rank's third step is spoilt in its second layer; then training goes on undisturbed."""
     model, without = make_layers(dtype), make_layers(dtype)
     named = list(model.named_parameters())
     make = AdamW if shard_state else SGD
@@ -100,7 +100,7 @@ def test_the_first_gradient_is_named_with_a_sharded_state(transport):
 
 
 def spoil_several() -> None:
-    """Two ranks at once; a rank's gradients that accumulate; those that a program sets itself."""
+    """Two ranks at once; accumulated gradients of a rank; gradients set by the program."""
     a, b = parameters = weights(1, 2)
     named = [("a", a), ("b", b)]
     rank = hvd.rank()
@@ -117,7 +117,7 @@ def spoil_several() -> None:
     optimizer.zero_grad()
     (spoil({0}, float("inf")) if rank else spoil({0})).backward()
     expect(optimizer, "rank 0: the gradient of 'a' has a NaN")
-    spoil({1}).backward()  # on top of averages that are not finite
+    spoil({1}).backward()  # on top of non-finite averages
     expect(optimizer, "rank 0: ")
     for parameter in parameters:
         parameter.grad = None
@@ -131,7 +131,7 @@ def spoil_several() -> None:
     a.grad, b.grad = torch.ones(1), torch.tensor([float("nan") if rank == 2 else 1.0])
     expect(optimizer, "rank 2: the gradient of 'b' has a NaN, step 2")
     optimizer.zero_grad()
-    spoil({0}).backward()  # of one parameter of a step, in a pass of its own, like the other one
+    spoil({0}).backward()  # of one parameter of a step, in a separate pass, like the other one
     (b * 2).backward()
     expect(optimizer, "rank 0: the gradient of 'a' has a NaN")
     optimizer.zero_grad()
@@ -217,7 +217,7 @@ def test_all_kinds_of_gradients_are_looked_at(transport):
 
 
 def come_again() -> None:
-    """A layer has two gradients in a pass, and the bucket may have been sent: one is spoilt."""
+    """A layer has two gradients in a pass, whose bucket may be sent already: one is spoilt."""
     for first in (True, False):
         layer = nn.Linear(4, 4, bias=False)
         named = [("layer", layer.weight)]
@@ -275,7 +275,7 @@ def test_a_step_that_a_scaler_skips_is_no_error(make, unscales, enabled):
 
 
 def join_and_spoil() -> None:
-    """The ranks that are left have other places among themselves, and keep their names."""
+    """The remaining ranks have other positions among themselves, but errors keep their ranks."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.1), [("x", x)], nan_check=True)
     (x * 1).backward()
@@ -311,7 +311,7 @@ def test_ranks_have_their_numbers_in_the_world(transport, function):
 
 
 def train_elastically() -> int:
-    """Return how often elastic.run calls a function whose first step is spoilt."""
+    """Return the number of calls by elastic.run of a function whose first step is spoilt."""
     calls = []
     layer = nn.Linear(2, 2)
     optimizer = hvd.DistributedOptimizer(SGD(layer.parameters(), lr=0.1), nan_check=True)

@@ -20,7 +20,7 @@ on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 class Repeated(nn.Module):
-    """A layer that is used in two segments, other ones in segments of their own and outside."""
+    """A layer in two segments; other layers in segments of their own, and outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_layer_in_two_segments(transport, passes, nested_twice, split):
 
 
 def fail_in_a_segment() -> None:
-    """A nested pass that fails, then one that does not: nothing of the first is left."""
+    """A nested pass fails, and the next one does not: nothing of the first remains."""
     model = Repeated()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
 
@@ -113,7 +113,7 @@ def test_a_nested_pass_fails(transport):
 
 
 class Tied(nn.Module):
-    """A layer that is used outside of segments behind its uses inside of them, and others."""
+    """A layer that is used outside segments, after its uses inside them; and other layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_a_layer_outside_of_segments_and_inside(transport, size, op, passes, how
 
 
 def interrupt_the_reduction(transport: str) -> None:
-    """Rank 0 gets Ctrl-C while the pass is reduced that leaves a part for a second agreement."""
+    """Rank 0 gets Ctrl-C while a pass is reduced that needs a second agreement for a part."""
     alone, together = Tied(), Tied()
     reference = SGD(alone.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))

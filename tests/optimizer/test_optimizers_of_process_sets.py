@@ -92,7 +92,7 @@ def use_sets_wrongly() -> str:
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=1.0), process_set=pair)
     (hvd.rank() * x).backward()
     hvd.remove_process_set(pair)
-    added_sets([0, 2])  # has the id of the one that is gone
+    added_sets([0, 2])  # reuses the id of the removed set
     model = make_model()
     other = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
     optimizer.zero_grad()

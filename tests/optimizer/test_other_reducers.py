@@ -22,7 +22,7 @@ WARNING = (
 
 
 def start_torch_distributed() -> None:
-    """Make a process group that sends nothing: what wraps the model is looked for, not its data."""
+    """Make a process group that sends nothing: the check looks only for a wrapper."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=hvd.rank(), world_size=hvd.size())

@@ -1,4 +1,4 @@
-"""Random sequences of backward, zero_grad, step and more: gradients as a simple model expects."""
+"""Random sequences of backward, zero_grad, step and more: gradients as in a simple model."""
 
 import random
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ ACTIONS = {
 
 @dataclass
 class Expected:
-    """The expected gradient of word i: a part that is reduced, and one of each rank."""
+    """The expected gradient of word i: a reduced part, and a part of each rank."""
 
     share: float  # of one rank's gradient in the reduced one
     reduced: Tensor
@@ -47,7 +47,7 @@ class Expected:
 def run_random_program(seed: int, op: int, sparse_as_dense: bool) -> None:
     """Run random actions, the same on all ranks, with different gradients."""
     choice, size, me = random.Random(seed), hvd.size(), hvd.rank()
-    words = nn.Embedding(WORDS, 2)  # torch itself adds sparse to dense wrongly in one column
+    words = nn.Embedding(WORDS, 2)  # torch adds sparse to dense wrongly in one column
     other = nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(
         SGD([words.weight, other], lr=0.0), op=op, sparse_as_dense=sparse_as_dense
@@ -59,7 +59,7 @@ def run_random_program(seed: int, op: int, sparse_as_dense: bool) -> None:
     for _ in range(STEPS):
         (action,) = choice.choices(list(ACTIONS), list(ACTIONS.values()))
         kinds = [choice.choice(["none", "sparse", "sparse", "dense"]) for _ in range(size)]
-        if action == "backward under no_sync":  # all ranks must have something, or none
+        if action == "backward under no_sync":  # all ranks must have a gradient, or none
             kinds = [kind if kind != "none" else "sparse" for kind in kinds]
         read = [[choice.randrange(WORDS) for _ in range(choice.randrange(4))] for _ in range(size)]
         history.append((action, kinds, read))
@@ -92,7 +92,7 @@ def run_random_program(seed: int, op: int, sparse_as_dense: bool) -> None:
             optimizer.step() if action == "step" else optimizer.synchronize()
             expected.reduce()
 
-        # Before they are reduced, each rank may hold its part of the sum as it likes.
+        # Before the reduction, each rank may hold its part of the sum in any form.
         gradient = words.weight.grad
         found = torch.zeros(WORDS) if gradient is None else gradient.detach().to_dense()[:, 0]
         if not expected.accumulating:

@@ -1,4 +1,4 @@
-"""Reducers: some go while others are looked at."""
+"""Reducers: some disappear during an iteration over them."""
 
 import gc
 
@@ -13,7 +13,7 @@ def fail(why: str) -> None:
 
 
 def three() -> tuple[Reducers, list[Reducer]]:
-    """Reducers of nothing: only whether they are there counts."""
+    """Reducers without parameters: only their existence counts."""
     reducers, held = Reducers(1, fail), [Reducer.__new__(Reducer) for _ in range(3)]
     for index, reducer in enumerate(held):
         reducers.add(index, reducer)
@@ -38,7 +38,7 @@ def test_one_that_nobody_holds_is_gone() -> None:
     assert reducers.values() == held
     held[0].itself = held[0]
     del held[0]
-    assert len(reducers.values()) == 2  # garbage, and not collected
+    assert len(reducers.values()) == 2  # garbage, not collected yet
     gc.collect()
     assert reducers.values() == held
     assert reducers.get(0) is None

@@ -16,7 +16,7 @@ from torch_ring.optimizer.backward_sync import BackwardSync
 
 
 def train_gan() -> None:
-    """Generator and discriminator; rank 1 wraps and steps like the others, but on its own data."""
+    """Generator and discriminator; rank 1 wraps and steps like the others, on its own data."""
 
     def play(wrap, share) -> tuple[nn.Module, nn.Module]:
         generator, critic = nn.Linear(8, 8), make_model(seed=2)
@@ -88,7 +88,7 @@ def train_another(parameter: nn.Parameter) -> None:
 
 
 def drop_on_one_rank_first(accumulated_on: int) -> None:
-    """Two ranks drop an optimizer with accumulated gradients, rank 0 later: it is garbage there."""
+    """Two ranks drop an optimizer with accumulated gradients; rank 0 collects it later."""
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
     if hvd.rank() <= accumulated_on:
@@ -108,7 +108,7 @@ def test_a_dropped_optimizer_is_collected_at_different_times(accumulated_on):
 
 
 def drop_what_something_else_holds() -> None:
-    """As above, with gradients due in the next pass; a thread may tell of a late pass just now."""
+    """As above, with gradients due in the next pass; a thread may be reporting a late pass."""
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0))
     with dropped.no_sync():
@@ -125,7 +125,7 @@ def test_a_dropped_optimizer_leaves_though_something_else_holds_its_reducer():
 
 
 def drop_on_one_rank_only() -> None:
-    """An optimizer with due gradients, which one rank has dropped: no pass can reduce them."""
+    """One rank has dropped an optimizer with due gradients: no pass can reduce them."""
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0))
     with dropped.no_sync():
@@ -143,7 +143,7 @@ def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_all():
 
 
 def drop_a_trained_one_on_one_rank_first() -> None:
-    """As the first, with buckets in their final order, which the autotuner would try others for."""
+    """As the first, with buckets in final order, which the autotuner would replace."""
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_a_trained_optimizer_is_collected_at_different_times(transport):
 
 
 def leave_backward_out_after_one_that_was_not_stepped(lr: float) -> None:
-    """A pass touches three optimizers, of which one steps; one rank leaves out the next pass."""
+    """A pass touches three optimizers, and one of them steps; one rank leaves out the next pass."""
     a, b, c = weights(1, 2, 3)
     optimizers = [hvd.DistributedOptimizer(SGD([each], lr=lr)) for each in (a, b, c)]
     expected = [1.0, 2.0, 3.0]

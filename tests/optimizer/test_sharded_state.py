@@ -1,4 +1,4 @@
-"""shard_state=True: each rank steps a part of the parameters, which all of its host see."""
+"""shard_state=True: each rank steps a part of the parameters, which all ranks of its host see."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def make_model(width: int = 100, seed: int = 1) -> nn.Module:
-    """Return a net with a weight that is cut, small ones, and one in another order of memory."""
+    """Return a net with a weight that is cut, small weights, and one in another memory format."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 77), nn.Linear(77, 3))
     model[2].weight.data = model[2].weight.data.t().contiguous().t()
@@ -123,7 +123,7 @@ def plain(model: nn.Module, maker: str = "adam", **more: Any) -> Any:
 
 
 def look_at_memory() -> None:
-    """The state of the parts adds up to that of the whole; what a rank writes, all ranks see."""
+    """The parts' states add up to the whole state; all ranks see a rank's writes."""
     model = make_model()
     optimizer = sharded(model)
     step(model, optimizer, joined_batches(1)[0])
@@ -143,7 +143,7 @@ def look_at_memory() -> None:
     hvd.barrier()
     assert (parameter == 7.0).all()
     assert (exp_avg == 3.0).all()
-    assert parameter.untyped_storage().nbytes() == parameter.nbytes  # torch.save() takes it all
+    assert parameter.untyped_storage().nbytes() == parameter.nbytes  # torch.save() saves it all
 
 
 def test_parameters_and_state_are_there_once_a_host() -> None:
@@ -170,7 +170,7 @@ def test_without_shared_memory_each_rank_has_the_state_of_its_part() -> None:
 
 
 def train_on(steps: int, maker: str, before: Callable[..., Any]) -> None:
-    """Compare with an unsharded optimizer to which the same is done: `before` each step."""
+    """Compare with an unsharded optimizer under the same actions `before` each step."""
     models = make_model(), make_model()
     optimizers = plain(models[0], maker), sharded(models[1], maker)
     for number, batch in enumerate(joined_batches(steps)):
@@ -203,7 +203,7 @@ def add_group(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> No
 
 
 def move(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    """The parameters get other memory, as from model.to()."""
+    """Move the parameters to other memory, as model.to() does."""
     if number in (1, 3):
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
@@ -220,7 +220,7 @@ def reload_of_root(number: int, model: nn.Module, optimizer: Optimizer, _: int) 
 
 
 def lack_gradients(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    """The first layer has none in the first steps, the last one none in the second step."""
+    """The first layer has no gradients in the first steps, the last one none in the second."""
     for parameter in model[0].parameters() if number < 2 else ():
         parameter.grad = None
     for parameter in model[3].parameters() if number == 1 else ():
@@ -369,7 +369,7 @@ def test_a_scaler_skips_steps_on_all_ranks(transport: str, fused: bool) -> None:
 
 
 def close() -> None:
-    """Steps with closures, with which the loss of all ranks comes back."""
+    """Steps with closures, which return the loss of all ranks."""
     models = make_model(), make_model()
     optimizers = plain(models[0]), sharded(models[1])
     for batch in joined_batches(3):
@@ -393,7 +393,7 @@ def test_closures(transport: str) -> None:
 
 
 def save_and_load(path: str) -> None:
-    """A checkpoint of three ranks, of one that gets the state alone, goes on where it was."""
+    """Training continues exactly from a checkpoint; root_rank alone gets the state."""
     batches = joined_batches(4)
     model, reference = make_model(), make_model()
     optimizer, other = sharded(model), plain(reference)
@@ -514,7 +514,7 @@ def test_no_rank_writes_while_another_may_read(tmp_path: Path) -> None:
 
 
 def warn() -> None:
-    """Views of parameters, and ranks that change them twice, are told of, on rank 0."""
+    """Rank 0 warns of views of parameters, and of ranks that change them twice."""
     model, flat = make_model(), nn.Parameter(torch.zeros(3000))
     views = [flat.detach()[:5]]
     optimizer = MAKERS["adam"]([*model.parameters(), flat])
@@ -610,7 +610,7 @@ def test_process_sets(transport: str) -> None:
 
 
 class Own(SGD):
-    """An optimizer of which nobody knows whether it is elementwise."""
+    """An optimizer not known to be elementwise."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -633,7 +633,7 @@ def refuse_optimizers() -> None:
         kind, found = error_of(call)
         assert kind == "ValueError"
         assert text in found, found
-        hvd.DistributedOptimizer(optimizer)  # it is as it was
+        hvd.DistributedOptimizer(optimizer)  # it is unchanged
     model = make_model()
     kind, found = error_of(lambda: sharded(model, op=hvd.Adasum))
     assert kind == "ValueError"
@@ -655,7 +655,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(transport: str) -> 
 
 
 def refuse_steps() -> None:
-    """Ranks that step differently are told on all ranks, and nothing is stepped."""
+    """Ranks that step differently cause an error on all ranks, and no parameter changes."""
     model = make_model()
     optimizer = sharded(model)
     batches = joined_batches(3)
@@ -751,7 +751,7 @@ def test_a_rank_that_has_joined_cannot_step_its_part(transport: str) -> None:
 
 
 def die_in_a_step(place: str, passed: Path) -> str:
-    """Rank 1 dies before or after it has stepped its part: the others hear of it."""
+    """Rank 1 dies before or after it has stepped its part: the others get an error."""
     model = make_model()
     optimizer = sharded(model)
     step(model, optimizer, joined_batches(1)[0])
@@ -805,7 +805,7 @@ def test_each_host_has_a_whole_copy(hosts: list[str]) -> None:
 
 
 def share_nothing() -> None:
-    """A rank that cannot open the memory of another one: all go on as without shared memory."""
+    """A rank cannot open the memory of another one: all go on without shared memory."""
     make = sharded_state.Segment.open
     if hvd.rank() == 2:
         sharded_state.Segment.open = staticmethod(lambda offer: make((1, 10_000, offer[2])))

@@ -1,4 +1,4 @@
-"""Parameters of which several wrapped optimizers reduce the gradients."""
+"""Parameters whose gradients several wrapped optimizers reduce."""
 
 import gc
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def scalars(*values: float) -> list[nn.Parameter]:
 
 
 def joined(op: hvd.ReduceOp, value_of: Callable[[int], float]) -> float:
-    """Return the reduced value of what each rank has."""
+    """Return the reduction of all ranks' values."""
     total = sum(value_of(rank) for rank in range(hvd.size()))
     return total if op == hvd.Sum else total / hvd.size()
 
@@ -39,7 +39,7 @@ def meet_between_the_hooks() -> None:
     first = hvd.DistributedOptimizer(SGD([trunk], lr=1.0))
 
     def wait(*_: object) -> None:
-        if hvd.rank() == 0:  # where the first one's bucket must not have been reduced
+        if hvd.rank() == 0:  # meanwhile the first one's bucket must not be reduced
             assert not eventually(lambda: trunk.grad.item() != 10, 0.2)
 
     accumulator.register_hook(wait)

@@ -23,7 +23,7 @@ MB = 1_000_000
 def operation(
     name: str, submitted_ms: float, agreed_ms: float, ended_ms: float, **more: Any
 ) -> Any:
-    """Return a record of the flight recorder, as far as it is read."""
+    """Return a record of the flight recorder, with the fields that are read."""
     return SimpleNamespace(
         **{
             "name": name,

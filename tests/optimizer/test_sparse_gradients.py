@@ -13,7 +13,7 @@ WORDS, WIDTH = 12, 3
 
 
 def words_of(rank: int, step: int) -> Tensor:
-    """Return what a rank reads in a step: some words twice, some on several ranks."""
+    """Return the words that a rank reads in a step: some twice, some on several ranks."""
     return torch.tensor([rank, rank + 1, rank, (3 * rank + step) % WORDS, step])
 
 

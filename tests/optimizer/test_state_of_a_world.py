@@ -59,7 +59,7 @@ def train_in_a_world(kind: str) -> None:
 
 
 def end_worlds_without_collection(kind: str) -> None:
-    """The memory of a world goes with it, also without garbage collection."""
+    """The memory of a world is freed with it, even without garbage collection."""
     hvd.shutdown()
     gc.collect()
     gc.disable()
@@ -73,7 +73,7 @@ def end_worlds_without_collection(kind: str) -> None:
         held.append((len(os.listdir("/proc/self/fd")), shared))
     gc.enable()
     hvd.init()
-    # The first one may have made what stays: connections to the store, say.
+    # The first one may have made permanent things, such as connections to the store.
     assert held[2:] == [held[1]] * 4
 
 
@@ -85,7 +85,7 @@ def test_a_world_goes_without_garbage_collection(transport, kind):
 
 
 def end_a_process_set() -> None:
-    """A set of the same ranks and id as a removed one begins with a synchronisation of its own."""
+    """A set with the ranks and the id of a removed one gets a synchronisation of its own."""
     pair = hvd.add_process_set([0, 1])
     old_id = pair.process_set_id
     parameters = weights(1)
@@ -93,7 +93,7 @@ def end_a_process_set() -> None:
     (parameters[0] * 2).backward()
     hvd.remove_process_set(pair)
     if hvd.rank() < 2:
-        with pytest.raises(hvd.RingError, match="shut down"):  # gradients that nobody averages
+        with pytest.raises(hvd.RingError, match="shut down"):  # gradients that are never averaged
             (parameters[0] * 2).backward()
     pair = hvd.add_process_set([0, 1])
     assert pair.process_set_id == old_id
@@ -134,7 +134,7 @@ def fork(shut_down: bool) -> None:
 
 
 def refuse_an_optimizer() -> None:
-    """A refused optimizer leaves its parameters as they were, also while the error lives."""
+    """A refused optimizer leaves its parameters unchanged, even while the error exists."""
     compressor = hvd.Compression.int8()
     p, q = weights(1, 1)
     first = hvd.DistributedOptimizer(

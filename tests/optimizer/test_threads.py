@@ -31,7 +31,7 @@ def in_threads(*functions: Callable[[], None]) -> list[str]:
 
 
 def train_two_at_once(shared: bool) -> None:
-    """The passes of two threads meet in their midst; both end with an error on every rank."""
+    """The passes of two threads overlap; both end with an error on every rank."""
     pairs = [weights(1, 1), weights(1, 1)]
     optimizers = [hvd.DistributedOptimizer(SGD(pair, lr=1.0)) for pair in pairs[: 2 - shared]]
     midst = threading.Barrier(2, timeout=20)
@@ -44,12 +44,12 @@ def train_two_at_once(shared: bool) -> None:
         mine = 0 if shared else index
         first, last = pairs[mine]
         between = last * 1.0
-        between.register_hook(meet)  # after the gradient of `first`, before that of `last`
+        between.register_hook(meet)  # after the gradient of `first`, before the one of `last`
         try:
             ((hvd.rank() + 1) * first * between).backward()
             optimizers[mine].step()
         finally:
-            midst.abort()  # a thread that is refused at its first gradient does not come there
+            midst.abort()  # a thread refused at its first gradient never gets there
 
     errors = in_threads(lambda: train(0), lambda: train(1))
     assert len(errors) == 2, errors

@@ -87,7 +87,7 @@ def wrap_and_unwrap() -> None:
     assert torch.equal(kept, values)
     del kept
     assert allocator() == before
-    # Memory that was allocated before lives on, and torch computes gradients as ever.
+    # Earlier allocations stay valid, and torch computes gradients as before.
     second(torch.ones(2, COLUMNS)).sum().backward()
     assert not is_shared(second.weight.grad)
     assert allocator() == before
@@ -142,7 +142,7 @@ def test_the_allocator_changes_while_other_threads_allocate():
 
 
 def fork_with_gradients() -> None:
-    """A forked child has torch's own allocator, when it has dropped its parent's gradients."""
+    """A forked child has torch's own allocator after it drops its parent's gradients."""
     before = allocator()
     model, optimizer = wrapped_model()
     train(model, optimizer)

@@ -1,4 +1,4 @@
-"""Random training programs: on every rank what one process computes from the whole batch.
+"""Random training programs: every rank gets the results of one process on the whole batch.
 
 `--full` runs thousands of them, TRAINING_PROGRAM=17 the one with that seed, and shows it if it
 fails.
@@ -21,11 +21,11 @@ import torch_ring as hvd
 
 PROGRAMS, ALL_PROGRAMS = 20, 4000
 ALONE = os.environ.get("TRAINING_PROGRAM")
-A_PROGRAM_S = 2.0  # a slow machine's, on average
+A_PROGRAM_S = 2.0  # average on a slow machine
 
 
 def check(seed: int) -> None:
-    """Play a program on this rank, and compare what it sees with what one process sees."""
+    """Play a program on this rank, and compare its observations with those of one process."""
     program = make_program(seed, hvd.size())
     wanted = dict(Player(program, None).play())
     for where, seen in Player(program, hvd.rank()).play():
@@ -48,7 +48,7 @@ def check_all(seeds: Sequence[int], reports: str) -> None:
 
 
 def run_all(seeds: Sequence[int], size: int, transport: str, reports: Path) -> None:
-    """Check programs; a failure shows which one each rank was at, which a hang's does not else."""
+    """Check programs; a failure shows each rank's program, even after a hang."""
     deadline_s = pool.DEADLINE_S + A_PROGRAM_S * len(seeds)
     args = (seeds, str(reports))
     try:

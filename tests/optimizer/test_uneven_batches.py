@@ -45,7 +45,7 @@ def make_step(kind: str) -> Callable[[], None]:
 
 
 def leave_early(batches: int, kind: str) -> tuple[str, str]:
-    """The last rank has no more than `batches` batches. Return the error of the others."""
+    """The last rank has only `batches` batches. Return the error of the others."""
     step = make_step(kind)
     for _ in range(batches):
         step()
@@ -56,7 +56,7 @@ def leave_early(batches: int, kind: str) -> tuple[str, str]:
 
 
 def departure(size: int, purpose: str) -> str:
-    """Return how an error begins. A rank may hear of it from another, or from its own buckets."""
+    """Return the beginning of an error. Another rank, or this rank's own buckets, may report it."""
     left = rf"rank {size - 1} \(pid \d+\) has left: it called shutdown\(\) or exited"
     return rf"rank \d: {purpose}: (.* )?{left}\. (.*\. )?The rank that has left did "
 
@@ -211,7 +211,7 @@ def test_a_closures_loss_has_no_internal_name():
 
 
 def test_errors_of_a_world_that_has_failed_before():
-    """They have only the cause. What is not about the other ranks stays as it is."""
+    """Errors name only the cause. Errors about subjects other than the ranks stay unchanged."""
     purpose = "rank 0: averaging the gradients of backward pass 2"
     died = hvd.PeerLostError("rank 1 (pid 7) died: its control connection closed")
     better = explained(died, purpose, "1 backward pass")

@@ -38,7 +38,7 @@ def make_adam(model: nn.Module) -> Optimizer:
 
 
 def make_heavy(model: nn.Module) -> Optimizer:
-    SGD(model.parameters(), lr=0.1)  # from now on a step of the base class runs hooks as well
+    SGD(model.parameters(), lr=0.1)  # from now on, the base class's step also runs hooks
     return Heavy(model, weight=10)
 
 
@@ -150,7 +150,7 @@ def test_a_copy_does_not_step_with_local_gradients(transport, how):
 
 
 def step_outside() -> None:
-    """A copy that is read where there is no world is an optimizer as any other."""
+    """A copy loaded without a world is an ordinary optimizer."""
     model = make_model()
     pickled = pickle.dumps((model, hvd.DistributedOptimizer(make_sgd(model))))
     hvd.shutdown()
@@ -180,7 +180,7 @@ class Abstract(ABC, Slotted[int], Optimizer):
 
 
 class Real(Abstract):
-    """A shape as in pytorch_optimizer: abstract classes first, the methods further up."""
+    """A class hierarchy as in pytorch_optimizer: abstract bases first, the methods further up."""
 
     def __init__(self, parameters, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -247,7 +247,7 @@ def train_unusual(name: str, adasum: bool) -> None:
     assert isinstance(optimizer, cls)
     assert type(optimizer).__qualname__ == cls.__qualname__
     batches = joined_batches(steps=3)
-    shares = batches if adasum else list(map(part, batches))  # equal changes are as one
+    shares = batches if adasum else list(map(part, batches))  # equal changes count as one
     train(alone, plain, batches)
     train(together, optimizer, shares)
     assert_same_weights(together, alone)
@@ -272,7 +272,7 @@ class Final(SGD):
 
 
 def refuse_and_leave() -> None:
-    """An optimizer that is not wrapped has its class and attributes, and is wrapped later."""
+    """A refused optimizer keeps its class and attributes, and can be wrapped later."""
     model = nn.Linear(3 + hvd.rank(), 4)
     for op in (hvd.Average, hvd.Adasum):
         optimizer = make_sgd(model)

@@ -1,10 +1,10 @@
-"""Random training programs with the habits of real ones, and one process that plays them all.
+"""Random training programs with the habits of real ones, played by ranks and by one process.
 
 Each rank plays a program on its own rows; `play` without torch_ring plays it in one process on the
-rows of all ranks. Both run the same lines, and what they see must be the same: gradients wherever a
+rows of all ranks. Both run the same code, and must see the same values: gradients wherever a
 program may read them, and weights after every step.
 
-tests/device/random_programs.py is about which gradients exist in which pass, this is about habits:
+tests/device/random_programs.py varies the gradients that exist in each pass; this varies habits:
 how gradients are made, kept, cleared, clipped and used.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_ring as hvd
 
 ROWS = 3  # of a rank in a pass
-LATER_S = 0.005  # that a rank comes later than the others
+LATER_S = 0.005  # delay of a late rank
 HEADS = "ab"
 
 
@@ -105,9 +105,9 @@ class Program:
 
     Attributes:
         optimizers: one or two.
-        kind: of the optimizers.
+        kind: the kind of the optimizers.
         passes_per_step: backward_passes_per_step.
-        habits: those of `HABITS` that it has.
+        habits: its subset of `HABITS`.
     """
 
     seed: int
@@ -162,7 +162,7 @@ class _Author:
         self.has_clipped = False  # since gradients were cleared
 
     def has(self, habit: str, chance: float) -> bool:
-        """Return whether the program does now what it is used to do."""
+        """Return whether the program follows a habit now."""
         return self.rng.random() < chance and habit in self.program.habits
 
     def groups(self) -> Iterator[Group]:
@@ -179,8 +179,8 @@ class _Author:
         program, rng = self.program, self.rng
         clear = rng.choice(["flat", "flat", "zero"] if program.flat else ["none", "none", "zero"])
         if program.flat and self.must_clear:
-            clear = "zero"  # what an optimizer that has not stepped finds else is an averaged one
-        # Of a rank that joins, gradients that are added to must be there as they were averaged.
+            clear = "zero"  # otherwise an unstepped optimizer keeps an averaged gradient
+        # Accumulating gradients of a joining rank must be present as averaged.
         is_whole = len(active) == program.size
         may_keep = is_whole or not (
             self.has_clipped or {"flat", "sparse", "shared"} & program.habits
@@ -199,11 +199,11 @@ class _Author:
         if self.has("in turn", 0.5):
             steps = [rng.choice(steps)]
         rng.shuffle(steps)
-        # An optimizer that has not stepped may have gradients that nobody has averaged.
+        # An optimizer that has not stepped may have gradients that are not averaged.
         self.must_clear = len(steps) < program.optimizers
         by_hand: tuple[int, ...] = ()
         if self.has("by hand", 0.6):
-            # A rank that keeps an averaged gradient while another one has its own: no mean.
+            # If one rank keeps an averaged gradient while another has its own, there is no mean.
             by_hand = (rng.choice(active),) if clear and rng.random() < 0.5 else active
         is_first = rng.random() < 0.5
         is_simple = (
@@ -222,7 +222,7 @@ class _Author:
             if "sparse" in program.habits:
                 clip = "scale"  # torch clips no sparse gradients
         if not (is_whole or clear):
-            clip = ""  # a gradient that no pass has brought is the program's own then
+            clip = ""  # then a gradient without a pass is the program's own
         self.has_clipped = self.has_clipped or bool(clip)
         closes = is_simple and not synchronizes and not clip and self.has("closures", 0.7)
         return Group(
@@ -270,7 +270,7 @@ class _Author:
 
 
 class Net(nn.Module):
-    """A net of which each pass uses a part; `hand` is in no graph."""
+    """A net; each pass uses a part of it; `hand` is in no graph."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 Seen = tuple[str, list[Tensor | None]]
-"""Where a player is, and what it sees there."""
+"""A player's place, and the values that it sees there."""
 
 
 class Player:
@@ -353,9 +353,9 @@ class Player:
         self.number = -1  # of the group
 
     def play(self) -> Iterator[Seen]:
-        """Play the program; yield what there is to see. A rank that has joined sees nothing."""
+        """Play the program; yield the visible values. A rank that has joined sees nothing."""
         for self.number, group in enumerate(self.program.groups):
-            if group.thaws:  # also where a rank has joined: it goes on like the others
+            if group.thaws:  # also after a join: a joined rank goes on like the others
                 self.net.layer.requires_grad_(group.thaws == "thaw")
             if self.rank is None or self.rank in group.active:
                 yield from self._play(group)
@@ -406,7 +406,7 @@ class Player:
                 optimizer.zero_grad(set_to_none=how == "none")
 
     def _played(self, group: Group) -> tuple[list[int], int]:
-        """Return the ranks that this player plays, and by how many their sum is divided."""
+        """Return the ranks that this player plays, and the divisor of their sum."""
         if self.rank is None:
             return list(group.active), self.program.size  # a rank that has joined counts as zero
         return [self.rank], 1
@@ -472,7 +472,7 @@ class Player:
     def _clip(self, group: Group, optimizer: torch.optim.Optimizer) -> None:
         owned = [p for each in optimizer.param_groups for p in each["params"]]
         parameters = [p for p in owned if p.grad is not None]
-        if not parameters:  # which torch does not clip
+        if not parameters:  # torch does not clip an empty list
             return
         if group.clip == "value":
             nn.utils.clip_grad_value_(parameters, 0.05)
@@ -492,7 +492,7 @@ class Player:
         return self.optimizers[number].skip_synchronize()  # type: ignore[attr-defined, no-any-return]
 
     def _join(self) -> Iterator[Seen]:
-        """Let all ranks begin anew with what the last one has."""
+        """Make all ranks begin anew with the last one's values."""
         if self.rank is not None:
             last = hvd.join()
             hvd.broadcast_parameters(self.net.state_dict(), last)

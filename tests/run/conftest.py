@@ -1,4 +1,4 @@
-"""No test leaves a job: one that has failed may not have waited for its own."""
+"""No test leaves a job running: a failed test may not have waited for its own."""
 
 from __future__ import annotations
 

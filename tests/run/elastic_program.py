@@ -1,4 +1,4 @@
-"""Trains a little on elastic ranks, until the file that is its argument exists."""
+"""Trains a little on elastic ranks, until the file named by its argument exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a little on elastic ranks; those of its arguments, as `rank:place`, die in init()."""
+"""Trains a little on elastic ranks; the ranks in its arguments, as `rank:place`, die in init()."""
 
 from __future__ import annotations
 

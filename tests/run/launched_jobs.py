@@ -1,4 +1,4 @@
-"""Starts the launcher in a process that has torch loaded, and finds what a job has left."""
+"""Starts the launcher in a process that has torch loaded, and finds leftovers of a job."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MARK = "LAUNCHED_JOB"  # a variable by which the processes of a job are known
 
 
 class LaunchedJob:
-    """``python -m torch_ring.run`` with arguments, without the seconds of an import of torch.
+    """``python -m torch_ring.run`` with arguments, without the seconds that importing torch takes.
 
     Args:
-        arguments: of the command line.
-        folder: in which it runs.
+        arguments: the arguments of the command line.
+        folder: the working folder.
         before: called in the process before the launcher.
-        reads: whether what it prints is read; if not, it stays in the pipe.
-        variables: of its environment.
+        reads: whether to read its output; otherwise it stays in the pipe.
+        variables: additional environment variables.
     """
 
-    running: ClassVar[list[LaunchedJob]] = []  # that nobody has waited for
+    running: ClassVar[list[LaunchedJob]] = []  # jobs that have not been waited for
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class LaunchedJob:
         if self.pid == 0:
             code = 99
             try:
-                # Garbage of the parent is not the child's to free: of a store that serves,
-                # torch wakes the thread, through a descriptor that is closed below, and aborts.
+                # Garbage of the parent is not the child's to free: of a store that serves, torch
+                # would wake the thread through a descriptor that is closed below, and abort.
                 gc.freeze()
                 os.setsid()
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: as the tests end
@@ -98,7 +98,7 @@ class LaunchedJob:
         os.close(fd)
 
     def close_pipes(self) -> None:
-        """Stop reading; for a job whose output nobody reads."""
+        """Stop reading; for a job whose output is not read."""
         for fd in self._pipes:
             os.close(fd)
 
@@ -129,11 +129,11 @@ class LaunchedJob:
         return os.waitstatus_to_exitcode(status)
 
     def wait_for(self, text: str, count: int = 1) -> None:
-        """Wait until the ranks have printed a text so many times."""
+        """Wait until the ranks have printed a text `count` times."""
         self._wait_until(lambda: self.stdout.count(text) >= count, text)
 
     def wait_for_error(self, text: str) -> None:
-        """Wait until a text has come on standard error."""
+        """Wait for a text on standard error."""
         self._wait_until(lambda: text in self.stderr, text)
 
     def _wait_until(self, is_there: Callable[[], bool], text: str) -> None:
@@ -144,7 +144,7 @@ class LaunchedJob:
             time.sleep(0.01)
 
     def processes(self) -> dict[int, str]:
-        """Return the processes of the job that live, with their command lines."""
+        """Return the living processes of the job, with their command lines."""
         found = {}
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Functions that tests run on ranks, in a module whose import does not cost that of torch."""
+"""Functions that tests run on ranks, in a module that does not import torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fail_on_one() -> int:
 
 
 def survive() -> tuple[int, int]:
-    """Train until a process that has died is replaced; return the steps, and the ranks."""
+    """Train until a dead process is replaced; return the steps, and the ranks."""
     import torch
 
     import torch_ring as hvd

@@ -57,14 +57,14 @@ def test_too_few_are_ended(tmp_path: Path):
 
 
 def end_of(output: str, ranks: int) -> float:
-    """Return the accuracy, or the loss, that the last line tells."""
+    """Return the accuracy or the loss in the last line."""
     found = re.search(rf"{ranks} ranks have ended; \w+ ([\d.]+)", output)
     assert found, output
     return float(found[1])
 
 
 def undisturbed(script: str, folder: Path, *options: str) -> float:
-    """Return how well one rank does that takes the batches of all."""
+    """Return the result of a single rank that takes the batches of all."""
     (alone,) = scripts.run(ROOT / script, *options, folder=folder, size=1)
     assert alone.code is None
     return end_of(alone.output, 1)
@@ -106,7 +106,7 @@ def train_until_a_rank_dies(script: str, epochs: int, folder: str, step: int) ->
 
 
 def outlived(script: str, epochs: int, folder: Path, size: int, step: int) -> str:
-    """Return the output of rank 0 of an example that has lost rank 1, in processes of the pool."""
+    """Return rank 0's output of an example that has lost rank 1, in processes of the pool."""
     first, *_ = pool.run(
         train_until_a_rank_dies,
         size,

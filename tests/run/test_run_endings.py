@@ -1,4 +1,4 @@
-"""How jobs of the launcher end: failing ranks, signals, and a launcher that is killed."""
+"""Ends of the launcher's jobs: failing ranks, signals, and a killed launcher."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_failing_rank_ends_the_others(how, code, message):
 
 
 def test_the_first_failure_counts_and_is_said_again_at_the_end(tmp_path):
-    """The other ranks fail, too, when they are ended, and say so."""
+    """The other ranks, when ended, fail and report it, too."""
     script = (
         "if [ $RANK = 1 ]; then until [ -e 0 -a -e 2 ]; do sleep 0.05; done; exit 3; fi; "
         "trap 'echo bye; exit 5' TERM; touch $RANK; sleep 1000 & wait"
@@ -99,7 +99,7 @@ def told_signals(number: int, code: int) -> str:
 
 
 def test_a_signal_that_says_something_else_is_passed_on():
-    """Slurm announces the end of a job's time by SIGUSR1, where a user wishes it."""
+    """Slurm announces the end of a job's time by SIGUSR1 if the user asks for it."""
     job = LaunchedJob("-np", "2", sys.executable, "-S", "-c", told_signals(signal.SIGUSR1, code=0))
     job.wait_for("up", 2)
     job.signal(signal.SIGUSR1)
@@ -241,7 +241,7 @@ def handles(pid: int, number: int = signal.SIGTERM) -> bool:
 
 @pytest.mark.parametrize("options", [(), ("--min-np", "1")], ids=["plain", "elastic"])
 def test_an_agent_that_ends_while_other_hosts_are_reached_ends_the_job(tmp_path, options):
-    ssh = tmp_path / "ssh"  # that reaches its host after hours
+    ssh = tmp_path / "ssh"  # an ssh that reaches its host after hours
     ssh.write_text("#!/bin/sh\nexec sleep 10000\n")
     ssh.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -271,7 +271,7 @@ def test_ranks_do_not_outlive_an_agent_that_is_killed():
 
 @pytest.mark.slow
 def test_an_ignored_sigint_stays_ignored():
-    """As of a job that a shell has started in the background."""
+    """SIGINT is ignored in a job that a shell has started in the background."""
 
     def ignore() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -292,7 +292,7 @@ def test_no_secret_is_on_a_command_line():
     job = LaunchedJob("-np", "2", "sh", "-c", script, TORCH_RING_SECRET=secret)
     job.wait_for("up", 2)
     processes = job.processes()
-    assert len(processes) >= 4  # the launcher's is that of these tests, or a new one
+    assert len(processes) >= 4  # the launcher's is this test process, or a new one
     assert not [command for command in processes.values() if secret in command]
     job.signal(signal.SIGTERM)
     job.wait()

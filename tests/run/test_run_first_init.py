@@ -17,7 +17,7 @@ PATH = os.pathsep.join(filter(None, sys.path))
 
 
 def run(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
-    """Run a job; return its exit code, the lines of its ranks, and what went to standard error."""
+    """Run a job; return its exit code, the lines of its ranks, and its standard error."""
     code, out, errors = run_job(*arguments, PYTHONPATH=PATH, **variables)
     return code, lines_of(out), errors
 

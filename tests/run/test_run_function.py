@@ -36,7 +36,7 @@ def test_results_come_by_rank():
 
 
 def test_the_arguments_of_horovods_run(capsys):
-    """In its order; those that change nothing are told, as on the command line."""
+    """They have Horovod's order; those without effect are reported, as on the command line."""
     assert run(place, (), None, 2, None, None, None) == [(0, 2), (1, 2)]
     results = run(
         place,
@@ -109,13 +109,13 @@ def test_what_only_cloudpickle_takes():
 
 
 def test_large_arguments_and_results():
-    """More than pipes hold, in both directions at once."""
+    """More data than pipes hold, in both directions at once."""
     data = bytes(range(256)) * 40_000
     assert run(bytes.__add__, (data, b"!"), np=2) == [data + b"!"] * 2
 
 
 def test_a_function_in_a_thread():
-    """There the launcher takes no signals."""
+    """Outside the main thread the launcher handles no signals."""
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(run(place, np=2)))
     thread.start()

@@ -15,15 +15,15 @@ from launched_jobs import LaunchedJob, run_job
 pytestmark = pytest.mark.launcher
 
 PROGRAM = [sys.executable, str(Path(__file__).with_name("elastic_program.py"))]
-OTHER = "127.0.0.2"  # this host, too: as another one to the launcher, with an agent of its own
+OTHER = "127.0.0.2"  # this host again: to the launcher another one, with an agent of its own
 
 
 class ElasticJob(LaunchedJob):
-    """A job of the program, which ends when it is told to; with a script that reads a file.
+    """A job of the program, which ends on request; with a script that reads a file.
 
     Args:
         folder: for files.
-        options: of the launcher.
+        options: options of the launcher.
         hosts: the first answer of the script; None: there is no script.
     """
 
@@ -35,7 +35,7 @@ class ElasticJob(LaunchedJob):
         super().__init__(*options, *PROGRAM, str(self.stop), **more)
 
     def list(self, hosts: str) -> None:
-        """Let the script name these hosts."""
+        """Make the script print these hosts."""
         new = self.hosts.with_suffix(".new")
         new.write_text(hosts.replace(" ", "\n"))
         new.rename(self.hosts)
@@ -229,7 +229,7 @@ def test_a_script_that_fails_at_once_ends_the_job():
 
 @pytest.mark.slow
 def test_a_job_waits_for_hosts_and_has_no_more_ranks_than_are_wanted(tmp_path):
-    """Nor does it lose hosts when its script fails later."""
+    """The job does not lose hosts, either, when its script fails later."""
     counts = ("-np", "2", "--min-np", "2", "--max-np", "3")
     job = ElasticJob(tmp_path, *counts, hosts="")
     job.wait_for_error("has found no hosts: waits for slots for 2 ranks")

@@ -26,7 +26,7 @@ def test_a_program_for_horovods_elastic_goes_on_after_a_kill() -> None:
     os.kill(int(pids["0"]), signal.SIGKILL)
     assert job.wait() == 0, job.stdout + job.stderr
     job.require_nothing_left()
-    # The epoch of the death may be told of twice, or not at all, if rank 0 has died before.
+    # The epoch of the death may be printed twice, or not at all, if rank 0 has died before.
     told = [int(epoch) for epoch in re.findall(r"epoch (\d+) on", job.stdout)]
     assert told == sorted(told)
     assert len(told) <= EPOCHS + 1

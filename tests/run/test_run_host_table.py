@@ -1,4 +1,4 @@
-"""Slots of hosts that get a process, and their times: without processes, and without a clock."""
+"""Slots of hosts that get a process, and their times, without real processes or a clock."""
 
 from __future__ import annotations
 

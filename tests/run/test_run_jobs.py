@@ -1,4 +1,4 @@
-"""Jobs of the launcher on this host: what ranks get, what they print, how they end."""
+"""Jobs of the launcher on this host: the ranks' environment, their output, their ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ranks_train_together():
         (line,) = of_rank(rank, "stdout", done.stdout)
         assert line.startswith(f"rank {rank} of 2: torch"), done.stdout
     assert "2 ranks on one host, by shared memory" in done.stderr
-    assert "TORCH_RING_RUN_ID" not in done.stderr  # no misspelt setting
+    assert "TORCH_RING_RUN_ID" not in done.stderr  # not a misspelt setting
 
 
 def test_what_a_rank_gets(tmp_path):
@@ -204,7 +204,7 @@ def test_a_folder_for_output_that_cannot_be_made(tmp_path):
 
 
 def write_to_full_disk(*fds: int) -> None:
-    """Let descriptors of the launcher be a disk without room."""
+    """Replace descriptors of the launcher by a full disk."""
     full = os.open("/dev/full", os.O_WRONLY)
     for fd in fds:
         os.dup2(full, fd)
@@ -265,7 +265,7 @@ def test_a_reader_of_one_stream_that_leaves_ends_the_job_in_words():
 
 
 def test_output_of_what_a_rank_has_left_behind_comes_too():
-    """A rank ends with bytes in its pipe, which a child of it keeps open."""
+    """A rank ends with bytes in its pipe, which its child keeps open."""
     script = "sleep 1000 & head -c 60000 /dev/zero | tr '\\0' x; echo; echo the end"
     code, out, _ = run_job("-np", "1", "sh", "-c", script)
     assert code == 0
@@ -307,7 +307,7 @@ def test_more_ranks_than_the_allocation_has(tmp_path):
     assert "there are only 2 slots (n1:2): give fewer ranks, or hosts and slots with -H" in errors
 
 
-# --- what is refused
+# --- refused jobs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The manifests of examples/elastic: their command lines are those that the launchers take."""
+"""The manifests of examples/elastic: their command lines are valid for the launchers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_command_of_the_kubernetes_job():
 
 
 def test_the_slurm_script(tmp_path):
-    """With a stand-in for srun, which shows what it was called with."""
+    """With a stand-in for srun, which prints its arguments."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "$@"\nenv | grep ^TORCH_RING_\n')
     srun.chmod(0o755)

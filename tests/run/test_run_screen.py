@@ -12,7 +12,7 @@ from torch_ring.run.screen import FdSink, Screen
 
 
 class Kept:
-    """A sink that keeps what it gets."""
+    """A sink that keeps its bytes."""
 
     fd, waiting = -1, 0
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_started_again_adds_to_its_files(out, tmp_path):
 
 
 def test_a_gap_is_marked_where_output_was_lost(tmp_path):
-    """A disk that is full for a time."""
+    """A disk that is full for a while."""
     fd = os.open("/dev/full", os.O_WRONLY)
     sink = FdSink(fd)
     sink.write(b"lost\n")

@@ -101,7 +101,7 @@ def start_sshd(stack: contextlib.ExitStack, host: namespaces.Host, folder: Path)
 
 
 def on(cluster: Cluster, *slots: int) -> tuple[str, str]:
-    """Return the option for so many slots on each host."""
+    """Return the option for the given slots on each host."""
     named = [f"{host.address}:{n}" for host, n in zip(cluster.hosts, slots, strict=False) if n]
     return "-H", ",".join(named)
 
@@ -121,7 +121,7 @@ def test_ranks_of_two_hosts_train_together(cluster, slots):
     size = sum(slots)
     for rank in range(size):
         assert f"[{rank}]<stdout>:rank {rank} of {size}: torch" in out
-    # Before that, rank 0 may have said for whom it waits.
+    # Before that, rank 0 may have named the ranks for which it waits.
     (line,) = [each for each in errors.splitlines() if f"[torch_ring] {size} ranks" in each]
     for host, count in zip(cluster.hosts, slots, strict=False):
         assert (host.address in line) == (count > 0), line

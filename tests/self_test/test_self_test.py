@@ -1,4 +1,4 @@
-"""The self-test, ``python -m torch_ring``: in words and as JSON, and what it says of failures."""
+"""The self-test, ``python -m torch_ring``: in words and as JSON, and its reports of failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_ring.config import Config
 from torch_ring.self_test import command, machine, rank
 from torch_ring.setup.ucx import own_ucx
 
-DEADLINE_S = 120  # of one of its runs, or of its own start
+DEADLINE_S = 120  # of one of its runs, or of its start
 SECRET = "a-word-that-nobody-may-read"
 FIGURES = r"torch_ring \S+ us(?: \(\S+ GB/s\))?; gloo \S+ us; torch_ring is \S+ times as fast"
 
@@ -35,7 +35,7 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell ignores SIGINT for what it runs in the background, and so would this process.
+        # A shell ignores SIGINT for background processes, and so would this one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -49,7 +49,7 @@ def is_gone(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
         return True
-    return state == "Z"  # of a parent that was killed: whoever has it now will reap it
+    return state == "Z"  # its parent was killed: its new parent will reap it
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.mark.slow
 def test_in_words_and_without_the_secret() -> None:
-    # Variables of a shell inside another job: the ranks of the self-test are none of that job's.
+    # Variables of a shell inside another job, to which the self-test's ranks do not belong.
     job = {"MASTER_ADDR": "192.0.2.77", "RANK": "0", "WORLD_SIZE": "64"}
     secrets = {"TORCH_RING_SECRET": SECRET, "TORCH_RING_SERCET": SECRET}
     settings = {"TORCH_RING_CONNECTIONS": "2", "HOROVOD_SECRET_KEY": SECRET}
@@ -176,7 +176,7 @@ def test_ranks_that_fail_are_explained(
         interpreter.write_text(f"#!/bin/sh\n{program}\n")
         interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    # Only of ranks that do not end the time is to be over.
+    # Only ranks that do not end may exceed the time.
     if program and "sleep" in program:
         monkeypatch.setattr(rank, "_GRACE_S", 0.2)
     timeout = "1" if program == "exec sleep 1000" else "60"
@@ -187,7 +187,7 @@ def test_ranks_that_fail_are_explained(
 
 
 def test_ranks_say_why_they_cannot_begin(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them end by themselves, and say what the library says."""
+    """All ranks exit on their own, with the library's error."""
     broken = {"TORCH_RING_CONNECTIONS": "0"}
     real = rank._environment
     with mock.patch.object(rank, "_environment", lambda *args: real(*args) | broken):
@@ -209,7 +209,7 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals) -> None:
         ranks = processes_below(process.pid)
         assert pool.eventually(lambda: any(map(has_begun, ranks)), DEADLINE_S)
         for pid in ranks:
-            os.kill(pid, signal.SIGSTOP)  # it does not end by itself
+            os.kill(pid, signal.SIGSTOP)  # it does not end on its own
         process.send_signal(sent)
         output, errors = process.communicate(timeout=DEADLINE_S)
     finally:
@@ -231,7 +231,7 @@ def test_its_end_is_that_of_its_ranks(sent: signal.Signals) -> None:
 
 @pytest.mark.slow
 def test_nobody_reads_its_output() -> None:
-    """As by `| head -1`."""
+    """The reader of standard output closes it, as `| head -1` does."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "torch_ring"]
@@ -270,7 +270,7 @@ def test_only_the_first_rank_of_a_launcher_runs_it(
     assert capsys.readouterr().out == ""
 
 
-# --- what this machine does not have
+# --- missing parts of a machine
 
 
 def test_two_gpus_are_tried(

@@ -1,4 +1,4 @@
-"""Facts that the self-test shows, and the program of its ranks."""
+"""Facts shown by the self-test, and the program of its ranks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def be_launched(arguments: list[str]) -> tuple[int, str]:
-    """Run the self-test as one of a job's ranks, of which the last one finds a wrong sum."""
+    """Run the self-test as one of a job's ranks; the last rank finds a wrong sum."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.ExitStack() as stack:
         if os.environ["RANK"] == "1":

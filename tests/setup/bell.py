@@ -16,11 +16,11 @@ class Bell(BaseException):
 
 @contextlib.contextmanager
 def a_signal_after(seconds: float, once: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Let a signal's handler raise Bell in this thread, which is the process's first.
+    """Make a signal's handler raise Bell in this thread, which is the main thread.
 
     Args:
-        seconds: how long after that.
-        once: what is to hold before; another thread asks.
+        seconds: the delay after that.
+        once: a condition that must hold first; another thread polls it.
     """
 
     def ring(*_: object) -> None:

@@ -10,10 +10,10 @@ from torch.distributed import HashStore
 
 
 class CountingStore:
-    """One client of a HashStore that several share.
+    """One of several clients of a HashStore.
 
     Attributes:
-        counts: operations of this client; a look is a `check` of what is not there yet.
+        counts: operations of this client; a look is a `check` of a missing key.
         largest: bytes of the largest value that it has written.
     """
 

@@ -35,21 +35,21 @@ def path_on_host(identity, timeout_s, place, name):
 
 
 def exchange_on(path, host=0, settings=None):
-    """Exchange the descriptions of a made-up host; return the table, and who leads."""
+    """Exchange the descriptions of a made-up host; return the table, and the leader."""
     own = made_up.info(path.identity.rank, host)
     table = exchange_hosts(own, settings or {}, path)
     return pass_on(path, table) if table else path.host.receive().payload, bool(table)
 
 
 def pass_on(path, data, fds=()):
-    """Pass data from this machine's leader, which this rank is, to the others; return them."""
+    """Pass data from this machine's leader, this rank, to the others; return them."""
     path.host.broadcast(data, fds)
     return data
 
 
 @contextlib.contextmanager
 def meet(rank, size, *, name, store=None, host=0, local_size=None, settings=None, timeout_s=20.0):
-    """Meet as a rank of a made-up host; yield the path of failures, the peers, and who leads."""
+    """Meet as a rank of a made-up host; yield the path of failures, the peers, and the leader."""
     identity = Identity(rank, size, local_size=local_size)
     place = place_of(store) if store is not None else None
     path = path_on_host(identity, timeout_s, place, name)

@@ -10,7 +10,7 @@ def test_settings_have_defaults():
     assert Config.from_environment({}) == Config()
     assert Config.from_environment({s.variable: " " for s in SETTINGS}) == Config()
     fields = {setting.field for setting in SETTINGS}
-    # The names of timeouts come from where the timeouts come from.
+    # The names of timeouts come from the same settings as the timeouts.
     assert fields | {"timeout_name", "init_timeout_name"} == set(Config.__dataclass_fields__)
 
 
@@ -36,7 +36,7 @@ def test_settings_have_defaults():
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "7", "stall_warning_s", 7.0),
         ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_warning_s", 0.0),
         ("HOROVOD_LOG_LEVEL", "trace", "log_level", "debug"),
-        ("HOROVOD_LOG_LEVEL", "1", "log_level", "warning"),  # not a name: as Horovod takes it
+        ("HOROVOD_LOG_LEVEL", "1", "log_level", "warning"),  # not a name: Horovod does the same
     ],
 )
 def test_values_of_settings(variable, text, field, value):

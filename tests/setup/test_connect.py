@@ -35,20 +35,20 @@ this = threading.local()  # .rank: of the thread
 
 
 def open_descriptors():
-    """Return what this process has open: descriptors, which others get later, and their names."""
+    """Return this process's open descriptors, whose numbers are reused, and their names."""
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
     return found
 
 
 @pytest.fixture(autouse=True)
 def _closed_descriptors():
-    """All that a test opens is closed; the pool's store closes earlier connections meanwhile."""
+    """Every descriptor that a test opens is closed; the pool's store closes earlier connections."""
     before = open_descriptors()
     yield
-    gc.collect()  # errors of threads, and what their tracebacks hold
+    gc.collect()  # errors of threads, and the objects in their tracebacks
     assert eventually(lambda: open_descriptors() <= before), open_descriptors() - before
 
 
@@ -63,7 +63,7 @@ def connect_rank(store, rank, size, config=CONFIG, host=""):
         own = listeners.info.to_value()
         table = exchange_hosts(own, config.common(), path)
         connections = connect(config, table, listeners, path)
-        # In place of the engines' barrier: until then, ranks tell one another of failures.
+        # Stands for the engines' barrier: until then, ranks tell one another of failures.
         store.add("through", 1)
         end = time.monotonic() + 10
         while store.add("through", 0) < size and time.monotonic() < end:
@@ -99,11 +99,11 @@ def use_all(everyone, config=CONFIG):
 
 @pytest.fixture
 def put_on_hosts(monkeypatch):
-    """Return a function that puts the ranks on hosts, as far as they can tell."""
+    """Return a function that makes the ranks believe that they are on several hosts."""
     make = connecting._own_info
 
     def put(hosts):
-        # They have one address, by which real hosts would not find one another.
+        # They share one address; real hosts with one address would not find one another.
         monkeypatch.setattr(connecting, "_require_addresses", lambda _peers: None)
         monkeypatch.setattr(
             connecting,
@@ -116,11 +116,11 @@ def put_on_hosts(monkeypatch):
     return put
 
 
-# --- what is there
+# --- resources
 
 
 def neighbours(size):
-    """Return how many ranks each has a connection to."""
+    """Return the number of ranks to which each rank is connected."""
     distances = [1 << k for k in range(size.bit_length()) if 1 << k < size]
     return len({step % size for d in distances for step in (d, -d)})
 
@@ -233,14 +233,14 @@ NOISES = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(4096), b"torch_ring", os.ura
 def knock(address, family, noise):
     stranger = socket.socket(family)
     stranger.connect(address)
-    with contextlib.suppress(OSError):  # it may be sent away before it has said all
+    with contextlib.suppress(OSError):  # it may be refused before it has sent everything
         stranger.sendall(noise)
     return stranger
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_strangers_disturb_nobody(monkeypatch, transport):
-    """They knock before the ranks do, and when all ranks have connected."""
+    """Strangers connect before the ranks do, and after all ranks have connected."""
     strangers, listeners = [], []
 
     def besieged(listen, *arguments):
@@ -265,7 +265,7 @@ def test_strangers_disturb_nobody(monkeypatch, transport):
 
 
 class Eavesdropper:
-    """Stands in front of a port; passes bytes on, and keeps those of the side that connects."""
+    """Proxy of a port; passes bytes on, and keeps the bytes of the connecting side."""
 
     def __init__(self, port):
         self.port = port
@@ -325,8 +325,8 @@ def test_a_replayed_handshake_is_refused(monkeypatch):
         with contextlib.suppress(ConnectionResetError):
             while data := stranger.recv(4096):
                 answer += data
-        assert len(answer) > 32  # it was asked for a proof of this time, and sent away
-    use_all(everyone, config)  # and took nobody's place
+        assert len(answer) > 32  # it was asked for a fresh proof, and refused
+    use_all(everyone, config)  # the stranger took no rank's place
     close_all(everyone)
     eavesdropper.close()
 

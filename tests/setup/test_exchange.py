@@ -85,7 +85,7 @@ def test_ranks_without_a_name_are_groups_of_their_own():
 
 @pytest.fixture
 def closed_doors(monkeypatch):
-    """Events by pair of ranks: its leader lets in nobody else, and has its place in the store."""
+    """Events by pair of ranks: its leader accepts no more, and has its place in the store."""
     doors, take_place = [threading.Event() for _ in range(3)], exchange.StoreExchange
 
     def take_place_and_tell(store, size, ranks, *more):
@@ -99,7 +99,7 @@ def closed_doors(monkeypatch):
 
 @pytest.mark.slow
 def test_those_who_come_late_form_further_groups(monkeypatch, closed_doors):
-    """They get what the first leader of their machine passes down, through their own."""
+    """They get the broadcasts of their machine's first leader through their own leader."""
     monkeypatch.setattr(host_socket, "_GRACE_S", 30.0)
     name, store, barrier, gather = new_name(), HashStore(), threading.Barrier(5), HostLeader.gather
 
@@ -136,7 +136,7 @@ def test_those_who_come_late_form_further_groups(monkeypatch, closed_doors):
 
 @pytest.mark.parametrize("secret", ["a secret", ""])
 def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret):
-    """They have a boot id and a network namespace in common, and do not reach one another."""
+    """They share boot id and network namespace, but do not reach one another."""
     of = {0: "a", 1: "a", 2: "b", 3: "b"}  # rank -> copy
     here, follow = threading.local(), HostLeader.follow
 
@@ -170,7 +170,7 @@ def test_copies_of_a_virtual_machine_are_hosts_of_their_own(monkeypatch, secret)
 
 
 def test_one_host_has_a_key_that_was_never_in_the_store(monkeypatch, closed_doors):
-    """Although a rank came so late that it had to go by the store."""
+    """This holds even if a rank came so late that it had to use the store."""
     monkeypatch.setattr(host_socket, "_GRACE_S", 0.3)
     name, store, barrier = new_name(), RecordingStore(), threading.Barrier(2)
 
@@ -192,7 +192,7 @@ def test_one_host_has_a_key_that_was_never_in_the_store(monkeypatch, closed_door
 
 
 class RecordingStore(HashStore):
-    """A store that keeps all values that were ever in it."""
+    """A store that keeps every value it has ever had."""
 
     def __init__(self):
         super().__init__()
@@ -312,7 +312,7 @@ def test_a_rank_that_dies_is_noticed(dies):
     errors = run_on_ranks(3, on_rank)
     if dies == "leader":
         first.close()
-        return  # the others find a leader among themselves: 0 never comes
+        return  # the others find a leader among themselves: rank 0 never comes
     assert all(isinstance(error, PeerLostError) for error in (errors[0], errors[2])), errors
     assert all("rank 1 has exited during init" in str(error) for error in (errors[0], errors[2]))
 

@@ -17,9 +17,9 @@ def test_operations_of_a_host(size):
     values, clients = exchange_between_hosts(size)
     hosts = size // 8
     for client in clients[1:]:
-        assert client.total() == 3  # a place, the value, those of all
+        assert client.total() == 3  # a place, the value, the values of all
         assert client.counts["check"] == 1
-    # Rank 0's leader reads a value of each other host; all together, that is 4 for each.
+    # Rank 0's leader reads a value of each other host; in total that is 4 for each.
     assert clients[0].total() == 1 + (hosts - 1) + 2
     assert clients[0].counts["check"] == hosts - 1
     assert sum(client.total() for client in clients) <= 4 * hosts
@@ -40,7 +40,7 @@ def test_20000_ranks_pass_through():
     assert len(secret) == 32
     assert not is_private
     assert peers[12_345].to_value() == info(12_345, 12_345 // 8)
-    # The scaling model counts with that.
+    # The scaling model uses this count.
     assert len(pack(values[0])) == pytest.approx(world_limits.TABLE_BYTES * size, rel=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Errors of ranks that wait for others in vain, and the news of an interrupt."""
+"""Errors of ranks that wait for others in vain, and reports of an interrupt."""
 
 import os
 import select
@@ -29,7 +29,7 @@ def new_name() -> str:
 
 
 def is_asked(path: FailurePath) -> bool:
-    """Return whether a rank has come to a leader that has not let it in yet."""
+    """Return whether a rank waits at a leader that has not let it in yet."""
     assert isinstance(path.host, HostLeader)
     return bool(select.select([path.host._listener], [], [], 0)[0])
 
@@ -53,7 +53,7 @@ def stop_while_leading(name: str) -> tuple[str, int]:
     path = None
     while path is None:
         path = path_on_host(Identity(rank, 2), 2.0, None, name)
-        if isinstance(path.host, HostLeader) == bool(rank):  # rank 0 is to lead
+        if isinstance(path.host, HostLeader) == bool(rank):  # rank 0 must lead
             path.close()
             path = None
     host = path.host
@@ -102,7 +102,7 @@ def test_ranks_that_meet_by_their_parent_are_told_so(job):
     ("job", "address", "local_size"), [("", "localhost", None), slow("4711/0", "127.0.0.1", 1)]
 )
 def test_ranks_with_a_loopback_address_are_told_so(monkeypatch, job, address, local_size):
-    """As an operator does that gives rank 0 its own host as "localhost"."""
+    """As with an operator that gives rank 0 its own host as "localhost"."""
     monkeypatch.setenv("MASTER_ADDR", address)
     identity = Identity(0, 2, job=job, local_size=local_size)
     path = path_on_host(identity, 0.3, None, new_name())

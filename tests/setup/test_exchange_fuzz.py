@@ -1,4 +1,4 @@
-"""Mutated and random descriptions, tables and frames: an error of ours, and never a crash."""
+"""Mutated and random descriptions, tables and frames: an error of ours, never a crash."""
 
 import json
 import random
@@ -47,7 +47,7 @@ def mutated(value, dice):
 
 
 def damaged(data, dice):
-    """Return bytes of which some are changed, missing or added."""
+    """Return the bytes with some changed, missing or added."""
     data = bytearray(data)
     for _ in range(dice.randrange(1, 4)):
         at = dice.randrange(len(data) + 1)
@@ -82,7 +82,7 @@ def test_tables():
         data = peer_info.pack(mutated(value, dice)) if case % 2 else damaged(good, dice)
         passed += accepted(lambda data=data: parse_table(data, 6), RingError)
     assert parse_table(good, 6).peers[5].to_value() == info(5, 1)
-    assert passed < CASES / 4  # mutations within what a rank may say
+    assert passed < CASES / 4  # mutations that are still valid messages
 
 
 def test_values_of_hosts():

@@ -1,4 +1,4 @@
-"""Frames over Unix sockets: what is received when the other end is gone."""
+"""Frames over Unix sockets: frames received after the other end is gone."""
 
 import socket
 from collections.abc import Iterator

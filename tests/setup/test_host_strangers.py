@@ -46,10 +46,10 @@ def test_garbage_is_not_let_in_and_disturbs_nobody(monkeypatch):
 
 
 def connected_to_leader(name, rank, size):
-    """Return a follower's connection to another rank, which leads."""
+    """Return a follower's connection to another rank, the leader."""
     deadline = Deadline(5.0)
     while not deadline.passed():
-        with contextlib.suppress(ConnectionRefusedError):  # nobody leads yet
+        with contextlib.suppress(ConnectionRefusedError):  # no leader yet
             return host_socket.connect(
                 name, Identity(rank, size), Start(), deadline, deadline, time.sleep
             )
@@ -76,7 +76,7 @@ def test_a_follower_that_sends_garbage_fails_all():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 def test_a_foreign_users_socket_is_not_believed(caplog):
-    """A rank of a job with a store goes on alone; without one it says at once what is wrong."""
+    """A rank of a job with a store goes on alone; without one it raises an error at once."""
     name = new_name()
     ready, done = os.pipe(), os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Values of the store: only those that a rank has stored under their name are believed."""
+"""Values of the store: each counts only under the name at which a rank has stored it."""
 
 import random
 import threading
@@ -78,7 +78,7 @@ def test_the_key_of_a_world_follows_from_the_secret_and_from_all_that_was_told()
     assert KEY.of_world(b"table", b"machines") == keys[0]
 
 
-# --- whole exchanges over a store into which somebody else writes
+# --- whole exchanges over a store into which a stranger writes
 
 
 def meet(store, rank, key, timeout_s=5.0):
@@ -93,7 +93,7 @@ def meet(store, rank, key, timeout_s=5.0):
 
 
 class Meddled(HashStore):
-    """A store whose values somebody changes as soon as they are there."""
+    """A store; a stranger changes its values as soon as they are stored."""
 
     def __init__(self, change):
         super().__init__()
@@ -112,7 +112,7 @@ def test_hosts_meet_over_an_honest_store():
 
 
 def redirected(key, value, values):
-    """Change the address in rank 1's value, with no care for the tag."""
+    """Change the address in rank 1's value, and not its tag."""
     if "value/" not in key:
         return value
     info = HostInfo.of_value(unpack(decode(value[32:], [Kind.VALUE])[1], 3), 3)
@@ -121,12 +121,12 @@ def redirected(key, value, values):
 
 
 def swapped(key, value, values):
-    """Give everybody the first value that there was."""
+    """Return the first group's value in place of any group's."""
     return next(v for k, v in values.items() if "value/" in k) if "value/" in key else value
 
 
 def forged(key, value, values):
-    """Put a failure of one's own choice in the place of the values."""
+    """Replace the values by a made-up failure."""
     text = encode(Kind.FAILURE, b"Please type your password at evil.example")
     return JobKey("", "job 1").tag(key, text) + text if "/values/" in key else value
 
@@ -137,7 +137,7 @@ def test_a_store_that_meddles_is_noticed_under_a_secret(change):
     errors = run_on_ranks(3, lambda rank: meet(store, rank, KEY))
     refused = [error for error in errors if isinstance(error, RingError)]
     assert refused, errors
-    assert len(refused) == 3 or change is not redirected  # some have what nobody has changed
+    assert len(refused) == 3 or change is not redirected  # some have read unchanged values
     for error in refused:
         assert "evil" not in str(error)
         assert "10.6.6.6" not in str(error)
@@ -174,7 +174,7 @@ STORES = {
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("secret", ["a secret", ""])
 def test_garbage_in_any_key_is_an_error_of_ours(kind, secret, monkeypatch):
-    """Never a JSONDecodeError, an IndexError or the like."""
+    """The error is never a JSONDecodeError, an IndexError or the like."""
     monkeypatch.setattr("torch_ring.setup.store_exchange._LINGER_S", 0.05)
     dice, ended = random.Random(1), set()
     names = ["0/places", "0/value/0/0", "0/value/0/1", "0/values/0/0", "0/failure", "0/decided/0"]

@@ -1,4 +1,4 @@
-"""Two jobs of one host that have the same name: no world has ranks of both."""
+"""Two jobs of the same name on one host: no world has ranks of both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ on_both_doors = pytest.mark.parametrize("door", [BY_VARIABLES, BY_ARGUMENTS])
 
 
 class Stage:
-    """Files by which the ranks of a test, and its director, know how far the others are."""
+    """Files that tell a test's ranks, and its director, the others' progress."""
 
     def __init__(self, folder: Path, door: str, port: int) -> None:
         self.folder, self.door, self.port = folder, door, port
@@ -43,7 +43,7 @@ class Stage:
         return json.loads(path.read_text())
 
     def start(self, name: str) -> None:
-        """Be a rank ("A0": rank 0 of job A); say which jobs its world has, or why there is none."""
+        """Run as a rank ("A0": rank 0 of job A); report the jobs in its world, or its error."""
         job, rank = name[0], int(name[1])
         self.note(f"here-{name}")
         self.hear(f"go-{name}")
@@ -72,7 +72,7 @@ class Stage:
         hvd.shutdown()
 
     def at_the_name(self) -> int:
-        """Return how many sockets have the name of this host's: the leader's, and the others'."""
+        """Return the number of sockets with this host's name: the leader's, and the others'."""
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
         name = "@" + socket_name(Identity(0, 2, launcher="env"), env)[1:]
         return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
@@ -101,7 +101,7 @@ def script(stage: Stage, names: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def scripts(folder: Path, door: str, *jobs: Sequence[str]):
-    """Start scripts of some ranks each; yield the stage when all their processes are there."""
+    """Start scripts of some ranks each; yield the stage when all their processes exist."""
     for name in variables_of_launchers():
         del os.environ[name]
     stage = Stage(folder, door, free_port())
@@ -138,7 +138,7 @@ def start_two_scripts(folder: Path) -> list[str]:
     with scripts(folder, BY_VARIABLES, ["A0", "A1"], ["B0", "B1"]) as stage:
         stage.note("go-A0")
         assert eventually(lambda: stage.at_the_name() > 0, PATIENCE_S)
-        stage.note("go-B1")  # which finds rank 0 of the other job
+        stage.note("go-B1")  # it finds rank 0 of the other job
         assert eventually(lambda: stage.at_the_name() > 1, PATIENCE_S)
         stage.note("go-B0")
         stage.note("go-A1")
@@ -193,7 +193,7 @@ def mix_the_jobs_of_a_parent(folder: Path, door: str) -> list[list[Any]]:
 @on_both_transports
 def test_two_jobs_that_cannot_be_told_apart_fail_all(tmp_path, transport, door):
     mixed, refused, lives = direct(mix_the_jobs_of_a_parent, tmp_path, door, transport=transport)
-    assert mixed == ["AB", "AB"]  # nobody can know, yet
+    assert mixed == ["AB", "AB"]  # not detectable yet
     for rank, text in enumerate(refused):
         assert text.startswith(f"two processes are rank {rank} of 2: process "), text
         assert "give each its own MASTER_PORT" in text
@@ -205,7 +205,7 @@ def begin_another_job_later(folder: Path, door: str) -> list[Any]:
     with scripts(folder, door) as stage:
         jobs = ["A0", "A1"], ["C0", "C1"]
         pids = []
-        for job in jobs:  # of one parent, this process
+        for job in jobs:  # children of this process
             for name in job:
                 pids.append(fork(lambda name=name: stage.start(name)))
                 stage.note(f"go-{name}")
@@ -263,7 +263,7 @@ def begin_one_world_after_another(
 @on_both_doors
 @on_both_transports
 def test_processes_of_a_pool_begin_one_world_after_another(tmp_path, transport, door):
-    # Each was started before all of the worlds, and may be the rank that another one was.
+    # All processes started before the worlds, and may get a rank that another one had.
     chance = random.Random(f"{transport} {door}")
     worlds = [[0, 1], [2, 3], [4, 0], [1, 4], [5, 2, 0]]
     worlds += [chance.sample(range(6), chance.choice([2, 3])) for _ in range(15)]
@@ -299,7 +299,7 @@ def start_at_random(folder: Path, door: str, jobs: list[list[str]]) -> list[Any]
     ids=["two scripts", "one script", "one parent"],
 )
 def test_no_world_of_two_jobs_lives(tmp_path, door, jobs):
-    # Of jobs that cannot be told apart, a rank may wait in vain.
+    # If jobs cannot be told apart, a rank may wait in vain.
     init_s = PATIENCE_S if len(jobs) == 2 else 6.0
     said, lives = direct(start_at_random, tmp_path, door, jobs, init_s=init_s)
     for name, text in said.items():

@@ -1,4 +1,4 @@
-"""The same script, unchanged, under every launcher that is installed."""
+"""The same script, unchanged, under every installed launcher."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ def test_mpirun_without_and_with_mpi4py(name):
 
 
 def run_hello(environments: Sequence[Mapping[str, str]], *arguments: str) -> str:
-    """Return what the script prints, or why it ends, in this rank's environment."""
+    """Return the script's output, or the reason of its end, in this rank's environment."""
     given = environments[int(os.environ["RANK"])]
     os.environ.clear()
     os.environ.update(given)
@@ -80,7 +80,7 @@ def run_hello_in(environments: Sequence[Mapping[str, str]], *arguments: str) -> 
 
 
 def launcher_environment(launcher: str, rank: int) -> dict[str, str]:
-    """Return what a launcher leaves in the environment of one of two ranks on two hosts."""
+    """Return a launcher's variables for one of two ranks on two hosts."""
     if launcher == "srun":
         return {
             "SLURM_PROCID": str(rank),

@@ -1,4 +1,4 @@
-"""docs/launching.md: its command lines and its program run as they are printed."""
+"""docs/launching.md: its command lines and its program run as printed."""
 
 import os
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.launcher
 
 
 def run_command(command: list[str], folder: Path) -> str:
-    """Return what a command prints in a folder, with the commands of this Python in the PATH."""
+    """Return a command's output in a folder, with the commands of this Python in the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = ["env", "-C", str(folder), *command]
@@ -40,10 +40,10 @@ def test_the_page_has_a_line_for_each_way_to_launch():
 def test_a_command_runs_as_printed(command, tmp_path):
     words = shlex.split(command)
     if words[0] == "mpirun":
-        mpirun_command("Open MPI")  # skips where there is none
+        mpirun_command("Open MPI")  # skips if there is none
         if os.geteuid() == 0 and "--allow-run-as-root" not in words:
             output = run_command(words, tmp_path)
-            assert "--allow-run-as-root" in output, output  # as the row below the line says
+            assert "--allow-run-as-root" in output, output  # as the row below that line says
             return
     elif words[0] == "mpiexec":
         words[0] = mpirun_command("MPICH")[0]  # in the PATH, Open MPI's may come first

@@ -44,7 +44,7 @@ def test_a_file_of_another_user(path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_a_file_that_is_mounted_read_only(path):
-    """As Kubernetes mounts secrets: anybody in the container may read them."""
+    """As Kubernetes mounts secrets: every user in the container may read them."""
     path.chmod(0o644)
     with contextlib.ExitStack() as stack:
         for options in (["--bind", path.parent], ["-o", "remount,bind,ro"]):

@@ -1,4 +1,4 @@
-"""The warning of init() where a process that no launcher has started is probably one of several."""
+"""The warning of init() if a process without a launcher is probably one of several."""
 
 import io
 import logging
@@ -48,7 +48,7 @@ def test_an_ordinary_process(environment):
 
 
 def warnings_of(init: Callable[[], object]) -> list[str]:
-    """Return what is logged while `init` runs in an environment without a launcher."""
+    """Return the log of `init` in an environment without a launcher."""
     environment = dict(os.environ)
     os.environ.clear()
     os.environ.update(clean_environment())
@@ -67,7 +67,7 @@ def warnings_of(init: Callable[[], object]) -> list[str]:
 
 
 def init_alone() -> None:
-    """The processes of the pool are multiprocessing's, as those of mp.spawn."""
+    """The pool's processes come from multiprocessing, like mp.spawn's."""
     assert multiprocessing.parent_process() is not None
     assert warnings_of(hvd.init) == [
         "no launcher was found: this process trains alone (size 1), but multiprocessing has "
@@ -82,7 +82,7 @@ def test_a_process_of_multiprocessing():
 
 
 class Worker(torch.utils.data.Dataset):
-    """A data set whose items are what init() logs in a worker."""
+    """A data set whose items are the log of init() in a worker."""
 
     def __len__(self) -> int:
         return 1

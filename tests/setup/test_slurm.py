@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm, with its daemons on this machine: what docs/launching.md says of srun."""
+"""Jobs of a real Slurm, with its daemons on this machine: the commands of docs/launching.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def places(cluster: Slurm, command: str, **variables: str) -> list[list[object]]
 
 
 def test_the_command_of_the_page(slurm):
-    """With 2 ranks on a node in place of 8."""
+    """The test has 2 ranks on a node in place of 8."""
     first, second = slurm.nodes
     command = COMMAND.replace("--ntasks-per-node 8", "--ntasks-per-node 2")
     assert command.startswith("srun --nodes 2 --ntasks-per-node 2 ")
@@ -82,7 +82,7 @@ def test_rank_0_is_not_on_the_first_node(slurm):
 
 @pytest.mark.parametrize("order", [1, -1], ids=["in order", "reversed"])
 def test_heterogeneous_jobs(slurm, order):
-    """Reversed, the list of a step's nodes has another order than their numbers."""
+    """If reversed, the list of a step's nodes is not in the order of their numbers."""
     one, two = slurm.nodes[::order]
     command = f"srun -w {one} -n1 python train.py : -w {two} -n2 python train.py"
     assert sorted(place[:3] + place[5:] for place in places(slurm, command)) == [
@@ -131,7 +131,7 @@ def test_a_task_that_is_killed_ends_the_job(slurm):
 
 
 def test_a_job_whose_time_ends_is_run_again(slurm):
-    """As docs/clusters.md has it, with 2 ranks in place of 4: a signal a minute before the limit.
+    """As in docs/clusters.md, with 2 ranks in place of 4: a signal a minute before the limit.
 
     The first run trains until it is stopped, and the second one goes on from there to the end. The
     limit is a minute from when the ranks are up until they have stopped, and far away otherwise.
@@ -176,7 +176,7 @@ def test_a_job_whose_time_ends_is_run_again(slurm):
 
 
 def test_the_script_of_the_elastic_example(slurm):
-    """With 2 ranks on a node in place of 4."""
+    """The test has 2 ranks on a node in place of 4."""
     example = ROOT / "examples" / "elastic"
     options = ["-o", f"{slurm.folder}/job-%j.out", "-D", str(example), "--ntasks-per-node", "2"]
     ended = slurm.run("sbatch", "--parsable", *options, str(example / "slurm.sbatch"))
@@ -189,7 +189,7 @@ def test_the_script_of_the_elastic_example(slurm):
 
 
 def test_scancel_leaves_nothing(slurm):
-    """Neither ranks nor what they have started."""
+    """No rank or child process remains."""
     (slurm.folder / "waits.py").write_text(
         f"{PLACES}\nimport multiprocessing, pathlib, signal\n"
         "child = multiprocessing.get_context('fork').Process(target=signal.pause)\n"

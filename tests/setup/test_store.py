@@ -1,4 +1,4 @@
-"""The store of a job: how the ranks find it, and who serves it."""
+"""The store of a job: its address, and the rank that serves it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from torch_ring.setup.network import Deadline
 
 
 def become_a_rank_of_horovodrun() -> int:
-    """Replace the environment by that of horovodrun, which gives no address; return the rank."""
+    """Replace the environment by horovodrun's, which gives no address; return the rank."""
     rank, size = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
     for name in [n for n in os.environ if n.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_"))]:
         del os.environ[name]
@@ -72,7 +72,7 @@ def test_ranks_by_argument():
 def join_without_rank_0(without_address: bool) -> str | None:
     rank = become_a_rank_of_horovodrun() if without_address else int(os.environ["RANK"])
     if rank == 0:
-        return None  # and never says so
+        return None  # and never reports it
     with pytest.raises(TimeoutError) as raised:
         hvd.init()
     assert not hvd.is_initialized()
@@ -162,7 +162,7 @@ def test_a_job_at_a_loopback_address_is_on_one_host(host):
 
 
 def test_one_node_needs_a_store_only_if_its_ranks_cannot_meet_and_have_a_secret():
-    """In containers with networks of their own they go by the store, if that is safe."""
+    """In containers with separate networks, the ranks meet in the store, if that is safe."""
     identity = Identity(1, 2, 1, 2, launcher="torchrun")
     assert find(identity, {"MASTER_ADDR": "10.0.0.1"}) is None
     found = rendezvous_store.locate_store(
@@ -180,7 +180,7 @@ def test_one_node_needs_a_store_only_if_its_ranks_cannot_meet_and_have_a_secret(
     [(0, "n2", "0", False), (1, "n1", "0", True), (2, "n1", "1", False)],
 )
 def test_the_store_of_a_slurm_step_is_on_the_first_node(rank, node, local_rank, serves):
-    """Rank 0 may be on another one: in a heterogeneous job, or where a file deals the ranks."""
+    """Rank 0 may be on another node: in a heterogeneous job, or if a file assigns the ranks."""
     found = find(
         Identity(rank, 3, int(local_rank), nodes=2, launcher="srun", job="7/0"),
         {
@@ -217,7 +217,7 @@ def _fresh_stores():
 
 
 class FakeCommunicator:
-    """A communicator of mpi4py, as rank 0 and then another rank see it."""
+    """A communicator of mpi4py, as seen by rank 0 and then by another rank."""
 
     def __init__(self, silent=False):
         self.said, self.silent = [], silent
@@ -271,7 +271,7 @@ def test_mpi_that_is_silent_is_given_up_and_asked_no_second_time():
         with pytest.raises(TimeoutError, match=r"rank 0's secret has not arrived over MPI"):
             store.common_secret(comm, identity, Deadline(0.01))
     comm.silent = False
-    assert store.common_secret(comm, identity, Deadline(20)) is None  # nobody was rank 0 here
+    assert store.common_secret(comm, identity, Deadline(20)) is None  # no process was rank 0 here
     assert len(comm.said) == 1
 
 

@@ -1,4 +1,4 @@
-"""Calls of a store that does not answer: they end at the deadline, or when a signal comes."""
+"""Calls of a store that does not answer: they end at the deadline, or at a signal."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ def test_a_client_does_what_the_store_does():
 
 
 def take_loopback_for_a_network() -> None:
-    """Else the ranks know that a job at 127.0.0.1 is on one host, and needs no store."""
+    """Treat 127.0.0.1 as a network; otherwise such a job is on one host, and needs no store."""
     store_module.is_loopback_name = lambda _: False  # in a process of this test's own
 
 
@@ -83,7 +83,7 @@ def test_a_silent_server(interrupted):
 
 
 def interrupt_rank_0(where: str) -> list[str]:
-    """Return what has happened, in order, on a rank 0 in whose way something is silent."""
+    """Return the sequence of events on a rank 0 that waits for a silent server."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     events: list[str] = []
     given_up = threading.Event()
@@ -102,7 +102,7 @@ def interrupt_rank_0(where: str) -> list[str]:
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = own.getsockname()[1]
-        address = ("127.0.0.2", port)  # it leads elsewhere, as address translation may
+        address = ("127.0.0.2", port)  # it may lead elsewhere, like a translated address
         silent = stack.enter_context(socket.create_server(address))
         if where == "store":
             thread = threading.Thread(target=stay_silent, args=(silent,))
@@ -176,7 +176,7 @@ def test_an_address_needs_no_resolver(monkeypatch, address):
     assert addresses_of(address, over(), lambda: None) == [address]
 
 
-# --- a deadline that something else has consumed
+# --- a deadline consumed before
 
 
 def over() -> Deadline:
@@ -228,7 +228,7 @@ def test_a_store_that_answers_is_not_blamed_for_a_deadline_that_is_over():
     store_module._served.clear()
 
 
-# --- a store that is silent
+# --- a silent store
 
 
 class SilentStore(dist.Store):
@@ -258,7 +258,7 @@ def test_a_silent_store_that_is_given_up():
     with a_signal_after(0.2), pytest.raises(Bell):
         client.add("key", 1)
     store.go_on.set()
-    assert client.add("key", 7) == 7  # it was slow, and no more: failures can be told
+    assert client.add("key", 7) == 7  # it was only slow: failures can be reported
 
 
 _EXIT = """
@@ -285,18 +285,18 @@ def test_a_call_that_is_given_up_does_not_disturb_the_end_of_the_interpreter():
         silent, _ = listener.accept()
         control.settimeout(60)
         assert control.recv(1) == b"x"
-        silent.close()  # the call ends with an error, while the interpreter ends
+        silent.close()  # the call ends with an error while the interpreter exits
         control.close()
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 0, errors
     assert "terminate called" not in errors
 
 
-# --- a rank 0 that is stopped
+# --- a stopped rank 0
 
 
 def become_a_node() -> int:
-    """Be the only rank of a node, so that the ranks meet in rank 0's store; return the rank."""
+    """Make this rank the only one of a node, so that ranks meet in rank 0's store; return it."""
     take_loopback_for_a_network()
     rank = os.environ["RANK"]
     os.environ |= {"GROUP_RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -312,7 +312,7 @@ def on_nodes() -> dict[str, str]:
 
 
 def has_begun_to_listen() -> bool:
-    """Return whether rank 0 has made its store, stopped or not."""
+    """Return whether rank 0 has made its store, even if it is stopped."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
 

@@ -1,4 +1,4 @@
-"""The exchange between hosts: failures reach all of them, and worlds do not mix."""
+"""The exchange between hosts: failures reach all hosts, and worlds do not mix."""
 
 import threading
 import time
@@ -102,7 +102,7 @@ def test_a_failure_reaches_those_who_wait_and_those_who_come_late():
     for error in (errors[0], errors[2]):
         assert isinstance(error, MismatchError)
         assert str(error) == "init failed on rank 1: no two ranks are alike"
-    # All three know: they begin anew.
+    # All three know of it: they begin anew.
     assert exchange_on_all_ranks(store) == [[0, 1, 2]] * SIZE
 
 
@@ -132,11 +132,11 @@ def test_the_first_cause_wins():
 
 @pytest.mark.parametrize("ranks", slow_after(1, [[0, 1, 1, 2], [0, 1, 2, 2], [2, 1, 1, 0]]))
 def test_two_processes_of_one_rank_are_refused_on_all(ranks):
-    """A rank too many waits in the next world, and hears of it there."""
+    """A surplus rank waits in the next world, and gets the error there."""
     store = HashStore()
     waits_in_vain = ranks == [0, 1, 2, 2]  # the world was complete when the last one came
     timeout_s = 4.0 if waits_in_vain else 2 * DEADLINE_S  # longer than the test lasts
-    # Each takes its place before the next one comes.
+    # Each one takes its place before the next one comes.
     sides = [exchange_on(store, range(rank, rank + 1), SIZE, timeout_s) for rank in ranks]
 
     def on_process(index):
@@ -169,7 +169,7 @@ def die_after_sending(side, value):
 
 @pytest.mark.parametrize("value_was_there", [False, True])
 def test_a_rank_that_was_killed_and_started_again(value_was_there):
-    """It gets an error, or a new world with the others: it never hangs."""
+    """It gets an error, or a new world with the others; it never hangs."""
     store = HashStore()
     killed = exchange_on(store, range(1, 2), 2)
     if value_was_there:

@@ -1,4 +1,4 @@
-"""broadcast_buffers(): ranks with statistics of their own become equal, by one broadcast."""
+"""broadcast_buffers(): one broadcast makes ranks with different statistics equal."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def broadcast_without_gradients(wrap: bool) -> None:
     hvd.broadcast_parameters([used, frozen, unused], root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert frozen.grad is None
-    assert used.grad.tolist() == [[3.0 * (hvd.rank() == 0)] * 3] * 2  # one that is there stays
+    assert used.grad.tolist() == [[3.0 * (hvd.rank() == 0)] * 3] * 2  # an existing gradient stays
     assert unused.grad.tolist() == [[0.0] * 3] * 2
     optimizer.zero_grad()
     (used * (1 + hvd.rank()) if wrap else used).sum().backward()

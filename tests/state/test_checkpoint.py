@@ -1,4 +1,4 @@
-"""Checkpoints: they come back on all ranks, are whole or the old one, and fail on all ranks."""
+"""Checkpoints: all ranks get them back, saves are atomic, and errors reach all ranks."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Twice(torch.Tensor):
 
 
 def refused(path: Path) -> None:
-    """A value that load() would refuse is refused by save(), on all ranks, with its place."""
+    """save() refuses a value that load() would refuse, on all ranks, and names its place."""
     save(path, {"epoch": 1})
     cases = [
         ({"a": {"b": [1, Own()]}}, "state['a']['b'][1] is test_checkpoint.Own"),
@@ -202,7 +202,7 @@ def test_a_file_that_was_saved_can_be_loaded(tmp_path, size):
 
 
 def test_a_checkpoint_runs_no_code_of_its_file(tmp_path):
-    """The names that load() takes for NumPy's are not NumPy's, which trust their arguments."""
+    """load() replaces NumPy's functions, which trust their arguments, by its own."""
 
     class Forged:
         def __reduce__(self) -> Any:

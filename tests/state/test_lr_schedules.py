@@ -21,7 +21,7 @@ def make_optimizer(*rates: float, **options: object) -> SGD:
 
 
 def rates_of(optimizer: SGD, scheduler: WarmupLR, steps: int) -> list[float]:
-    """Return the rates of the first group with which these steps are taken."""
+    """Return the first group's rate in each of these steps."""
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -74,7 +74,7 @@ def test_groups_and_rates_in_tensors():
     scheduler = WarmupLR(optimizer, 2, scale=3)
     optimizer.step()
     scheduler.step()
-    assert rate.item() == 1.0  # in place, as torch's schedulers
+    assert rate.item() == 1.0  # in place, like torch's schedulers
     state = copy.deepcopy(scheduler.state_dict())
     optimizer.step()
     scheduler.step()

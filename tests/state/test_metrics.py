@@ -30,7 +30,7 @@ def check_means() -> None:
             metrics.update(weight, loss=loss)
             metrics.update(weight, accuracy=right)
             mean.update(loss, weight)
-    # A batch that has no samples: its means are not numbers.
+    # A batch without samples: its means are NaN.
     metrics.update(0, loss=torch.tensor(math.nan), accuracy=math.nan)
     metrics.update(torch.tensor(0), loss=torch.tensor(math.nan))
     for _ in range(2):  # compute() keeps the sums

@@ -1,4 +1,4 @@
-"""SyncBatchNorm: the ranks compute what one process computes on the joined batch."""
+"""SyncBatchNorm: the ranks get the results of one process on the joined batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch_ring as hvd
 
 
 def batches(shape: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the batch of each rank; a large mean, which a sum of squares would not survive."""
+    """Return the batch of each rank; its mean is too large for a sum of squares."""
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(n, *shape, generator=generator) * 2 + 300).to(dtype) for n in counts]
 
@@ -67,7 +67,7 @@ def test_sync_batch_norm_equals_one_process(transport, size):
 
 
 def second_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a penalty of the gradient of what `layer` makes of x, used twice."""
+    """Return the gradient of a gradient penalty of `layer(x)`, with the layer used twice."""
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad((layer(layer(x)) ** 3).sum(), x, create_graph=True)
     gradient.square().sum().backward()
@@ -76,7 +76,7 @@ def second_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def compare_in_a_set() -> None:
-    """Also in second derivatives, without a bias, and in a layer that is used twice."""
+    """Compare second derivatives, a layer without a bias, and a layer that is used twice."""
     pair = hvd.add_process_set([0, 2])
     if not pair.included():
         with pytest.raises(ValueError, match="is not in"):
@@ -131,7 +131,7 @@ def test_dtypes_and_errors():
 
 
 def checkpointed(use_reentrant: bool) -> None:
-    """The batch is seen once by the running statistics, as without checkpoints."""
+    """The running statistics count the batch once, as without checkpoints."""
     torch.manual_seed(hvd.rank())
     x = torch.randn(4, 3, requires_grad=True)
     layers = [hvd.SyncBatchNorm(3) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Jobs of the pool into which processes come that were not there at the start."""
+"""Jobs in the pool that newcomers join after the start."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def run_with_arrivals(
     env: Mapping[str, str] | None = None,
     before: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` on `size` ranks, and on processes that want to be let in.
+    """Call ``function(*args)`` on `size` ranks, and on newcomers.
 
-    ``hvd.init()`` has been called; it left the latter alone.
+    Each has called ``hvd.init()``, which makes a world of one in a newcomer.
 
     Args:
-        env: more environment variables of all of them.
-        before: what each calls before ``hvd.init()``.
+        env: additional environment variables for all of them.
+        before: called by each process before ``hvd.init()``.
 
     Returns:
-        What they returned: those that were there at the start by rank, then those that came.
+        The results: of the first ranks by rank, then of the newcomers.
     """
     directory = Directory("127.0.0.1", key_of(SECRET))
     directory.expect({f"p{rank}": rank for rank in range(size)})

@@ -1,4 +1,4 @@
-"""Tensors of the ranks in closed form, and what a reduction makes of them.
+"""Tensors of the ranks in closed form, and their reductions.
 
 Element i on rank r is i * size + r, as far as the dtype holds it.
 """
@@ -25,7 +25,7 @@ SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (5, 0, 2), (7, 11), (4099
 
 
 def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> Tensor:
-    """Return the tensor of a rank, so small that sums and products of four ranks are exact."""
+    """Return the tensor of a rank, with values so small that results of four ranks are exact."""
     numel = torch.Size(shape).numel()
     values = (torch.arange(numel) % 5) * size + rank
     return (values % (3 if dtype in (torch.int8, torch.uint8) else 8)).to(dtype).reshape(shape)

@@ -15,7 +15,7 @@ from torch_ring.world import current, join
 __all__ = ["PLACES", "let_die"]
 
 _Place = tuple[Any, str, str, int]
-"""Owner and name of a function, whether it is before or after a call, and which call that is."""
+"""Owner and name of a function, whether before or after a call, and the number of the call."""
 
 PLACES: dict[str, _Place] = {
     "before": (current, "init", "before", 1),
@@ -33,10 +33,10 @@ PLACES: dict[str, _Place] = {
 
 
 def let_die(place: str) -> None:
-    """Let this process be killed at a place of the next init(), as `current.init` calls it."""
+    """Kill this process at a place in the next init()."""
     owner, name, when, nth = PLACES[place]
     function: Callable[..., Any] = getattr(owner, name)
-    counts = {"before": 0, "after": 0}  # calls that begin, and those that do not raise
+    counts = {"before": 0, "after": 0}  # calls that begin, and calls that do not raise
 
     def reached(moment: str) -> None:
         counts[moment] += 1

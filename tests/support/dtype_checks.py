@@ -24,7 +24,7 @@ _PERIOD = 97
 
 
 def patterned(rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Return a tensor whose bytes differ by rank and by place, NaNs of all kinds among them."""
+    """Return a tensor whose bytes differ by rank and by place, including NaNs of all kinds."""
     count = torch.Size(shape).numel() * dtype.itemsize
     octets = (torch.arange(count) * 7 + 31 * rank) % (2 if dtype == torch.bool else 251)
     return octets.to(torch.uint8).view(dtype).view(shape).to(device)
@@ -71,7 +71,7 @@ def check_moves(device: str = "cpu") -> None:
 
 
 def integers_of(rank: int, dtype: torch.dtype) -> list[int]:
-    """Return integers of the whole range of the dtype, its ends among them."""
+    """Return integers of the whole range of the dtype, including its ends."""
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     step = (high - low) // (_PERIOD - 1)
     values = [low + (i * 41 + rank * 7) % _PERIOD * step for i in range(_PERIOD)]
@@ -170,7 +170,7 @@ def check_complex(device: str = "cpu") -> None:
 
 
 def check_complex_gradients(device: str = "cpu") -> None:
-    """Check the gradients of complex tensors: those of their parts."""
+    """Check that the gradients of complex tensors are those of their real and imaginary parts."""
     size = hvd.size()
     operations = [
         lambda x: hvd.allreduce(x, op=hvd.Sum),

@@ -16,7 +16,7 @@ import torch_ring  # noqa: F401  registers ring
 from tests.support.pool import DEADLINE_S, run
 
 TIMEOUT_S = 20.0
-# An older one asks for the name gloo, or for a GPU, before it calls a backend.
+# Older versions check for the name gloo, or for a GPU, before they call a backend.
 IS_TORCH_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 needs_torch_2_14 = pytest.mark.skipif(not IS_TORCH_2_14, reason="torch 2.14 and later")
 
@@ -65,8 +65,8 @@ def on_ring(
     """Call ``fn(*args)`` on ranks with a default group of the backend ring; return by rank.
 
     Args:
-        is_fresh: not in processes that have been other ranks before: torch keeps what depends on
-            the rank in caches of DTensor.
+        is_fresh: whether to use new processes: in reused ones, torch's caches of DTensor depend on
+            an earlier rank.
     """
     return run(
         _in_group,
@@ -82,7 +82,7 @@ def on_ring(
 
 
 def _in_group(fn: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> Any:
-    if timeout_s < TIMEOUT_S:  # for which the ranks also wait for one another in the beginning
+    if timeout_s < TIMEOUT_S:  # ranks also wait this long for one another at the beginning
         _meet()
     with default_group(timeout_s=timeout_s):
         return fn(*args)

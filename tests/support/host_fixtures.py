@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """Network namespaces of three hosts that see each other; removed afterwards."""
+    """Network namespaces of three hosts that reach each other; removed afterwards."""
     with contextlib.ExitStack() as stack:
         try:
             made = stack.enter_context(namespaces.hosts(3))

@@ -1,4 +1,4 @@
-"""Starts programs under real launchers: torchrun and the mpirun of every MPI that is installed."""
+"""Starts programs under real launchers: torchrun and the mpirun of every installed MPI."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def start_program(command: list[str], **more: str) -> subprocess.Popen[str]:
 
 
 def output_of(process: subprocess.Popen[str], jobs: int = 1) -> str:
-    """Return what a process prints, which runs so many jobs one after another."""
+    """Return the output of a process that runs `jobs` jobs one after another."""
     try:
         output, _ = process.communicate(timeout=jobs * DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -43,7 +43,7 @@ def output_of(process: subprocess.Popen[str], jobs: int = 1) -> str:
 
 
 def mpirun_command(name: str) -> list[str]:
-    """Return how to start two ranks with the MPI of that name, or skip."""
+    """Return the command that starts two ranks with the MPI of that name, or skip."""
     candidates = (
         str(Path(sys.executable).parent / "mpirun"),
         str(Path(sys.prefix) / "mpich" / "bin" / "mpiexec"),  # where `make test-all` installs MPICH

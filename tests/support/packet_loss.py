@@ -1,6 +1,6 @@
-"""losing_packets: an interface that drops a share of what arrives, at random. Needs root.
+"""losing_packets: an interface that drops a random share of arriving packets. Needs root.
 
-An XDP program (Linux 5.9), because that needs no module of the kernel and no further tool.
+It uses an XDP program (Linux 5.9), which needs no kernel module and no other tool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def losing_packets(interface: str, share: float) -> Iterator[None]:
     """Drop a share of the packets that arrive at an interface of this network namespace.
 
     Raises:
-        OSError: the kernel cannot do that, or this process has no right to it.
+        OSError: the kernel does not support it, or this process has no permission.
     """
     program = _load(_dropping(share))
     try:

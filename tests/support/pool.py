@@ -1,8 +1,8 @@
 """Runs test functions on ranks: processes forked from a server that has torch loaded.
 
-Two spawned ranks cost 3 s and more for their imports, two forked ones 0.2 s. A process whose test
-has passed, and which has joined and left a world, is used again by tests of its kind, which costs
-hundredths. Kinds are kept apart because some load libraries that cannot be unloaded.
+Two spawned ranks cost 3 s and more for their imports, two forked ones 0.2 s. Tests of its kind
+reuse a process that has passed its test and has left its world, in hundredths of a second. Kinds
+are kept apart because some load libraries that cannot be unloaded.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class RanksFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
-        value: what the function returned.
-        failure: a traceback, or how the process died; None if it returned.
+        value: the function's result.
+        failure: a traceback, or the death of the process in words; None if it returned.
     """
 
     value: Any = None
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def eventually(holds: Callable[[], bool], deadline_s: float = DEADLINE_S / 2) -> bool:
-    """Return whether a condition holds before the deadline: other threads may take their time."""
+    """Return whether a condition holds before the deadline: other threads may need time."""
     end = time.monotonic() + deadline_s
     while not (held := holds()) and time.monotonic() < end:
         time.sleep(0.001)
@@ -76,18 +76,18 @@ def shared_files() -> set[Path]:
 
 
 def are_gone(files: set[Path]) -> bool:
-    """Return whether files are gone in a moment: other tests may hold theirs for so long."""
+    """Return whether files disappear in a while: other tests may keep theirs for some time."""
     return eventually(lambda: not any(path.exists() for path in files))
 
 
 def all_have_passed(directory: Path, size: int) -> None:
-    """Say that this rank is here, and wait until all of a run's ranks have said so.
+    """Report that this rank is here, and wait until all ranks of a run have done so.
 
-    For ranks that die on purpose. A barrier is not enough: the last message of one may be handed on
-    by the rank that dies.
+    For ranks that die on purpose. A barrier is not enough: the dying rank may be the one that
+    passes on its last message.
 
     Args:
-        directory: of this call; it is made, or empty.
+        directory: a folder for this call alone; it is made, or empty.
     """
     directory.mkdir(exist_ok=True)
     (directory / f"{os.getpid()}").touch()
@@ -95,9 +95,9 @@ def all_have_passed(directory: Path, size: int) -> None:
 
 
 def has_asked() -> bool:
-    """Return whether this rank has asked for an operation of the world that is not done.
+    """Return whether this rank has an unfinished operation of the world in flight.
 
-    For another thread than the one that waits for it.
+    Call it in a thread other than the waiting one.
     """
     from torch_ring.world import current
 
@@ -105,7 +105,7 @@ def has_asked() -> bool:
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """Return the type's name and the text of what `call` raises."""
+    """Return the type's name and the text of the exception of `call`."""
     try:
         call()
     except Exception as error:
@@ -126,16 +126,16 @@ def run(
     may_die: Collection[int] = (),
     namespaces: Sequence[str] = (),
 ) -> list[Any]:
-    """Call ``fn(*args)`` on `size` ranks and return what they returned, by rank.
+    """Call ``fn(*args)`` on `size` ranks and return the results, by rank.
 
     Args:
         fn: a module-level function.
         transport: "shm" (one host) or "tcp" (every rank is its own host); "" leaves it open.
         env: environment variables of all ranks.
         initialized: whether to call ``torch_ring.init()`` before and ``shutdown()`` after.
-        kind: which processes to use again; `fn` leaves its world itself. None: of those that have
-            nothing but `initialized` in common, and new ones without that.
-        may_die: ranks whose end, however violent, is no failure; they return None then.
+        kind: the kind of processes to reuse; `fn` then leaves its world itself. None: processes
+            without a kind if `initialized`, and otherwise new ones.
+        may_die: ranks that may die without a failure; they then return None.
         namespaces: the network namespace of each rank.
 
     Raises:
@@ -146,7 +146,7 @@ def run(
     if transport:
         base["TORCH_RING_TRANSPORT"] = transport
     base.update(env or {})
-    idle: list[_Process] | None = None  # where those go that are used again
+    idle: list[_Process] | None = None  # gets the processes that can be used again
     if (initialized or kind) and not may_die and not namespaces:
         idle = _idle.setdefault(kind, [])
     processes = [idle.pop() if idle else _Process() for _ in range(size)]
@@ -178,7 +178,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Task:
-    """The work of a process; with `again` it waits for another task, and does not exit."""
+    """The work of a process; with `again`, it waits for another task in place of exiting."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -201,11 +201,11 @@ class _Process:
 
     def start(self, task: _Task) -> None:
         self.exits = not task.again
-        with contextlib.suppress(BrokenPipeError):  # it has died: outcome() tells
+        with contextlib.suppress(BrokenPipeError):  # it has died: outcome() reports it
             self.results.send_bytes(pickle.dumps(task))
 
     def outcome(self) -> Outcome:
-        """Return the outcome that the process sent, or how it failed after that."""
+        """Return the outcome that the process sent, or its later failure."""
         try:
             result: Outcome = pickle.loads(self.results.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -240,11 +240,11 @@ class _Process:
         return Outcome(failure=f"{how}:\n{self.stacks.read()}")
 
     def end(self) -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and its descendants."""
         if self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # it may not have come to make its group
+        self.process.kill()  # it may not have made its group yet
         self.process.join()
         self.process.close()
         self.results.close()
@@ -262,7 +262,7 @@ def _end_idle() -> None:
 
 
 def _collect(ranks: Sequence[_Process], blocking: set[int], deadline: float) -> list[Outcome]:
-    """Return how the ranks ended, after all blocking ranks have ended or at the deadline."""
+    """Return the ranks' outcomes, after all blocking ranks have ended or at the deadline."""
     outcomes: dict[int, Outcome] = {}
     by_pipe: dict[Any, int] = {rank.results: i for i, rank in enumerate(ranks)}
     while blocking - outcomes.keys():
@@ -322,7 +322,7 @@ def _rank_environment(rank: int, namespaces: Sequence[str]) -> dict[str, str]:
 def _main(tasks: Connection, stacks: str) -> None:
     os.setpgid(0, 0)
     _libc().prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
-    gc.freeze()  # garbage collection must not touch, and so copy, the objects of torch
+    gc.freeze()  # garbage collection must not touch torch's objects, which would copy their pages
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
         environment = dict(os.environ)
@@ -335,7 +335,7 @@ def _main(tasks: Connection, stacks: str) -> None:
                 os.environ.update(task.environment)
                 if task.namespace is not None:
                     enter_namespace(task.namespace)
-                # By value: the pipe's own way of sending tensors needs a sender that lives on.
+                # By value: the pipe's own way of sending tensors needs a sender that stays alive.
                 message = pickle.dumps(Outcome(_call(task)))
             except BaseException:
                 message = pickle.dumps(Outcome(failure=traceback.format_exc()))
@@ -346,7 +346,7 @@ def _main(tasks: Connection, stacks: str) -> None:
             log.setLevel(logging.NOTSET)
             tasks.send_bytes(message)
         tasks.close()
-        # As the interpreter does at its end: tests cover torch_ring's shutdown, too.
+        # As at the end of the interpreter: tests cover torch_ring's shutdown, too.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -382,7 +382,7 @@ def _require_no_group() -> None:
         shared = (each for each in gc.get_objects() if type(each) is groups._SharedWorld)
         return any(each.users for each in shared)
 
-    # A thread that connects a group which was destroyed lets its world go then.
+    # A thread that was connecting a destroyed group leaves its world then.
     assert eventually(lambda: not has_world(), DEADLINE_S / 2), "a world of groups is left"
 
 

@@ -1,15 +1,15 @@
-"""Free ports, of those that no kernel gives to other sockets before a test uses them."""
+"""Free ports below the ephemeral range, so that they stay free until a test uses them."""
 
 import itertools
 import os
 import socket
 
-_FIRST, _COUNT = 12_000, 16_000  # below what the kernel gives away, unless it was told otherwise
+_FIRST, _COUNT = 12_000, 16_000  # below the kernel's default ephemeral range
 _turns = itertools.count()
 
 
 def free_port() -> int:
-    """Return a port of this host that is free for now."""
+    """Return a port of this host that is free now."""
     return free_ports(1)
 
 

@@ -28,12 +28,12 @@ def sum_of_ranks(process_set: hvd.ProcessSet) -> float:
 
 
 def connections() -> Connections:
-    """Return this process's way to the other ranks."""
+    """Return this process's connections to the other ranks."""
     return current.world().process_sets._connections
 
 
 def memory_bytes() -> int:
-    """Return the size of the memory that the ranks of this host share, as far as it is there."""
+    """Return the allocated size of the memory that the ranks of this host share."""
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         with contextlib.suppress(OSError):  # of listdir() itself
@@ -51,8 +51,8 @@ def assert_no_more_than(before: tuple[int, int] | None, opened: int = 0) -> None
     """Check that there are no more descriptors and threads than before.
 
     Args:
-        opened: descriptors that a rank may have opened meanwhile, once and for all sets, such as
-            the socket of a doorbell, which it needs when it first rings for a rank that polls.
+        opened: descriptors that a rank may have opened meanwhile, once for all sets, such as the
+            socket of a doorbell at the first ring for a polling rank.
     """
     assert before is not None
     descriptors, threads = resources()

@@ -29,13 +29,13 @@ class Run:
 
 
 def run_script(script: str, arguments: list[str], folder: str) -> Run:
-    """Do in this process what ``cd folder; python script arguments`` does."""
+    """Run ``cd folder; python script arguments`` in this process."""
     os.chdir(folder)
     sys.argv = [script, *arguments]
     beside = str(Path(script).parent)
     sys.path.insert(0, beside)
     code = None
-    # Tests run side by side: one thread a rank, whatever the script makes of the host's cores.
+    # Tests run in parallel: one thread a rank, even if the script would use all cores.
     one_thread = mock.patch("torch.set_num_threads")
     with one_thread, contextlib.redirect_stdout(io.StringIO()) as output:
         try:
@@ -43,7 +43,7 @@ def run_script(script: str, arguments: list[str], folder: str) -> Run:
         except SystemExit as exit_:
             code = exit_.code
         finally:
-            # Nothing is left that another script in this process would not find in its own.
+            # The next script in this process finds the state of a fresh process.
             hvd.shutdown()
             torch.set_default_dtype(torch.float32)
             sys.path.remove(beside)

@@ -1,4 +1,4 @@
-"""The mark `slow`: cases of a test that `make test` leaves to `make test-all`."""
+"""The mark `slow`: cases of a test that only `make test-all` runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """Return a case of a parametrized test that is slow."""
+    """Return a slow case of a parametrized test."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def slow_after(quick: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the cases of a test, of which all but the first so many are slow."""
+    """Return the cases of a test; all but the first `quick` are marked slow."""
     found = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case) for case in found[:quick]] + [slow(*case) for case in found[quick:]]
 

@@ -23,7 +23,7 @@ from scripts import ROOT
 DEADLINE_S = 120  # a hang, not a slow machine
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _SBIN = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
-MARK = "SLURM_TEST_CLUSTER"  # a variable by which all processes of a cluster are known
+MARK = "SLURM_TEST_CLUSTER"  # a variable that marks all processes of a cluster
 
 # Nodes pretend to have 8 processors, of which a job binds none. A job that is put into the queue
 # again waits there until the credentials of its first run have expired.
@@ -95,7 +95,7 @@ class Slurm:
         files = ("key", "pid", "log", "seed")
         munge = [f"--{name}-file={self.folder}/munge.{name}" for name in files]
         munge += ["--foreground", f"--socket={self.folder}/munge.socket"]
-        munge += ["--force"]  # a folder of pytest is not for all users, nor is this cluster
+        munge += ["--force"]  # pytest's folder is not readable for all users
         self._start_daemon(self._controller, "munged", *munge)
         self.wait_for((self.folder / "munge.socket").exists, "munged listens")
         self._start_daemon(self._controller, "slurmctld", "-D")
@@ -108,7 +108,7 @@ class Slurm:
         self._can_have_jobs = True
 
     def close(self) -> None:
-        """End all jobs and daemons; what lives after that is an error."""
+        """End all jobs and daemons; a surviving process is an error."""
         if self._can_have_jobs:
             self.run("scancel", "--user=root")
             with contextlib.suppress(pytest.fail.Exception):  # then they are ended below, and shown
@@ -170,12 +170,12 @@ class Slurm:
         return ended.output.strip()
 
     def output_of(self, job: str) -> str:
-        """Return what the script of a job and its steps have printed so far."""
+        """Return the output so far of a job's script and its steps."""
         path = self.folder / f"job-{job}.out"
         return path.read_text() if path.exists() else ""
 
     def state_of(self, job: str) -> str:
-        """Return COMPLETED, FAILED, CANCELLED, PENDING or another state of a job, and its code."""
+        """Return the state of a job, such as COMPLETED, FAILED or PENDING, and its exit code."""
         shown = dict(
             word.partition("=")[::2]
             for word in self.run("scontrol", "show", "-o", "job", job).output.split()
@@ -193,7 +193,7 @@ class Slurm:
     def wait_for(
         self, is_there: Callable[[], object], what: str, deadline_s: float = DEADLINE_S
     ) -> None:
-        """Wait until something is so; the failure says what has been waited for."""
+        """Wait until a condition holds; the failure names the condition."""
         deadline = time.monotonic() + deadline_s
         while not is_there():
             for name, daemon in self._daemons:
@@ -204,7 +204,7 @@ class Slurm:
             time.sleep(0.05)
 
     def processes(self) -> dict[int, str]:
-        """Return the processes of the cluster that live, with their command lines."""
+        """Return the living processes of the cluster, with their command lines."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ class Slurm:
         return found
 
     def logs(self) -> str:
-        """Return the end of what daemons and jobs have written."""
+        """Return the last output of daemons and jobs."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("job-*.out")]
         return "\n".join(f"{file.name}:\n{file.read_text()[-2000:]}" for file in sorted(files))
 

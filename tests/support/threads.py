@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the code that these tests run keeps no state in globals."""
+"""Ranks as threads of one process: the tested code keeps no state in globals."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def make_model(seed: int = 1) -> nn.Module:
 
 
 def joined_batches(steps: int) -> list[Tensor]:
-    """Return the batches that all ranks work on together."""
+    """Return the joined batches of all ranks."""
     generator = torch.Generator().manual_seed(7)
     return list(torch.randn(steps, ROWS * hvd.size(), FEATURES, generator=generator))
 
@@ -30,7 +30,7 @@ def part(batch: Tensor) -> Tensor:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return a loss that is the mean over rows, so that means of equal parts average to it."""
+    """Return a mean over rows, so that the means of equal parts average to the loss of all."""
     return model(batch).square().mean() + model(batch).sum(1).mean()
 
 
@@ -68,7 +68,7 @@ def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
 
 
 def assert_same_on_all_ranks(*tensors: Tensor | None) -> None:
-    """Compare tensors with those of all other ranks, bit by bit."""
+    """Compare tensors with all other ranks', bit by bit."""
     mine = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
     for other in hvd.allgather_object(mine):
         assert len(other) == len(mine)

@@ -1,4 +1,4 @@
-"""Made-up timelines and dumps, whose numbers are known."""
+"""Made-up timelines and dumps with known numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_timeline(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 def dump_of(rank: int, late_by_ms: int = 0) -> dict[str, Any]:
-    """Return a flight-recorder dump with an operation that has ended and one that has not."""
+    """Return a flight-recorder dump with one ended operation and one unfinished one."""
     second = 1_700_000_000_000_000_000
     created = second + late_by_ms * 1_000_000
     entry = {

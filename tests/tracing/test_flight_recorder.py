@@ -1,4 +1,4 @@
-"""Dumps of the last operations: what torch's analyser says of them, when they are written."""
+"""Dumps of the last operations: the findings of torch's analyser, and the times of dumps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_ring.tracing.page.recording import read_recording
 
 
 def analysed(folder: Path, *options: str) -> str:
-    """Return what ``torchfrtrace`` says of the dumps in a folder."""
+    """Return the output of ``torchfrtrace`` on the dumps in a folder."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options],
         capture_output=True,
@@ -199,7 +199,7 @@ def disagree_in_json(folder: str) -> None:
 
 @pytest.mark.slow
 def test_torchs_analyser_finds_the_same_in_what_was_written_as_json(tmp_path: Path) -> None:
-    """It reads pickles alone."""
+    """The analyser reads only pickles."""
     run(disagree_in_json, 2, args=(str(tmp_path),))
     pickles = tmp_path / "pickles"
     pickles.mkdir()
@@ -221,14 +221,14 @@ def test_an_error_names_the_file_that_it_has_written(tmp_path: Path) -> None:
     for rank, error in enumerate(errors):
         assert f"[the last operations of this rank are in {folder}/flight_{rank}]" in error
         assert entries(folder, rank)[-1]["ring"]["name"] == "x"
-        # Nothing is in flight: the stack says where the main thread was.
+        # Nothing is in flight: the stack shows the main thread's position.
         assert "text_of_a_mismatch" in functions(dumped(folder, rank)["main_thread"])
         assert "text_of_a_mismatch" in functions(entries(folder, rank)[-1]["frames"])
     assert "SIZE_OR_SYNTAX_MISMATCH" in analysed(folder)
 
 
 def objects_that_differ(folder: str) -> list[str]:
-    """Return the texts of errors that are raised in Python."""
+    """Return the texts of errors raised in Python."""
     hvd.allreduce(torch.ones(3), name="a")
     kind, text = error_of(lambda: require_same([f"seed {hvd.rank()}"], "they differ"))
     assert kind == "MismatchError"
@@ -236,7 +236,7 @@ def objects_that_differ(folder: str) -> list[str]:
     assert "a" in [entry["ring"]["name"] for entry in written["entries"]]
     assert "objects_that_differ" in functions(written["main_thread"])
     (Path(folder) / f"flight_{hvd.rank()}").unlink()
-    told = hvd.HorovodInternalError(f"another error: {text}")  # it has the file's name already
+    told = hvd.HorovodInternalError(f"another error: {text}")  # it already has the file's name
     assert not (Path(folder) / f"flight_{hvd.rank()}").exists()
     return [text, str(told)]
 

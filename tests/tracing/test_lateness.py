@@ -1,4 +1,4 @@
-"""The rank that the others wait for, and the counters of a rank."""
+"""The rank for which the others wait, and the counters of a rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Waits(torch.autograd.Function):
 
 
 def passes_asked_for() -> int:
-    """Return the number of backward passes of which this rank has asked for the end."""
+    """Return the number of passes whose final message this rank has submitted."""
     return sum(record.name.startswith("backward.") for record in current.engine().records())
 
 
@@ -83,7 +83,7 @@ def train(late: int, folder: Path, init: bool) -> list[Straggler]:
         optimizer.step()
     if hvd.rank() != late:
         telling.join()
-    hvd.barrier()  # with which it is known who was last before
+    hvd.barrier()  # reveals the last rank of the previous operation
     found = tracing.stragglers(min_lag_s=LATE_S / 2)
     hvd.barrier()
     if init:
@@ -92,7 +92,7 @@ def train(late: int, folder: Path, init: bool) -> list[Straggler]:
 
 
 def check(found: list[list[Straggler]], late: int, operation: str) -> None:
-    """Check that the late rank is named by all others, and no rank by the late one."""
+    """Check that all others name the late rank, and that the late one names no rank."""
     for rank, stragglers in enumerate(found):
         if rank == late:
             assert stragglers == []
@@ -141,7 +141,7 @@ def take_turns() -> list[Straggler]:
         if step % hvd.size() == hvd.rank():
             time.sleep(0.1)
         hvd.allreduce(values, name="x")
-    hvd.barrier()  # with which it is known who was last
+    hvd.barrier()  # reveals the last rank
     return tracing.stragglers()
 
 
@@ -152,7 +152,7 @@ def test_ranks_that_are_late_in_turn_are_not_named(transport: str) -> None:
 
 
 def announce_while_data_move() -> list[Straggler]:
-    """Rank 0 has announced "small" before "large"; rank 1 does so when its data have moved."""
+    """Rank 0 announces "small" before "large"; rank 1 announces it when its data have moved."""
     large, small = torch.ones(32 << 20), torch.ones(3)
     for _ in range(5):
         if hvd.rank() == 0:

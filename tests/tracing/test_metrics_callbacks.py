@@ -1,4 +1,4 @@
-"""The callbacks for TensorBoard and Weights & Biases as docs/tracing.md shows them."""
+"""The callbacks for TensorBoard and Weights & Biases from docs/tracing.md."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 class StandInRun:
-    """Takes what a run of wandb takes."""
+    """Accepts the calls of a wandb run."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -84,7 +84,7 @@ def test_wandb_stand_in() -> None:
 def log_offline(folder: str) -> None:
     callback = class_of("WandbCallback")(mode="offline", dir=folder, project="p")
     call_three_times(callback)
-    callback(3)  # wandb takes a step for complete when the next one begins
+    callback(3)  # wandb considers a step complete when the next one begins
     assert callback.run.summary["_step"] == 2
     assert callback.run.summary["torch_ring/allreduce/bytes"] == 12_000
     callback.run.finish()

@@ -141,7 +141,7 @@ def write_while_it_runs(folder: str) -> None:
     written = set()
 
     def is_written_anew() -> bool:
-        samples, _ = parsed(file.read_text())  # always a whole file
+        samples, _ = parsed(file.read_text())  # always a complete file
         assert value(samples, "torch_ring_world_size", rank=hvd.rank()) == 2
         labels = {"rank": hvd.rank(), "process_set": 0, "operation": "allreduce"}
         key = ("torch_ring_operations_total", tuple(sorted((k, str(v)) for k, v in labels.items())))
@@ -326,12 +326,12 @@ def train_and_die() -> int:
 
 @on_both_transports
 def test_elastic_training_goes_on_to_write(tmp_path: Path, transport: str) -> None:
-    # A rank that dies while it writes would leave a part of a file.
+    # A rank that dies during a write would leave a partial file.
     never = {"TORCH_RING_METRICS_INTERVAL": "3600"}
     env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom"), **never}
     results = run(train_and_die, 3, transport=transport, env=env, may_die=[1])
     assert results == [0, None, 1]
-    # Rank 2 has become rank 1, whose process is dead.
+    # Rank 2 has taken the place of rank 1, whose process is dead.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.rank0.prom", "a.rank1.prom"]
     for rank in range(2):
         samples, _ = parsed((tmp_path / f"a.rank{rank}.prom").read_text())

@@ -87,7 +87,7 @@ def open_recording(chromium: Any, folder: Path) -> None:
 
 
 def hover_over(chromium: Any, name: str) -> str:
-    """Point at the bar of an allreduce while it moves data; return what the page shows."""
+    """Point at the data phase of an allreduce's bar; return the text that the page shows."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.actions.action_builder import ActionBuilder
 
@@ -105,7 +105,7 @@ def hover_over(chromium: Any, name: str) -> str:
 
 
 def counted(chromium: Any) -> int:
-    """Return how many bars the charts have."""
+    """Return the number of bars in the charts."""
     return chromium.execute_script(
         "return [...Bokeh.documents[0]._all_models.values()]"
         ".filter(each => each.type == 'ColumnDataSource' && /^operations/.test(each.name))"

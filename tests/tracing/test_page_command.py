@@ -1,4 +1,4 @@
-"""python -m torch_ring.tracing show: what it writes, what it needs, and what it refuses."""
+"""python -m torch_ring.tracing show: its output, its requirements, and the files it refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = 60
 def show(
     *arguments: str, without: tuple[str, ...] = ("torch",)
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a Python that does not find some modules."""
+    """Run the command in a Python without some modules."""
     program = (
         "import sys, runpy\n"
         "class Hidden:\n"

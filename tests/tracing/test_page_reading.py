@@ -1,4 +1,4 @@
-"""The files that the page reads: timelines, also unfinished ones, dumps, and others."""
+"""Input files of the page: timelines, including unfinished ones, dumps, and others."""
 
 from __future__ import annotations
 

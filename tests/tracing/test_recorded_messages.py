@@ -18,7 +18,7 @@ from torch_ring import tracing
 from torch_ring.tracing.counters import MessageCounts
 from torch_ring.world import current
 
-LONG = 100_000  # beyond what is sent before there is a receive
+LONG = 100_000  # too long to be sent before there is a receive
 
 
 def messages_of(folder: Path, rank: int) -> list[dict]:
@@ -36,7 +36,7 @@ def send_round(folder: Path) -> None:
         each.wait()
     open_one = engine.receive(torch.empty(2, dtype=torch.int16), None, 7)
     tracing.dump(folder)
-    hvd.barrier()  # all have written before anybody goes on
+    hvd.barrier()  # all have written their dumps before any rank goes on
     engine.send(torch.ones(1, dtype=torch.int16), ahead, 7).wait()
     open_one.wait()
     hvd.barrier()

@@ -1,4 +1,4 @@
-"""The present operations of the ranks: report(), and the log of a rank that waits long."""
+"""The present operations of the ranks: report(), and the log of a long wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_ring import tracing
 from torch_ring.tracing.lateness import RankReport, main_thread_stack
 from torch_ring.world import current
 
-PATIENCE_S = 20.0  # with the answers of ranks that are not stopped
+PATIENCE_S = 20.0  # for the answers of running ranks
 
 
 def load_a_batch(until: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_long_name_leaves_room_for_the_place() -> None:
 
 
 class Kept:
-    """An object of a function that another thread asks for its place."""
+    """An object of a function whose stack another thread requests."""
 
 
 def test_a_place_that_is_asked_for_keeps_no_object_of_the_program(
@@ -175,7 +175,7 @@ def wait_for_a_late_rank(seen: Path) -> str:
     if hvd.rank() == 1:
         load_a_batch(seen)
     asked = seen.with_name("rank 0 has asked")
-    if hvd.rank() == 2:  # or it may be the first that waits, and the one that asks the others
+    if hvd.rank() == 2:  # or it may be the first to wait, and so the one that asks the others
         assert eventually(asked.exists)
     handle = hvd.allreduce_async(torch.ones(3), name="loss")
     if hvd.rank() == 0:

@@ -16,7 +16,7 @@ def look_at_the_snapshot() -> None:
         hvd.allreduce(torch.ones(10), name="a")
     after = snapshot()
     assert after.sets[0].rounds >= before.sets[0].rounds + 5
-    assert after.connections == before.connections  # those that there are, again
+    assert after.connections == before.connections  # the existing ones were reused
     shared = hvd.empty_shared(1 << 20)
     during = snapshot().memory.shared_bytes
     del shared

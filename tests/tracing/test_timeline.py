@@ -1,4 +1,4 @@
-"""The timeline of a job: one file for all ranks, whoever starts it, and however the job ends."""
+"""The timeline of a job: one file for all ranks, for every way to start it or end the job."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_operations_have_one_number_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_perfetto_shows_every_span(tmp_path: Path) -> None:
-    """It takes process and thread 0 for the kernel's idle task, and drops spans that cross."""
+    """Perfetto takes process and thread 0 for the kernel's idle task, and drops crossing spans."""
     file = tmp_path / "timeline.json"
     run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
     events = read(file)
@@ -108,7 +108,7 @@ def test_perfetto_shows_every_span(tmp_path: Path) -> None:
     assert all(thread > 0 for _, thread in threads)
     assert max(thread for _, thread in threads) > 1  # operations that overlap
     for spans in threads.values():
-        around: list[float] = []  # the ends of the spans in which this one lies
+        around: list[float] = []  # the ends of the spans around this one
         for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
             while around and around[-1] <= begin + 0.0011:  # microseconds have three digits
                 around.pop()
@@ -223,8 +223,8 @@ def test_a_world_of_one_rank(tmp_path: Path) -> None:
 
 
 def has_written_own(file: Path, tensor: str) -> bool:
-    """Return whether rank 0's records are in the file, whose own thread brings them."""
-    with contextlib.suppress(json.JSONDecodeError):  # read while it was written to
+    """Return whether rank 0's records, which its own thread writes, are in the file."""
+    with contextlib.suppress(json.JSONDecodeError):  # read during a write
         return tensor in tensors_of(read(file), 0)
     return False
 

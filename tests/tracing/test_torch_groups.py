@@ -1,4 +1,4 @@
-"""Groups of torch.distributed with the backend ring: what they have done, and who is late."""
+"""Groups of torch.distributed with the backend ring: their operations, and late ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_signal_writes_a_dump(tmp_path: Path) -> None:
 
 
 def reduce_with_a_late_rank(late: int, step: int, group: dist.ProcessGroup | None = None) -> None:
-    """Reduce; the late rank does so a while after the others, however late these are themselves."""
+    """Reduce; the late rank reduces a while after the others, however late these are."""
     ranks = dist.get_process_group_ranks(group)
     asked = {rank: f"step {step}: rank {rank} of {ranks} has asked" for rank in ranks}
     store, rank = group_store(), dist.get_rank()
@@ -107,7 +107,7 @@ def reduce_with_a_late_rank(late: int, step: int, group: dist.ProcessGroup | Non
 def be_late(late: int) -> list[Straggler]:
     for step in range(12):
         reduce_with_a_late_rank(late, step)
-    dist.barrier()  # with which it is known who was last
+    dist.barrier()  # makes the last rank known
     return tracing.stragglers(min_lag_s=LATE_S / 2)
 
 
@@ -143,7 +143,7 @@ def test_the_snapshot_counts_groups(transport: str) -> None:
 
 
 def report_of_all() -> list[tracing.RankReport]:
-    dist.barrier()  # connects: an operation that comes first is asked for when that is done
+    dist.barrier()  # connects first: a first operation would be submitted only after that
     work = dist.all_reduce(torch.ones(3), async_op=True) if dist.get_rank() else None
     group_store().set(f"asked-{dist.get_rank()}", "")
     found = []
@@ -166,7 +166,7 @@ def test_the_report_asks_the_ranks_of_torch_distributed() -> None:
 
 
 def be_late_in_one_of_two_groups() -> list[Straggler]:
-    """Rank 2 is late in the second of two groups of ring, which have no rank in common but 0."""
+    """Rank 2 is late in the second of two groups of ring, which share only rank 0."""
     rank = int(os.environ["RANK"])
     with default_group("gloo"):
         groups = [dist.new_group(ranks, backend="ring") for ranks in ([0, 1], [0, 2])]

@@ -32,7 +32,7 @@ def meet(rank: int) -> None:
 
 
 def miss_the_other() -> None:
-    """Print why a collective that the other rank does not call fails."""
+    """Print the error of a collective that the other rank does not call."""
     try:
         hvd.allreduce(torch.ones(3), name="doomed")
     except hvd.RingError as error:
@@ -40,7 +40,7 @@ def miss_the_other() -> None:
 
 
 def variables_of(launcher: str, rank: int) -> dict[str, str]:
-    """Return what a launcher tells one of two ranks on a host; by the name of its process."""
+    """Return a launcher's variables for one of two ranks on a host."""
     job = f"exits-{os.getpgid(0)}"
     if launcher == "slurmstepd":
         return {
@@ -116,7 +116,7 @@ def shut_down_in_finally(rank: int) -> None:
 
 
 def handle_an_error(rank: int) -> None:
-    """An error that was handled long ago is no reason."""
+    """An error handled long ago is not the reason of an exit."""
     meet(rank)
     with contextlib.suppress(OSError):
         read_a_file("/nowhere")
@@ -139,7 +139,7 @@ def fail_in_a_process(rank: int) -> None:
 
 
 def fail_in_a_thread(rank: int) -> None:
-    """A thread that fails is not the program."""
+    """A failing thread is not a failing program."""
     meet(rank)
 
     def fail() -> None:
@@ -154,7 +154,7 @@ def fail_in_a_thread(rank: int) -> None:
 
 
 def leave_a_thread_waiting(rank: int) -> None:
-    """The thread needs longer to return from its call than the interpreter to its end."""
+    """The thread needs longer to return from its call than the interpreter needs to exit."""
     os.environ["TORCH_RING_FAIL"] = "waited:0:3:sleep=1500"  # after two of meet()
     meet(rank)
     if rank == 0:
@@ -193,7 +193,7 @@ SCENARIOS: list[Callable[[int], None]] = [
 
 
 def obey(rank: int, launcher: str, watched: str) -> None:
-    """Be a rank of a launcher, or of mpirun below a shell; rank 0 kills its parent."""
+    """Run as a rank of a launcher, or of mpirun below a shell; rank 0 kills its parent."""
     os.environ.update(variables_of(launcher, rank))
     os.environ["TORCH_RING_EXIT_WITH_LAUNCHER"] = watched
     hvd.init()
@@ -209,7 +209,7 @@ LAUNCHERS = [*((name, "1") for name in WATCHED), ("mpirun", "0"), ("bash", "1")]
 
 
 def main() -> None:
-    """Run all scenarios; in a rank, return when the interpreter is to end."""
+    """Run all scenarios; in a rank, return when the interpreter must end."""
     results: dict[str, list[list[tuple[int, str]]]] = {}
     for scenario in SCENARIOS:
         ranks = start(scenario)
@@ -239,7 +239,7 @@ def main() -> None:
 
 
 def start(run: Callable[..., None], folder: str = "", *arguments: str):
-    """Fork two ranks. Return their processes and outputs; None in a rank, when it is to end."""
+    """Fork two ranks. Return their processes and outputs; None in a rank, when it must end."""
     ranks = []
     for rank in range(2):
         output = open(Path(folder, str(rank)), "w+") if folder else tempfile.TemporaryFile("w+")  # noqa: SIM115  the parent reads it
@@ -262,5 +262,5 @@ def text_of(output) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()  # or each rank frees, and so copies, the objects of torch
+    gc.freeze()  # or each rank frees torch's objects, and so copies their pages
     main()

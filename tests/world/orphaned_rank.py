@@ -1,4 +1,4 @@
-"""A rank of torchrun whose agent gets killed; for test_exits.py."""
+"""A rank of torchrun whose agent is killed; for test_exits.py."""
 
 import os
 import signal

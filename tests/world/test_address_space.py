@@ -1,4 +1,4 @@
-"""Little address space: the shared memory is smaller, and what does not fit there is copied."""
+"""Scarce address space: the shared memory is smaller, and tensors outside of it are copied."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FEW = {"TORCH_RING_ADDRESS_SPACE": str(64 << 20)}  # arenas of 12 MiB
 
 
 def limit_address_space(spare: int) -> None:
-    """Let this process map `spare` bytes more."""
+    """Allow this process to map `spare` more bytes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
 
 
 def init_with_a_limit() -> None:
-    # Ranks with different limits: what all of them can map is what they share.
+    # Ranks with different limits share as much as all of them can map.
     limit_address_space((1 + int(os.environ["RANK"])) << 30)
     hvd.init()
     shared = hvd.empty_shared(1 << 20)
@@ -36,7 +36,7 @@ def init_with_a_limit() -> None:
     shared.fill_(hvd.rank() + 1.0)
     hvd.allreduce_(shared, op=hvd.Sum)
     assert shared.eq(3).all()
-    # The program keeps some for itself.
+    # The program keeps some address space for itself.
     private = torch.empty(100 << 20, dtype=torch.uint8)
     assert not is_shared(private)
     hvd.shutdown()
@@ -47,7 +47,7 @@ def test_ranks_with_a_limit_share_memory():
 
 
 def init_with_next_to_nothing(spare: int) -> tuple[str, str]:
-    """Rank 1 can map `spare` bytes more: too little for memory, for threads, or for anything."""
+    """Rank 1 can map `spare` bytes more: too few for memory, for threads, or for anything else."""
     if int(os.environ["RANK"]) == 1:
         limit_address_space(spare)
     outcome = error_of(hvd.init)

@@ -1,4 +1,4 @@
-"""TORCH_RING_CHECKSUM: data between hosts carry checksums; they arrive as they were, or not at all.
+"""TORCH_RING_CHECKSUM: data between hosts carry checksums, and arrive unchanged or not at all.
 
 tests/cpp/checked_stream_test.cc flips every bit of a stream.
 """
@@ -19,16 +19,16 @@ from torch_ring._C import arm_failpoints
 COUNT = 1 << 21  # of float32: megabytes for each rank
 HEADER_BYTES = 12  # of a frame: csrc/transport/checked_stream.h
 RECEIVED_AT = 128  # of tcpi_bytes_received in the kernel's struct tcp_info
-LEAST_BYTES = 256 << 10  # that a data connection has received, and no control connection
+LEAST_BYTES = 256 << 10  # data connections have received more, control connections less
 
 
 def data_bytes_received() -> int:
-    """Return what the TCP connections of this process that carry data have received."""
+    """Return the bytes received on this process's TCP data connections."""
     received = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             is_socket = stat.S_ISSOCK(os.fstat(int(name)).st_mode)
-        except OSError:  # that of the listing itself
+        except OSError:  # the descriptor of the listing itself
             continue
         if not is_socket:
             continue
@@ -62,13 +62,13 @@ def test_results_with_checksums(size, connections):
         assert with_checksums - without >= HEADER_BYTES * frames
 
 
-# --- a bit that is another one when it arrives
+# --- a flipped bit
 
 DAMAGED = "arrived damaged: their checksum is not that of the bytes sent (TORCH_RING_CHECKSUM)"
 
 
 def flip(nth: int) -> None:
-    """Let rank 1 find another bit in what it receives from rank 0 for the nth time from now on."""
+    """Flip a bit in the `nth` data that rank 1 receives from rank 0 from now on."""
     arm_failpoints(f"data.received:0:{nth}:close")
 
 
@@ -97,7 +97,7 @@ def send_a_damaged_message(count: int) -> tuple[str, str]:
         flip(1)
     values = torch.ones(count)
     outcome = error_of(lambda: dist.send(values, 1) if rank == 0 else dist.recv(values, 0))
-    if rank == 0 and outcome[0] == "nothing":  # a short message is sent when it is on its way
+    if rank == 0 and outcome[0] == "nothing":  # a short message counts as sent once it has left
         outcome = error_of(lambda: dist.recv(values, 1))
     arm_failpoints("")
     return outcome

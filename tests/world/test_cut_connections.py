@@ -1,4 +1,4 @@
-"""Connections that the network cuts between ranks that live on."""
+"""The network cuts connections between living ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pool import error_of, eventually, run
 
 import torch_ring as hvd
 
-PATIENCE_S = 15.0  # of the other end, which leaves then: a later error than that of the connection
+PATIENCE_S = 15.0  # of the other end, whose goodbye would come after the connection's error
 
 
 def tcp_sockets() -> set[tuple[int, str]]:
@@ -40,7 +40,7 @@ def tcp_sockets_before(folder: Path, rank: int) -> set[tuple[int, str]]:
 
 
 def reset(fd: int) -> None:
-    """Let the other end's next call say that the connection was reset."""
+    """Make the other end's next call fail with a reset connection."""
     nowhere = bytes(16)  # a sockaddr of AF_UNSPEC disconnects
     assert ctypes.CDLL(None).connect(fd, nowhere, len(nowhere)) == 0
 

@@ -1,4 +1,4 @@
-"""Ranks that leave in peace: nobody takes them for dead, and what they have sent arrives."""
+"""Ranks that leave properly: no rank considers them dead, and all their data arrive."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ def come_and_go(rounds: int) -> None:
 
 
 def compute(parent: int) -> None:
-    while os.getppid() == parent:  # which may be killed
+    while os.getppid() == parent:  # it may be killed
         pass
 
 
@@ -66,7 +66,7 @@ def test_the_last_data_of_a_rank_may_be_late():
 
 
 def miss_the_last_data_of_a_rank() -> tuple[str, str]:
-    """As when the host of rank 1 is cut off after its goodbye."""
+    """Like a host of rank 1 that is cut off after its goodbye."""
     if hvd.rank() == 0:
         arm_failpoints("data.receive:1:late=60000")
     outcome = error_of(lambda: hvd.allreduce(torch.ones(3), name="last"))
@@ -122,7 +122,7 @@ def error_of_init() -> tuple[str, str]:
 
 @pytest.mark.parametrize("end", ["connecting", "accepting"])
 def test_a_rank_dies_in_the_handshake(end):
-    """The others hear it long before init() would give up."""
+    """The others learn of it long before init() would give up."""
     env = {"TORCH_RING_FAIL": f"handshake.{end}:1:1:kill", "TORCH_RING_INIT_TIMEOUT": "600"}
     outcomes = run(error_of_init, 3, transport="tcp", env=env, initialized=False, may_die={1})
     assert outcomes[1] is None
@@ -140,7 +140,7 @@ def test_handshakes_that_fail_are_tried_again(transport):
 def outlive_a_departed_rank() -> tuple[str, str] | None:
     hvd.allreduce(torch.ones(100_000), name="together")
     if hvd.rank() == 1:
-        hvd.shutdown()  # and dies in it
+        hvd.shutdown()  # and dies during it
         return None
     return error_of(lambda: hvd.allreduce(torch.ones(3), name="more"))
 

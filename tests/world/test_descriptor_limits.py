@@ -49,7 +49,7 @@ def init_without_descriptors(spare: int, broken: int) -> tuple[str, str]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = set(map(int, os.listdir("/proc/self/fd")))
     free = [number for number in range(len(taken) + 100) if number not in taken]
-    with limited(free[spare + 1] if rank == broken else soft):  # one was this directory's
+    with limited(free[spare + 1] if rank == broken else soft):  # one was this listing's
         outcome = error_of(hvd.init)
         if outcome[0] == "nothing":
             outcome = error_of(lambda: hvd.allreduce(torch.ones(10)))
@@ -74,7 +74,7 @@ def test_a_rank_without_descriptors_fails_all():
             failed += "nothing" not in kinds
             assert "nothing" not in kinds or len(kinds) == 1, outcomes
             for kind, text in outcomes:
-                # A rank that has none at all cannot tell the others why it does not come.
+                # A rank without any descriptor cannot report to the others why it does not come.
                 is_told = (
                     "Too many open files: raise `ulimit -n` (now" in text
                     and f"rank {spare % 5 % 3}" in text

@@ -1,4 +1,4 @@
-"""The ends of programs: what the other ranks hear, and that threads and launchers do no harm."""
+"""Exits of programs: the other ranks' errors, and harmless threads and launchers."""
 
 import json
 import os
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def results():
-    """Return by scenario, for each time that it was run, the status and the output of each rank."""
+    """Return by scenario, for each of its runs, the status and the output of each rank."""
     ended = subprocess.run(
         [sys.executable, str(PROGRAM)],
         env=clean_environment(TORCH_RING_TIMEOUT="20", PYTHONPATH=os.pathsep.join(sys.path)),
         stdout=subprocess.PIPE,
         text=True,
         timeout=500,
-        start_new_session=True,  # of which its jobs have their name
+        start_new_session=True,  # its jobs are named by it
     )
     assert ended.returncode == 0
     return json.loads(ended.stdout)
@@ -86,7 +86,7 @@ def test_ranks_end_with_an_agent_of_torchrun_that_was_killed():
     agent = start_program(
         [*TORCHRUN, "--nproc-per-node", "2", str(program)], PYTHONPATH=os.pathsep.join(sys.path)
     )
-    output = output_of(agent)  # when the ranks have ended, too: they hold the other end
+    output = output_of(agent)  # after the ranks have ended, too, which hold the other end
     assert agent.returncode == -signal.SIGKILL, output
     assert "has outlived its agent" not in output
     for rank in range(2):

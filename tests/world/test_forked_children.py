@@ -1,4 +1,4 @@
-"""Forked children: they know who their parent is, and disturb neither it nor the other ranks."""
+"""Forked children know their parent's rank, and disturb neither it nor the other ranks."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def facts_of(pair: hvd.ProcessSet) -> list[object]:
 
 
 def check_child(pair: hvd.ProcessSet, expected: list[object]) -> None:
-    """A worker of a DataLoader shards its data by what its parent is, also within a set."""
+    """A worker of a DataLoader shards its data by its parent's rank, even within a set."""
     hvd.init()  # there is a world
     assert facts_of(pair) == expected
     for operation in (
@@ -82,7 +82,7 @@ def fork_a_worker_and_die() -> None:
         assert rank == 1
         hvd.allreduce(torch.ones(3))
         all_have_passed(Path(os.environ["WORKER_PID"]).with_name("passed"), hvd.size())
-        # The worker lives on; the other rank must notice the death of its parent all the same.
+        # The worker lives on; the other rank must still notice the death of its parent.
         threading.Timer(20, os.kill, (pid, signal.SIGKILL)).start()
         with open(os.environ["WORKER_PID"], "w") as file:
             file.write(str(pid))
@@ -105,7 +105,7 @@ def test_a_forked_worker_does_not_hide_a_death(transport, tmp_path):
         env={"WORKER_PID": str(path)},
         may_die={1},
     )
-    assert path.exists()  # the worker, a process of the rank's group, was ended with it
+    assert path.exists()  # the worker, in the rank's process group, ended with it
 
 
 def open_sockets() -> set[str]:

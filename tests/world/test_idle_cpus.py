@@ -1,4 +1,4 @@
-"""Ranks that leave most of their CPUs idle, as under an MPI, are told so at init()."""
+"""init() warns ranks that leave most of their CPUs idle, as under an MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch_ring as hvd
 
 
 def lines(cpus: int, threads: int, variables: dict[str, str], bound: bool) -> list[str]:
-    """Return what init() says of threads on ranks that may run on so many CPUs."""
+    """Return the lines of init() about threads, on ranks that may run on `cpus` CPUs."""
     first = cpus * int(os.environ["RANK"]) if bound else 0
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""Ranks that are late: they end nothing by default, and the right one is named."""
+"""Late ranks: by default they cause no error, and the right one is named."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def accused(text: str) -> list[int]:
-    """Return the ranks that a warning or a TimeoutError says to be late."""
+    """Return the ranks that a warning or a TimeoutError names as late."""
     called = re.findall(r"rank (\d+) \([^)]*pid \d+\) has not called it", text)
     stuck = re.search(r"All wait for (.*): it is stuck", text)
     ranks = re.findall(r"rank (\d+) \(", stuck[1]) if stuck else called
@@ -36,7 +36,7 @@ def accused(text: str) -> list[int]:
 
 
 def come_late(late: list[int], init: bool, folder: Path) -> list[str]:
-    """Reduce on all ranks; the late ones come when the others have told of them. Return the log."""
+    """Reduce on all ranks; late ones come after the others have reported them. Return the log."""
     if init:
         hvd.init()
     values = torch.ones(3)
@@ -48,7 +48,7 @@ def come_late(late: list[int], init: bool, folder: Path) -> list[str]:
             return [text for text in messages if "'x'" in text and " has waited " in text]
 
         def has_told() -> bool:
-            # On several hosts some name those of the own one alone.
+            # On several hosts some ranks name only the late ranks of their own host.
             lines = warnings()
             return len(lines) >= 2 and (init or late in map(accused, lines))
 
@@ -65,12 +65,12 @@ def come_late(late: list[int], init: bool, folder: Path) -> list[str]:
 
 
 def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: bool = False) -> None:
-    """Check that the late ranks are named; on several hosts maybe those of the own one alone."""
+    """Check that the late ranks are named; on several hosts perhaps only those of the own host."""
     for rank, lines in enumerate(logs):
         if rank in late:
             continue
         assert len(lines) >= 2, "a warning repeats"
-        # The first may come while others are on their way, the last when some of the late are here.
+        # The first warning may precede some punctual ranks, and the last may follow some late ones.
         named = [accused(line) for line in lines]
         assert late in named or several_hosts, (rank, lines)
         assert named[-1], (rank, lines)
@@ -116,9 +116,9 @@ def test_the_late_ranks_of_several_hosts(hosts, tmp_path):
 
 
 def outlive_a_stopped_rank(victim: int, folder: Path) -> str:
-    """Reduce until it fails, as the victim is stopped. Return the error.
+    """Reduce until it fails, because the victim is stopped. Return the error.
 
-    The victim is ended then: nobody waits for its departure.
+    The victim is then killed: no rank waits for its departure.
     """
     values = torch.ones(4 << 20)
     pids = hvd.allgather_object(os.getpid())
@@ -141,7 +141,7 @@ def outlive_a_stopped_rank(victim: int, folder: Path) -> str:
     [("shm", 3, 1), ("tcp", 4, 0)],
 )
 def test_a_timeout_names_the_rank_that_is_stopped(transport, size, victim, tmp_path):
-    """The others wait for their neighbours, in a transfer or before it."""
+    """The other ranks wait for their neighbours, in a transfer or before it."""
     texts = run(
         outlive_a_stopped_rank,
         size,
@@ -199,7 +199,7 @@ def test_a_rank_that_makes_progress_has_time(transport):
 
 
 def call_in_two_threads() -> list[list[float]]:
-    """Each thread waits for what the other rank's second thread will call a second later."""
+    """Each thread waits for the call of the other rank's second thread, a second later."""
     names = ["one", "other"]
     mine, later = names if hvd.rank() == 0 else names[::-1]
     results: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, leave or come late: the other ranks get an error soon that names them."""
+"""Ranks that die, stop, leave or come late: the other ranks soon get an error that names them."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ import torch_ring as hvd
 
 
 def outlive(victim: int, how: str, bytes_each: int, passed: Path) -> tuple[str, str]:
-    """Reduce until it fails, as the victim ends. Return the error."""
+    """Reduce until it fails, because the victim ends. Return the error."""
     tensor = torch.ones(bytes_each // 4)
     hvd.allreduce(tensor)
     all_have_passed(passed, hvd.size())
@@ -50,7 +50,7 @@ def outlive(victim: int, how: str, bytes_each: int, passed: Path) -> tuple[str, 
 @pytest.mark.parametrize("bytes_each", [slow(256), 1 << 22])
 @pytest.mark.parametrize("how", ["kill", "leave", "stop"])
 def test_a_lost_rank_is_named(how, bytes_each, transport, tmp_path):
-    # A third rank that is late on a loaded machine would be given up, too, in place of the victim.
+    # On a loaded machine, a late third rank could be given up in place of the victim.
     size, env = (2, {"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"}) if how == "stop" else (3, {})
     victim = size - 1
     results = run(
@@ -69,7 +69,7 @@ def test_a_lost_rank_is_named(how, bytes_each, transport, tmp_path):
 
 
 def lines_logged(call: Callable[[], object]) -> list[str]:
-    """Return what torch_ring logs during a call."""
+    """Return the log of torch_ring during a call."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     log = logging.getLogger("torch_ring")
@@ -82,7 +82,7 @@ def lines_logged(call: Callable[[], object]) -> list[str]:
 def reduce_on_rank_0(others: str, folder: Path) -> tuple[list[str], list[str]]:
     """Reduce on rank 0 only, and again. Return its errors, as tracebacks show them, and its log.
 
-    Rank 1 has called what it calls before that, and comes when rank 0 has given up.
+    Rank 1 has made its other calls before that, and comes after rank 0 has given up.
     """
     loss = torch.ones(3)
     if others == "gather":  # both wait for each other: rank 0 must be the first to give up
@@ -103,7 +103,7 @@ def reduce_on_rank_0(others: str, folder: Path) -> tuple[list[str], list[str]]:
         called.touch()
         assert eventually(given_up.exists)
         kind, _ = error_of(reduce_late)
-        if kind == "nothing":  # rank 0's data came before the news that it has given up
+        if kind == "nothing":  # rank 0's data came before the report that it has given up
             kind, _ = error_of(reduce_late)
         assert kind in ("TimeoutError", "PeerLostError", "NotInitializedError"), kind
         return [], []
@@ -113,7 +113,7 @@ def reduce_on_rank_0(others: str, folder: Path) -> tuple[list[str], list[str]]:
         errors.append("{}: {}".format(*error_of(lambda: hvd.allreduce(loss, name="loss"))))
 
     assert eventually(called.exists)
-    # Without where the late rank is, which comes when that rank has answered.
+    # Without the late rank's position, which follows when that rank has answered.
     log = [line for line in lines_logged(reduce) if "its main thread is" not in line]
     reduce()
     given_up.touch()
@@ -121,7 +121,7 @@ def reduce_on_rank_0(others: str, folder: Path) -> tuple[list[str], list[str]]:
 
 
 def without_numbers(text: str) -> str:
-    """Return a text that is the same in every run: without pids, addresses and times."""
+    """Return a text without pids, addresses and times, the same in every run."""
     text = re.sub(r"\d+(\.\d+)? s\b", "N s", text)
     return re.sub(r"\((?:[\d.]+, )?pid \d+\)", "(pid N)", text)
 
@@ -131,7 +131,7 @@ def without_numbers(text: str) -> str:
     ("others", "transport"), [("compute", "tcp"), ("gather", "shm"), ("leave", "shm")]
 )
 def test_rank_0_calls_a_collective_alone(others, transport, tmp_path):
-    """The texts are those of docs/errors.md."""
+    """The texts equal those in docs/errors.md."""
     env = {"TORCH_RING_TIMEOUT": "2.5", "TORCH_RING_STALL_WARNING": "2"}
     args = (others, tmp_path)
     (errors, log), *_ = run(reduce_on_rank_0, 2, args=args, transport=transport, env=env)
@@ -189,10 +189,10 @@ def has_come_to_rest(pid: int) -> bool:
 
 
 def pass_a_barrier_late(waits: Path) -> str:
-    """Return the error of a rank that runs again when another one has passed its barrier, and died.
+    """Return the error of a rank that wakes after another one has passed its barrier and died.
 
-    Rank 1 waits in the barrier, and is stopped; rank 0 completes it, and dies; rank 2 sees to it
-    that rank 1 runs again.
+    Rank 1 waits in the barrier, and is stopped; rank 0 completes it, and dies; rank 2 continues
+    rank 1.
     """
     pids = hvd.allgather_object(os.getpid())
     if hvd.rank() == 1:
@@ -226,7 +226,7 @@ def test_the_text_of_a_mismatch_is_that_of_the_page():
 
 
 def call_one_more_on_rank_0() -> str:
-    """Return the error of a collective that does not fit the one more that rank 0 has called."""
+    """Return the error of a collective that mismatches an additional one of rank 0."""
     if hvd.rank() == 0:
         return error_of(lambda: hvd.allreduce(torch.ones(3)))[1]
     return error_of(lambda: hvd.broadcast(torch.ones(2), root_rank=0))[1]

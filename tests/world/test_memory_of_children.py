@@ -1,4 +1,4 @@
-"""Memory of forked children: they do not keep the shared memory of their parents' hosts."""
+"""Memory of forked children: they do not keep the shared memory of their parent's host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def holds_memory(pid: int | str) -> bool:
 
 
 def fork_and_touch() -> None:
-    """A child reads zeros in what its parent shares, and writes for itself."""
+    """A child reads zeros in its parent's shared memory, and writes to a copy of its own."""
     weight = nn.Parameter(torch.zeros(100_000))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.1))
     (weight * 3).sum().backward()
@@ -87,7 +87,7 @@ def look_at_workers() -> None:
     assert eventually(lambda: path.exists() and len(path.read_text().split()) == 2, 20.0)
     workers = [int(pid) for pid in path.read_text().split()]
     for worker in workers:
-        os.kill(worker, signal.SIGSTOP)  # or it ends when it sees that its parent is gone
+        os.kill(worker, signal.SIGSTOP)  # otherwise it ends when it notices its parent's death
     Path(os.environ["STOPPED"]).touch()
     assert eventually(lambda: parents[1] not in map(parent_of, workers))
     held = [holds_memory(worker) for worker in workers]

@@ -1,4 +1,4 @@
-"""The defaults of waiting: a rank that lives and is late ends no job."""
+"""Defaults of waiting: a living, late rank does not end a job."""
 
 import contextlib
 import threading
@@ -39,7 +39,7 @@ def test_the_longest_times_that_the_settings_take_on_two_hosts(hosts):
 
 def wait_for_late_data() -> None:
     hvd.allreduce(torch.ones(100_000))
-    # Rank 1 lives, and the data that it has sent arrive later than a lost rank is given up.
+    # Rank 1 lives, and its data arrive later than a lost rank is given up.
     arm_failpoints("data.receive:1:late=2500" if hvd.rank() == 0 else "")
     sums = hvd.allreduce(torch.ones(100_000), op=hvd.Sum)
     arm_failpoints("")
@@ -66,7 +66,7 @@ def ask_for_other_things_beside_a_thread() -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_a_thread_that_submits_nothing_hides_no_mismatch():
-    """All ranks wait for different things: an error, after a grace for the other thread."""
+    """All ranks wait for different operations: an error, after a grace for the other thread."""
     env = {"TORCH_RING_TIMEOUT": "0"}
     for kind, text in run(ask_for_other_things_beside_a_thread, 2, env=env):
         assert kind == "MismatchError", text

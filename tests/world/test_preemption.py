@@ -1,4 +1,4 @@
-"""A stop that all ranks agree on, whichever of them got the signal, and wherever they are."""
+"""All ranks agree on a stop, whichever of them got the signal, and wherever they are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def two_hosts() -> Iterator[Sequence[Host]]:
 
 @contextlib.contextmanager
 def watching(*signals: str) -> Iterator[None]:
-    """Watch signals; not in the next test of this process."""
+    """Watch signals, only until the end of this test."""
     preemption.watch(signals)
     try:
         yield
@@ -46,7 +46,7 @@ def watching(*signals: str) -> Iterator[None]:
 
 
 def steps_until_stop(signalled: dict[int, int], together: bool) -> tuple[int, str]:
-    """Call requested() until it is True; return how often that was, and why.
+    """Call requested() until it is True; return the number of calls, and the reason.
 
     Args:
         signalled: by rank, the step in which it gets a signal.
@@ -138,7 +138,7 @@ def signal_before_init() -> list[int]:
     with watching("SIGUSR1"):
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(2):  # also in the next world: the process is to go
+        for _ in range(2):  # also in the next world: the process must stop
             hvd.init()
             step = 0
             while not preemption.requested():
@@ -178,7 +178,7 @@ def load_through_signals() -> None:
         if seen == 8:  # both workers have begun
             for worker in multiprocessing.active_children():
                 for number in (signal.SIGTERM, signal.SIGUSR2):
-                    # As a launcher does, to all processes of a rank; it is not their parent.
+                    # As a launcher does to all processes of a rank; it is not their parent.
                     subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)
     assert seen == 64
 

@@ -1,4 +1,4 @@
-"""Process sets that cannot be made, and members that are lost."""
+"""Process sets that cannot be made, and lost members."""
 
 import contextlib
 import os
@@ -128,7 +128,7 @@ def use_without_engine(broken: int, how: str, limited: Path) -> None:
     for each in (pair, late):
         hvd.remove_process_set(each)
         hvd.add_process_set(each)
-        if how == "memory":  # nobody knows when the last connection in vain has ended
+        if how == "memory":  # the end of the last failed connection is unknown
             check_process_set(each, each.ranks or [])
 
 
@@ -189,7 +189,7 @@ def test_a_member_that_dies_while_the_set_is_added(when, transport):
 
 
 def interrupt_once_it_waits(thread: int, came: Path, number: int) -> None:
-    """Send this process a signal when a thread waits for the other ranks in an exchange."""
+    """Send this process a signal while a thread waits for the other ranks in an exchange."""
     while True:
         frame: Any = sys._current_frames()[thread]
         while frame is not None:
@@ -201,7 +201,7 @@ def interrupt_once_it_waits(thread: int, came: Path, number: int) -> None:
 
 
 def interrupt_a_rank(who: int, mark: str, number: int) -> None:
-    """The others come when the exchange of one rank has been interrupted."""
+    """The others come after the exchange of one rank has been interrupted."""
     came = Path(mark)
 
     for turn, change in enumerate((hvd.add_process_set, hvd.remove_process_set)):

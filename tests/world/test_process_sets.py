@@ -1,4 +1,4 @@
-"""Process sets: what they are, how they come and go, and several at once."""
+"""Process sets: their properties, adding and removing them, and several at once."""
 
 import copy
 import pickle
@@ -122,7 +122,7 @@ def come_and_go() -> None:
         process_set = hvd.add_process_set([0, hvd.size() - 1])
         check_process_set(process_set, [0, hvd.size() - 1])
         assert hvd.remove_process_set(process_set)
-        if number == 1:  # the first two open what stays open
+        if number == 1:  # the first two open permanent descriptors
             before = resources()
     assert_no_more_than(before, opened=3)
 
@@ -174,7 +174,7 @@ def use_a_hierarchy() -> tuple[list[int] | None, ...]:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_hierarchy(transport):
-    """One host, whose ranks are one level; and a host for each rank, of which all meet."""
+    """One host, whose ranks form one level; and a host for each rank, which form the other."""
     everyone = [0, 1, 2]
     levels = [(everyone, [0])] * 3 if transport == "shm" else [([r], everyone) for r in everyone]
     assert run(use_a_hierarchy, 3, transport=transport) == levels

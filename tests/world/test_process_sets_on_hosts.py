@@ -1,4 +1,4 @@
-"""Process sets across hosts: of ranks that lead no host, or whose host's leader has died."""
+"""Process sets across hosts, of ranks that lead no host, or whose host's leader has died."""
 
 import os
 import shutil
@@ -91,7 +91,7 @@ def test_sets_without_the_leaders_of_hosts(hosts, layout, sets):
 
 
 def outlive_the_leaders(leaders: list[int], passed: Path) -> tuple[str, str]:
-    """The leaders of hosts die when the set has been used, and before another one is used first."""
+    """The leaders of hosts die after the use of one set, and before the first use of another."""
     rest = [rank for rank in range(hvd.size()) if rank not in leaders]
     members, unused = hvd.add_process_set(rest), hvd.add_process_set(rest[1:])
     if members.included():

@@ -1,4 +1,4 @@
-"""The same program gives the same bits in every run, whatever its operations wait for."""
+"""The same program gives the same bits in every run, with any delays of its operations."""
 
 import hashlib
 import os
@@ -84,7 +84,7 @@ def require_one_result(found: list[tuple[set[str], set[str]]]) -> None:
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), slow("tcp", 5)])
 def test_every_run_has_the_same_bits(transport, size):
-    # Buckets that are sent while backward goes on, and fused if they meet.
+    # Buckets that are sent during backward, and fused if they meet.
     env = {"TORCH_RING_BUCKET_BYTES": "50000"}
     require_one_result(run(both, size, transport=transport, env=env))
 

@@ -168,7 +168,7 @@ def test_a_cut_link_is_noticed(hosts, tmp_path):
 
 
 def leave_while_packets_get_lost() -> None:
-    """Most packets get lost from before the last collective until 3 s later, or the end."""
+    """Most packets get lost, from before the last collective until 3 s later or until the end."""
     tensor = torch.full((20_000,), float(hvd.rank()))
     hvd.allreduce(tensor)
     with contextlib.ExitStack() as until_left:

@@ -57,13 +57,13 @@ def on_hosts(
 
 
 def sent_bytes() -> dict[str, int]:
-    """Return how many bytes have left each interface of this network namespace."""
+    """Return the bytes that have left each interface of this network namespace."""
     lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
     return {name.rstrip(":"): int(numbers[8]) for name, *numbers in lines}
 
 
 def sent_by_allreduces(count: int, mib: int) -> dict[str, int]:
-    """Return how many bytes leave each interface in so many allreduces."""
+    """Return the bytes that leave each interface in `count` allreduces."""
     hvd.init()
     sent = sent_in_this_world(count, mib)
     hvd.shutdown()
@@ -82,9 +82,9 @@ def sent_in_this_world(count: int, mib: int) -> dict[str, int]:
 
 
 def sent_after_a_death(mib: int) -> dict[str, int]:
-    """Return how many bytes leave each interface in an allreduce of the ranks that rank 1 leaves.
+    """Return the bytes that leave each interface in an allreduce after the death of rank 1.
 
-    It dies on a host where another one lives.
+    Another rank on its host lives on.
     """
     hvd.init()
     dies = hvd.rank() == 1
@@ -105,7 +105,7 @@ def test_both_interfaces_carry_half_of_the_data(two_hosts, connections):
     env = BOTH | {"TORCH_RING_CONNECTIONS": connections}
     for sent in on_hosts(sent_by_allreduces, two_hosts, 2, 4, env=env):
         all_sent = sent["eth0"] + sent["eth1"]
-        assert all_sent >= 8 * MIB  # of two ranks, each sends as many bytes as the tensor has
+        assert all_sent >= 8 * MIB  # each of two ranks sends the tensor's bytes once
         for name in ("eth0", "eth1"):
             assert 0.45 < sent[name] / all_sent < 0.55, sent
 
@@ -131,7 +131,7 @@ def init_fails(settings: list[str], passed: Path) -> str:
     """Return the text of the error of init() with a setting for each rank."""
     os.environ["TORCH_RING_INTERFACE"] = settings[int(os.environ["RANK"])]
     text = error_of(hvd.init)[1]
-    all_have_passed(passed, len(settings))  # with rank 0 ends the store, which tells the error
+    all_have_passed(passed, len(settings))  # rank 0 serves the store, which reports the error
     return text
 
 

@@ -1,4 +1,4 @@
-"""Worlds that end: shutdown() leaves no thread, no descriptor and no shared memory behind."""
+"""Ends of worlds: shutdown() leaves no thread, no descriptor and no shared memory behind."""
 
 import os
 
@@ -25,7 +25,7 @@ def start_over() -> None:
 
 
 def threads_at_rest() -> int:
-    """Return how many threads this process may have without a world: torch's store has some."""
+    """Return the number of threads allowed without a world: torch's store has some."""
     return 1 + sum("tcpstore" in name.lower() or name != "python" for name in thread_names())
 
 

@@ -17,7 +17,7 @@ from torch_ring.world.engine import interrupt_deferred
 
 @contextlib.contextmanager
 def alarm_once_it_waits() -> Iterator[None]:
-    """Let SIGALRM come to this thread when it waits for an operation."""
+    """Send SIGALRM to this thread while it waits for an operation."""
     waiting = threading.get_ident()
 
     def ring() -> None:
@@ -81,7 +81,7 @@ def test_a_signal_handler_may_shut_down(transport):
 def test_an_exception_while_handlers_are_given_back_swallows_no_other_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C comes as soon as its handler is given back, before that of SIGTERM is."""
+    """Ctrl-C comes when its handler is restored, and SIGTERM's is not yet."""
     give_back = signal.signal
     came: list[int] = []
 

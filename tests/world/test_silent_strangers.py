@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def listeners(store: bool) -> list[tuple[int, object]]:
-    """Return family and address of all sockets of this namespace at which somebody listens."""
+    """Return family and address of all listening sockets of this namespace."""
     unix = re.findall(r" 00010000 0001 .* @(torch_ring/\w+)", Path("/proc/net/unix").read_text())
     found: list[tuple[int, object]] = [(socket.AF_UNIX, f"\0{name}") for name in unix]
     tcp = Path("/proc/net/tcp").read_text()
@@ -38,7 +38,7 @@ def listeners(store: bool) -> list[tuple[int, object]]:
 def besiege(count: int, store: bool) -> int:
     """Start a process that makes `count` connections to each of those sockets; return its pid.
 
-    With `ulimit -n 128` it spares the job's store: torch's server has no bounds.
+    With `ulimit -n 128` it spares the job's store: torch's server has no limit.
     """
     child = os.fork()
     if child:
@@ -70,7 +70,7 @@ def init_besieged(layout: list[int], count: int, limit: int) -> float:
         hvd.init()
         seconds = time.monotonic() - began
         assert hvd.allreduce(torch.ones(100_000), op=hvd.Sum).eq(hvd.size()).all()
-        # The job runs, they come back whenever they are dropped, and it needs more connections.
+        # While the job runs and needs more connections, dropped strangers come back.
         size = hvd.size()
         for ranks in ([0, size - 1], [1, size - 1], [0, 1]) if size > 2 else ():
             added = hvd.add_process_set(ranks)
@@ -91,9 +91,9 @@ def init_besieged(layout: list[int], count: int, limit: int) -> float:
     ("layout", "count", "limit"), [([0, 0, 1], 1500, 0), ([0, 0, 1], 250, 128)]
 )
 def test_silent_strangers(hosts, layout, count, limit, full):
-    """Of 1500 strangers at each socket there are 4000 with --full, if `ulimit -n` allows it."""
+    """There are 1500 strangers at each socket; with --full 4000, if `ulimit -n` allows it."""
     if full and not limit:
-        # Unix and TCP of up to two ranks, the store, and what else a process has.
+        # Unix and TCP sockets of up to two ranks, the store, and a process's other descriptors.
         count = min(4000, (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 200) // 5)
     seconds = run(
         init_besieged,

@@ -1,4 +1,4 @@
-"""Processes that may join, and objects that are taken: on one host, with and without a secret."""
+"""Processes that may join, and accepted objects: on one host, with and without a secret."""
 
 import collections
 import logging
@@ -55,7 +55,7 @@ def run_on_two_hosts(fn, hosts, size=2, **env):
 
 
 def share_objects() -> tuple[list[str], list[str]]:
-    """Return the warnings of init(), and what became of an object of one's own class."""
+    """Return the warnings of init(), and the result of sending an object of the program's class."""
     lines = lines_logged_by_init()
     plain = {"rank": hvd.rank(), "tensor": torch.arange(3), "array": np.ones(2), "deque": [1]}
     for root in range(hvd.size()):
@@ -139,14 +139,14 @@ def join_with_own_secret() -> str:
 
 
 def claim_machine(machine: str) -> None:
-    """Let this rank claim a machine."""
+    """Make this rank claim a machine."""
     make = connecting.PeerInfo
     connecting.PeerInfo = lambda **fields: make(**fields | {"machine": machine})
 
 
 def join_as_a_copy() -> tuple[str, int]:
     """Join as on copies of one machine, whose boot id and namespace are the same."""
-    os.environ.pop("LOCAL_WORLD_SIZE")  # or the launcher would tell
+    os.environ.pop("LOCAL_WORLD_SIZE")  # or the launcher would reveal it
     os.environ.pop("LOCAL_RANK")
     os.environ.pop("GROUP_RANK")
     claim_machine("boot/1")
@@ -166,8 +166,8 @@ def join_as_a_copy() -> tuple[str, int]:
 
 
 def join_beside_a_stranger(with_launcher: bool) -> tuple[list[int], list[str]]:
-    """Join; in place of rank 1 a process of another user tries first, with all that it can know."""
-    if not with_launcher:  # the store's address tells
+    """Join; in place of rank 1 a process of another user tries first, with all public knowledge."""
+    if not with_launcher:  # the store's address shows that there is one host
         os.environ.pop("LOCAL_WORLD_SIZE")
     if os.environ["RANK"] == "1":
         "a".encode("idna")  # the stranger may not read Python's modules
@@ -194,7 +194,7 @@ def join_beside_a_stranger(with_launcher: bool) -> tuple[list[int], list[str]]:
 @needs_root
 @pytest.mark.parametrize("with_launcher", [True, False])
 def test_one_host_is_closed_to_other_users(with_launcher):
-    """Although they can reach the job's store, and there is no secret."""
+    """This holds although they can reach the job's store, and there is no secret."""
     results = run(join_beside_a_stranger, 2, initialized=False, transport="", args=[with_launcher])
     assert results == [([0, 0], [])] * 2
 

@@ -1,4 +1,4 @@
-"""Hosts that lack something: init() works, or says which setting helps, and where."""
+"""Hosts with deficiencies: init() works, or names the helpful setting, and the host for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ on_hosts = [
 
 
 def outcome_of_init() -> str:
-    """Return how many ranks the world has, or why there is none."""
+    """Return the number of ranks of the world, or the reason why there is none."""
     text = error_of(hvd.init)[1]
     if hvd.is_initialized():
         text = f"{hvd.size()} ranks, {hvd.allgather_object(os.environ['RANK'])}"
@@ -50,7 +50,7 @@ def outcomes(
 
 
 def init_by_hand() -> str:
-    """As ranks do that no launcher has started."""
+    """Call init() as a rank that no launcher has started."""
     for name in list(os.environ):
         if name.startswith(("TORCHELASTIC_", "LOCAL_", "GROUP_")):
             del os.environ[name]
@@ -61,7 +61,7 @@ def init_by_hand() -> str:
 
 
 def init_over_a_file(path: str) -> str:
-    """As mpirun's ranks do, whose MPI brings the address: nothing tells the way to the others."""
+    """Call init() as mpirun's ranks do: MPI brings the address; no route leads to the others."""
     store = FileStore(path, 2)
     text = error_of(lambda: hvd.init(rank=int(os.environ["RANK"]), size=2, store=store))[1]
     if hvd.is_initialized():
@@ -80,7 +80,7 @@ class TestAddresses:
     @pytest.mark.slow
     @pytest.mark.parametrize("address", ["0.0.0.0", "localhost"])
     def test_rank_0_that_calls_its_own_host_so(self, hosts, address):
-        """As operators do that give the others its name."""
+        """As with operators that give the others its name."""
         found = run(
             _init_at,
             2,

@@ -1,4 +1,4 @@
-"""A rank that may start no more threads, at init() and later: all ranks hear which one, and why."""
+"""A rank may start no more threads, at init() and later: all ranks get its rank and the reason."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from pool import error_of, run
 
 import torch_ring as hvd
 
-USER = 23451  # root is not limited; nobody else runs processes as this user
+USER = 23451  # root is not limited; this user has no other processes
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 

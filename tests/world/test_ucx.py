@@ -56,7 +56,7 @@ def test_collectives(size, checksum):
 
 
 def reduce_with_a_dying_rank() -> tuple[str, str, bool]:
-    """The last rank dies when a part of its data has come."""
+    """The last rank dies when a part of its data has arrived."""
     last = hvd.size() - 1
     hvd.allreduce_(torch.ones(1 << 20), name="first")
     data = torch.ones(32 << 20)
@@ -64,7 +64,7 @@ def reduce_with_a_dying_rank() -> tuple[str, str, bool]:
         arm_failpoints(f"data.received:{last - 1}:20:kill")
     kind, text = error_of(lambda: hvd.allreduce_(data, name="second"))
     data.fill_(2)
-    time.sleep(0.5)  # nothing writes to it any more
+    time.sleep(0.5)  # nothing writes to it afterwards
     return kind, text, bool((data == 2).all())
 
 
@@ -80,7 +80,7 @@ def test_a_death_is_told(size):
 
 
 def broadcast_and_idle(folder: Path) -> None:
-    """The root has to wait for the others in no call of torch_ring: they get all that it sent."""
+    """After the root's last call of torch_ring, the others still get all its data."""
     hvd.broadcast(torch.zeros(1 << 20), 0)
     data = torch.full((16 << 20,), float(hvd.rank()))
     hvd.broadcast_(data, 0)
@@ -93,11 +93,11 @@ def test_nothing_is_left_to_send_when_a_collective_is_over(tmp_path):
     run(broadcast_and_idle, 3, args=[tmp_path], transport="tcp", env=OVER_UCX)
 
 
-# --- which ranks use it
+# --- the ranks that use it
 
 
 def init_with(found: list[str]) -> tuple[str, str]:
-    """Call init() with what each rank finds of UCX; return its error, or what is in use."""
+    """Call init() with a made-up UCX on each rank; return its error, or the network in use."""
     mine = found[int(os.environ["RANK"])]
     with mock.patch.object(connect, "own_ucx", return_value=mine):
         try:
@@ -161,7 +161,7 @@ def init_with_devices(devices: list[str]) -> tuple[str, str]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
 def test_a_rank_that_ucx_does_not_reach_fails_init(hosts):
-    """UCX of rank 1 has the loopback interface only."""
+    """UCX of rank 1 has only the loopback interface."""
     outcomes = run(
         init_with_devices,
         2,
@@ -194,7 +194,7 @@ def test_what_is_no_ucx_is_refused(tmp_path):
 
 
 def own_ucx_with(monkeypatch, tmp_path, devices=(), interface="", **environment) -> dict[str, str]:
-    """Return UCX's variables, as own_ucx() leaves them for UCX to read."""
+    """Return the variables that own_ucx() sets for UCX."""
     for device in devices:
         (tmp_path / device).mkdir()
     monkeypatch.setattr(ucx, "_RDMA_DEVICES", tmp_path)

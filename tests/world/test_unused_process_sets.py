@@ -1,4 +1,4 @@
-"""Process sets that nobody uses, that some use, and whose memory, ids and connections return."""
+"""Process sets used by no rank or by some; their memory, ids and connections are reused."""
 
 import contextlib
 import itertools
@@ -49,7 +49,7 @@ def remove_all(sets: list[hvd.ProcessSet]) -> None:
 def warmed_up() -> tuple[int, int]:
     """Return the most resources of this rank without sets: the world may connect to all ranks."""
     remove_all(add_all([[0]]))
-    hvd.alltoall(torch.zeros(hvd.size() << 16))  # too much to go through others
+    hvd.alltoall(torch.zeros(hvd.size() << 16))  # too much to be relayed by other ranks
     hvd.barrier()
     descriptors, threads = resources()
     hvd.barrier()
@@ -57,12 +57,12 @@ def warmed_up() -> tuple[int, int]:
 
 
 def holds_no_more_than(before: tuple[int, int]) -> bool:
-    """Return whether there are soon no more descriptors and threads than before."""
+    """Return whether the descriptors and threads are soon no more than before."""
     return eventually(lambda: all(a <= b for a, b in zip(resources(), before, strict=True)), 20.0)
 
 
 def more_than(before: tuple[int, int]) -> str:
-    """Return what this process holds, for the message of a failure."""
+    """Return this process's resources, for the message of a failure."""
     names = []
     for folder, name_of in (
         ("fd", os.readlink),
@@ -75,13 +75,13 @@ def more_than(before: tuple[int, int]) -> str:
 
 
 def slots_of(process_set: hvd.ProcessSet) -> list[int]:
-    """Return where the members' memory for a set is, by member."""
+    """Return the slot of each member's memory for a set, by member."""
     record = current.world().process_sets.find(tuple(process_set.ranks or ()))
     assert record is not None
     return record._slots
 
 
-# --- sets that nobody uses
+# --- unused sets
 
 
 def add_and_use_none(count: int) -> None:
@@ -106,7 +106,7 @@ def add_and_use_none(count: int) -> None:
             assert len(set(mine)) == len(mine)
             assert min(mine) > 0
     hvd.barrier()
-    check_process_set(sets[-1], ranks[-1])  # it can be used all the same
+    check_process_set(sets[-1], ranks[-1])  # it can still be used
     remove_all(sets)
     hvd.barrier()
     assert memory_bytes() <= memory
@@ -167,7 +167,7 @@ def test_ranks_use_sets_first_in_different_orders(transport):
 
 
 def use_first_without_the_others() -> None:
-    """A first use that waited for the other members would wait forever."""
+    """A first use must not wait for the other members: it would wait forever."""
     rank, size = hvd.rank(), hvd.size()
     pair = hvd.add_process_set([0, size - 1])
     for first in (0, size - 1):
@@ -191,11 +191,11 @@ def test_an_asynchronous_first_use_does_not_wait(transport):
     run(use_first_without_the_others, 3, transport=transport)
 
 
-# --- what removed sets leave behind
+# --- leftovers of removed sets
 
 
 def come_and_go(count: int) -> None:
-    """Sets of changing members get the same memory, with the counters of others in it, so far."""
+    """Sets of changing members reuse memory that still has the counters of earlier sets."""
     before, memory = warmed_up(), 0
     offsets: set[int] = set()
     for turn in range(count):
@@ -213,7 +213,7 @@ def come_and_go(count: int) -> None:
     hvd.barrier()
     assert holds_no_more_than(before), more_than(before)
     assert memory_bytes() <= memory
-    assert len(offsets) == 1  # -1, or the first slot of everybody
+    assert len(offsets) == 1  # -1, or the first slot of every rank
 
 
 @on_shm_and_slowly_on_tcp
@@ -235,7 +235,7 @@ def use_once_more(rounds: int) -> None:
         if work is not None:
             with pytest.raises(hvd.RingError):
                 work.wait()
-            work = None  # which holds what the set had
+            work = None  # it keeps the set's resources
         again = hvd.add_process_set([0, size - 1])
         assert again.process_set_id == 1
         for _ in range(3):
@@ -254,7 +254,7 @@ def test_a_set_that_has_another_ones_id(transport):
 
 
 class _Lock:
-    """A lock that lets a test know when a second thread waits for it."""
+    """A lock that signals a test when a second thread waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -270,7 +270,7 @@ class _Lock:
 
 
 def test_a_set_that_is_left_while_its_engine_is_made_is_no_unused_one(monkeypatch):
-    """Told so, the others could take it for ended, and its memory, while that engine begins."""
+    """If told, the others could reuse the memory of the set while that engine begins."""
     told: list[str] = []
     plane = SimpleNamespace(leave_unused=lambda *which: told.append(f"unused {which}"))
     made: Any = SimpleNamespace(shutdown=lambda removed: told.append(f"engine {removed}"))

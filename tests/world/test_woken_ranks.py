@@ -1,4 +1,4 @@
-"""A rank that was stopped in the middle of a collective, and wakes up after the others gave up."""
+"""A rank is stopped in the middle of a collective, and wakes up after the others gave up."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def outlive(wakes: Path, reduce: Callable[[], object], shared: list[torch.Tensor
     kind, text = error_of(reduce)
     assert kind == "TimeoutError", text
     kept = [values.clone() for values in shared]
-    # Rank 0 has written its half, in the same memory as rank 1 will write the other.
+    # Rank 0 has written its half, in the memory where rank 1 will write the other.
     assert any(values.unique().numel() == 2 for values in kept)
     os.kill(pids[1], signal.SIGCONT)
     assert eventually(wakes.exists, 20.0)
@@ -66,6 +66,6 @@ def keep_gradients(wakes: Path) -> bool:
 
 @pytest.mark.parametrize("keep", [keep_gradients, slow(keep_a_tensor)])
 def test_a_woken_rank_does_not_write_to_tensors_that_others_keep(keep, tmp_path):
-    env = {"TORCH_RING_TIMEOUT": "4"}  # a rank that starts late on a loaded machine is no late one
+    env = {"TORCH_RING_TIMEOUT": "4"}  # a slow start on a loaded machine does not count as late
     kept, _ = run(keep, 2, args=[tmp_path / "woken"], env=env, may_die={1})
     assert kept  # rank 1 may not have ended yet

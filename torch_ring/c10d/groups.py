@@ -1,16 +1,16 @@
 """Group: one rank's membership of a group of torch.distributed.
 
-The default group has a world: connections among all ranks, as ``torch_ring.init()`` makes them,
-but over the store of torch.distributed. Groups of its ranks, in ascending order, are process sets
-of that world: each has an engine, and memory, of its own, and they share the connections. Other
-groups have a world of their own. Worlds end with their last group: a thread that still connects a
-group which the program has destroyed keeps one for a moment. So a group asks the group of which it
-is a part for its world, and never what worlds there are.
+The default group has a world: connections among all ranks, as ``torch_ring.init()`` makes them, but
+over the store of torch.distributed. Groups of its ranks in ascending order are process sets of that
+world: each has its own engine and memory, and they share the connections. Other groups have a world
+of their own. A world ends with its last group; a thread that is still connecting a destroyed group
+may keep the world alive for a moment. So a group takes the world of its parent group, and never
+searches a list of worlds.
 
-A store may outlive the groups, and torch gives their names again: after destroy_process_group(),
-and torch 2.13 for each group of the same ranks. So all that the members of a process set leave in
-the store lies under the token of the world, and under the number of groups that these ranks have
-made in it. A world needs no such token: StoreExchange tells one from the next.
+A store may outlive the groups, and torch reuses group names: after destroy_process_group(), and in
+torch 2.13 for each group of the same ranks. So the keys of a process set in the store begin with
+the token of the world and the number of groups that these ranks have made in it. A world needs no
+such prefix: StoreExchange tells one world from the next.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["Group"]
 
 _log = logging.getLogger("torch_ring")
 
-_CHECK_EVERY_S = 0.01  # whether the others have made the group
+_CHECK_EVERY_S = 0.01  # interval between checks for the other members
 _TIMEOUT_NAME = "the timeout of its group"
 _SET_NUMBERS_FROM = 1 << 61  # above those that a world gives to its process sets
 
@@ -61,12 +61,12 @@ class _SharedWorld:
     """A world, and the groups that use it.
 
     Attributes:
-        world: of this process.
-        global_ranks: by rank of the world, the rank in torch.distributed.
-        users: groups that have not left it.
-        made: by ranks, how many process sets of them this process has made. The members of a set
-            make it in the same order, so they agree about its number.
-        left: process sets that this rank has left, and other members maybe not.
+        world: this process's view of it.
+        global_ranks: the rank in torch.distributed, by rank of the world.
+        users: the number of groups that have not left it.
+        made: the number of process sets that this process has made, by their ranks. The members
+            make their sets in the same order, so they agree on a set's number.
+        left: process sets that this rank has left, and other members perhaps not.
     """
 
     world: World
@@ -76,7 +76,7 @@ class _SharedWorld:
     left: list[_LeftSet] = field(default_factory=list)
 
     def let_go(self) -> None:
-        """Free what is held for process sets that all members have left by now."""
+        """Free the memory and store keys of process sets that all members have left."""
         with _changing:
             left, self.left = self.left, []
         held = [each for each in left if not each.let_go(self.world.process_sets)]
@@ -92,10 +92,10 @@ class _SharedWorld:
 
 @dataclass(frozen=True)
 class _MemberInfo:
-    """A rank's description of itself as a member of a process set, for the others."""
+    """A rank's description of itself for the other members of a process set."""
 
-    slot: int = -1  # the offset of the rank's memory for it
-    nonce: int = 0  # those of all ranks make the set's number
+    slot: int = -1  # the offset of the rank's memory for the set
+    nonce: int = 0  # the XOR of all ranks' nonces is the set's number
     failure: str = ""  # why the rank cannot take part
 
 
@@ -104,10 +104,10 @@ class _LeftSet:
     """A process set that this rank has left: other members may still use its memory.
 
     Attributes:
-        store: with the descriptions of its members.
-        rank, size: of this process in it; of its members.
+        store: has the descriptions of its members.
+        rank, size: this process's rank in the set; the number of its members.
         slot: as in this rank's description.
-        number: the set's; None if this rank has not used it, and so does not know.
+        number: the set's number; None if this rank never used the set, and so does not know it.
     """
 
     store: Store
@@ -124,21 +124,21 @@ class _LeftSet:
             except RuntimeError:  # the store is lost: no reason to fail the program's next group
                 return False
             if infos is None:
-                return False  # that member has still to make the set, and may use it
+                return False  # a member that has not made the set yet may still use it
             if any(info.failure for info in infos):  # all fail: no member uses the memory
                 process_sets.release_slot(self.slot)
-                return True  # but those that have not asked yet need this rank's description
+                return True  # keep the description: members may still have to read it
             self.number = _number_of(infos)
             process_sets.leave_unused_group(self.number, self.size)
         if not process_sets.has_ended(self.number):
             return False
         process_sets.release_slot(self.slot)
-        with contextlib.suppress(RuntimeError):  # a store of the program's may keep all
+        with contextlib.suppress(RuntimeError):  # not every store can delete keys
             self.store.delete_key(f"member/{self.rank}")
         return True
 
 
-_changing = threading.RLock()  # held while the following change
+_changing = threading.RLock()  # guards the variables below, and _SharedWorld
 _groups: set[Group] = set()
 _finalizer: multiprocessing.util.Finalize | None = None
 
@@ -149,22 +149,22 @@ class Group:
     Thread: any.
 
     Args:
-        rank: of this process in the group.
-        size: of the group.
-        global_ranks: by rank of the group, the rank in torch.distributed.
-        store: of this group alone.
-        timeout_s: seconds for which an operation waits for a late rank, and the first one for ranks
-            that have not made the group; those of the default group wait for one another here, at
-            most for TORCH_RING_INIT_TIMEOUT.
-        name: as torch.distributed calls it; the same on all its ranks, and of no other group.
-        is_default: whether it is the one that init_process_group() makes. It is connected at once,
-            so that its errors come there; other groups are, when they are used.
-        part_of: the group of which it has some ranks: the default one, or that which is split;
-            None: the default group is of another backend.
+        rank: this process's rank in the group.
+        size: the number of ranks in the group.
+        global_ranks: the rank in torch.distributed, by rank of the group.
+        store: used by this group alone.
+        timeout_s: seconds for which an operation waits for a late rank, and the first operation for
+            ranks that have not made the group. The ranks of the default group wait for one another
+            in the constructor, at most for TORCH_RING_INIT_TIMEOUT.
+        name: the group's name in torch.distributed; the same on all its ranks, and unique.
+        is_default: whether init_process_group() makes the group. The default group connects at
+            once, so that init_process_group() raises its errors; others connect at their first use.
+        part_of: the parent group: the default group, or the one that is split; None: the default
+            group has another backend.
         is_deferred: whether the group has no ranks before `reconfigure`.
 
     Attributes:
-        rank, size: of the ranks that `reconfigure` has made a group of last.
+        rank, size: as the arguments, or as the last call of `reconfigure` has set them.
 
     Raises:
         RingError: the ranks of the default group could not connect; says why.
@@ -193,17 +193,17 @@ class Group:
             config,
             timeout_s=timeout_s,
             timeout_name=_TIMEOUT_NAME,
-            fusion_window_s=0.0,  # the ranks' order is known: there is nothing to wait for
+            fusion_window_s=0.0,  # all ranks submit in the same order: nothing to wait for
         )
         self._home: _SharedWorld | None = None  # the world in which its parts are process sets
         if part_of is not None:
             self._home = part_of._home
-        self._shared: _SharedWorld | None = None  # this group is one of its users
-        self._record: ProcessSetRecord | None = None  # in that world, if it is not all of it
-        self._slot: int | None = None  # this rank's memory for a process set; None: it is none
+        self._shared: _SharedWorld | None = None  # counts this group among its users
+        self._record: ProcessSetRecord | None = None  # its process set; None: all ranks
+        self._slot: int | None = None  # this rank's memory, if the group is a process set
         self._is_connected = False
         self._connecting = threading.Lock()
-        self._deadline: Deadline | None = None  # of the world of its own that is being made
+        self._deadline: Deadline | None = None  # for making the group's own world
         self._has_left = False
         _prepare_exit(self._config)
         current.disable_in_child(self)
@@ -223,7 +223,7 @@ class Group:
                 self._shared = self._find_world()
                 if self._shared is not None:
                     self._post_info(self._shared)
-        except BaseException:  # nobody has the group, who could leave it
+        except BaseException:  # the caller gets no group, so it cannot leave it
             self._leave("")
             raise
 
@@ -245,7 +245,7 @@ class Group:
                 assert self._shared is not None
                 record = self._record or self._shared.world.process_sets.everyone
         except RingError:
-            self._check_member()  # to leave is what has ended it
+            self._check_member()  # leaving may have caused the error: then say so
             raise
         finally:
             self._release_if_left()
@@ -264,8 +264,8 @@ class Group:
         """Return the group of some ranks of this one, in the given order: ``split_group()``.
 
         Args:
-            ranks: with this rank.
-            store: of the new group alone.
+            ranks: ranks of this group, with this process's own.
+            store: used by the new group alone.
             timeout_s: as for this class.
         """
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
@@ -283,7 +283,7 @@ class Group:
         )
 
     def handle(self) -> str:
-        """Return what the other ranks need to know of this one for `reconfigure`."""
+        """Return this rank's handle, by which other ranks reach it in `reconfigure`."""
         if self._own_store is None:
             world = self._shared.world if self._shared is not None else None
             one_host = world is not None and len(set(world.host_of)) == 1
@@ -298,7 +298,7 @@ class Group:
 
         Args:
             uuid: the same on all ranks of the new group, and never used before.
-            handles: of the new group's ranks, this one included. A list says their order.
+            handles: those of the new group's ranks, this one included. A list gives their order.
             timeout_s: seconds for which the ranks wait for one another.
 
         Returns:
@@ -316,7 +316,7 @@ class Group:
         try:
             with self._connecting:
                 self._release("")
-                with _changing:  # one that was aborted begins anew
+                with _changing:  # an aborted group can be used again
                     self._has_left = False
                     _groups.add(self)
                 self._is_connected = False
@@ -338,7 +338,7 @@ class Group:
         self._leave(reason_to_leave())
 
     def recorded(self) -> RecordedGroup | None:
-        """Return what the tracing needs to know of the group, if it is connected."""
+        """Return the group's record for the tracing, if it is connected."""
         shared, record = self._shared, self._record
         if shared is None or not self._is_connected:
             return None
@@ -349,7 +349,7 @@ class Group:
         return RecordedGroup(self.name, ranks, folder, engine, world, shared.global_ranks)
 
     def disable(self) -> None:
-        """Let go of the parent's engines in a forked child."""
+        """Abandon the parent's engines in a forked child."""
         global _changing
         _changing = threading.RLock()
         _groups.clear()
@@ -363,8 +363,8 @@ class Group:
     def _find_world(self) -> _SharedWorld | None:
         """Return the world in which the group is a process set; None: it has one of its own.
 
-        All members must come to the same answer. So it does not depend on which other groups are
-        connected by now.
+        All members must get the same answer, so it must not depend on the other groups that are
+        connected now.
         """
         if self.size == 1 or list(self._global_ranks) != sorted(self._global_ranks):
             return None
@@ -419,9 +419,9 @@ class Group:
         keys = _info_keys(self.size)
         began = time.monotonic()
         warning_s = self._config.stall_warning_s
-        told_s = warning_s or math.inf  # when the late members are told next, after the beginning
+        told_s = warning_s or math.inf  # when to warn next, in seconds after the beginning
         try:
-            # Not by wait(): torch warns when that ends without the keys.
+            # store.wait() would make torch log a warning when it times out.
             while (infos := _infos_in(self._store, self.size)) is None:
                 self._check_member()
                 waited_s = time.monotonic() - began
@@ -452,7 +452,7 @@ class Group:
         given = {"rank": self.rank, "size": self.size, "local_rank": None, "local_size": None}
         config = self._config
         self._deadline = Deadline(config.init_timeout_s, config.init_timeout_name)
-        self._check_member()  # who leaves from now on ends the deadline
+        self._check_member()  # from now on, _leave() ends the deadline
         world = join_world(
             None, None, given, self._store, config, of_init=False, deadline=self._deadline
         )
@@ -468,7 +468,7 @@ class Group:
             _groups.discard(self)
         if self._deadline is not None:
             self._deadline.end()
-        # A thread that connects the group sees that, and releases it.
+        # A thread that is connecting the group sees `_has_left`, and releases the group itself.
         if self._connecting.acquire(blocking=False):
             try:
                 self._release(why)
@@ -476,7 +476,7 @@ class Group:
                 self._connecting.release()
 
     def _release(self, why: str) -> None:
-        """Leave the ranks of the group."""
+        """Leave the group's process set, and its world if no other group uses it."""
         with _changing:
             shared, self._shared, self._home = self._shared, None, None
             record, self._record = self._record, None
@@ -497,7 +497,7 @@ def _info_keys(size: int) -> list[str]:
 
 
 def _infos_in(store: Store, size: int) -> list[_MemberInfo] | None:
-    """Return the descriptions of all members, by rank; None if one has not come yet."""
+    """Return the descriptions of all members, by rank; None if one is missing."""
     keys = _info_keys(size)
     if not store.check(keys):
         return None
@@ -510,10 +510,10 @@ def _number_of(infos: Sequence[_MemberInfo]) -> int:
 
 
 def _prepare_exit(config: Config) -> None:
-    """See to it that this process leaves its groups when it ends."""
+    """Make this process leave its groups when it exits."""
     global _finalizer
     current.prepare(config)
-    # A process of multiprocessing calls no function of atexit.
+    # A multiprocessing child does not run atexit functions.
     is_known = _finalizer is not None and _finalizer.still_active()
     if multiprocessing.parent_process() is not None and not is_known:
         _finalizer = multiprocessing.util.Finalize(None, _leave_all, exitpriority=1)

@@ -1,8 +1,8 @@
 """ReconfigureStore: the ranks of a new group find one another without a store of the job.
 
-The store with which a job began may have died with its rank 0. So every rank that may take part in
-a reconfiguration serves a small store of its own, and tells where in its handle; the ranks of a new
-group meet in that of its first rank.
+The job's first store may have died with its rank 0. So every rank that may take part in a
+reconfiguration serves a small store of its own, whose address is in the rank's handle. The ranks of
+a new group meet in the store of its first rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReconfigureHandle:
     port: int
 
     def text(self) -> str:
-        """Return it as torch passes it on."""
+        """Return the handle as the text that torch passes on."""
         return json.dumps(vars(self), sort_keys=True)
 
     @classmethod
@@ -53,7 +53,7 @@ class ReconfigureHandle:
 
 
 def in_order(handles: Collection[str]) -> list[ReconfigureHandle]:
-    """Return the handles by rank: as they are in a list, and otherwise in an order of their own."""
+    """Return the handles by rank: in the order of a list; those of a set are sorted."""
     texts = list(handles) if isinstance(handles, list) else sorted(handles)
     if not texts or len(set(texts)) < len(texts):
         raise InvalidArgumentError("reconfigure() needs one handle for each rank, none twice")

@@ -27,13 +27,13 @@ _NAME = "ring"
 
 
 def register_backend() -> None:
-    """Make ``torch.distributed.init_process_group("ring")`` work. Once more does nothing.
+    """Make ``torch.distributed.init_process_group("ring")`` work. A second call does nothing.
 
     ``import torch_ring`` calls it, and so does torch 2.14 and later, from the entry point
     ``torch.distributed.backends``, when a program asks for a backend of this name.
     """
     if dist.is_available() and _NAME not in dist.Backend.backend_list:
-        # A list: torch 2.13 takes the letters of a word for devices.
+        # A list: torch 2.13 would take each letter of a string for a device.
         dist.Backend.register_backend(
             _NAME, _make_backend, extended_api=True, devices=["cpu", "cuda"]
         )
@@ -42,8 +42,9 @@ def register_backend() -> None:
 def autoload() -> None:
     """Make the backend known at the end of ``import torch``: the entry point ``torch.backends``.
 
-    With ``TORCH_RING_AS_GLOO=1`` it takes the place of gloo, and with ``TORCH_RING_AS_HOROVOD=1``
-    torch_ring that of Horovod. Raises nothing: torch could not be imported then.
+    With ``TORCH_RING_AS_GLOO=1`` the backend takes the place of gloo, and with
+    ``TORCH_RING_AS_HOROVOD=1`` torch_ring that of Horovod. Raises nothing: an error here would make
+    ``import torch`` fail.
     """
     try:
         register_backend()
@@ -62,7 +63,7 @@ def _make_backend(options: Any, _: Any) -> RingBackend:
     """Return the backend of one group. `options`: torch's _DistributedBackendOptions."""
     from torch_ring.c10d.groups import Group
 
-    if torch.cuda.device_count() == 0:  # what NCCL has stays as it is
+    if torch.cuda.device_count() == 0:  # with GPUs, leave NCCL's setting alone
         let_ddp_ask_for_memory()
     rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
     group = Group(
@@ -80,7 +81,7 @@ def _make_backend(options: Any, _: Any) -> RingBackend:
 
 
 def _backend_of(group: Group, store: Any, timeout_s: float) -> RingBackend:
-    """Return a backend, which leaves the group when nobody has it any more."""
+    """Return a backend, which leaves the group when its last reference is dropped."""
     from torch_ring._C import RingBackend
 
     def split(store: Any, ranks: list[int], timeout_s: float) -> RingBackend:
@@ -113,8 +114,8 @@ def replace_gloo(name: str) -> None:
     """Have torch.distributed take the backend `name` where a program asks for gloo.
 
     That is ``init_process_group("gloo")``, ``"cpu:gloo,cuda:nccl"``, ``new_group(backend="gloo")``,
-    and the default of CPU tensors. ``torch.distributed.get_backend()`` says gloo all the same:
-    programs compare it. Once more does nothing.
+    and the default of CPU tensors. ``torch.distributed.get_backend()`` still returns ``"gloo"``,
+    since programs compare it. A second call does nothing.
     """
     if Backend.default_device_backend_map.get("cpu") == name:
         return

@@ -91,9 +91,9 @@ def allreduce(
         tensor: any shape; the same shape and dtype on every rank.
         average: deprecated, use `op`. True: Average; False: Sum; None: `op` decides.
         name: matches the operation between the ranks; None: a running number.
-        compression: makes what is sent in place of `tensor`, such as ``Compression.fp16``.
+        compression: compresses the tensor that is sent, such as ``Compression.fp16``.
         op: a :class:`ReduceOp`; None: Average. Bool tensors take no Average, Sum or Adasum.
-        prescale_factor: multiplies what each rank gives, before the reduction.
+        prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part, this one among them; by default all.
 
@@ -123,7 +123,7 @@ def any_rank(condition: bool | Tensor, process_set: ProcessSet = global_process_
             break
 
     A collective of the process set, like an allreduce of one byte. A rank that has called `join`
-    has no say. ``not any_rank(not condition)`` is whether it holds on all ranks.
+    has no vote. ``not any_rank(not condition)`` tells whether it holds on all ranks.
 
     Args:
         condition: of this rank: a bool, or a tensor of one element.

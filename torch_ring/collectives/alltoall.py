@@ -62,7 +62,7 @@ def alltoall(
         RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "alltoall")
-    engine = engine_of(process_set)  # its errors come before those of other arguments
+    engine = engine_of(process_set)  # first, to report a wrong process set
     rows = _splits(tensor, splits, process_set.size())
     if needs_function(tensor):
         result, received = _Alltoall.apply(tensor, rows, name, process_set)
@@ -95,7 +95,7 @@ class _Alltoall(torch.autograd.Function):
 
 
 def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
-    """Return how many rows go to each rank."""
+    """Return the number of rows for each rank."""
     if splits is None:
         rows = tensor.shape[0] if tensor.dim() > 0 else 0
         if rows % size:

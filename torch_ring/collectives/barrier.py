@@ -25,15 +25,15 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:  # noqa: ARG001
     """Block until every rank has called this function: for ranks that run out of data first.
 
-    Meanwhile this rank contributes zeros to the others' sums, ones to their products, and an end of
-    the dtype's range to their minima and maxima; an Average still divides by the number of all
-    ranks. Operations that need every rank raise MismatchError on the ranks that call them. If the
-    others add to gradients that were averaged with this rank, it gives its own of those: join in
-    the middle of a step, or without zero_grad(), only with `p.grad` as it was averaged.
-    A collective of the global process set.
+    Meanwhile this rank contributes zeros to the others' sums, ones to their products, and the
+    dtype's largest or smallest value to their minima and maxima; an Average still divides by the
+    number of all ranks. Operations that need every rank raise MismatchError on the ranks that call
+    them. If the others accumulate into gradients that were averaged with this rank, it contributes
+    its own `p.grad`: so before a join in the middle of a step, or without zero_grad(), leave
+    `p.grad` as it was averaged. A collective of the global process set.
 
     Args:
-        device: ignored; an argument of Horovod's.
+        device: ignored; Horovod's join() has it.
 
     Returns:
         The last rank that joined.

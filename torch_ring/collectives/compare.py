@@ -1,10 +1,10 @@
-"""The one answer to "are all ranks equal?": digest, gather, first difference, text.
+"""Comparison of the ranks' values: digest, gather, first difference, text.
 
-Each rank describes its side as lines. A digest of them is gathered, the lines only if the digests
-differ (`gather_lines_if_different`), and `find_difference` names the first line that ranks do not
-have alike. Everything that ranks compare is a view of this: models and optimizers
-(`verify_consistency`), settings and descriptions (`require_same`), a state that was sent
-(`find_damage`), and the weights that travel with backward passes (optimizer/weight_comparison).
+Each rank describes its values as lines. The ranks gather a digest of their lines, and the lines
+only if the digests differ (`gather_lines_if_different`); `find_difference` names the first line
+that differs. All comparisons are built on this: of models and optimizers (`verify_consistency`), of
+settings and descriptions (`require_same`), of a state that was sent (`find_damage`), and of weights
+during backward passes (optimizer/weight_comparison).
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = [
 
 _ROW_WORDS = 512  # of 8 bytes
 _ROW_BYTES = 8 * _ROW_WORDS
-_PIECE_BYTES = 1 << 20  # added up at a time on the CPU: what fits a cache
+_PIECE_BYTES = 1 << 20  # summed at a time on the CPU: fits into a cache
 _DEVICE_PIECE_BYTES = 1 << 30  # on other devices
 _ODD = -7046029254386353131  # the fraction of the golden ratio, as the bits of an int64
 
 
 def digests_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a number for each tensor that follows from its bits, int64 on the CPU.
+    """Return a digest of each tensor's bits, int64 on the CPU.
 
-    Tensors that differ by chance have different numbers, but for one pair in about 2**60. NaNs are
-    compared by their bits, too. A tensor whose bits cannot be read (on the meta device, a wrapper
-    around other tensors, neither dense nor sparse COO) counts as the same everywhere.
+    Tensors that differ by chance have different digests, except for one pair in about 2**60. NaNs
+    are compared by their bits, too. A tensor whose bits cannot be read (on the meta device, a
+    wrapper around other tensors, neither dense nor sparse COO) counts as the same everywhere.
 
     Cost: one pass over the tensors, one wait for each device, and a copy of each tensor that is not
     contiguous, one at a time.
@@ -66,10 +66,10 @@ def digests_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def start_digests(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Start what `digests_of` does; return a function that waits for it.
+    """Start to compute `digests_of`; return a function that waits for the digests.
 
-    The host waits for no device before that: what the tensors hold now counts, whatever the current
-    streams write into them later.
+    The host waits for no device before that. The digests are of the tensors' present values, even
+    if the current streams overwrite them later.
     """
     readable: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -99,7 +99,7 @@ def start_digests(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
 def _digests_on(
     device: torch.device, indices: Sequence[int], tensors: Sequence[Tensor]
 ) -> tuple[list[int], Tensor]:
-    """Return the digests of tensors of a device there, and the indices in their order."""
+    """Return the digests, on the device, and the tensors' indices in the same order."""
     small: dict[torch.dtype, list[int]] = {}
     large: list[int] = []
     for index in indices:
@@ -118,7 +118,7 @@ def _digests_on(
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Return whether a tensor is read together with others: each operator costs microseconds."""
+    """Return whether to read a tensor together with others: each operator costs microseconds."""
     return (
         tensor.layout == torch.strided
         and tensor.nbytes < _ROW_BYTES
@@ -127,13 +127,13 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _joint_digests(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """Return the `_digest` of each of several tensors of one dtype, which have no whole row."""
+    """Return the `_digest` of each of several tensors of one dtype, all shorter than a row."""
     size = tensors[0].element_size()
     flat = [tensor.reshape(-1) for tensor in tensors]
-    if size == 1:  # not all such dtypes can be joined
+    if size == 1:  # torch.cat does not take all dtypes of one byte
         flat = [tensor.view(torch.uint8) for tensor in flat]
     octets = [tensor.numel() * size for tensor in flat]
-    if any(count % 8 for count in octets):  # each begins with a word of its own
+    if any(count % 8 for count in octets):  # align each tensor to a word
         zeros = flat[0].new_zeros(8)
         gaps = [zeros[: -count % 8 // size] for count in octets]
         flat = [part for pair in zip(flat, gaps, strict=True) for part in pair]
@@ -167,14 +167,14 @@ def _parts_of(tensor: Tensor) -> list[Tensor]:
 def _digest(tensor: Tensor, factors: Tensor) -> Tensor:
     """Return a number made of the sums of rows of 4 KiB, and of columns of words of 8 bytes.
 
-    Two words that change places change a sum of rows, of columns or both. Each sum is mixed, so
-    that its highest bits count as the others do, and multiplied by an odd number of its place.
+    If two words change places, the sum of a row, of a column or both change. Each sum is mixed, so
+    that its highest bits count as the others do, and multiplied by an odd factor for its place.
     """
     octets = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if octets.data_ptr() % 8 or octets.storage_offset() % 8:
-        octets = octets.clone()  # or it could not be read as words of 8 bytes
+        octets = octets.clone()  # aligned to words of 8 bytes
     whole = octets.numel() - octets.numel() % _ROW_BYTES
-    # The words after the last whole row; none if the rows are all there is.
+    # The words after the last whole row, if any.
     sums = [pad(octets[whole:], (0, -octets.numel() % 8)).view(torch.int64)]
     if whole:
         at_once = _PIECE_BYTES if octets.device.type == "cpu" else _DEVICE_PIECE_BYTES
@@ -187,7 +187,7 @@ def _digest(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 Line = list[Any]
-"""A thing as the ranks compare it: name, description, digest of the bits of a tensor or None."""
+"""A `Thing` as ranks compare it: name, description, digest of a tensor's bits (else None)."""
 
 _MOST_RANKS_NAMED = 4
 _SUMMARY_BYTES = 32
@@ -201,10 +201,10 @@ def verify_consistency(
     """Check that all ranks have the same parameters, buffers and optimizer state, bit for bit.
 
     A collective of the process set. It reads each tensor once, on its device, and sends 32 bytes a
-    rank; more only if the ranks differ. ``TORCH_RING_CHECK_EVERY`` does the same for the parameters
-    and the state of a ``DistributedOptimizer`` in every so many of its steps.
+    rank; more only if the ranks differ. ``TORCH_RING_CHECK_EVERY=N`` does the same for the
+    parameters and the state of a ``DistributedOptimizer`` in every N-th of its steps.
 
-    Some values are each rank's own, and no error: buffers such as the running statistics of batch
+    Some values may rightly differ between ranks: buffers such as the running statistics of batch
     normalisation (call :func:`broadcast_buffers` first), and the state of an optimizer with
     ``op=Adasum``. Tensors without readable values (on the meta device, or in a wrapper such as a
     DTensor) are compared by shape and dtype.
@@ -248,7 +248,7 @@ def verify_step(
     *,
     with_state: bool = True,
 ) -> None:
-    """Check a wrapped optimizer after each step whose number `every` divides; 0: after none.
+    """Check a wrapped optimizer, in every `every`-th step; 0: never.
 
     A collective of the ranks that have not joined.
 
@@ -256,9 +256,9 @@ def verify_step(
         every: TORCH_RING_CHECK_EVERY, the same on all ranks.
         step: the number of steps, the same on all ranks.
         optimizer: the optimizer.
-        names: of its parameters.
+        names: the names of its parameters.
         process_set: the ranks that train together.
-        with_state: whether its state is the same on all ranks.
+        with_state: whether the optimizer's state must be the same on all ranks.
 
     Raises:
         MismatchError: as `verify_consistency`.
@@ -299,7 +299,7 @@ def require_same_lines(
         every: the lines of each rank.
         complaint: the beginning of the error message, before the first difference.
         advice: its end.
-        absent: stands for a line that a rank has not given.
+        absent: the text for a line that a rank has not given.
 
     Raises:
         MismatchError: a line differs.
@@ -321,22 +321,22 @@ def require_same_lines(
 def find_damage(
     root: int, things: Sequence[Thing] | None, engine: Engine, name: str = ""
 ) -> Difference | None:
-    """Compare what ranks have with what the root has, from which they have taken it. Collective.
+    """Compare the ranks' copies with the root's originals. Collective.
 
-    Things that only a rank has are no damage.
+    Things that the root does not have are ignored.
 
     Cost: one pass over the tensors, on their device, and 32 bytes a rank; more only if ranks
     differ.
 
     Args:
-        root: the rank that the others have copied.
-        things: of this rank; None: it only takes part, and is not compared.
-        engine: of the ranks.
+        root: the rank whose things the others have copied.
+        things: this rank's things; None: it takes part, but is not compared.
+        engine: the engine of the ranks.
         name: matches the operation between the ranks; empty: a running number.
 
     Returns:
-        The first thing that has not arrived as it was sent, and on which ranks, the same on all
-        ranks; None if everything has.
+        The first thing that has not arrived as it was sent, and the ranks that have it wrong; the
+        same on all ranks. None if everything has arrived.
     """
     lines = None if things is None else start_lines(things)()
     _, every = gather_lines_if_different(lines, engine, name)
@@ -347,10 +347,10 @@ def find_damage(
 
 
 class Thing(NamedTuple):
-    """Something that ranks should have alike.
+    """A value that should be the same on all ranks.
 
     Attributes:
-        name: what a message calls it; another one for each thing of a rank.
+        name: its name in messages; unique on a rank.
         value: a tensor, a number, a text or None.
     """
 
@@ -358,7 +358,7 @@ class Thing(NamedTuple):
     value: Any
 
     def describe(self) -> str:
-        """Return what is compared besides the bits of a tensor."""
+        """Return the description to compare: a tensor's dtype and shape, or the value."""
         value = self.value
         if not isinstance(value, Tensor):
             return repr(value)
@@ -376,9 +376,9 @@ def things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> 
 
 
 def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Thing]:
-    """Yield the hyper-parameters of an optimizer; a tensor on the CPU of one element as a number.
+    """Yield the hyper-parameters of an optimizer.
 
-    So that a message has its value.
+    A CPU tensor of one element becomes a number, so that messages show its value.
     """
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -401,7 +401,7 @@ def _leaves(name: str, value: Any) -> Iterator[Thing]:
 
 
 def _compare(things: Sequence[Thing], engine: Engine, when: str) -> None:
-    """Raise MismatchError on all ranks that have not joined, unless they give the same things."""
+    """Raise MismatchError on all ranks that have not joined, if their things differ."""
     _, every = gather_lines_if_different(start_lines(things)(), engine)
     found = find_difference(every)
     if found is not None:
@@ -428,20 +428,20 @@ def start_lines(things: Sequence[Thing]) -> Callable[[], list[Line]]:
 
 
 def summary_of(lines: Sequence[Line], size: int) -> bytes:
-    """Return so many bytes that follow from all lines."""
+    """Return a digest of all lines, `size` bytes long."""
     return hashlib.blake2b(json.dumps(lines).encode(), digest_size=size).digest()
 
 
 def gather_lines_if_different(
     lines: Sequence[Line] | None, engine: Engine, name: str = "", *, joinable: bool = True
 ) -> tuple[int, dict[int, list[Line]]]:
-    """Return how many ranks give lines, and the lines of each unless all are alike. Collective.
+    """Return the number of ranks with lines, and the lines by rank if they differ. Collective.
 
     Args:
-        lines: of this rank; None: it only takes part.
-        engine: of the ranks.
+        lines: this rank's lines; None: it takes part without lines.
+        engine: the engine of the ranks.
         name: matches the operation between the ranks; empty: a running number.
-        joinable: whether ranks that have joined are left out; else they must not have joined.
+        joinable: whether ranks that have joined are left out; otherwise none may have joined.
     """
     own = b"" if lines is None else summary_of(lines, _SUMMARY_BYTES)
     gathered = _gather(own, engine, name, joinable=joinable)
@@ -453,13 +453,13 @@ def gather_lines_if_different(
 def gather_lines(
     lines: Sequence[Line] | None, engine: Engine, name: str = "", *, joinable: bool = True
 ) -> dict[int, list[Line]]:
-    """Return the lines of each rank that gives some. As `gather_lines_if_different`."""
+    """Return the lines of all ranks that have some, by rank, as `gather_lines_if_different`."""
     own = b"" if lines is None else json.dumps([current.rank(), lines]).encode()
     return dict(map(json.loads, _gather(own, engine, name, joinable=joinable)))
 
 
 def _gather(own: bytes, engine: Engine, name: str, *, joinable: bool) -> list[bytes]:
-    """Return what each rank gives that gives something, and has not joined."""
+    """Return the bytes of the ranks that have not joined, without empty ones."""
     payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
     work = engine.allgather(payload, name, blocking=True, joinable=joinable)
     parts = torch.split(work.wait(), work.received_splits())
@@ -467,14 +467,15 @@ def _gather(own: bytes, engine: Engine, name: str, *, joinable: bool) -> list[by
 
 
 class Difference(NamedTuple):
-    """A thing that differs between ranks.
+    """The things that differ between ranks; all but `names` is about the first of them.
 
     Attributes:
-        names: of all things that differ; the rest is about the first one.
-        compared: the number of things.
-        others: the ranks whose thing is not the usual one, and `same` the others: the most.
-        found: how the first of the others has it, in words.
-        usual: how most have it.
+        names: the names of all things that differ.
+        compared: the number of things compared.
+        others: the ranks that differ from the usual value.
+        same: the ranks with the usual value.
+        found: the value on the first of `others`, in words.
+        usual: the usual value, in words.
     """
 
     names: list[str]
@@ -486,17 +487,17 @@ class Difference(NamedTuple):
 
     @property
     def others_in_words(self) -> str:
-        """The others as a message names them."""
+        """The ranks in `others`, as messages name them."""
         return _ranks(self.others)
 
 
 def find_difference(
     every: Mapping[int, Sequence[Line]], reference: int | None = None
 ) -> Difference | None:
-    """Return what the ranks do not have alike, by the lines of each, in its order; None: nothing.
+    """Return the difference between the ranks' lines; None: they are equal.
 
-    They may be in another order. The usual thing is that of the rank `reference`; None: the one
-    that most ranks have.
+    The order of a rank's lines does not matter. The usual value is that of the rank `reference`;
+    None: that of most ranks.
     """
     by_name = {
         rank: {name: tuple(found) for name, *found in lines} for rank, lines in every.items()
@@ -508,7 +509,7 @@ def find_difference(
     if not differing:
         return None
     first = {rank: things.get(differing[0]) for rank, things in by_name.items()}
-    most = Counter(first.values()).most_common(1)[0][0]  # of the lowest rank, if there are several
+    most = Counter(first.values()).most_common(1)[0][0]  # a tie: that of the lowest rank
     usual = most if reference is None else first[reference]
     others = [rank for rank, found in first.items() if found != usual]
     same = [rank for rank, found in first.items() if found == usual]
@@ -517,7 +518,7 @@ def find_difference(
 
 
 def describe_difference(difference: Difference) -> str:
-    """Return the difference as messages have it."""
+    """Return the difference in the words of the error messages."""
     names, compared, others, same, found, usual = difference
     return (
         f"{names[0]} on {_ranks(others)} ({found}) is not that on {_ranks(same)} ({usual}): "

@@ -42,7 +42,7 @@ def require_tensor(tensor: object, operation: str) -> None:
 
 
 def _remedy(operation: str, value: object) -> str:
-    """Return how to give what is no tensor, if there is a way."""
+    """Return the advice for an argument that is no tensor; "" if there is none."""
     if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
         collective = operation.removesuffix("_").removesuffix("_async")
         grouped = collective in ("allreduce", "allgather", "reducescatter")
@@ -60,7 +60,7 @@ def is_recorded(tensor: Tensor) -> bool:
 def needs_function(tensor: Tensor) -> bool:
     """Return whether an operation on the tensor must be an autograd.Function.
 
-    It must be one inside ``torch.func`` too: torch refuses it there, before anything is sent.
+    Inside ``torch.func`` it must be one, too: torch refuses it there, before anything is sent.
     """
     return is_recorded(tensor) or torch._C._are_functorch_transforms_active()
 
@@ -122,7 +122,7 @@ class Handle:
 
 
 class GroupHandle(Handle):
-    """The handle of several operations; its result is made of all their results."""
+    """The handle of several operations; its result combines theirs."""
 
     __slots__ = ("_finish_group", "_works")
 
@@ -168,7 +168,7 @@ def poll(handle: Handle) -> bool:
     """Return whether an operation is done, so that :func:`synchronize` would not block.
 
     Args:
-        handle: what an ``*_async`` operation has returned.
+        handle: the handle that an ``*_async`` operation has returned.
 
     Returns:
         True if it has completed, successfully or not.
@@ -183,7 +183,7 @@ def synchronize(handle: Handle) -> Any:
     """Block until an operation is done and return its result.
 
     Args:
-        handle: what an ``*_async`` operation has returned.
+        handle: the handle that an ``*_async`` operation has returned.
 
     Returns:
         The operation's result the first time, None from then on.

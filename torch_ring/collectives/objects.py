@@ -1,8 +1,8 @@
-"""broadcast_object and allgather_object: any object of a rank, on all ranks.
+"""broadcast_object and allgather_object: send any object of a rank to all ranks.
 
 broadcast_checked_object compares the bytes that have arrived with those that were sent.
 
-Where strangers can have the key of the world, only plain data are taken from other hosts.
+Where strangers may know the key of the world, only plain data are accepted from other hosts.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def broadcast_checked_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object on every rank, as `broadcast_object` does, once it has been checked.
+    """Return the root's object on every rank, as `broadcast_object`, after a check of its bytes.
 
-    Cost besides: a digest of the pickle on each rank, and an allgather of 32 bytes a rank.
+    Additional cost: a digest of the pickle on each rank, and an allgather of 32 bytes a rank.
 
     Raises:
-        StateDamagedError: on all ranks: the bytes that a rank has got are not those that were sent.
+        StateDamagedError: on all ranks: a rank has received other bytes than were sent.
         Exception: as `broadcast_object`.
     """
     return _broadcast(obj, root_rank, name, process_set, is_checked=True)
@@ -114,7 +114,7 @@ def allgather_object(
     return list(_unpickled(dict(zip(ranks, parts, strict=True)), name, process_set).values())
 
 
-# Sent after a failure: a pickle has a byte or more.
+# Sent after a failure: a real pickle is never empty.
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -164,8 +164,8 @@ def _unpickled(
 ) -> dict[int, Any]:
     """Return the objects that ranks have sent, by rank.
 
-    Where some are taken with care, the ranks tell one another whether all could be taken: otherwise
-    they would be out of step.
+    Where some objects are read as plain data only, the ranks tell one another whether they could
+    read all: otherwise a rank that refuses one would fall out of step.
     """
     here, host_of = world.current.world(), world.current.world().host_of
     ranks = process_set.ranks or []

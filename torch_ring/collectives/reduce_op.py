@@ -27,12 +27,13 @@ __all__ = [
 class ReduceOp(IntEnum):
     """The operator that combines the ranks' tensors, element by element except for Adasum.
 
-    Average divides the sum by the number of ranks. Integers truncate toward zero, and their sum
-    does not wrap around: it is kept in a wider dtype. That of Sum wraps, as torch's. Factors
-    multiply integers in float64; each product is truncated toward zero, and clamped to the range of
-    the dtype. Adasum is adaptive summation (S. Maleki et al., MLSys 2021). It takes floating point,
-    on a power of two of ranks. Band, Bor and Bxor are bitwise and, or and exclusive or of integers;
-    of bools, where they are logical; on a GPU they run on a copy on the CPU, as Adasum does.
+    Average divides the sum by the number of ranks. An average of integers truncates toward zero,
+    and its sum does not wrap around: it is kept in a wider dtype. Sum wraps around, as torch's sums
+    do. Factors multiply integers in float64; each product is truncated toward zero, and clamped to
+    the range of the dtype. Adasum is adaptive summation (S. Maleki et al., MLSys 2021). It takes
+    floating point, on a power of two of ranks. Band, Bor and Bxor are the bitwise and, or and
+    exclusive or of integers, and the logical ones of bools; on a GPU they run on a copy on the CPU,
+    as Adasum does.
     """
 
     Average = 0
@@ -57,7 +58,7 @@ Bor = ReduceOp.Bor
 Bxor = ReduceOp.Bxor
 
 
-# Names of the operators in other libraries: torch.distributed, NumPy, MPI.
+# The operators' names in other libraries: torch.distributed, NumPy, MPI.
 _OTHER_NAMES = {
     "add": Sum,
     "avg": Average,
@@ -97,7 +98,7 @@ def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> Red
     """Return an operator that a user has given, by name or by Horovod's number.
 
     Raises:
-        InvalidArgumentError: it is not allowed: another library's operator, for example, whose
+        InvalidArgumentError: the operator is not allowed; for example another library's, whose
             number means something else here.
     """
     if isinstance(op, Integral) and not isinstance(op, bool) and op in allowed:  # NumPy's, too
@@ -111,7 +112,7 @@ def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> Red
 
 
 def _meant(op: object) -> ReduceOp | None:
-    """Return the operator of the name that `op` is or has, if there is one."""
+    """Return the operator whose name `op` is or has; None: there is none."""
     if isinstance(op, ReduceOp):
         return op
     word = op if isinstance(op, str) else getattr(op, "name", getattr(op, "__name__", ""))

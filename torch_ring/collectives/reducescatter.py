@@ -69,10 +69,10 @@ def reducescatter(
     Args:
         tensor: at least one dimension; the same shape and dtype on every rank.
         name: matches the operation between the ranks; None: a running number.
-        compression: makes what is sent in place of `tensor`, such as ``Compression.fp16``.
+        compression: compresses the tensor that is sent, such as ``Compression.fp16``.
         op: Average or Sum.
         process_set: the ranks that take part, this one among them; by default all.
-        prescale_factor: multiplies what each rank gives, before the reduction.
+        prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
 
     Returns:

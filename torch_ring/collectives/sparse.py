@@ -1,4 +1,4 @@
-"""sparse_allreduce_async: sums of sparse tensors, whose rows are gathered and never made dense."""
+"""sparse_allreduce_async: sums sparse tensors by gathering their rows, never as dense tensors."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def start_sparse_sum(
     joinable: bool = False,
     is_coalesced: bool | None = None,
 ) -> SparseHandle:
-    """Start to sum the ranks' sparse tensors, as csrc/bindings/sparse_sum.h does for both doors.
+    """Start to sum the ranks' sparse tensors, as csrc/bindings/sparse_sum.h does for both APIs.
 
-    A rank without a tensor, or one that has joined, gives nothing.
+    A rank without a tensor, or one that has joined, contributes nothing.
 
     Args:
         engine: the engine of the ranks that take part.
@@ -81,7 +81,7 @@ def start_sparse_sum(
         like: a tensor with the shape, dtype and device of the sum.
         own: this rank's tensor; None if it has none.
         joinable: whether ranks may have joined.
-        is_coalesced: of the sum; None: as torch finds.
+        is_coalesced: whether to mark the sum as coalesced; None: torch decides.
     """
     works = engine.grouped_allgather([*sparse_message(own, like, op)], name, joinable=joinable)
 

@@ -19,7 +19,7 @@ class Compressor(Protocol):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what to send instead of a tensor.
+        """Return the tensor to send instead of a tensor.
 
         Args:
             tensor: flat, of any dtype.

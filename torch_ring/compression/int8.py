@@ -29,7 +29,7 @@ class Int8Compressor(ErrorFeedback):
     stochastic, which error feedback makes unnecessary).
 
     Args:
-        elements_per_scale: elements that share a scale; fewer are more exact, and cost more scales.
+        elements_per_scale: elements that share a scale; fewer are more exact, but need more scales.
 
     Raises:
         ValueError: `elements_per_scale` is less than 1.
@@ -55,9 +55,9 @@ class Int8Compressor(ErrorFeedback):
 
 
 def quantize(tensor: Tensor, elements_per_scale: int) -> tuple[Tensor, Tensor]:
-    """Return int8 codes, a row for each scale (the last one filled up), and a column of scales.
+    """Return int8 codes, a row for each scale (the last one padded), and a column of scales.
 
-    An element that is not finite makes its scale not finite, and so the dequantized row.
+    A non-finite element makes its scale non-finite, and so the whole dequantized row.
     """
     width = min(elements_per_scale, tensor.numel())
     flat, missing = tensor.flatten(), -tensor.numel() % width
@@ -69,6 +69,6 @@ def quantize(tensor: Tensor, elements_per_scale: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-    """Return the argument of `quantize`, each element to within half a scale."""
+    """Return the tensor given to `quantize`, each element to within half a scale."""
     values = codes.to(scales.dtype).mul_(scales)  # a product of two dtypes takes ten times as long
     return values.flatten()[: prod(shape)].view(shape)

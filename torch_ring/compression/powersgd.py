@@ -19,8 +19,8 @@ class PowerSGDCompressor(ErrorFeedback):
 
     A gradient is a matrix whose rows are the parameter's first dimension. One step of the power
     iteration, which continues from the last one of this parameter, finds the space of its `rank`
-    largest directions; the gradient's projection onto this space is sent. A tensor is sent whole
-    if the two matrices would have as many elements, as is every vector.
+    largest directions; the gradient's projection onto this space is sent. A vector is sent whole,
+    and so is a tensor if the two matrices would have as many elements.
 
     Each rank computes the products itself: ranks with different processors or numbers of threads
     may differ in the last bits of the result.
@@ -53,7 +53,7 @@ class PowerSGDCompressor(ErrorFeedback):
     ) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
         """Take one step of the power iteration, and send the projection."""
         matrix = gradient.flatten(1)
-        if "right" in state:  # on another device as an error may be
+        if "right" in state:  # perhaps on another device, as an error may be
             right = state["right"].to(matrix.device, non_blocking=True)
         else:
             right = self._first_right(matrix)

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["ErrorFeedback", "Gather", "Reduce", "Request", "State", "StatefulCompressor"]
 
 State: TypeAlias = dict[str, Any]
-"""A compressor's state of one parameter; empty at first; every rank has its own."""
+"""A compressor's state for one parameter; empty at first; every rank has its own."""
 
 
 class Gather:
@@ -104,7 +104,7 @@ class StatefulCompressor(ABC):
         """Continue with the states of an earlier run.
 
         Args:
-            state_dict: what `state_dict` returned on this rank.
+            state_dict: the states that `state_dict` returned on this rank.
         """
         self.states = {name: dict(state) for name, state in state_dict.items()}
 
@@ -162,7 +162,7 @@ class StatefulCompressor(ABC):
         return f"{type(self).__qualname__}({settings})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the served parameters out: a copy serves others."""
+        """Leave out the served parameters: a copy serves other parameters."""
         return {key: value for key, value in vars(self).items() if key != "_served"}
 
 
@@ -199,11 +199,11 @@ class ErrorFeedback(StatefulCompressor):
         """
 
     def reduce(self, gradient: Tensor, state: State) -> Generator[Request, Any, Tensor]:
-        """Return the mean of what the ranks send of their gradients, by `send`.
+        """Return the mean of the gradients' parts that the ranks send, by `send`.
 
         Args:
             gradient: this rank's gradient, in the shape of the parameter.
-            state: this parameter's state; its entry ``"error"`` is what was not sent so far.
+            state: this parameter's state; its entry ``"error"`` is the sum not sent so far.
 
         Returns:
             The mean over the ranks.
@@ -218,7 +218,8 @@ class ErrorFeedback(StatefulCompressor):
                     f"its state is of shape {list(owed.shape)}, its gradient of "
                     f"{list(gradient.shape)}: load_state_dict() was given another model's"
                 )
-            # From another device if the state was loaded on the host, or the model has moved.
+            # The error is on another device if the state was loaded on the host, or the model
+            # moved.
             gradient = gradient + owed.to(gradient.device, non_blocking=True)
         mean, sent = yield from self.send(gradient, state)
         state["error"] = gradient - sent

@@ -97,7 +97,7 @@ def interfaces(text: str) -> str:
 
 
 def file_path(text: str) -> str:
-    """Read the path of a file, which need not be there."""
+    """Read the path of a file, which need not exist."""
     if text.endswith("/"):
         raise ValueError("must be the path of a file, not of a folder")
     return text
@@ -115,7 +115,7 @@ def disables_stall_check(text: str) -> float | None:
 
 
 def timeline_path(text: str) -> str | None:
-    """Read the path of a timeline. DYNAMIC is Horovod's word for one that starts later."""
+    """Read the path of a timeline. Horovod's value DYNAMIC means that it starts later."""
     return None if text.upper() == "DYNAMIC" else text
 
 
@@ -127,7 +127,8 @@ _OF_LAUNCHER = {"TORCH_RING_RUN_ID", "TORCH_RING_PROCESS"}  # for setup/launcher
 def variables_set(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of torch_ring and of Horovod that are set, to be shown to anybody.
 
-    A secret is not among them: only settings have their values, since TORCH_RING_SERCET has one.
+    Secrets are hidden, and so is the value of any variable that is no setting: a misspelt
+    TORCH_RING_SERCET would hold one.
     """
     shown = {v for s in SETTINGS if s.field != "secret" for v in (s.variable, *dict(s.aliases))}
     return {
@@ -143,9 +144,9 @@ def _hidden(variable: str) -> str:
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return which variables look like settings and are none, in one line; None: none of them.
+    """Return a line that names variables which look like settings but are none; None: no such.
 
-    Their values are not shown: TORCH_RING_SERCET has a secret.
+    It does not show their values: a misspelt TORCH_RING_SERCET would hold a secret.
     """
     known = {setting.variable for setting in SETTINGS}
     found = []
@@ -157,19 +158,19 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def failpoints(environment: Mapping[str, str] = os.environ) -> str:
-    """Return where a test wants this process to fail (CONTRIBUTING.md); "" for nowhere."""
+    """Return the places where a test wants this process to fail (CONTRIBUTING.md); "": none."""
     return environment.get(_OF_TESTS, "")
 
 
 def let_ddp_ask_for_memory() -> None:
-    """Let torch's DDP ask a backend for the memory of its buckets, unless a user has decided it."""
+    """Make torch's DDP ask a backend for the memory of its buckets, unless the user has decided."""
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")  # torch's default is 1
 
 
 def let_programs_find_horovod(
     folder: str, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Let Pythons with this environment find the module ``horovod`` that lies in a folder."""
+    """Make Python processes with this environment find the module ``horovod`` in a folder."""
     path = environment.get("PYTHONPATH")
     others = [each for each in path.split(os.pathsep) if each != folder] if path else []
     environment["PYTHONPATH"] = os.pathsep.join([folder, *others])
@@ -177,12 +178,12 @@ def let_programs_find_horovod(
 
 
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether NCCL's own variable makes its communicators blocking: without a deadline."""
+    """Return whether NCCL's own variable makes its communicators blocking, without deadlines."""
     return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
 
 
 def threads_are_chosen(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a user, or a launcher, has said with how many threads a rank computes."""
+    """Return whether the user or a launcher has set the number of a rank's compute threads."""
     return any(environment.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
@@ -192,7 +193,7 @@ class Config:
 
     transport: str = "auto"
     timeout_s: float = 0.0
-    timeout_name: str = "TORCH_RING_TIMEOUT"  # what errors call it
+    timeout_name: str = "TORCH_RING_TIMEOUT"  # its name in errors
     init_timeout_s: float = 120.0
     init_timeout_name: str = "TORCH_RING_INIT_TIMEOUT"  # likewise
     heartbeat_timeout_s: float = 60.0
@@ -298,7 +299,7 @@ def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
         raise InvalidArgumentError(f"{variable}={text!r}: {error}") from None
 
 
-# Milliseconds: for so long operations of which a program polls do not begin, init()'s among them.
+# Milliseconds. A longer window would delay operations that a program polls, also those of init().
 _LONGEST_WINDOW = 1000.0
 
 _CONNECTIONS = (
@@ -314,8 +315,8 @@ _CONNECTIONS = (
         "network",
         "TORCH_RING_NETWORK",
         one_of("tcp", "ucx", "auto"),
-        "what carries the data of collectives between hosts, on CPUs: tcp, ucx, or auto, which is "
-        "ucx where all ranks have RDMA and the same UCX (docs/rdma.md)",
+        "transport of collectives' data between hosts, on CPUs: tcp, ucx, or auto, which is ucx "
+        "where all ranks have RDMA and the same UCX (docs/rdma.md)",
         common=True,
     ),
     Setting(
@@ -407,8 +408,8 @@ _SECRETS = (
         "TORCH_RING_SECRET",
         str,
         "the same random text on all ranks, by which the hosts of a job know one another; without "
-        "it (and without TORCH_RING_SECRET_FILE) whoever reaches the store of a job on several "
-        "hosts can join it",
+        "it (and without TORCH_RING_SECRET_FILE) any process that reaches the store of a job on "
+        "several hosts can join it",
     ),
     Setting(
         "secret_file",
@@ -614,8 +615,8 @@ _BY_LAUNCHER = (
         "directory",
         "TORCH_RING_ELASTIC_DIRECTORY",
         str,
-        "host:port at which torch_ring.run tells newcomers of an elastic job who its ranks are; it "
-        "sets this itself",
+        "host:port at which torch_ring.run tells newcomers of an elastic job the addresses of its "
+        "ranks; it sets this itself",
     ),
     Setting(
         "is_newcomer",

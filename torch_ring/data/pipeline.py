@@ -25,7 +25,7 @@ from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = ["MODES", "InputPipeline", "InputReport", "Rates", "Waits"]
 
-_KEPT = 4096  # last steps: enough for a p95, and 32 KiB a rank to gather
+_KEPT = 4096  # most recent steps: enough for a p95, and 32 KiB a rank to gather
 _CACHED = 8  # batches that mode "cached" repeats
 _SMALL = 0.02  # fraction of a step below which a gap is not worth fixing
 _FEW = 50  # steps; measurements over fewer are mostly noise
@@ -64,7 +64,7 @@ class Waits:
     def of(
         cls, steps: int, rates: Tensor, firsts_s: Tensor, waits_s: Tensor, ranks: list[int]
     ) -> Waits:
-        """Return what follows from the ranks' measurements.
+        """Return the statistics of the ranks' measurements.
 
         Args:
             steps: the number of steps on the rank with the fewest.
@@ -147,7 +147,7 @@ class InputReport:
 
     @property
     def gap(self) -> float:
-        """The part of the speed that data cost, 1 - real / synthetic; NaN if not compared."""
+        """The part of the speed lost to the data, 1 - real / synthetic; NaN if not compared."""
         return 1 - self.rates.real / self.rates.synthetic if self.rates else math.nan
 
     @property
@@ -243,8 +243,8 @@ class InputPipeline:
     An epoch has the same number of batches in every mode. A batch may be handed out again, so a
     step must not write to it. Every batch that the loop gets advances the loader's
     :class:`ShardedSampler`, the last one to the next epoch, so the sampler's state may be saved
-    after any step. (A ``batch_sampler=`` is not advanced: it alone knows how large its batches
-    are.)
+    after any step. (A ``batch_sampler=`` is not advanced: only itself knows the sizes of its
+    batches.)
 
     Args:
         loader: a DataLoader, or an iterable of batches: tensors, or tensors in tuples, lists and

@@ -1,4 +1,4 @@
-"""DevicePrefetcher: copies of batches to the device, made while it works on the one before."""
+"""DevicePrefetcher: copies the next batch to the device while the model works on this one."""
 
 from __future__ import annotations
 

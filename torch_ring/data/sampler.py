@@ -24,10 +24,10 @@ class Share:
     Attributes:
         indices: the samples that this rank takes, in order.
         state: the sampler's state.
-        key: the name of the position in it: the number of samples of the epoch's order that all
+        key: the key in `state` of the position: the number of samples of the epoch's order that all
             ranks together have taken.
-        begin, end: the positions at which the rest begins, and at which no rank has a sample left.
-        length: the number of samples of an epoch, and so the position of one that is over.
+        begin, end: the positions where the rest begins, and where no rank has a sample left.
+        length: the number of samples of an epoch, and so the position at its end.
         size: the number of ranks.
     """
 
@@ -43,15 +43,15 @@ class Share:
 class ResumableSampler(Sampler[int]):
     """A sampler whose state is the progress of all ranks, and fits any number of ranks.
 
-    Two counts lead to that state: the sampler's own, of the samples that the loop says it has
-    taken, and that of an iterator (`ShareIterator`), of the samples that it has given out.
+    There are two ways to count: the sampler counts the samples that the loop reports, and an
+    iterator (`ShareIterator`) the samples that it has given out.
     """
 
     process_set: ProcessSet = global_process_set
-    _is_resumed = False  # a loader goes on in the middle of an iteration, and counts by itself
+    _is_resumed = False  # a loader has resumed in the middle of an epoch, and counts itself
 
     def _share(self) -> Share:
-        """Return this rank's part of what is left of the epoch."""
+        """Return this rank's part of the rest of the epoch."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,12 +66,12 @@ class ResumableSampler(Sampler[int]):
         raise NotImplementedError
 
     def _resume(self, state: dict[str, Any]) -> Share:
-        """Continue an iteration of a loader from the state of a `ShareIterator`.
+        """Continue a loader's iteration from the state of a `ShareIterator`.
 
-        A collective of the process set, if the number of ranks is not that of the state.
+        A collective of the process set, if the number of ranks differs from the state's.
 
         Args:
-            state: of the loader's iterator.
+            state: the state of the loader's iterator.
 
         Returns:
             This rank's part of the rest of that epoch.
@@ -135,10 +135,10 @@ class ShareIterator(Iterator[int]):
         return {**share.state, share.key: position, "size": share.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, on whatever number of ranks; collective if that has changed.
+        """Continue from a state, on any number of ranks; a collective if the number has changed.
 
         Args:
-            state: what `state_dict` returned; on another number of ranks, the same on all.
+            state: a result of `state_dict`; on another number of ranks, the same on all.
 
         Raises:
             ValueError: the state is that of another sampler.
@@ -153,13 +153,13 @@ class ShardedSampler(ResumableSampler):
     A shuffled epoch is for training: all ranks get the same number of samples and of batches, since
     a rank with one batch more would wait there for the others. Without ``shuffle`` an epoch is for
     evaluation: every sample is taken once, by one rank. Shares may then differ by one sample, so a
-    loop over them must not call a collective. ``drop_last`` says it if it is to be otherwise. No
-    sample is ever repeated to even out the shares, as torch's DistributedSampler does.
+    loop over them must not call a collective. ``drop_last`` overrides either choice. Unlike torch's
+    DistributedSampler, it never repeats a sample to even out the shares.
 
-    An epoch's order follows from `seed` and the epoch, and is the same on all ranks. After k
-    batches of b samples on each rank, the first ``k * b * size`` samples of that order have been
-    taken, so one number is the progress of all ranks, whatever their number. `advance` counts it,
-    because the DataLoader's workers fetch samples before the model is trained on them.
+    An epoch's order depends on `seed` and the epoch, and is the same on all ranks. After k batches
+    of b samples on each rank, the first ``k * b * size`` samples of that order have been taken, so
+    one number is the progress of all ranks, for any number of ranks. `advance` counts it, because
+    the DataLoader's workers fetch samples before the model is trained on them.
     :class:`InputPipeline` calls `advance`; without one, call it after each step::
 
         sampler = ShardedSampler(train_set)
@@ -176,8 +176,8 @@ class ShardedSampler(ResumableSampler):
     and ``init()``), it is enough to give all ranks the same state.
 
     A ``StatefulDataLoader`` of torchdata counts by itself, without `advance`: its state has the
-    position of the batches that its loop has got. As long as all ranks take equally many batches,
-    rank 0's state is that of all; load it on all ranks, whatever their number. (With the same
+    position after the batches that its loop has received. As long as all ranks take equally many
+    batches, rank 0's state holds for all ranks; load it on any number of ranks. (With the same
     number of ranks, each may load its own.) If the number has changed, the ranks compare the
     positions when the iteration begins, and all raise a MismatchError if they differ.
 
@@ -186,8 +186,8 @@ class ShardedSampler(ResumableSampler):
         shuffle: whether each epoch has a random order of its own, or the data set's.
         seed: the seed of the orders; the same on all ranks.
         drop_last: whether to leave out an epoch's last samples, fewer than there are ranks, that
-            cannot be dealt evenly; with `shuffle` they are others in each epoch. None: with
-            `shuffle`, and not without it.
+            cannot be dealt evenly; with `shuffle` they differ from epoch to epoch. None: as
+            `shuffle`.
         process_set: the ranks among which the samples are dealt; by default all.
 
     Raises:
@@ -262,10 +262,10 @@ class ShardedSampler(ResumableSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the ranks were, whatever their number was; call it on all ranks.
+        """Continue where the ranks were, on any number of ranks; call it on all of them.
 
         Args:
-            state: what `state_dict` returned, the same on all ranks.
+            state: a result of `state_dict`, the same on all ranks.
 
         Raises:
             ValueError: the state is that of a sampler with another length, `shuffle` or `seed`.
@@ -284,15 +284,15 @@ class ShardedSampler(ResumableSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self._is_resumed and not self._advanced:
-            # The loader that went on here has told nobody how far it came. Without that resume,
-            # too, the next iteration would be of a whole epoch.
+            # The loader that resumed here has not reported its progress: begin a whole epoch, as
+            # the next iteration would without that resume.
             self._go_to(self._epoch + (self._begin >= self.length), 0)
         else:
             self._go_to(self._epoch, self.consumed)
         return ShareIterator(self)
 
     def _share(self) -> Share:
-        """Return this rank's part of what was left of the epoch when the iteration began."""
+        """Return this rank's part of the rest of the epoch at the beginning of the iteration."""
         mine = self._mine()
         return Share(
             indices=self._shuffled()[mine].tolist() if self.shuffle else range(self.length)[mine],
@@ -307,7 +307,8 @@ class ShardedSampler(ResumableSampler):
     def _shuffled(self) -> Tensor:
         """Return the epoch's order, int64 of shape [length], the same on all ranks."""
         generator = torch.Generator("cpu")
-        # Hashed: with seed + epoch, the orders of a seed would be those of the next one, shifted.
+        # Hashed: with seed + epoch, two neighbouring seeds would have the same orders, one epoch
+        # apart.
         generator.manual_seed(zlib.crc32(f"{self.seed} {self._epoch}".encode()))
         return torch.randperm(self.length, generator=generator, device="cpu")
 

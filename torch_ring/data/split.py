@@ -1,4 +1,4 @@
-"""split: the part of a stream that is this rank's, and this DataLoader worker's."""
+"""split: this rank's, and this DataLoader worker's, part of a stream."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def split(
 ) -> IterableDataset[ElementT]:
     """Deal the elements of a stream to the ranks in turn, and a rank's to its DataLoader's workers.
 
-    For data without indices; a ShardedSampler deals those with indices, and reads only this rank's.
-    Here every worker reads all elements, and passes on its own. So split what is cheap to read,
-    such as the names of files, and open them behind it::
+    For data without indices. For data with indices use a ShardedSampler, which reads only this
+    rank's samples. Here every worker reads all elements, and passes on its own. So split a stream
+    that is cheap to read, such as the names of files, and open the files afterwards::
 
         class Samples(IterableDataset):
             def __init__(self, names):
@@ -42,25 +42,25 @@ def split(
     Element i goes to rank ``i % size``, and there to worker ``i // size % workers``, when the
     elements of that round, one for each rank, have been read. Nothing is communicated, so all ranks
     and workers must read the same elements in the same order: shuffle with a seed that they share.
-    While data are read they see no worker: those that deal themselves to workers, as WebDataset and
-    Hugging Face's do, would be dealt twice.
+    While data are read, get_worker_info() is None: data sets that deal themselves to workers, as
+    WebDataset and Hugging Face's do, would be dealt twice.
 
     Size, rank and worker are read when an iteration begins. Workers that outlive a change of the
     ranks (``persistent_workers``) raise an error.
 
-    A ``StatefulDataLoader`` of torchdata finds the position of each worker. As long as all ranks
-    take equally many batches, rank 0's state is that of all: load it on all ranks, whatever their
-    number, with as many workers. The rest repeats no element and misses none, except those that
-    `equal` leaves out: on another number of ranks, fewer than ranks in each worker. Data that have
-    ``state_dict`` and ``load_state_dict``, or iterators that have, go to their position; others are
-    read up to it.
+    A ``StatefulDataLoader`` of torchdata saves the position of each worker. As long as all ranks
+    take equally many batches, rank 0's state holds for all ranks: load it on any number of ranks,
+    with the same number of workers. The rest repeats no element and misses none, except those that
+    `equal` leaves out: on another number of ranks, in each worker fewer than there are ranks. Data
+    or iterators with ``state_dict`` and ``load_state_dict`` go straight to their position; others
+    are read up to it.
 
     Args:
         data: an IterableDataset or another iterable, which each iteration reads from its beginning;
             an iterator can be read in one iteration only.
-        equal: whether all ranks get equally many elements: the last ones, fewer than there are
-            ranks, are left out then. Otherwise shares may differ by one element, so a loop over
-            them must not call a collective, or needs `join`.
+        equal: whether all ranks get equally many elements: then the last ones, fewer than there are
+            ranks, are left out. Otherwise shares may differ by one element, so a loop over them
+            must call no collective, or needs `join`.
         process_set: the ranks among which the elements are dealt; by default all.
 
     Returns:
@@ -68,7 +68,7 @@ def split(
 
     Raises:
         TypeError: `data` cannot be iterated, or is a text; `equal` is no bool.
-        NotInitializedError: in an iteration: there is no world.
+        NotInitializedError: in an iteration: init() has not been called.
         RuntimeError: in an iteration: the ranks have changed since the worker was started, or
             `data` is an iterator that was split before.
         ValueError: a state of another number of workers is loaded.
@@ -93,7 +93,7 @@ class _Split(IterableDataset[ElementT]):
         self.equal = equal
         self.process_set = process_set
         self.is_used = False  # a process has begun to read `data`
-        self.place: tuple[int, int] | None = None  # rank and size, if a worker is no forked one
+        self.place: tuple[int, int] | None = None  # rank and size, for a worker that was not forked
         self.is_over = _shared_flag()
         _splits.add(self)
 
@@ -116,9 +116,9 @@ class _SplitIterator(Iterator[ElementT]):
     """Reads all elements, and yields those of one worker of one rank.
 
     Args:
-        split: has the data.
+        split: the data set.
         rank, size: this rank, and the number of ranks.
-        worker, workers: this worker, and the number of them on each rank.
+        worker, workers: this worker, and the number of workers on each rank.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class _SplitIterator(Iterator[ElementT]):
         self._split = split
         self._rank, self._size = rank, size
         self._worker, self._workers = worker, workers
-        self._stride = size  # elements in a row that go to one worker; a resume keeps the number
-        self._read = 0  # elements of the data, whoever gets them
+        self._stride = size  # consecutive elements that go to one worker; a resume keeps the number
+        self._read = 0  # elements read from the data, for all ranks and workers
         self._source: Iterator[ElementT] | None = None
         self._mine = self._of_worker()
 
@@ -144,7 +144,7 @@ class _SplitIterator(Iterator[ElementT]):
         raise StopIteration
 
     def _of_worker(self) -> Iterator[ElementT]:
-        """Yield the elements that go to this worker of any rank."""
+        """Yield the elements that go to the workers of this number on all ranks."""
         if self._source is None:
             self._source = self._begin()
         while True:
@@ -159,7 +159,7 @@ class _SplitIterator(Iterator[ElementT]):
                 yield element
 
     def _begin(self) -> Iterator[ElementT]:
-        # Not in __iter__: a worker that is used again dies of an error there, which nobody reads.
+        # Not in __iter__: there, an error would end a reused worker without being reported.
         if get_worker_info() is not None and self._split.is_over.item():
             raise RuntimeError(
                 "the ranks have changed since this worker of a DataLoader was started: make the "
@@ -177,12 +177,12 @@ class _SplitIterator(Iterator[ElementT]):
             return iter(data)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this worker, which is that of the same worker of all ranks.
+        """Return the position of this worker, the same for the worker of this number on all ranks.
 
         Returns:
-            ``read``, the number of elements of the data up to the end of the last round;
-            ``stride`` and ``workers``, which say how they are dealt to workers; ``iterator`` and
-            ``data``: the states of the data's iterator and of the data, if they have any.
+            ``read``, the number of elements of the data up to the end of the last round; ``stride``
+            and ``workers``, which define the deal to workers; ``iterator`` and ``data``: the states
+            of the data's iterator and of the data, if they have any.
         """
         state: dict[str, Any] = {
             "read": self._read,
@@ -198,10 +198,10 @@ class _SplitIterator(Iterator[ElementT]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position of a worker of any rank, on whatever number of ranks.
+        """Continue from the position of a worker of any rank, on any number of ranks.
 
         Args:
-            state: what `state_dict` returned for the worker of this number.
+            state: a result of `state_dict` for the worker of this number.
 
         Raises:
             ValueError: the state is that of another number of workers.
@@ -231,7 +231,7 @@ def _is_stateful(thing: object) -> bool:
 
 @contextmanager
 def _without_worker() -> Iterator[None]:
-    """Let get_worker_info() be None inside: the data are read as a whole."""
+    """Context in which get_worker_info() is None, so that the data are read as a whole."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         yield
@@ -239,13 +239,13 @@ def _without_worker() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
-# --- workers that outlive the ranks among which they deal
+# --- workers that outlive a change of the ranks
 
-_splits: WeakSet[_Split[Any]] = WeakSet()  # made by this process
+_splits: WeakSet[_Split[Any]] = WeakSet()  # those that this process has made
 
 
 def _shared_flag() -> Tensor:
-    """Return a flag that this process's workers see, too, also those that are no forks of it."""
+    """Return a flag shared with this process's workers, also with those that are not forked."""
     flag = torch.zeros((), dtype=torch.bool, device="cpu")
     flag.share_memory_()  # type: ignore[no-untyped-call]
     return flag
@@ -254,7 +254,7 @@ def _shared_flag() -> Tensor:
 def _tell_workers() -> None:
     for each in list(_splits):
         each.is_over.fill_(True)
-        each.is_over = _shared_flag()  # of the workers that are started from now on
+        each.is_over = _shared_flag()  # for workers started from now on
 
 
 current.after_join(_tell_workers)

@@ -1,4 +1,4 @@
-"""Drain: a rank of an elastic job that gets SIGTERM leaves in peace, where all ranks agree."""
+"""Drain: a rank of an elastic job that gets SIGTERM leaves at a step where all ranks agree."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _ASK_AGAIN_S = 1.0  # rank 0 may have died meanwhile, or the ranks may have chan
 
 
 class Drain:
-    """Context of an elastic function, in which SIGTERM asks that this process leave the job.
+    """Context of an elastic function, in which SIGTERM makes this process ask to leave the job.
 
-    Does nothing where the program, or `torch_ring.world.preemption.watch`, handles SIGTERM, or
-    outside the main thread: Python handles signals there. If the function ends first, the signal
-    has its usual effect then; so it has at once in a process that waits to be let in, and in forked
-    ones.
+    Does nothing if the program, or `torch_ring.world.preemption.watch`, handles SIGTERM, or outside
+    the main thread, where Python lets no handler be set. If the function ends before the process
+    has left, the signal then has its usual effect. In a process that waits to be let in, and in
+    forked children, it has its usual effect at once.
 
     Args:
-        job: is asked to let this process go, again and again until it has left.
-        timeout_s: after which a process that has come to no commit ends as by the signal.
+        job: the job, which is asked repeatedly until this process has left.
+        timeout_s: seconds after which a process that has reached no commit exits, as by the signal.
     """
 
     def __init__(self, job: ElasticJob, timeout_s: float) -> None:
         self._job, self._timeout_s = job, timeout_s
-        self._got: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal; False: the end
+        self._got: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: SIGTERM; False: the end
         self._is_wanted = self._is_over = False
         self._thread: threading.Thread | None = None
 
@@ -53,7 +53,7 @@ class Drain:
     ) -> None:
         if self._thread is None:
             return
-        self._got.put(False)  # its thread may still be talking to a host that is gone
+        self._got.put(False)  # do not join the thread: it may be waiting for a dead host
         self._is_over = True
         give_back(signal.SIGTERM, self._note)
         if self._is_wanted and kind is not SystemExit:

@@ -1,4 +1,4 @@
-"""ElasticJob: the processes of an elastic training, as one of them knows them."""
+"""ElasticJob: one process's view of the processes of an elastic training."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ __all__ = ["ENDED_BY_SIGTERM", "ElasticJob"]
 
 _log = logging.getLogger("torch_ring")
 
-ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the exit code of such a process, as shells count
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the exit code, as in a shell
 
 _KEY_BYTES = 32
-_GLANCE_S = 0.1  # for an answer of a rank that lives, while a world is made
-_STORE_S = 5.0  # for an answer of the store of ranks that were alive a moment ago
+_GLANCE_S = 0.1  # wait for an answer of a living rank, while a world is made
+_STORE_S = 5.0  # wait for an answer of the store of ranks that were alive a moment ago
 
-_calls = 0  # of elastic functions in this process, with those in which the ranks were further
-_generation = 0  # of the last world of an elastic job that this process knows
-_met: _Met | None = None  # until the first elastic function
+_calls = 0  # elastic functions called in this process, with those that the ranks ended without it
+_generation = 0  # the generation of the last world of an elastic job that this process knows
+_met: _Met | None = None  # taken by the first elastic function
 _is_regrouping = False
 
 
 class ElasticJob:
-    """The part of a process that outlives worlds: its listener, the last world's processes.
+    """The part of a process that outlives worlds: its listener, and the last world's processes.
 
-    Making one is collective, but for a newcomer, and for the first one of a job of torch_ring.run:
-    its processes have told one another where they listen in init(), so that one which has died
-    since is missed, as any other. `regroup` makes the world that comes next.
+    The constructor is collective, with two exceptions: that of a newcomer, and the first one of a
+    job of torch_ring.run. The processes of such a job exchange their addresses in init(), so that a
+    process which dies after init() is noticed as missing. `regroup` makes the next world.
 
-    Thread: the training's. Blocking: as `torch_ring.elastic.regroup` says.
+    Thread: the training thread. Blocking: see `torch_ring.elastic.regroup`.
 
     Args:
         on_change: called when a process asks this one to be let in (True), or the launcher says
             that hosts have gone (False). Thread: any.
 
     Attributes:
-        members: the processes of the last world that was made, by rank; none yet for a newcomer.
+        members: the processes of the last world, by rank; empty in a newcomer.
         is_signalled: whether a signal has asked this process to leave.
     """
 
@@ -117,13 +117,13 @@ class ElasticJob:
 
     @property
     def is_member(self) -> bool:
-        """Whether this process belongs to a world: it is no newcomer that waits to be let in."""
+        """Whether this process belongs to a world; a newcomer that waits does not."""
         return bool(self.members)
 
     def leavers(self) -> Collection[int]:
         """Return the ranks that leave now. Collective, at one step.
 
-        A process is to leave if the launcher or a signal has asked it to.
+        A process leaves if the launcher or a signal has asked it to.
         """
         own = self._listener.must_leave, self.has_newcomers
         return leavers_of(allgather_object(own, name="elastic.leave"), self._limits)
@@ -136,7 +136,7 @@ class ElasticJob:
         self._listener.must_leave = self.is_signalled = True
         key, directory = self._listener.key, self._config.directory
         if directory and process_name():
-            with contextlib.suppress(RingError):  # it has ended, and will end this process
+            with contextlib.suppress(RingError):  # the launcher is gone, and this process will end
                 tell_leaving(directory, key, process_name())
         if self.members:
             notify(self.members[0], key, "hosts")
@@ -147,11 +147,11 @@ class ElasticJob:
         self._store = None
 
     def regroup(self, cause: BaseException | None, leavers: Collection[int] = ()) -> None:
-        """Make a world of the processes that live, and of newcomers. Collective of those.
+        """Make a world of the living processes and newcomers. Collective of all of them.
 
         Args:
             cause: why the last world has ended; None: this process is a newcomer.
-            leavers: ranks of which all know that they have left.
+            leavers: ranks that have left, as all ranks know.
 
         Raises:
             CallOverError: the others are in a later function than this newcomer.
@@ -170,7 +170,7 @@ class ElasticJob:
                 self._join(group)
                 self._restore_process_sets(group.members)
                 break
-            except RingError as error:  # another one has died meanwhile, or a newcomer is different
+            except RingError as error:  # another rank has died meanwhile, or a newcomer differs
                 has_newcomers = any(member not in self.members for member in group.members)
                 is_ours = isinstance(error, MismatchError) and not has_newcomers
                 if is_ours or time.monotonic() - began > self._limits.timeout_s:
@@ -220,7 +220,7 @@ class ElasticJob:
             return come(lambda: ask_directory(directory, key), self._own, key, self._limits, _calls)
         except CallOverError:
             with _regrouping():
-                current.init()  # alone again, until the next function
+                current.init()  # a world of one again, until the next function
             raise
 
     def _note(self, members: Sequence[Member], generation: int) -> None:
@@ -267,9 +267,10 @@ class ElasticJob:
             current.rejoin(rank, len(group.members), self._store, self._listener.key.hex(), missed)
 
     def _missed(self, members: Sequence[Member], here: Collection[int]) -> RingError | None:
-        """Return the error of ranks that have ended, each of which comes after one that is here.
+        """Return the error of ranks that have exited; None: none was found.
 
-        So the hosts look at few ranks each; and if ranks are missing, at one of these.
+        It checks only the successors of the ranks in `here`. So each host checks few ranks, and if
+        ranks are missing, some host checks one of them.
         """
         size, key = len(members), self._listener.key
         gone = [
@@ -288,17 +289,17 @@ class ElasticJob:
 
 
 class _Met:
-    """How the others reach this process, and what they have told of themselves.
+    """This process's listener, and the processes of the job as exchanged in init().
 
     Attributes:
-        listener: of this process.
+        listener: this process's listener.
         own: this process.
-        members: all processes, by rank; none if they have told nothing.
+        members: all processes, by rank; empty if they have exchanged nothing.
     """
 
     def __init__(self, world: World, key: bytes) -> None:
         config, address = world.config, world.address
-        if config.directory:  # where hosts that are to come find it, as far as it can know
+        if config.directory:  # an address that later hosts can reach, as far as this one knows
             address = own_address(config.interface, config.directory.rpartition(":")[0])
         self.members: Sequence[Member] = ()
         self.listener = Listener(address, key, lambda process: process in self.members)
@@ -306,7 +307,7 @@ class _Met:
 
 
 def _meet(world: World) -> None:
-    """Begin a job, if this world is its first: of torch_ring.run's, know the others from now on."""
+    """Begin a job if this world is its first; in a job of torch_ring.run, learn the members."""
     global _met
     if _is_regrouping:
         return
@@ -328,7 +329,7 @@ def _meet(world: World) -> None:
 
 
 def _forget(met: _Met) -> None:
-    """Stop listening, unless an elastic function does."""
+    """Stop listening, unless an elastic function has taken the listener."""
     if _met is met:
         _take_met()
         met.listener.close()
@@ -342,7 +343,7 @@ def _take_met() -> _Met | None:
 
 @contextlib.contextmanager
 def _regrouping() -> Iterator[None]:
-    """Context in which the world that is made belongs to this job."""
+    """Context in which a new world continues this job, and does not begin another one."""
     global _is_regrouping
     _is_regrouping = True
     try:

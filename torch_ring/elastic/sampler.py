@@ -13,7 +13,7 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(ResumableSampler):
-    """Deals the rest of an epoch to the ranks there are, with the names of Horovod's sampler.
+    """Deals the rest of an epoch to the present ranks. Its names are those of Horovod's sampler.
 
     Give it to a `TorchState`, call `record_batch` after each step and `set_epoch` at the end of
     each epoch. After a change of the ranks the samples that were not recorded yet are dealt anew.
@@ -31,10 +31,10 @@ class ElasticSampler(ResumableSampler):
     Attributes:
         epoch: the current epoch.
         processed_num: the number of samples of the epoch that all ranks together have processed.
-        num_replicas, rank: the world as it was at the last `reset`.
+        num_replicas, rank: size and rank at the last `reset`.
         remaining_indices: the samples of the epoch that are left, in order.
-        num_samples: how many of them this rank gets.
-        total_size: how many all ranks get, with those that are repeated.
+        num_samples: the number of samples that this rank gets of them.
+        total_size: the number that all ranks get, with repeated samples.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -46,7 +46,7 @@ class ElasticSampler(ResumableSampler):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed. Call it at the end of the one before."""
+        """Begin a new epoch. Call it at the end of the epoch before."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -60,13 +60,13 @@ class ElasticSampler(ResumableSampler):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a progress, and deal what is left."""
+        """Continue from a progress, and deal the rest of the epoch."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deal what is left of the epoch to the present ranks."""
+        """Deal the rest of the epoch to the present ranks."""
         is_in_world = world.is_initialized()
         self.num_replicas = world.size() if is_in_world else 1
         self.rank = world.rank() if is_in_world else 0
@@ -88,7 +88,7 @@ class ElasticSampler(ResumableSampler):
         return ShareIterator(self)
 
     def _share(self) -> Share:
-        """Return this rank's part of what is left of the epoch."""
+        """Return this rank's part of the rest of the epoch."""
         dealt = list(self.remaining_indices)
         while 0 < len(dealt) < self.total_size:
             dealt += dealt[: self.total_size - len(dealt)]

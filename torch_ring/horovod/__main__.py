@@ -22,20 +22,20 @@ def plain_command(command: Sequence[str], arguments: Sequence[str]) -> list[str]
         arguments: those after the module: ``-m train --lr 1``.
     """
     options = list(command[: len(command) - len(arguments)])
-    options[-1] = options[-1].removesuffix(_MODULE)  # or all of it is one word
+    options[-1] = options[-1].removesuffix(_MODULE)  # if option and module are one word
     if not options[-1]:
         options.pop()
-    options[-1] = options[-1].removesuffix("m")  # others may stand before it, as in -um
+    options[-1] = options[-1].removesuffix("m")  # other options may precede it, as in -um
     if options[-1] == "-":
         options.pop()
     return [*options, *arguments]
 
 
 def main() -> None:
-    """Become Python with the rest of the command line.
+    """Replace this process by Python with the rest of the command line.
 
     Raises:
-        SystemExit: Horovod is installed, a setting is wrong, or Python does not look at PYTHONPATH.
+        SystemExit: Horovod is installed, a setting is wrong, or Python ignores PYTHONPATH.
     """
     if sys.flags.ignore_environment:
         sys.exit(f"{_MODULE}: python -E and -I ignore PYTHONPATH, by which horovod is found")

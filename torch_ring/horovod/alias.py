@@ -1,4 +1,4 @@
-"""install, alias_variables: put a folder on Python's path in which ``horovod`` is torch_ring."""
+"""install, alias_variables: put a folder on Python's path whose ``horovod`` is torch_ring."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch_ring.errors import InvalidArgumentError
 __all__ = ["alias_variables", "hidden_horovod", "install"]
 
 _FOLDER = str(Path(__file__).parent / "on_path")
-_END = Path(_FOLDER).parts[-3:]  # of such a folder, also of another torch_ring
+_END = Path(_FOLDER).parts[-3:]  # the end of such a folder's path, in any copy of torch_ring
 
 
 def install() -> None:
     """Let ``import horovod`` find torch_ring in this process, and in those that it starts.
 
-    Call it before anything imports horovod. Once more does nothing.
+    Call it before anything imports horovod. A second call does nothing.
 
     Raises:
         ImportError: Horovod is installed, and TORCH_RING_AS_HOROVOD is not force; or another module
@@ -32,15 +32,15 @@ def install() -> None:
     if there is not None and not _is_alias(os.path.dirname(there.__file__ or "")):
         raise ImportError(f"horovod has been imported from {there.__file__}, and so stays")
     if _FOLDER not in sys.path:
-        sys.path.insert(1, _FOLDER)  # behind the program's own folder, as PYTHONPATH
+        sys.path.insert(1, _FOLDER)  # after the program's own folder, as PYTHONPATH
     let_programs_find_horovod(_FOLDER)
 
 
 def alias_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which ranks find torch_ring as horovod, if they are to.
+    """Return the variables by which ranks find torch_ring as horovod, if that is switched on.
 
     Args:
-        environment: of the ranks.
+        environment: the environment of the ranks.
 
     Raises:
         InvalidArgumentError: Horovod is installed, and TORCH_RING_AS_HOROVOD is not force.
@@ -57,7 +57,7 @@ def alias_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def hidden_horovod(config: Config) -> str | None:
-    """Return which installed Horovod the folder must not hide, in a sentence; None: there is none.
+    """Return a sentence about the installed Horovod that the folder must not hide; None: no such.
 
     Args:
         config: says whether it may be hidden.

@@ -1,4 +1,4 @@
-"""membership: the processes of an elastic job, as its launcher and each of them know them.
+"""membership: the launcher's and each process's knowledge of the processes of an elastic job.
 
 Open first: `directory`, then `member`.
 """

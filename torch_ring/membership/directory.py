@@ -1,4 +1,4 @@
-"""Directory: processes of an elastic job learn there who its ranks are. The launcher has it."""
+"""Directory: the launcher's list of an elastic job's ranks, which its processes ask for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Asker:
-    """A process that wants a place: its question, which no other one is, and where it listens."""
+    """A process that asks for a place: its unique question, and the address of its listener."""
 
     question: str
     host: str
@@ -31,10 +31,10 @@ class _Asker:
 
 
 class Gathering:
-    """Gives each process a place in a world of those that live, when all of them have asked.
+    """Gives each living process a place in a world, when all of them have asked.
 
-    The launcher has it, and knows who lives. A process whose world was not made, because another
-    one has died meanwhile, asks once more.
+    The launcher holds it, and knows which processes live. If a process dies before its world is
+    made, the others ask once more.
 
     Thread: any. Blocking: no.
     """
@@ -43,32 +43,32 @@ class Gathering:
         self._lock = threading.Lock()
         self._expected: Mapping[str, int] = {}
         self._askers: dict[str, _Asker] = {}
-        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by process: to which question
+        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}  # question and answer
 
     def expect(self, processes: Mapping[str, int]) -> None:
         """Note which processes live.
 
         Args:
-            processes: by name, in the order of their ranks, which the launcher has given them.
+            processes: the launcher's ranks of the living processes, by name, in their order.
         """
         with self._lock:
             self._expected = dict(processes)
             self._answer()
 
     def ask(self, process: str, question: str, host: str, port: int) -> dict[str, Any]:
-        """Return the place of a process, or for which ranks it waits: then it is to ask again.
+        """Return the place of a process; or the ranks that are missing: then ask again.
 
         Args:
             process: its name.
-            question: the same as long as it asks for the same world.
-            host: where it can serve a store for the others.
-            port: the same.
+            question: a text that stays the same while it asks for the same world.
+            host: the host of the address at which it can serve a store for the others.
+            port: the port of that address.
 
         Returns:
             ``{"kind": "place", "processes": names by rank, "store": [host, port]}``, with the
-            address that rank 0 has given; ``{"kind": "void", "gone": ranks}`` if some of them have
-            ended since then; or ``{"kind": "wait", "here": ranks, "missing": ranks}``, of those
-            that live.
+            address that rank 0 has given; ``{"kind": "void", "gone": ranks}`` if some ranks have
+            ended since then; or ``{"kind": "wait", "here": ranks, "missing": ranks}``, which are
+            the living ranks.
         """
         with self._lock:
             answered, answer = self._answers.get(process, ("", {}))
@@ -85,7 +85,7 @@ class Gathering:
             return {"kind": "wait", "here": sorted(here), "missing": sorted(missing)}
 
     def _answer(self) -> None:
-        """Answer all that live, if all of them have asked."""
+        """Answer all living processes, if all of them have asked."""
         living = self._expected
         if not living or not living.keys() <= self._askers.keys():
             return
@@ -103,7 +103,7 @@ _ANSWER_S = 5.0
 
 
 class Directory:
-    """The members of the last world, as its rank 0 has told; before, who is to be in the first.
+    """The members of the last world, as reported by its rank 0, or the candidates for the first.
 
     Thread: any. Blocking: `ask_to_leave` only.
 
@@ -129,39 +129,39 @@ class Directory:
 
     @property
     def generation(self) -> int:
-        """How many worlds there were; 0: none has told of itself."""
+        """The number of worlds so far; 0: none has been reported."""
         with self._lock:
             return self._generation
 
     @property
     def resets(self) -> int:
-        """How often the ranks have changed."""
+        """The number of changes of the ranks."""
         with self._lock:
             return max(0, self._generation - max(1, self._functions))
 
     def has_had(self, process: str) -> bool:
-        """Return whether a process, by the launcher's name, was a member of any world."""
+        """Return whether a process, named by the launcher, was a member of any world."""
         with self._lock:
             return process in self._processes
 
     def is_left_by(self, process: str) -> bool:
-        """Return whether a process, by the launcher's name, has said that it leaves the job."""
+        """Return whether a process, named by the launcher, has said that it leaves the job."""
         with self._lock:
             return process in self._leaving
 
     def ask_to_leave(self, processes: Collection[str]) -> None:
         """Ask members to leave at the next step boundary. Blocks for seconds if a host is gone.
 
-        Those that do not answer are not asked: they have left, or will be missed.
+        Processes that do not answer are skipped: they have left, or will be found missing.
         """
         with self._lock:
             members = self._members
         asked = [m for m in members if m.process in processes and notify(m, self._key, "leave")]
-        if asked:  # rank 0 tells all ranks at once, after those that leave know it
+        if asked:  # rank 0 last: it tells all ranks, and the leavers must know by then
             notify(members[0], self._key, "hosts")
 
     def expect(self, processes: Mapping[str, int]) -> None:
-        """Note which of the processes live with which the job begins, and their ranks."""
+        """Note which of the job's first processes live, and their ranks."""
         self._gathering.expect(processes)
 
     def close(self) -> None:
@@ -189,10 +189,10 @@ class Directory:
 
 
 def notify(member: Member, key: bytes, kind: str) -> bool:
-    """Tell a process something, as `Listener` takes it. Blocks for seconds if its host is gone.
+    """Send a message of `kind` to a process's `Listener`. Blocks for seconds if its host is gone.
 
     Returns:
-        Whether it has heard it.
+        Whether the process has received it.
     """
     try:
         channel = dial(member, key, _ANSWER_S)
@@ -216,7 +216,7 @@ def tell_directory(
     *,
     is_first: bool = False,
 ) -> None:
-    """Tell the directory the members of a new world; or with `is_first`, of an elastic function.
+    """Tell the directory the members of a new world. `is_first`: an elastic function's first world.
 
     Raises:
         RingError: it cannot be reached: the launcher has ended.
@@ -234,7 +234,7 @@ def tell_directory(
 
 
 def tell_leaving(address: str, key: bytes, process: str) -> None:
-    """Tell the directory that a process, by the launcher's name, leaves the job of its own accord.
+    """Tell the directory that a process, named by the launcher, leaves the job of its own accord.
 
     Raises:
         RingError: it cannot be reached: the launcher has ended.
@@ -243,7 +243,7 @@ def tell_leaving(address: str, key: bytes, process: str) -> None:
 
 
 def ask_directory(address: str, key: bytes) -> Sequence[Member]:
-    """Return the members of the last world; none if there was none yet.
+    """Return the members of the last world; empty if there was none yet.
 
     Raises:
         RingError: the directory cannot be reached.
@@ -256,7 +256,7 @@ def ask_for_place(
 ) -> dict[str, Any]:
     """Ask for a place in the first world; return the answer of `Gathering.ask`.
 
-    It is ``{"kind": "begun"}`` if members have told of a world: those find one another themselves.
+    It is ``{"kind": "begun"}`` if members have reported a world: they find one another themselves.
 
     Raises:
         RingError: the directory cannot be reached.

@@ -1,8 +1,8 @@
-"""begin: the first world of an elastic job, of those of its processes that live by then.
+"""begin: makes the first world of an elastic job from the processes that are alive.
 
-The launcher knows which processes live. It gives each of them a place when all have asked, so that
-one which dies earlier is not waited for. If one dies later, that world is not made, and the others
-ask once more. They keep their order, and are numbered anew.
+The launcher knows which processes live. It gives each of them a place when all have asked, so the
+others do not wait for a process that dies before. If one dies later, that world is not made, and
+the others ask once more. They keep their order, and are numbered anew.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger("torch_ring")
 
 _UNPLACED = dict.fromkeys(("rank", "size", "local_rank", "local_size"))
 
-# How long a world may take whose ranks were alive a moment ago.
+# Time for making a world whose ranks were alive a moment ago.
 _JOIN_S = 5.0
 _JOIN_S_PER_RANK = 0.05
 
@@ -48,31 +48,31 @@ _PROGRESS_S = 5.0
 _UNREACHABLE_S = 10.0  # for a launcher that does not answer
 _BACKLOG = 4096
 
-# Between two questions; all ranks ask one launcher.
+# Pauses between two questions: all ranks ask one launcher.
 _FIRST_PAUSE_S = 0.002
 _PAUSE_S = 0.03
 _PAUSE_S_PER_RANK = 0.001
 
 Join = Callable[..., None]
-"""Makes a world, of rank, size and so on as for init(), and the store; more: as `join_world`."""
+"""Makes a world from rank, size and so on, as for init(), and the store; see `join_world`."""
 
 
 def begins_with_others(config: Config) -> bool:
-    """Return whether the launcher has started this process as one of those of an elastic job."""
+    """Return whether the launcher has started this process as part of an elastic job."""
     return bool(config.directory and process_name()) and not config.is_newcomer
 
 
 def begin(config: Config, join: Join) -> None:
-    """Make the first world of the job with the other processes that live.
+    """Make the first world of the job with the other living processes.
 
     Args:
         config: the settings.
-        join: makes a world; is called again after one that was not made.
+        join: makes a world; it is called again if that has failed.
 
     Raises:
         TimeoutError: processes did not ask for a place, or did not join, in time; names them.
-        RingError: too few live; or no world was made although no process has died.
-        InvalidArgumentError, MismatchError: as of `join`.
+        RingError: too few processes live; or no world was made although no process has died.
+        InvalidArgumentError, MismatchError: raised by `join`.
     """
     before: Sequence[str] = ()
     failure: RingError | None = None
@@ -83,7 +83,7 @@ def begin(config: Config, join: Join) -> None:
             answer = _ask(question, config.init_timeout_s)
             if answer["kind"] == "void":
                 continue
-            if answer["kind"] == "begun":  # members have told of a world
+            if answer["kind"] == "begun":  # members have reported a world
                 if failure is not None:
                     raise failure
                 join(dict(_UNPLACED), None)
@@ -97,14 +97,14 @@ def begin(config: Config, join: Join) -> None:
                 )
             if failure is not None and processes == before:
                 if has_whole_time or not isinstance(failure, (TimeoutError, PeerLostError)):
-                    raise failure  # the next one would be no other
+                    raise failure  # another attempt would fail the same way
                 has_whole_time = True
             timeout_s = config.init_timeout_s
             if not has_whole_time:
                 timeout_s = min(timeout_s, _JOIN_S + _JOIN_S_PER_RANK * size)
             rank = processes.index(process_name())
             try:
-                # On rank 0 it serves the others: it must live until all have joined.
+                # Rank 0's store serves the others: it must live until all have joined.
                 store = _store(answer["store"], rank, size, listener)
                 place = _UNPLACED | {"rank": rank, "size": size}
                 deadline = Deadline(timeout_s)
@@ -121,7 +121,7 @@ def begin(config: Config, join: Join) -> None:
 
 
 def _listen(config: Config) -> socket.socket:
-    """Return a listening socket at the address at which the other hosts reach this one."""
+    """Return a socket that listens at an address which the other hosts can reach."""
     host = own_address(config.interface, config.directory.rpartition(":")[0])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return close_in_child(socket.create_server((host, 0), family=family, backlog=_BACKLOG))
@@ -139,7 +139,7 @@ class _Question:
         return ask_for_place(self._directory, self._key, *self._asker)
 
     def missed(self, size: int, _: Collection[int]) -> RingError | None:
-        """Return why the world cannot be made in which this process has its place; None: it can."""
+        """Return an error if the world of this process's place cannot be made; None: it can."""
         with contextlib.suppress(RingError):  # without an answer the deadline ends the wait
             answer = self.ask()
             if answer["kind"] == "void":
@@ -148,7 +148,7 @@ class _Question:
 
 
 def _ask(question: _Question, timeout_s: float) -> dict[str, Any]:
-    """Return the launcher's answer, when all processes that live have asked."""
+    """Return the launcher's answer, after all living processes have asked."""
     rank, size = discover().rank, discover().size
     deadline, unreachable = Deadline(timeout_s), Deadline(_UNREACHABLE_S)
     began, next_line = time.monotonic(), Deadline(_PROGRESS_S)

@@ -22,7 +22,7 @@ class JoinRequest:
 
     Attributes:
         member: the process.
-        channel: leads to it; its thread says every moment that this process lives.
+        channel: leads to the process; a thread keeps telling it that this process lives.
         answer: sends the last message, after which the channel is closed. Thread: any. Errors:
             OSError.
     """
@@ -33,22 +33,22 @@ class JoinRequest:
 
 
 class Listener:
-    """Where the other processes ask whether this one lives, and to join it.
+    """The server of this process, where others check that it lives, and ask to join it.
 
-    Requests of members are put into `requests`, those of processes that want to become members into
-    `newcomers`, until somebody takes them.
+    Requests of members wait in `requests`, and those of processes that want to become members in
+    `newcomers`.
 
-    Thread: close() any; the requests are for one thread. Blocking: no.
+    Thread: close() any; one thread takes the requests. Blocking: no.
 
     Args:
         host: the address to listen at.
         key: the key of the job.
-        knows: whether a process belongs to the job; one that does not hears that it was left out.
-            Thread: any.
+        knows: returns whether a process belongs to the job; other processes are told that they were
+            left out. Thread: any.
 
     Attributes:
-        port: where it listens.
-        must_leave: whether this process is to leave the job, as the launcher has said or a signal.
+        port: the port at which it listens.
+        must_leave: whether the launcher or a signal has asked this process to leave the job.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class Listener:
 
         Args:
             knows: as above.
-            on_change: called when a newcomer has asked, or somebody says that ranks are to leave;
-                with whether it was a newcomer. Thread: any.
-            call: how many elastic functions this process has called. A newcomer that has called
-                fewer hears that the ranks are further.
+            on_change: called with True when a newcomer has asked, and with False when a message
+                says that ranks should leave. Thread: any.
+            call: the number of elastic functions that this process has called. A newcomer that has
+                called fewer is told that the ranks are further.
         """
         self._knows, self._on_change, self._call = knows, on_change, call
         if not self.newcomers.empty():
             on_change(True)
 
     def close(self) -> None:
-        """Stop listening. Those that wait for an answer find the connection closed."""
+        """Stop listening. Processes that wait for an answer find the connection closed."""
         self._server.close()
         for waiting in (self.requests, self.newcomers):
             while not waiting.empty():
                 waiting.get().channel.close()
 
     def dismiss_strangers(self) -> None:
-        """Tell those that wait, and do not belong to the job any more, that they were left out."""
+        """Tell waiting processes that no longer belong to the job that they were left out."""
         for _ in range(self.requests.qsize()):
             request = self.requests.get()
             if self._knows(request.member):
@@ -127,7 +127,7 @@ class Listener:
             channel.send({"kind": "left out"})
 
     def _hold(self, member: Member, channel: Channel, waiting: queue.Queue[JoinRequest]) -> None:
-        """Keep a process that wants to join, and tell it that this one lives, until the answer."""
+        """Keep a waiting process, and keep telling it that this one lives, until the answer."""
         answered = threading.Event()
         sending = threading.Lock()
 
@@ -136,7 +136,7 @@ class Listener:
                 try:
                     channel.send(message)
                 finally:
-                    answered.set()  # only now: the thread closes the connection then
+                    answered.set()  # last, since the thread then closes the connection
 
         waiting.put(JoinRequest(member, channel, answer))
         if waiting is self.newcomers:

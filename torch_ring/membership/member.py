@@ -38,21 +38,21 @@ _NUMBER = struct.Struct(">I")
 
 
 def key_of(secret: str) -> bytes:
-    """Return the key that follows from a job's secret."""
+    """Return the key derived from a job's secret."""
     return hashlib.sha256(b"torch_ring elastic\0" + secret.encode()).digest()
 
 
 class ForeignMessageError(ConnectionError):
-    """The peer does not have the key of this job, or speaks another language."""
+    """The peer does not have the key of this job, or speaks another protocol."""
 
 
 class Channel:
     """JSON messages over a connection, each with an HMAC-SHA256.
 
-    The code covers a number that the accepting side has drawn, the direction and the message's
-    number, so that nobody can repeat a message, here or in another connection.
+    The HMAC covers a random number of the accepting side, the direction and the message's number,
+    so that no message can be replayed, on this connection or another.
 
-    Thread: one. Blocking: as the socket's timeout says. Errors: OSError.
+    Thread: one. Blocking: for the socket's timeout. Errors: OSError.
 
     Args:
         connection: a connected socket; it is closed with the channel.
@@ -82,7 +82,7 @@ class Channel:
         """Return the next message.
 
         Raises:
-            TimeoutError: it did not come within `timeout_s`; the channel is of no use then.
+            TimeoutError: no message came within `timeout_s`; the channel is then unusable.
             ConnectionError: the peer has closed the connection.
             ForeignMessageError: the message is not from a process of this job.
         """
@@ -109,7 +109,7 @@ class Channel:
         try:
             poll.register(self._connection, select.POLLIN)
             return bool(poll.poll(0)) and not self._connection.recv(1, socket.MSG_PEEK)
-        except (OSError, ValueError):  # of a descriptor that is closed
+        except (OSError, ValueError):  # the descriptor is closed
             return True
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Channel:
 
 
 _HELLO_S = 5.0  # seconds that a caller has for its request
-_MOST_CALLERS = 256  # at a time; more wait in the kernel
+_MOST_CALLERS = 256  # served at a time; more wait in the kernel
 
 
 class Server:
@@ -142,11 +142,11 @@ class Server:
     Args:
         host: the address to listen at.
         key: the key of the job.
-        answer: answers a request over the channel, which is closed afterwards. What it raises ends
+        answer: answers a request over the channel, which is closed afterwards. An exception ends
             the call. Thread: one for each caller.
 
     Attributes:
-        port: where it listens.
+        port: the port at which it listens.
         closed: whether it was closed.
     """
 
@@ -158,7 +158,7 @@ class Server:
         self._answer = answer
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = socket.create_server((host, 0), family=family, backlog=1024)
-        self._socket = close_in_child(server)  # this process would seem to live after its end
+        self._socket = close_in_child(server)  # else a child would seem to be this process
         self.port: int = self._socket.getsockname()[1]
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
         threading.Thread(target=self._accept, name="torch_ring elastic", daemon=True).start()
@@ -177,7 +177,7 @@ class Server:
                 connection, _ = self._socket.accept()
             except OSError:
                 self._callers.release()
-                continue  # the caller has gone; or this was closed
+                continue  # the caller is gone, or the server was closed
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -193,10 +193,10 @@ class Server:
             self._callers.release()
 
 
-# A kernel accepts connections for its processes, so this is time for the network alone. One lost
-# packet is sent again after a second.
+# The kernel accepts connections for its processes, so this limits the network alone. A lost packet
+# is sent again after a second.
 _CONNECT_S = 1.5
-# The same, if the host is silent already. Farther than that no two hosts of a job are apart.
+# For a host that is silent already: longer than a round trip between any two hosts of a job.
 _SILENT_CONNECT_S = 0.1
 
 
@@ -205,8 +205,8 @@ class Member:
     """A process of an elastic job.
 
     Attributes:
-        id: a name that no other process has, also of those that come later; see `member_id`.
-        host, port: where it listens for the others.
+        id: a unique name, also among later processes; see `member_id`.
+        host, port: the address of its listener.
     """
 
     id: str
@@ -215,24 +215,24 @@ class Member:
 
     @property
     def process(self) -> str:
-        """The launcher's name of the process; empty: it has none."""
+        """The launcher's name for the process; empty: it has none."""
         return self.id.rpartition("-")[0]
 
     def packed(self) -> tuple[str, str, int]:
-        """Return the member as it is sent: ``Member(*packed)`` is the same."""
+        """Return the member in the form that is sent: ``Member(*packed)`` restores it."""
         return self.id, self.host, self.port
 
 
 def member_id(process: str) -> str:
-    """Return a new name for a process that the launcher may have named, too."""
+    """Return a new unique name for a process, with the launcher's name in it, if any."""
     return f"{process}-{secrets.token_hex(8)}"
 
 
 class Reach(enum.Enum):
-    """How far a process can be reached."""
+    """Whether a process can be reached."""
 
     ALIVE = "answers"
-    GONE = "has ended"  # nobody listens there, and its host says so
+    GONE = "has ended"  # its host refuses the connection
     CUT_OFF = "its host cannot be reached"
     SILENT = "does not answer"  # it is stopped, or its host is too busy
 
@@ -243,11 +243,11 @@ def dial(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = Fals
     Args:
         member: the process to reach.
         key: the key of the job.
-        answer_s: seconds that its process has to answer, once its host has.
-        is_suspect: whether its host is silent already, and is given less time to answer.
+        answer_s: seconds that the process has to answer, after its host has answered.
+        is_suspect: whether its host seems silent already, and gets less time to answer.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: the member cannot be reached.
     """
     connection = _connect(member, is_suspect)
     try:
@@ -260,7 +260,7 @@ def dial(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = Fals
 
 
 def reach(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = False) -> Reach:
-    """Return whether a member lives, as far as this process can tell. Arguments as of `dial`."""
+    """Return whether a member lives, as far as this process can tell. Arguments as for `dial`."""
     try:
         connection = _connect(member, is_suspect)
     except ConnectionRefusedError:
@@ -275,16 +275,17 @@ def reach(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = Fal
         channel.receive()
     except TimeoutError:
         return Reach.SILENT
-    except OSError:  # it has ended meanwhile; or another program listens there now
+    except OSError:  # it has ended meanwhile, or another program listens there now
         return Reach.GONE
     finally:
         connection.close()
     return Reach.ALIVE
 
 
-# Linux may say nothing of a connection that it takes while the listening process dies: this end
-# would wait for a word as for that of a stopped process. Asked, the host denies the connection. As
-# often as can be, for a host that does not answer is left to whoever waits for the answer.
+# If Linux accepts a connection while the listening process dies, it may not reset it: this end
+# would wait as for a stopped process. A keep-alive probe makes the host reset the connection.
+# Probes go on for as long as possible, since the caller has its own deadline for a host without an
+# answer.
 _KEEP_ALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),  # seconds

@@ -1,7 +1,7 @@
 """Native modules: ``torch_2_14/_C.*.so`` is the one for torch 2.14.
 
 Torch's C++ interface changes with every minor version, and only then. A build from source makes the
-module for the torch that is installed; a released wheel holds one for each version.
+module for the installed torch; a released wheel holds one for each version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["find_native_module"]
 
 
 class _NativeFinder:
-    """Finds ``torch_ring._C``, when something imports it, for the torch that is installed."""
+    """Finds the ``torch_ring._C`` for the installed torch, when it is imported."""
 
     @staticmethod
     def find_spec(
@@ -24,14 +24,14 @@ class _NativeFinder:
         path: Sequence[str] | None = None,  # noqa: ARG004
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return where the module is; None for every other module."""
+        """Return the spec of the native module; None for every other module."""
         if name != "torch_ring._C":
             return None
         return PathFinder.find_spec(name, [folder_of_module()], target)
 
 
 def find_native_module() -> None:
-    """Let ``torch_ring._C`` be found, before any other finder. Does nothing the second time."""
+    """Put the finder of ``torch_ring._C`` before all others. A second call does nothing."""
     if _NativeFinder not in sys.meta_path:
         sys.meta_path.insert(0, _NativeFinder)
 
@@ -40,7 +40,7 @@ def folder_of_module() -> str:
     """Return the folder of the native module for the installed torch and this Python.
 
     Raises:
-        ImportError: there is none; the message says in one line what to type.
+        ImportError: there is none; the message gives the command to type, in one line.
     """
     import torch
 
@@ -76,5 +76,5 @@ def find_module(modules: Path, torch_version: str) -> str:
 
 
 def _refusal(text: str) -> ImportError:
-    """Return an error of which `python -m torch_ring` shows the text, and no traceback."""
+    """Return an error that `python -m torch_ring` shows without a traceback."""
     return ImportError(text, name="torch_ring")

@@ -32,8 +32,9 @@ class AdasumOptimizer(Wrapped):
 
     Each ``step()`` uses this rank's own gradients. The change of every parameter is then combined
     over the ranks by adaptive summation (S. Maleki et al., "Scaling Distributed Training with
-    Adaptive Summation", MLSys 2021), so that the change that Adam makes counts, not its gradient.
-    Under ``GradScaler`` a rank that skips its step would leave the others waiting: scale by hand.
+    Adaptive Summation", MLSys 2021). So it is the change made by Adam that is combined, not its
+    gradient. Under ``GradScaler`` a rank that skips its step would leave the others waiting: scale
+    by hand.
     """
 
     _parameter_names: dict[Tensor, str]
@@ -41,13 +42,13 @@ class AdasumOptimizer(Wrapped):
     _process_set: ProcessSet
     _before: dict[Tensor, Tensor] | None
     _steps: int  # since the start, or since join()
-    _since: str  # how errors say which
+    _since: str  # "" or " since join()", for errors
     _comparison: WeightComparison
     _check_every: int  # steps; 0: never
     backward_passes_per_step: int
 
     def synchronize(self) -> None:
-        """Do nothing: ``step()`` reduces, and there is nothing to reduce before it."""
+        """Do nothing: only ``step()`` reduces."""
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -61,13 +62,13 @@ class AdasumOptimizer(Wrapped):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Store `passes`, to no effect: gradients add up on this rank until ``step()``."""
+        """Store `passes`, without effect: gradients add up on this rank until ``step()``."""
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
         self.backward_passes_per_step = passes
 
     def _after_add_param_group(self) -> None:
-        """Reduce the changes of the new parameters from now on."""
+        """Combine the changes of the new parameters, too, from now on."""
         group = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = unnamed(group, index)
@@ -123,7 +124,7 @@ def wrap_adasum(
 
 
 def _on_rejoin(reference: weakref.ref[AdasumOptimizer]) -> None:
-    """Forget what a rank that had joined does not know: its steps were fewer, perhaps none."""
+    """Restart the count of steps: a rank that had joined has taken fewer, perhaps none."""
     optimizer = reference()
     if optimizer is not None:
         optimizer._steps = 0
@@ -137,7 +138,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Step pre-hook; called twice for one step if a `step` calls its base class's."""
+    """Step pre-hook; called twice for one step if `step` calls the base class's `step`."""
     assert isinstance(optimizer, AdasumOptimizer)
     if optimizer._before is None:
         if not optimizer._comparison.has_begun:
@@ -149,7 +150,7 @@ def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> Non
 
 @contextlib.contextmanager
 def _explaining(optimizer: AdasumOptimizer) -> Iterator[None]:
-    """Context in which errors say what their user may have done wrong."""
+    """Context that adds the likely mistake of the program to errors."""
     try:
         yield
     except RingError as error:

@@ -1,4 +1,4 @@
-"""Autotuner: finds better sizes of one optimizer's buckets, and keeps them only if they win."""
+"""Autotuner: searches better bucket sizes for one optimizer, and keeps them if steps get faster."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _log = logging.getLogger("torch_ring")
 _CAPACITIES_BYTES = [1 << power for power in range(28, 19, -1)]  # 256 to 1 MiB
 _LAST_BYTES = [1 << power for power in range(16, 25, 2)]  # 64 KiB to 16 MiB
 
-_MEASURED_PASSES = 5  # whose gradients are timed; of the first, hooks are warming up
+_MEASURED_PASSES = 5  # passes in which gradients are timed; the first one warms up the hooks
 _BLOCK = 5  # passes with the same buckets in the trial; the first one is not counted
-_TURNS = 2  # of the default and the better limits: 20 passes
-_LEAST_GAIN = 0.01  # of a step's time: less is noise
-_TIMED_BYTES = 4 << 10, 8 << 20  # of allreduces
+_TURNS = 2  # turns of the default and the better limits: 20 passes
+_LEAST_GAIN = 0.01  # fraction of a step's time; a smaller gain is noise
+_TIMED_BYTES = 4 << 10, 8 << 20  # sizes of the timed allreduces
 _REPEATS = 5
 _COLUMNS = ["optimizer", "bucket_bytes", "last_bucket_bytes", "exposed_s", "step_s"]
 
@@ -57,24 +57,24 @@ class Transfer(NamedTuple):
     bytes_per_s: float
 
     def time_s(self, size_bytes: float) -> float:
-        """Return the seconds that so many bytes take."""
+        """Return the seconds that an allreduce of `size_bytes` takes."""
         return self.latency_s + size_bytes / self.bytes_per_s
 
     @classmethod
     def through(cls, small: tuple[int, float], large: tuple[int, float]) -> Transfer:
-        """Return the line through two measurements, each bytes and seconds."""
+        """Return the line through two measurements of (bytes, seconds)."""
         (small_bytes, small_s), (large_bytes, large_s) = small, large
         per_byte_s = max(large_s - small_s, 1e-12) / (large_bytes - small_bytes)
         return cls(max(small_s - small_bytes * per_byte_s, 0.0), 1.0 / per_byte_s)
 
 
 def exposed_s(plan: Sequence[Bucket], ready_s: Sequence[float], transfer: Transfer) -> float:
-    """Return the seconds that sending the buckets of a plan takes after backward has ended.
+    """Return the seconds of communication left after backward has ended.
 
     Args:
         plan: the buckets, in the order in which they are sent.
-        ready_s: by parameter, seconds from the first gradient until this one is ready.
-        transfer: of the network.
+        ready_s: for each parameter, seconds from the first gradient until this one is ready.
+        transfer: the speed of the network.
     """
     sent_s = 0.0
     for bucket in plan:
@@ -86,9 +86,9 @@ def exposed_s(plan: Sequence[Bucket], ready_s: Sequence[float], transfer: Transf
 def predict(
     default: BucketLimits, plan_of: PlanOf, ready_s: Sequence[float], transfer: Transfer
 ) -> dict[BucketLimits, float]:
-    """Return the exposed seconds with the default limits, first, and with others.
+    """Return the exposed seconds with the default limits, which come first, and with others.
 
-    Of equal ones the first is the best: it has the fewest buckets.
+    Of equal times the first is the best: it has the fewest buckets.
     """
     others = [BucketLimits(most, last) for most in _CAPACITIES_BYTES for last in _LAST_BYTES]
     candidates = [default, *(each for each in others if each.last_bytes <= each.capacity_bytes)]
@@ -98,10 +98,10 @@ def predict(
 def untunable(
     compression: Compressor | StatefulCompressor, plan: Sequence[Bucket], overlaps: bool
 ) -> str | None:
-    """Return why the buckets of an optimizer are not tuned; None: they are.
+    """Return the reason for not tuning the buckets of an optimizer; None: they are tuned.
 
     Args:
-        compression: of the optimizer's gradients.
+        compression: the compression of the optimizer's gradients.
         plan: its buckets.
         overlaps: whether gradients on the CPU are sent during backward.
     """
@@ -117,28 +117,28 @@ def untunable(
 class Autotuner:
     """Measures, computes the best limits of buckets, and tries them against the default.
 
-    For some passes it notes when each gradient is ready. Then the ranks time two allreduces, and
-    compute from both the limits with which the least is left to send when backward ends. These take
-    turns with the default for 20 passes, and stay if a step is shorter with them, on the slowest
-    rank.
+    For some passes it notes when each gradient is ready. Then the ranks time two allreduces. From
+    both they compute the limits with the least communication left after backward. These take turns
+    with the default for 20 passes, and stay if they make a step shorter on the slowest rank.
 
-    All ranks decide alike: what they decide by is reduced over them. A rank that has called join()
-    counts as zero.
+    All ranks decide alike, since they reduce the measurements before they decide. A rank that has
+    called join() counts as zero.
 
-    Thread: the one that ends backward passes. Blocking: where passes end; for two allreduces once.
+    Thread: the one that ends backward passes. Blocking: at the end of a pass, once, for two
+    allreduces.
 
     Args:
-        engine: of the optimizer's process set.
-        name: of operations on it; the same on all ranks, and no other's.
-        parameters: those that have buckets.
-        default: the limits of the buckets now.
+        engine: the engine of the optimizer's process set.
+        name: prefix of the operations' names; the same on all ranks, and unique.
+        parameters: the parameters that have buckets.
+        default: the present limits of the buckets.
         plan_of: returns the buckets within some limits.
         rebuild: makes those buckets, on all ranks in the same pass.
         tells: whether this rank logs the decision.
-        log_path: of a CSV file to which it adds the sizes that it has considered; empty: none.
+        log_path: path of a CSV file to which the considered sizes are appended; empty: none.
 
     Attributes:
-        is_done: whether the buckets stay as they are.
+        is_done: whether the decision has been made.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Autotuner:
         self._plan_of, self._rebuild = plan_of, rebuild
         self._tells, self._log_path = tells, log_path
         self._ready_at: list[float | None] = [None] * len(parameters)
-        self._passes: list[list[float]] = []  # by measured pass, when each gradient was ready
+        self._passes: list[list[float]] = []  # per pass: when gradients were ready
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 functools.partial(self._note, index)
@@ -166,7 +166,7 @@ class Autotuner:
             if parameter.requires_grad
         ]
         self._predicted: dict[BucketLimits, float] = {}
-        self._schedule: list[BucketLimits] = []  # of the passes of the trial that are still to come
+        self._schedule: list[BucketLimits] = []  # limits for the remaining passes of the trial
         self._durations_s: dict[BucketLimits, list[float]] = {}
         self._operations = 0
         self._ended_at = 0.0
@@ -174,7 +174,7 @@ class Autotuner:
         self.is_done = False
 
     def pass_ended(self) -> None:
-        """Note that a pass in which the optimizer took part has ended, on all ranks."""
+        """Note that a pass with gradients of the optimizer has ended, on all ranks."""
         now = time.perf_counter()
         if self._schedule:
             self._try(now)
@@ -183,7 +183,7 @@ class Autotuner:
         self._ended_at = time.perf_counter()
 
     def stop(self) -> None:
-        """Go back to the default limits, for good: a rank may have missed passes, and decisions."""
+        """Go back to the default limits for good: a rank may have missed passes or decisions."""
         self._finish(self._default, {})
 
     # --- measurements
@@ -203,7 +203,7 @@ class Autotuner:
             self._plan(self._timed_transfer(), self._common_ready_s())
 
     def _common_ready_s(self) -> list[float]:
-        """Return when gradients are ready on all ranks: the mean of their medians."""
+        """Return the times when gradients are ready: the ranks' mean of their medians."""
         rows = self._passes[1:] or [[0.0] * len(self._ready_at)]
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         return self._reduced(medians, Average)

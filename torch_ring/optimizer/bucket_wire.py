@@ -1,4 +1,4 @@
-"""BucketWire: how the gradients of a bucket are sent: as they are, cast, or compressed."""
+"""BucketWire: sends the gradients of a bucket: as they are, cast, or compressed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["BucketWire", "FinishStage", "ReductionSettings", "bucket_memory", "w
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """How the gradients of one optimizer are reduced.
+    """The settings for reducing one optimizer's gradients.
 
     Attributes:
         op: Average or Sum.
         predivide_factor: Average divides by this before the sum, by size / this after it.
         compression: compresses a bucket, or each gradient, before it is sent.
         bucket_bytes: the most bytes of a bucket, whose gradients are reduced together.
-        direct_bytes: inside a host, backward writes a gradient of so many bytes or more straight
-            into the memory in which it is reduced, if it is in no group and not compressed; 0: no
+        direct_bytes: inside a host, backward writes a gradient of this size or larger straight into
+            the memory in which it is reduced, if it is in no group and not compressed; 0: no
             gradient.
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
         run_ahead: whether passes on devices may end without an agreement (`RunAhead`).
@@ -61,7 +61,7 @@ class ReductionSettings:
         return Sum, 1.0 / self.predivide_factor, self.predivide_factor / size
 
     def mean_arguments(self, size: int) -> tuple[ReduceOp, float, float]:
-        """Return the arguments of a mean, whatever `op` is."""
+        """Return the same arguments for a mean, independent of `op`."""
         return replace(self, op=Average).arguments(size)
 
     def describe(self) -> str:
@@ -80,7 +80,7 @@ class ReductionSettings:
 
     @property
     def largest(self) -> float | None:
-        """The largest magnitude that may be sent; None: nobody looks."""
+        """The largest magnitude that may be sent; None: it is not checked."""
         if not self.nan_check:
             return None
         wire_dtype = getattr(self.compression, "wire_dtype", None)
@@ -88,21 +88,21 @@ class ReductionSettings:
 
 
 FinishStage = Callable[[], bool]
-"""Waits for a stage of a reduction; returns whether another one follows: then call it again."""
+"""Waits for a stage of a reduction; returns whether to call it again for another stage."""
 
 Allreduce = Callable[[str, Tensor, bool], Work]
-"""Starts an allreduce in place, of that name; the last argument: the caller is about to wait."""
+"""Starts an allreduce in place: its name, its tensor, whether the caller is about to wait."""
 
 
 class BucketWire(Protocol):
-    """How one bucket is reduced in place."""
+    """Reduces one bucket in place."""
 
     is_launchable: bool
-    """Whether that is one allreduce of the bucket's values, or of `buffer` with them."""
+    """Whether it takes just one allreduce, of the bucket or of `buffer` with its values."""
 
     @property
     def buffer(self) -> Tensor | None:
-        """Memory that is sent in place of the bucket, of the same size and another dtype."""
+        """Memory that is sent in place of the bucket, of the same length and another dtype."""
 
     def start(
         self, name: Callable[[int], str], memory: Tensor, touched: int, *, blocking: bool
@@ -111,18 +111,18 @@ class BucketWire(Protocol):
 
         Args:
             name: returns the name of the operation that begins at an element of the bucket.
-            memory: the bucket's, flat.
+            memory: the bucket's memory, flat.
             touched: the bitmap of the parameters to reduce, in this and other buckets.
             blocking: whether the caller is about to wait.
         """
 
 
 WireMaker = Callable[[Bucket, Callable[[int], Tensor]], BucketWire]
-"""Makes the wire of a bucket; the function returns the part of its memory for a parameter."""
+"""Makes the wire of a bucket; its second argument returns a parameter's view of the memory."""
 
 
 class _RunBucket(ABC):
-    """A bucket each of whose runs of touched gradients is sent on its own."""
+    """A bucket that sends each run of touched gradients separately."""
 
     is_launchable = True
     buffer: Tensor | None = None
@@ -211,9 +211,9 @@ def wire_maker(
 
     Args:
         settings: choose the kind of wire.
-        engine: of the process set.
+        engine: the engine of the process set.
         size: the number of its ranks.
-        named_parameters: of the optimizer, in the order of their indices.
+        named_parameters: the optimizer's, in the order of their indices.
 
     Raises:
         ValueError: a stateful compressor serves another optimizer already.
@@ -244,7 +244,7 @@ def wire_maker(
 
 
 def bucket_memory(engine: Engine, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-    """Return zeroed memory for a bucket: on its device, on the CPU shared by the host's ranks."""
+    """Return zeroed memory for a bucket on its device; on the CPU the ranks of a host share it."""
     if bucket.device.type != "cpu":
         return torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
     return engine.empty_shared((bucket.numel,), dtype).zero_()

@@ -21,7 +21,7 @@ Not on the CPU. Inside a host nothing is sent before backward ends.
 """
 
 LAST_BUCKET_BYTES = 1 << 20
-"""The most bytes of the last bucket: these are left to reduce when backward ends."""
+"""The most bytes of the last bucket, which is left to reduce when backward ends."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TensorSpec:
 
     @property
     def aligned_bytes(self) -> int:
-        """The size in bytes of `aligned_numel` elements."""
+        """The bytes of `aligned_numel` elements."""
         return self.aligned_numel * self.dtype.itemsize
 
 
@@ -101,10 +101,10 @@ def plan_buckets(
     """Pack gradients into buckets in the order in which they become ready.
 
     A bucket holds one dtype on one device. The gradients that are ready last get a bucket of at
-    most `last_bytes`, on a device those that are ready first one of at most `first_bytes`: a
-    transfer begins early, and little is left at the end. A gradient that is larger than a limit
-    gets a bucket of its own. A group of gradients gets a bucket of its own for each dtype and
-    device, whatever its size. So does each gradient of `alone`.
+    most `last_bytes`, so that little is left at the end. On a device, those that are ready first
+    get one of at most `first_bytes`, so that a transfer begins early. A gradient that is larger
+    than a limit gets a bucket of its own. A group of gradients of any size gets a bucket of its own
+    for each dtype and device, and so does each gradient of `alone`.
 
     Args:
         specs: the gradients, by parameter index.
@@ -169,7 +169,7 @@ def _split(
 
 
 def _fitting(specs: Sequence[TensorSpec], limit_bytes: int) -> int:
-    """Return how many of the first `specs` fit into `limit_bytes`: at least one."""
+    """Return the number of first `specs` that fit into `limit_bytes`, at least 1."""
     total = 0
     for count, spec in enumerate(specs):
         total += spec.aligned_bytes

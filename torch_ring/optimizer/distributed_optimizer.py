@@ -76,15 +76,14 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     say) is left alone.
 
     ``step()`` averages the gradients that no backward pass has averaged since the last step: those
-    that the program has set (``p.grad = ...``) or written itself. A gradient that a pass has
-    averaged stays as the program changes it then, as in clipping. So what a rank adds to it on its
-    own is not averaged.
+    that the program has set (``p.grad = ...``) or written itself. After a pass has averaged a
+    gradient, the program may change it, as in clipping; such changes are not averaged.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
     compression does not apply to it. A gradient that is dense on one rank becomes dense on all.
 
-    The optimizer becomes an instance of a subclass of its class, which has in addition
+    The optimizer becomes an instance of a subclass of its class, with these additions:
 
     * ``synchronize()``: reduce the gradients that any rank has accumulated, as ``step()`` does;
     * ``no_sync()``: a context in which backward only accumulates, as DDP's;
@@ -97,10 +96,10 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     returns the loss, as a tensor or a number, which is reduced over the ranks as gradients are; so
     LBFGS takes the step of one process on every rank.
 
-    ``backward(create_graph=True)`` is refused if a gradient would lose its graph. Average what
-    ``torch.autograd.grad(..., create_graph=True)`` returns with :func:`grouped_allreduce`, which
+    ``backward(create_graph=True)`` is refused if a gradient would lose its graph. Average the
+    results of ``torch.autograd.grad(..., create_graph=True)`` with :func:`grouped_allreduce`, which
     can be differentiated again. The ranks must change weights alike: ``Embedding(max_norm=...)``
-    does not, as each rank scales the rows that it has read (docs/errors.md).
+    does not, since each rank scales the rows that it has read (docs/errors.md).
 
     Collective: all ranks of the process set wrap optimizers of the same parameters in the same
     order, and call ``add_param_group`` alike. On one rank it costs nothing.
@@ -120,24 +119,25 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             optimizer's state is each rank's own then: a checkpoint needs that of all ranks.
         gradient_predivide_factor: Average divides by this before the sum, by size / this after it.
         num_groups: deprecated, use `groups`.
-        groups: gradients that are reduced together, whatever their size, and apart from others:
-            lists of parameters (those of one dtype and device in a list make one bucket), or the
-            number of groups of consecutive parameters into which to split all. 0 or None: gradients
-            are packed into buckets by size and readiness.
+        groups: gradients of any size that are reduced together, and apart from others: lists of
+            parameters (those of one dtype and device in a list make one bucket), or the number of
+            groups of consecutive parameters into which to split all. 0 or None: gradients are
+            packed into buckets by size and readiness.
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
         process_set: the ranks that train this model together; by default all. On other ranks the
             wrapped optimizer steps with its own gradients.
         run_ahead: whether backward passes on GPUs end without waiting for other hosts while they
-            repeat themselves (docs/gpu.md). False: the ranks agree on each pass. None: as
-            TORCH_RING_RUN_AHEAD says, which means yes. The same on all ranks.
-        shard_state: whether each rank steps a part of the parameters only, so that the optimizer's
-            state is there once a host, on CPUs the parameters, too (docs/sharding.md). For torch's
-            elementwise optimizers, Adafactor and Muon; the same on all ranks.
-        nan_check: whether each rank looks at its gradients before they are averaged. If one has a
-            NaN or an infinity, or a number too large for ``Compression.fp16``, ``step()`` raises
+            repeat themselves (docs/gpu.md). False: the ranks agree on each pass. None: the value of
+            TORCH_RING_RUN_AHEAD, by default yes. The same on all ranks.
+        shard_state: whether each rank steps only a part of the parameters. Then a host holds the
+            optimizer's state only once, and on CPUs the parameters, too (docs/sharding.md). For
+            torch's elementwise optimizers, Adafactor and Muon; the same on all ranks.
+        nan_check: whether each rank checks its gradients before they are averaged. If one has a NaN
+            or an infinity, or a number too large for ``Compression.fp16``, ``step()`` raises
             NonFiniteGradientError on all ranks: it names the ranks, the parameter and the step
-            (docs/errors.md). A step that ``GradScaler`` skips raises nothing: it looks for
-            overflows itself. Not with Adasum. None: as TORCH_RING_NAN_CHECK says, which means no.
+            (docs/errors.md). A step that ``GradScaler`` skips raises nothing, since GradScaler
+            handles overflows itself. Not with Adasum. None: the value of TORCH_RING_NAN_CHECK, by
+            default no.
 
     Returns:
         `optimizer`.
@@ -219,15 +219,15 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 def follow_world(optimizer: torch.optim.Optimizer) -> None:
     """Make a wrapped optimizer average over the ranks of the present world. Collective.
 
-    Gradients of the world before are dropped, reduced or not. An optimizer that is not wrapped
-    stays as it is. If the process set of one has lost a rank, its steps raise ProcessSetLostError.
+    Gradients of the previous world are dropped, reduced or not. An optimizer that is not wrapped
+    stays as it is. If its process set has lost a rank, its steps raise ProcessSetLostError.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         optimizer._follow_world()
 
 
 def require_survivors(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a rank that dies takes a part of the optimizer's state with it."""
+    """Raise ValueError if the death of a rank would lose a part of the optimizer's state."""
     if isinstance(optimizer, _ShardedOptimizer) and optimizer._shards.is_divided:
         raise ValueError(
             "elastic training goes with shard_state=True only where the ranks of a host share "
@@ -236,13 +236,13 @@ def require_survivors(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_moved(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step that has failed in the last world may have changed something."""
+    """Return whether a failed step in the last world may have changed parameters or state."""
     return not isinstance(optimizer, _ShardedOptimizer) or optimizer._shards.has_moved
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments of a reducer, kept for the next one when parameters are added; and more."""
+    """The arguments of a reducer, kept to make the next one when parameters are added; and more."""
 
     reduction: ReductionSettings
     groups: Groups
@@ -255,7 +255,7 @@ class _JointClosure:
 
     Args:
         closure: computes gradients, and returns a loss or None. May call add_param_group().
-        optimizer: of a set of several ranks.
+        optimizer: the optimizer, whose process set has several ranks.
     """
 
     def __init__(self, closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> None:
@@ -263,7 +263,7 @@ class _JointClosure:
         self._optimizer = optimizer
 
     def __call__(self) -> Any:
-        """Compute the gradients, reduce them, and return the loss of all ranks together."""
+        """Compute the gradients, reduce them, and return the loss reduced over all ranks."""
         self._reducer.nothing_pending = False
         loss = self._closure()
         reducer = self._reducer
@@ -282,7 +282,7 @@ class _JointClosure:
         number = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
         mean = reducer.reduce_loss(number).item()
         is_whole = isinstance(loss, Integral) or not isinstance(loss, Real)
-        return mean if is_whole else type(loss)(mean)  # np.float32, say
+        return mean if is_whole else type(loss)(mean)  # such as np.float32
 
     @property
     def _reducer(self) -> Reducer:
@@ -292,17 +292,17 @@ class _JointClosure:
 
 
 class _DistributedOptimizer(Wrapped):
-    """The methods that a wrapped optimizer has in addition to those of the user's class."""
+    """The methods that are added to the user's optimizer class."""
 
     _parameter_names: dict[Tensor, str]
     _reducer: Reducer | None  # None on one rank, and outside the process set
-    _backward_sync: BackwardSync  # that has made it; not there without one
+    _backward_sync: BackwardSync  # the reducer's; unset without a reducer
     _settings: _Settings
     _passes_per_step: int
     _left_out: list[Tensor]  # frozen parameters without gradients to reduce
     _skip_synchronize: bool
     _step_is_open: bool
-    _steps_alone: int  # without other ranks
+    _steps_alone: int  # steps without other ranks
     _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
 
     def _start(self, names: dict[Tensor, str], settings: _Settings, passes_per_step: int) -> None:
@@ -378,7 +378,7 @@ class _DistributedOptimizer(Wrapped):
     def _require_known_parameters(self) -> None:
         """Raise ValueError for a parameter that is not reduced.
 
-        It was put into a group by hand, or it was frozen when the optimizer was wrapped.
+        Such a parameter was put into a group by hand, or was frozen when the optimizer was wrapped.
         """
         for parameter in self._left_out:
             if parameter.requires_grad:
@@ -396,9 +396,9 @@ class _DistributedOptimizer(Wrapped):
         self._checked_groups = [list(params) for params in groups]
 
     def _require_finite(self) -> None:
-        """Raise NonFiniteGradientError, if that is wanted and a gradient is not finite.
+        """Raise NonFiniteGradientError, with nan_check and if a gradient is not finite.
 
-        An optimizer that takes a GradScaler's finding in ``step()`` skips such a step itself.
+        An optimizer that gets GradScaler's ``found_inf`` in ``step()`` skips such a step itself.
         """
         if not self._settings.reduction.nan_check or getattr(self, "found_inf", None) is not None:
             return
@@ -430,21 +430,21 @@ class _DistributedOptimizer(Wrapped):
         self._user_class.zero_grad(self, set_to_none=True)
         try:
             self._make_reducer()
-        except ProcessSetLostError as error:  # step() raises it, unless the program replaces this
+        except ProcessSetLostError as error:  # raised by step() of an optimizer still in use
             if current.rank() == 0:
                 _log.warning("the steps of an optimizer will fail: %s", error)
 
     def _make_reducer(self) -> None:
         """Make a reducer of the parameters, if there is another rank. Collective.
 
-        It leaves the agreement when this optimizer goes, whoever holds it.
+        The reducer leaves the agreement when this optimizer is deleted, even if others refer to it.
         """
-        if self._reducer is not None:  # the traceback of a pass that has failed may keep it alive
+        if self._reducer is not None:  # the traceback of a failed pass may keep it alive
             self._backward_sync.remove(self._reducer)
-            del self._backward_sync  # it holds the engine of a world that may have ended
-        self._reducer = None  # frees its buckets before new ones are made
+            del self._backward_sync  # it refers to the engine of a world that may have ended
+        self._reducer = None  # free its buckets before new ones are made
         process_set = self._settings.process_set
-        is_set = process_set.process_set_id is not None  # else backward_sync_of() raises
+        is_set = process_set.process_set_id is not None  # otherwise backward_sync_of() raises
         if is_set and (not process_set.included() or process_set.size() == 1):
             return
         parameters = list(filter(has_gradients, self._parameter_names))
@@ -478,10 +478,10 @@ class _ShardedOptimizer(_DistributedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self, root_rank: int | None = None) -> dict[str, Any]:
-        """Return the whole state, in the format of the optimizer that is not sharded. Collective.
+        """Return the whole state, in the format of an unsharded optimizer. Collective.
 
         Args:
-            root_rank: the global rank that gets it; on others there is no state. None: all get it.
+            root_rank: the global rank that gets it; others get no state. None: all ranks get it.
         """
         with self._shards.whole(self):
             found = self._user_class.state_dict(self)
@@ -492,7 +492,7 @@ class _ShardedOptimizer(_DistributedOptimizer):
         self._shards.note_replaced()
 
     def _replaced_state(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the whole state is there, and all ranks get another one. Collective."""
+        """Context in which the state is whole, and all ranks replace it. Collective."""
         return self._shards.whole(self, is_replaced=True)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -504,7 +504,7 @@ class _ShardedOptimizer(_DistributedOptimizer):
         return super().__reduce_ex__(protocol)
 
     def _step_by_class(self) -> None:
-        """Let a scheduler that has wrapped ``step()`` before call the one of this class."""
+        """Make an earlier scheduler, which has wrapped ``step()``, call that of this class."""
         if "step" not in vars(self):
             return
         if not hasattr(self.step, "_wrapped_by_lr_sched"):
@@ -516,7 +516,7 @@ class _ShardedOptimizer(_DistributedOptimizer):
 
         def step(*args: Any, **kwargs: Any) -> Any:
             optimizer: Any = reference()
-            optimizer._opt_called = True  # which the scheduler looks for
+            optimizer._opt_called = True  # the scheduler checks it
             return type(optimizer).step(optimizer, *args, **kwargs)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -539,7 +539,7 @@ def _leave(sync: BackwardSync, reference: weakref.ref[Reducer], _owner: object) 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Step pre-hook; called twice for one step if a `step` calls its base class's."""
+    """Step pre-hook; called twice for one step if `step` calls the base class's `step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
     reducer = optimizer._reducer
@@ -560,7 +560,7 @@ def _before_step(
 
 
 def _look(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Step pre-hook with nan_check, after `_before_step`. A closure comes first."""
+    """Step pre-hook with nan_check, after `_before_step`. A closure is checked after it has run."""
     assert isinstance(optimizer, _DistributedOptimizer)
     if not any(map(callable, (*args[1:], *kwargs.values()))):
         optimizer._require_finite()
@@ -630,9 +630,9 @@ def _groups_of(groups: Groups, num_groups: int, parameters: Sequence[Tensor]) ->
 
 
 def _group_indices(groups: Groups, parameters: Sequence[Tensor]) -> list[Sequence[int]]:
-    """Return the groups as parameter indices; a number means so many consecutive groups.
+    """Return the groups as parameter indices; a number n means n consecutive groups.
 
-    Tensors in groups that are none of `parameters` have no gradients.
+    Tensors in groups that are not in `parameters` have no gradients.
     """
     if isinstance(groups, int):
         return list(split_evenly(len(parameters), groups)) if groups else []

@@ -34,9 +34,9 @@ class NotFinite(NamedTuple):
     """A gradient of one rank with a number that is not finite, or too large to be sent.
 
     Attributes:
-        parameter: its index.
-        rank: in the world.
-        worst: of its numbers.
+        parameter: the index of the parameter.
+        rank: the rank in the world.
+        worst: the worst of the gradient's numbers.
         on_base: whether it contains an averaged gradient, which may be the cause.
     """
 
@@ -51,20 +51,20 @@ class GradientReport:
     """The gradients of one optimizer on one rank.
 
     Attributes:
-        optimizer: its index, the same on all ranks.
+        optimizer: the index of the optimizer, the same on all ranks.
         due: the parameters to reduce now, as a bitmap (bit i is parameter i).
         sparse: those of them whose gradient is sparse here.
         accumulating: whether there are gradients that will be reduced later in this step.
         order: parameters in the order in which their gradients became ready; empty if the ranks
             know it already.
-        digest: 8 bytes that follow from the weights; empty if the ranks have compared them.
+        digest: an 8-byte digest of the weights; empty if the ranks have compared them.
         incomplete: whether there are parameters that are not due, and were not reduced since the
             step began: the program may set their gradients before it steps.
-        stepping: whether the optimizer is about to step; all its gradients are due.
-        again: whether some of `due` lack a part, which came when they had been sent: the ranks
-            agree once more, as soon as these are reduced.
-        on_base: whether some that accumulate were added to averaged ones.
-        not_finite: those of `due` that are not finite, if the ranks look for them.
+        stepping: whether the optimizer is about to step; then all its gradients are due.
+        again: whether gradients came after their buckets had been sent: the ranks agree once more
+            as soon as `due` is reduced.
+        on_base: whether some accumulating gradients were added to averaged ones.
+        not_finite: the non-finite gradients among `due`, if the ranks check them.
     """
 
     optimizer: int
@@ -85,7 +85,7 @@ class BackwardReport:
     """One rank's message to the others at the end of a backward pass.
 
     Attributes:
-        steps: the sum of the steps that its optimizers have taken.
+        steps: the total number of steps of its optimizers.
         gradients: the report of each optimizer that has gradients.
     """
 
@@ -96,12 +96,12 @@ class BackwardReport:
     _HEADER = struct.Struct("<IQI")  # bytes in all, steps, optimizers
     # optimizer, flags, bytes of due and of sparse, elements of order
     _REPORT = struct.Struct("<IBIII")
-    _COUNT = struct.Struct("<I")  # of gradients that are not finite
+    _COUNT = struct.Struct("<I")  # number of non-finite gradients
     _GRADIENT = struct.Struct("<IIB?")
 
     @property
     def is_of_step(self) -> bool:
-        """Whether the rank is about to step, and not at the end of a pass."""
+        """Whether the rank is about to step, rather than at the end of a pass."""
         return any(report.stepping for report in self.gradients)
 
     @property
@@ -111,7 +111,7 @@ class BackwardReport:
 
     @property
     def due(self) -> dict[int, int]:
-        """The parameters to reduce now, by optimizer; without those that have none."""
+        """The parameters to reduce now, by optimizer; optimizers without any are left out."""
         return {report.optimizer: report.due for report in self.gradients if report.due}
 
     def encode(self) -> bytes:
@@ -144,7 +144,7 @@ class BackwardReport:
 
     @classmethod
     def decode(cls, data: memoryview) -> tuple[BackwardReport, memoryview]:
-        """Return the first report in `data`, and what follows it."""
+        """Return the first report in `data`, and the rest of `data`."""
         total, steps, count = cls._HEADER.unpack_from(data)
         reports = cls._decode_reports(data[cls._HEADER.size : total], count)
         return cls(steps, tuple(reports)), data[total:]
@@ -197,7 +197,7 @@ _log = logging.getLogger("torch_ring")
 def warn_of_ddp(parameters: Iterable[Tensor]) -> None:
     """Warn if DistributedDataParallel averages the gradients of some parameters, too.
 
-    Parameters do not know of it, so it is looked for among all objects of the process, if
+    Parameters do not refer to DDP, so this searches all objects of the process, if
     torch.distributed has several ranks.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -245,13 +245,13 @@ def refuse_sharded(names: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def culprit(name: str, found: Sequence[NotFinite], others: int, step: int) -> str:
-    """Return the text of an error that names a gradient which is not finite.
+    """Return the text of an error that names a non-finite gradient.
 
     Args:
-        name: its parameter's.
-        found: those of some ranks; not empty.
+        name: the name of its parameter.
+        found: the parameter's non-finite gradients, of one or several ranks; not empty.
         others: the number of other parameters with such gradients.
-        step: counts from 1.
+        step: the step, counted from 1.
     """
     worst = max((each.worst for each in found), key=lambda worst: worst.value)
     ranks = sorted({each.rank for each in found if each.worst == worst})
@@ -285,15 +285,15 @@ _REMEDY_IN_ANOTHER_COLLECTIVE = (
 
 
 def explained(error: RingError, purpose: str, done: str) -> RingError | None:
-    """Return an error of the same type that says what may be wrong; None if nothing is to be added.
+    """Return an error of the same type with the likely cause; None if there is nothing to add.
 
     Args:
-        error: of an operation in which the ranks agree on their gradients.
-        purpose: begins the error's text, unless the world had failed before the operation began.
-        done: what all ranks have done before.
+        error: the error of an operation in which the ranks agree on their gradients.
+        purpose: the beginning of the text, unless the world had failed before the operation began.
+        done: the passes or steps that all ranks have done before.
     """
     text = str(error)
-    if type(error) is RingError:  # of the set, not of the ranks: shut down, say
+    if type(error) is RingError:  # concerns the set, not the ranks: after shutdown(), for example
         return None
     if purpose not in text:
         rank = purpose.partition(": ")[0]
@@ -307,11 +307,11 @@ def require_same_steps(steps: Sequence[int], size: int) -> None:
     """Check that ranks are in the same step.
 
     Args:
-        steps: optimizer steps that each rank has taken; without the ranks that have joined.
+        steps: the number of optimizer steps of each rank that has not joined.
         size: the number of all ranks.
 
     Raises:
-        MismatchError: they are not; names two ranks.
+        MismatchError: they are in different steps; names two ranks.
     """
     who = "rank" if len(steps) == size else "of the ranks that have not joined, number"
     for rank, other in enumerate(steps):

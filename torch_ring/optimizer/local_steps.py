@@ -1,9 +1,9 @@
 """LocalSGD and DiLoCo: ranks step by themselves, and agree on parameters once in a while.
 
-Both are one mechanism. After each `every` steps the ranks average a tensor for each parameter: the
-parameter itself (LocalSGD), or its difference to the last parameters on which they agreed, with
-which another optimizer steps (DiLoCo). The averaging is that of gradients: buckets, and the wires
-of `bucket_wire`.
+Both share one mechanism. After every `every` steps the ranks average one tensor per parameter: the
+parameter itself (LocalSGD), or its difference from the agreed parameter, which is the gradient of a
+step of another optimizer (DiLoCo). The tensors are averaged like gradients: in buckets, over the
+wires of `bucket_wire`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def LocalSGD(  # noqa: N802  the name in the literature
     """Make `optimizer` average the parameters over all ranks after every `every` of its steps.
 
     Steps in between are this rank's own: nothing is sent. The state of the optimizer, such as
-    momentum, stays each rank's own, too. See :func:`DiLoCo` for whatever is not said here.
+    momentum, stays each rank's own, too. See :func:`DiLoCo` for all other details.
 
     Args:
         optimizer: any torch optimizer, fresh or with state; or a ``DistributedOptimizer`` of a
@@ -101,48 +101,49 @@ def DiLoCo(  # noqa: N802  the name in the literature
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OptimizerT:
-    """Make `optimizer` step by itself, and agree with the other ranks after every `every` steps.
+    """Make `optimizer` step locally, and agree with the other ranks after every `every` steps.
 
     The ranks keep a second copy of the parameters, on which they agree. After `every` steps, the
     agreed parameters minus this rank's own are averaged over the ranks. This mean is the gradient
     of a step of another optimizer, the outer one, on the agreed parameters, which all ranks then
     take as their own.
 
-    The optimizer becomes an instance of a subclass of its class, which has in addition
+    The optimizer becomes an instance of a subclass of its class, with these additions:
 
-    * ``end_round()``: agree now, wherever the round is: before an evaluation, a checkpoint, the end
-      of the training. Collective;
-    * ``outer``: the outer optimizer, for a scheduler of its learning rate, say; its parameters are
-      the agreed ones.
+    * ``end_round()``: agree now, in the middle of a round: before an evaluation, a checkpoint, the
+      end of the training. Collective;
+    * ``outer``: the outer optimizer, for example for a scheduler of its learning rate; its
+      parameters are the agreed ones.
 
-    State, hyper-parameters, hooks and schedulers stay. ``state_dict()`` has one key more, with the
-    agreed parameters and the state of the outer optimizer; it is equal on all ranks but for the
-    local part, so one rank can save it, and any number of ranks go on from it. Buffers are each
-    rank's own (:func:`broadcast_buffers`). Under ``GradScaler`` a step that is skipped on one rank
-    counts as one: all ranks end a round after equally many calls of ``scaler.step()``.
+    State, hyper-parameters, hooks and schedulers stay. ``state_dict()`` has an additional key with
+    the agreed parameters and the state of the outer optimizer. All of it but the local part is
+    equal on all ranks, so one rank can save it, and any number of ranks can go on from it. Buffers
+    are each rank's own (:func:`broadcast_buffers`). Under ``GradScaler`` a skipped step counts,
+    too: all ranks end a round after equally many calls of ``scaler.step()``.
 
     Collective: all ranks of the process set wrap optimizers of the same parameters in the same
-    order, with the same weights, and take equally many steps. :func:`join` is refused in words.
+    order, with the same weights, and take equally many steps. :func:`join` raises an error.
     Parameters that are frozen when the optimizer is wrapped are not sent.
 
     Args:
         optimizer: any torch optimizer, fresh or with state. A ``DistributedOptimizer`` of a smaller
-            process set averages the gradients of that set in every step; this set then has exactly
-            one rank of that one, which tells its neighbours the result (:func:`hierarchy` makes two
-            such sets).
-        outer: makes the outer optimizer of a list of parameters.
+            process set averages gradients within that smaller set in every step. Then `process_set`
+            must have exactly one rank of each smaller set, which sends the result to the others
+            (:func:`hierarchy` makes such sets).
+        outer: makes the outer optimizer from a list of parameters.
         outer_options: its keyword arguments. None: ``lr=0.7, momentum=0.9, nesterov=True`` for
             ``torch.optim.SGD``, as in the paper, and none for others.
         every: steps from one agreement on a parameter to the next.
-        fragments: into how many parts the parameters are cut. Each has its own rounds, of `every`
-            steps, one after the other, so that a k-th is sent k times as often.
-        delay: steps that are taken while a mean is on its way. The difference that it makes is then
-            added to the parameters: steps that were taken meanwhile stay.
-        compression: of what is sent, as in ``DistributedOptimizer``. With a stateful compressor and
-            a delay, only its first request is under way during the steps.
+        fragments: the number of parts into which the parameters are cut. Each has its own rounds of
+            `every` steps, at different steps: with k fragments, a k-th of the parameters is sent k
+            times as often.
+        delay: the number of steps taken while a mean is being computed. Its change is then added to
+            the parameters, so the steps taken meanwhile are kept.
+        compression: as in ``DistributedOptimizer``. With a stateful compressor and a delay, only
+            its first request is sent during the steps.
         named_parameters: the names of parameters in errors, as ``model.named_parameters()``.
             None: errors have numbers instead.
-        process_set: the ranks that agree; by default all. Others step by themselves.
+        process_set: the ranks that agree; by default all. Other ranks step on their own.
 
     Returns:
         `optimizer`.
@@ -151,7 +152,7 @@ def DiLoCo(  # noqa: N802  the name in the literature
         TypeError: `optimizer` is not a torch optimizer, or `outer` makes none.
         ValueError: another argument is wrong.
         MismatchError: parameters or arguments differ between ranks. In the first step: the weights
-            do.
+            differ.
 
     Source: A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
     Models", 2023, and "Streaming DiLoCo with overlapping communication", 2025 (fragments, delay;
@@ -171,7 +172,7 @@ class _Settings:
     """The arguments of `LocalSGD` or `DiLoCo`.
 
     Raises:
-        ValueError: one is wrong.
+        ValueError: an argument is wrong.
     """
 
     kind: str
@@ -205,7 +206,7 @@ class _Settings:
             raise ValueError(f"process_set must be a ProcessSet, not {self.process_set!r}")
 
     def reduction(self) -> ReductionSettings:
-        """Return how the means are made."""
+        """Return the settings for making the means."""
         return ReductionSettings(Average, 1.0, self.compression, current.config().bucket_bytes)
 
     def describe(self) -> str:
@@ -244,7 +245,7 @@ def _wrap(
 
 
 class LocalStepsOptimizer(Wrapped):
-    """The methods that a wrapped optimizer has in addition."""
+    """The methods that are added to the optimizer's class."""
 
     _rounds: Rounds
 
@@ -266,7 +267,7 @@ class LocalStepsOptimizer(Wrapped):
     def end_round(self) -> None:
         """Agree on all parameters now, and begin a round. Collective.
 
-        Parameters that have seen no step since the last agreement stay as they are.
+        Parameters without a step since the last agreement stay as they are.
         """
         self._rounds.end_round()
 
@@ -298,23 +299,23 @@ class LocalStepsOptimizer(Wrapped):
 
 
 def _finds_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a scaler is about to skip a step: on this rank, others may take theirs."""
+    """Return whether a scaler is about to skip a step on this rank; others may take theirs."""
     state = scaler._per_optimizer_states[id(optimizer)]
     if not state["found_inf_per_device"]:
-        scaler.unscale_(optimizer)  # as it would itself
+        scaler.unscale_(optimizer)  # as scaler.step() would
     return any(found.item() for found in state["found_inf_per_device"].values())
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Step pre-hook; called twice for one step if a `step` calls its base class's."""
+    """Step pre-hook; called twice for one step if `step` calls the base class's `step`."""
     assert isinstance(optimizer, LocalStepsOptimizer)
     optimizer._rounds.begin_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Step post-hook; called as often as `_before_step`, of which the last call ends the step."""
+    """Step post-hook; called as often as `_before_step`: the last call ends the step."""
     assert isinstance(optimizer, LocalStepsOptimizer)
-    wrapper = sys._getframe(1)  # torch's, around step()
+    wrapper = sys._getframe(1)  # torch's wrapper around step()
     frame = wrapper.f_back
     while frame is not None:
         if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
@@ -339,10 +340,10 @@ class _Fragment:
 
     Attributes:
         parameters: their indices.
-        at: the step of each `every` after which a round ends.
-        rounds: that have ended.
-        steps: since then.
-        on_its_way: the mean, if it has begun.
+        at: the position, within every `every` steps, of the step that ends a round.
+        rounds: the number of ended rounds.
+        steps: the number of steps since the last one.
+        on_its_way: the mean that is being computed, if any.
     """
 
     parameters: Sequence[int]
@@ -353,7 +354,7 @@ class _Fragment:
 
 
 class Rounds:
-    """Counts the steps of an optimizer, and lets its ranks agree on the parameters.
+    """Counts the steps of an optimizer, and makes its ranks agree on the parameters.
 
     Thread: the one that takes steps.
 
@@ -364,9 +365,9 @@ class Rounds:
 
     Attributes:
         inner: as above.
-        outer: the outer optimizer; None with LocalSGD, and on ranks that agree with nobody.
-        agrees: whether this rank agrees with others, itself or by its neighbours.
-        has_begun: whether it has, in a first step.
+        outer: the outer optimizer; None with LocalSGD, and on ranks that take no part.
+        agrees: whether this rank takes part in agreements, itself or by its neighbours.
+        has_begun: whether it has taken the first step.
     """
 
     def __init__(
@@ -381,7 +382,7 @@ class Rounds:
         self._agreed: list[Tensor] = []
         self.has_begun = False
         self._steps = 0
-        self._engine: Engine | None = None  # of the world in which `_index` counts
+        self._engine: Engine | None = None  # of the world to which `_index` belongs
         self._index = 0
         self._warned = False
         current.config()  # raises NotInitializedError
@@ -393,12 +394,12 @@ class Rounds:
         self._take_index()
 
     def _require_same(self) -> None:
-        """Compare arguments and parameters of the ranks. A rank whose sets are wrong tells it."""
+        """Compare the ranks' arguments and parameters, and report a rank with wrong sets."""
         lines = [self._settings.describe(), *(_line(p, name) for p, name in self._names.items())]
         problem: Exception | None = None
         try:
             self._sets()
-        except InvalidArgumentError:  # there are no sets in which to tell it
+        except InvalidArgumentError:  # without the sets it cannot be reported
             raise
         except ValueError as error:
             problem = error
@@ -411,13 +412,13 @@ class Rounds:
                     f"the ranks wrap different optimizers by {self._settings.kind}",
                     each,
                 )
-            except MismatchError as error:  # the other set is to hear of it, too
+            except MismatchError as error:  # go on: the other set must get the error, too
                 problem = problem or error
         if problem is not None:
             raise problem
 
     def _cut(self) -> list[_Fragment]:
-        """Return the fragments: consecutive parameters, of about equally many elements each."""
+        """Return the fragments: consecutive parameters, with about equally many elements each."""
         parts, every = self._settings.fragments, self._settings.every
         sizes = [p.numel() for p in self._parameters]
         if parts > max(len(sizes), 1):
@@ -425,7 +426,7 @@ class Rounds:
         fragments: list[list[int]] = [[]]
         done = 0
         for index, size in enumerate(sizes):
-            left = len(sizes) - index  # parameters, for as many parts that are still to begin
+            left = len(sizes) - index  # remaining parameters: each later part needs at least one
             is_full = done >= sum(sizes) * len(fragments) / parts or left == parts - len(fragments)
             if fragments[-1] and is_full and len(fragments) < parts:
                 fragments.append([])
@@ -436,10 +437,10 @@ class Rounds:
         ]
 
     def _leader(self) -> int | None:
-        """Return the rank of the inner set that tells it the results; None: there is no such set.
+        """Return the rank that sends the results to the inner set; None: there is no inner set.
 
         Raises:
-            ValueError: that set has no rank of the process set, or several.
+            ValueError: the inner set has no rank of the process set, or several.
         """
         if self.inner is None or not self.inner.included():
             return None
@@ -454,7 +455,7 @@ class Rounds:
         return shared[0]
 
     def _sets(self) -> list[ProcessSet]:
-        """Return the sets whose other ranks must have the same agreed parameters as this one.
+        """Return the sets whose ranks must have the same agreed parameters as this one.
 
         Raises:
             InvalidArgumentError: the process set has not been added.
@@ -467,7 +468,7 @@ class Rounds:
         return sets + ([self.inner] if self.inner and self._leader() is not None else [])
 
     def _make_outer(self) -> None:
-        """Make agreed parameters of the present ones, and their optimizer."""
+        """Make the agreed parameters from the present ones, and their optimizer."""
         make = self._settings.outer
         if make is None or not self._sets():
             return
@@ -493,7 +494,7 @@ class Rounds:
         self.outer = outer
 
     def add(self, names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
-        """Let further parameters of the optimizer take part, in the last fragment. Collective."""
+        """Add further parameters of the optimizer to the last fragment. Collective."""
         added = {p: name for p, name in names.items() if p.requires_grad}
         for each in self._sets():
             lines = [_line(p, name) for p, name in added.items()]
@@ -515,7 +516,7 @@ class Rounds:
     # --- steps
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check the parameters, and in the first step that the ranks have the same weights."""
+        """Check the parameters; in the first step, also that the ranks have the same weights."""
         groups = [group["params"] for group in optimizer.param_groups]
         require_known(groups, self._names.keys() | self._frozen.keys(), "averaged")
         for parameter, name in self._frozen.items():
@@ -531,7 +532,7 @@ class Rounds:
         for each in sets:
             try:
                 verify_step(1, 0, optimizer, self._names, each, with_state=False)
-            except MismatchError as error:  # the other set is to hear of it, too
+            except MismatchError as error:  # go on: the other set must get the error, too
                 problem = problem or error
         if self.inner is not None and self.inner in sets:
             try:
@@ -542,12 +543,12 @@ class Rounds:
         if problem is not None:
             raise problem
         self.has_begun = True
-        if self.outer is not None:  # the program may have broadcast parameters since
+        if self.outer is not None:  # the program may have broadcast parameters meanwhile
             with torch.no_grad():
                 torch._foreach_copy_(self._agreed, self._parameters)
 
     def count_step(self) -> None:
-        """Count a step, and begin or end what is due after it."""
+        """Count a step, and begin or end the means that are due after it."""
         if not self._sets():
             return
         with self._taken_back_if_it_fails():
@@ -558,7 +559,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def _taken_back_if_it_fails(self) -> Iterator[None]:
-        """Context of an exchange. If a rank is lost, say, the survivors do it once more."""
+        """Context of an exchange. If it fails, as at the loss of a rank, it can be repeated."""
         steps = self._steps
         counts = [max(each.steps, each.on_its_way is not None) for each in self._fragments]
         try:
@@ -570,7 +571,7 @@ class Rounds:
             raise
 
     def _exchange(self) -> None:
-        """Begin and end what is due after a step."""
+        """Begin and end the means that are due after a step."""
         delay, every = self._settings.delay, self._settings.every
         for fragment in self._fragments:
             if fragment.on_its_way is not None and fragment.steps == delay:
@@ -582,7 +583,7 @@ class Rounds:
                     self._end(fragment)
 
     def end_round(self) -> None:
-        """End what is on its way, and a round of each fragment that has seen a step since."""
+        """End all pending means, and then a round of each fragment with steps since its last."""
         if not self._sets():
             return
         with self._taken_back_if_it_fails():
@@ -598,7 +599,7 @@ class Rounds:
 
     @torch.no_grad()
     def _begin(self, fragment: _Fragment) -> None:
-        """Begin to send a fragment."""
+        """Begin the mean of a fragment."""
         self._follow_parameters(fragment)
         parameters = [self._parameters[index] for index in fragment.parameters]
         values, agreed = parameters, [self._agreed[i] for i in fragment.parameters if self._agreed]
@@ -614,7 +615,7 @@ class Rounds:
             mean.start(prefix, name, parameters, agreed)
 
     def _take_index(self) -> None:
-        """Number the optimizers of the process set: in one order on all ranks, step or not."""
+        """Take this optimizer's number in the process set, in the same order on all ranks."""
         if self._settings.process_set.included():
             engine = engine_of(self._settings.process_set)
             if engine is not self._engine:
@@ -624,7 +625,7 @@ class Rounds:
 
     @torch.no_grad()
     def _end(self, fragment: _Fragment) -> None:
-        """Wait for the mean of a fragment, and let it count."""
+        """Wait for the mean of a fragment, and apply it."""
         mean, fragment.on_its_way = fragment.on_its_way, None
         assert mean is not None
         mean.wait()
@@ -657,7 +658,7 @@ class Rounds:
 
     @torch.no_grad()
     def _follow_parameters(self, fragment: _Fragment) -> None:
-        """Move agreed parameters to the device and the dtype of the parameters: of model.to()."""
+        """After model.to(), move agreed parameters to the parameters' device and dtype."""
         if self.outer is None:
             return
         for index in fragment.parameters:
@@ -672,9 +673,9 @@ class Rounds:
     # --- state
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a later run needs. A mean that is on its way is begun anew then.
+        """Return the state for a later run, which begins a pending mean anew.
 
-        A rank that agrees with nobody has nothing to give, and returns None.
+        None on a rank that takes no part in agreements.
         """
         if not self.agrees:
             return None
@@ -682,7 +683,7 @@ class Rounds:
             "has_begun": self.has_begun,
             "steps": self._steps,
             "fragments": [
-                # Of a mean that is dropped there is something to send.
+                # At least 1 for a pending mean: it must be sent again.
                 [each.rounds, max(each.steps, int(each.on_its_way is not None))]
                 for each in self._fragments
             ],
@@ -694,11 +695,11 @@ class Rounds:
         """Go on from a state.
 
         Args:
-            state: what `state` returned, on any rank; None: begin, with the parameters that the
+            state: the result of `state`, from any rank; None: begin, with the parameters that the
                 optimizer has in its next step.
 
         Raises:
-            ValueError: it is of other parameters.
+            ValueError: the state is of other parameters.
         """
         is_used = state is not None and bool(self._sets())
         if state is not None and is_used:
@@ -711,7 +712,7 @@ class Rounds:
                     f"shapes {shapes[:3]}..., and the optimizer has {len(own)} of {own[:3]}..."
                 )
         for fragment in self._fragments:
-            if fragment.on_its_way is not None:  # or another one of its name would begin beside it
+            if fragment.on_its_way is not None:  # before another one of the same name begins
                 fragment.on_its_way.wait()
             fragment.on_its_way, fragment.rounds, fragment.steps = None, 0, 0
         self._steps, self.has_begun = 0, False
@@ -727,21 +728,21 @@ class Rounds:
                 fragment.rounds, fragment.steps = rounds, steps
 
     def follow_world(self) -> None:
-        """Drop what is on its way: the ranks are others. The next mean has it, too."""
+        """Drop pending means after a change of the ranks. The next means include their steps."""
         for fragment in self._fragments:
             if fragment.on_its_way is not None:
                 fragment.on_its_way, fragment.steps = None, max(fragment.steps, 1)
         self._engine = None
         with contextlib.suppress(ProcessSetLostError, InvalidArgumentError):  # step() raises it
             agreed, self.agrees = self.agrees, bool(self._sets())
-            if self.agrees and not agreed:  # instead of a rank that has died
+            if self.agrees and not agreed:  # in place of a rank that has died
                 self.has_begun = False
                 self._make_outer()
             self._take_index()
 
     @property
     def ended(self) -> list[int]:
-        """How many rounds of each fragment have ended."""
+        """The number of ended rounds of each fragment."""
         return [fragment.rounds for fragment in self._fragments]
 
     @property
@@ -752,7 +753,7 @@ class Rounds:
 
     @torch.no_grad()
     def take(self, fragment: int, values: Sequence[Tensor]) -> None:
-        """Give the parameters of a fragment their values among those of all parameters."""
+        """Set the parameters of a fragment. `values`: one for each of all parameters."""
         for index in self._fragments[fragment].parameters:
             self._parameters[index].copy_(values[index])
 
@@ -766,16 +767,16 @@ class _Mean:
     """The mean of tensors over the ranks.
 
     Args:
-        values: of this rank; a rank that only hears the result gives their shapes.
-        names: of the parameters.
-        sent: copies of the parameters, if steps are taken before the result counts.
-        settings: say how the mean is made.
+        values: this rank's tensors; only their shapes count on a rank that just gets the result.
+        names: the names of the parameters.
+        sent: copies of the parameters, if steps are taken before the result is applied.
+        settings: the arguments of LocalSGD or DiLoCo.
 
     Attributes:
         views: the values, then the means.
         sent: as above.
-        ranks: that make it.
-        is_different: whether they differ in the agreed parameters.
+        ranks: the ranks that make the mean.
+        is_different: whether their agreed parameters differ.
     """
 
     def __init__(
@@ -815,16 +816,16 @@ class _Mean:
     def start(
         self, prefix: str, name: str, parameters: Sequence[Tensor], agreed: Sequence[Tensor]
     ) -> None:
-        """Start to make it, on a rank of the process set.
+        """Start to make the mean, on a rank of the process set.
 
         Args:
-            prefix: of the names of operations.
-            name: of this one.
-            parameters: in the order of the values.
-            agreed: of which the ranks compare a digest.
+            prefix: the prefix of the operations' names.
+            name: the name of this mean.
+            parameters: the parameters, in the order of the values.
+            agreed: the agreed parameters, whose digest the ranks compare.
         """
         assert self._engine is not None
-        # Of ranks that have joined, an allreduce would add zeros: an allgather refuses them.
+        # An allgather, since it fails if a rank has joined: an allreduce would add its zeros.
         digest = digests_of([each.detach() for each in agreed])
         digest = digest.mul_(torch.arange(len(agreed), device="cpu") * 2 + 1).sum(0, keepdim=True)
         self._digests = self._engine.allgather(digest, f"{prefix}.agreed.{name}")
@@ -844,7 +845,7 @@ class _Mean:
             )
 
     def wait(self) -> None:
-        """Wait until it is made.
+        """Wait until the mean is made.
 
         Raises:
             RingError: a rank is gone or late, or has joined.
@@ -856,7 +857,7 @@ class _Mean:
             self._stages = [finish for finish in self._stages if finish()]
 
     def tell(self, leader: int, process_set: ProcessSet, kind: str) -> None:
-        """Give all ranks of a set the means that one of them has. Collective."""
+        """Send the means of one rank to all ranks of a set. Collective."""
         handles = [
             broadcast_async_(memory, leader, f"{kind}.result.{number}", process_set)
             for number, memory in enumerate(self._memories)

@@ -1,6 +1,6 @@
 """Reducer: keeps the gradients of one optimizer in buckets, and averages them over the ranks.
 
-`Reducers` are those of a process set. `BackwardSync` makes them, and tells them what to reduce.
+`Reducers` holds those of a process set. `BackwardSync` makes them, and starts the reductions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ON_NO_DEVICE = ("cpu", "meta")
 
 
 def device_problem(parameters: Iterable[Tensor]) -> str | None:
-    """Return why one process cannot reduce the gradients of the parameters; None if it can.
+    """Return the reason why a process cannot reduce the parameters' gradients; None: it can.
 
     One process drives one device, beside the CPU: that of its first collective on a device.
 
@@ -94,13 +94,13 @@ _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def has_gradients(parameter: Tensor) -> bool:
     """Return whether a parameter has gradients to reduce, now or, if it is frozen, perhaps later.
 
-    A frozen one of another dtype (a quantised weight) is none of an optimizer's business.
+    A frozen parameter of a dtype that cannot be reduced (a quantised weight) is ignored.
     """
     return parameter.requires_grad or parameter.dtype in _REDUCIBLE or parameter.is_complex()
 
 
 def spec_of(name: str, parameter: Tensor) -> TensorSpec:
-    """Return what the planner needs; a complex number is two real ones."""
+    """Return a gradient's spec for the planner; a complex number counts as two real ones."""
     dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     numel = parameter.numel()
     if dtype.is_complex:
@@ -121,7 +121,7 @@ def require_same_parameters(
 
     Raises:
         ValueError: on this rank, which has only a part of a parameter.
-        MismatchError: they do; names the first parameter that differs between two ranks.
+        MismatchError: the ranks differ; names the first parameter that differs between two ranks.
         InvalidArgumentError: one process cannot reduce the gradients.
     """
     refuse_sharded(zip(names, parameters, strict=True))
@@ -149,7 +149,7 @@ class FastPath(NamedTuple):
     """The end of a pass in which all gradients of the only optimizer are due on all ranks."""
 
     finalizer: DenseFinalizer
-    report: GradientReport  # which all ranks send then
+    report: GradientReport  # the same on all ranks
 
 
 class Reducer:
@@ -162,24 +162,24 @@ class Reducer:
 
     Args:
         process_set: the ranks.
-        index: of the optimizer on the process set.
+        index: the index of the optimizer on the process set.
         agreement: numbers the passes.
         parameters: leaves, whether they require grad now or not.
         names: the parameters' names in errors.
         settings: how to reduce the gradients.
         groups: indices of parameters whose gradients stay together (`plan_buckets`).
         on_backward_end: ends a backward pass.
-        on_bucket_full: starts to reduce a bucket, of this index, during the pass.
-        run_ahead: launches the buckets of planned passes; None: there will be none.
+        on_bucket_full: starts to reduce the bucket of the given index during the pass.
+        run_ahead: launches the buckets of planned passes; None: there will be no planned passes.
 
     Attributes:
         nothing_pending: whether the ranks have nothing to agree on before the step.
-        fast_path: once the buckets are in their final order, and where there is one.
-        comparison: of the ranks' weights.
-        steps: that the optimizer has taken, since the start or since join().
-        not_finite: averaged gradients of this step that are not finite, by parameter, and whose
-            gradients were not; if the ranks look for them.
-        hooks: those of the parameters.
+        fast_path: the fast path, if there is one; None until the buckets have their final order.
+        comparison: the comparison of the ranks' weights.
+        steps: the optimizer's steps since the start, or since join().
+        not_finite: the non-finite gradients that went into averages of this step, by parameter, if
+            the ranks check them.
+        hooks: the hooks of the parameters.
     """
 
     def __init__(
@@ -218,9 +218,9 @@ class Reducer:
         self.nothing_pending = False
         self.steps = 0
         self.not_finite: dict[int, list[NotFinite]] = {}
-        self._steps_alone = False  # the step that is under way, with this rank's gradients
+        self._steps_alone = False  # whether the present step uses gradients of this rank alone
         self.fast_path: FastPath | None = None
-        self.owner: weakref.ref[object] | None = None  # the optimizer; removes this when it goes
+        self.owner: weakref.ref[object] | None = None  # the optimizer; its end removes this reducer
         named_weights = dict(zip(parameters, names, strict=True))
         self.comparison = WeightComparison(named_weights, process_set)
         self.hooks = GradientHooks(
@@ -240,11 +240,11 @@ class Reducer:
         self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
         self._unfinished: list[FinishStage] = []
-        self._touched = 0  # parameters that are reduced in buckets
+        self._touched = 0  # parameters that are now reduced in buckets
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
-        self._of_joined: dict[int, Tensor] = {}  # what this pass lacks of averaged gradients
-        self._asked_in = -1  # the agreement in which that was found
+        self._of_joined: dict[int, Tensor] = {}  # the joined ranks' missing parts, by parameter
+        self._asked_in = -1  # the agreement in which they were asked for
         self._order_is_real = False
         self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
         self._limits = BucketLimits(settings.bucket_bytes)
@@ -253,28 +253,28 @@ class Reducer:
         current.disable_in_child(self.hooks)
 
     def finish_step(self) -> None:
-        """Begin the next step: nothing of it is reduced yet."""
+        """Begin the next step, of which nothing is reduced yet."""
         self.steps += 1
         self.nothing_pending = False
         self.not_finite = {}
         self.hooks.reset(gradients=False)
         is_alone, self._steps_alone = self._steps_alone, False
         if not self.comparison.has_begun:
-            self.comparison.snapshot = None  # of weights before this step
+            self.comparison.snapshot = None  # it was of the weights before this step
         elif is_compared(self.steps) and not is_alone:
             self.comparison.take(self.steps, self._agreement.number)
 
     def begin_unreduced_step(self) -> None:
-        """Note whether gradients of this rank alone are there, with which it steps now.
+        """Note whether this step uses gradients of this rank alone.
 
-        The weights after such a step (of local SGD, say) are not compared.
+        The weights after such a step (in local SGD, for example) are not compared.
         """
         if is_compared(self.steps + 1):
             due, _, accumulating, *_ = self.hooks.pending(Due.everything)
             self._steps_alone = accumulating or any(due)
 
     def reduce_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of all ranks together, reduced as the gradients are."""
+        """Return the loss of all ranks, reduced as the gradients are."""
         reduced = loss.detach().clone()
         name = f"gradients.{self.index}.{self._agreement.number}.loss"
         work = self._engine.allreduce(
@@ -283,11 +283,11 @@ class Reducer:
         return work.wait()
 
     def report(self, pending: Pending, *, is_stepping: bool) -> GradientReport | None:
-        """Return which gradients are due here; None: there is nothing to report.
+        """Return the report of this rank's gradients; None: there is nothing to report.
 
         Args:
-            pending: the hooks', as they are now.
-            is_stepping: whether the optimizer is about to step; `pending` has everything then.
+            pending: the present result of `hooks.pending()`.
+            is_stepping: whether the optimizer is about to step; then `pending` has everything.
         """
         due, sparse, accumulating, _, complete, again = pending
         bitmap = int.from_bytes(due, "little")
@@ -312,11 +312,12 @@ class Reducer:
         )
 
     def note_not_finite(self, touched: int, found: Sequence[NotFinite]) -> None:
-        """Take note of gradients that are not finite, which are about to be reduced.
+        """Take note of non-finite gradients that are about to be reduced.
 
         Args:
-            touched: the parameters that are about to be, as a bitmap.
-            found: those of all ranks; some may be reduced later, and are reported again then.
+            touched: the parameters that are about to be reduced, as a bitmap.
+            found: the non-finite gradients of all ranks; some may be reduced later, and are then
+                reported again.
         """
         added_to = {each.parameter for each in found if each.on_base}
         self.not_finite = {
@@ -333,8 +334,8 @@ class Reducer:
         """Raise, on all ranks alike, if an averaged gradient of this step is not finite.
 
         Raises:
-            NonFiniteGradientError: one is; names the first that backward passes make, and the ranks
-                whose gradients were not.
+            NonFiniteGradientError: one is not finite; names the first in the order of backward, and
+                the ranks with the cause.
         """
         if self.not_finite:
             first = min(self.not_finite, key=self._order.index)
@@ -344,24 +345,24 @@ class Reducer:
             )
 
     def start_bucket(self, index: int) -> None:
-        """Start to reduce a bucket all of which is due here: other ranks will follow."""
+        """Start to reduce a bucket with all gradients due here; other ranks will follow."""
         self._started[index] = self._start_wire(
             index, self._plan[index].parameters, self._agreement.number, blocking=False
         )
 
     def new_memory(self, bucket: int) -> Tensor:
-        """Return other memory for a bucket."""
+        """Return new memory for a bucket."""
         return bucket_memory(self._engine, self._plan[bucket], self._plan[bucket].dtype)
 
     def prepare(self, touched: int, sparse: int, number: int) -> None:
         """Take the gradients of parameters that are about to be reduced.
 
-        Another optimizer may have some of them too: all are prepared before the first one starts.
+        Optimizers may share parameters: so all are prepared before the first one starts.
 
         Args:
-            touched: those that have a gradient on some rank, as a bitmap.
-            sparse: those of them whose gradients are sparse wherever there is one.
-            number: the agreement's, a part of the names of the operations.
+            touched: the parameters with a gradient on any rank, as a bitmap.
+            sparse: the parameters among them whose gradients are sparse on all ranks that have one.
+            number: the agreement's number, a part of the names of the operations.
         """
         self._sparse = sparse if self._settings.sparse_as_dense else 0
         sparse ^= self._sparse
@@ -378,23 +379,23 @@ class Reducer:
             )
         touched ^= sparse
         self._touched = touched
-        if self._asked_in != number:  # that agreement has failed
+        if self._asked_in != number:  # they belong to a failed agreement
             self._of_joined.clear()
         self.hooks.move_into_buckets(self.bitmap(touched))
 
     def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
         """Ask ranks that have just joined for the averaged gradients to which others were added.
 
-        They have a part of those, and are missing in the sum that the ranks left will make.
+        The joined ranks have a part of those, which the sum of the remaining ranks will lack.
 
         Args:
             touched: the parameters that are about to be reduced, as a bitmap.
-            number: the agreement's.
-            before: the scale of reduced gradients that held when others were added.
-            after: that of the ranks left.
+            number: the agreement's number.
+            before: the scale of reduced gradients when others were added to them.
+            after: the scale for the remaining ranks.
 
         Returns:
-            Why the gradients of this pass cannot be right; "" if they will be.
+            The reason why the gradients of this pass cannot be right; "" if they will be right.
         """
         self._of_joined.clear()
         self._asked_in = number
@@ -420,14 +421,14 @@ class Reducer:
             if touched >> index & 1:
                 self.hooks.keep_scale(index)
                 self._of_joined[index] = kept * (1 - before / after)
-            elif mine[index]:  # it is reduced later
+            elif mine[index]:  # reduced later
                 scale = 1 / self._size if self._settings.op == Sum else 1.0
                 self.hooks.add(index, kept * (scale * (after - before)))
         return ""
 
     @property
     def looks_at_gradients(self) -> bool:
-        """Whether the ranks look for gradients that are not finite."""
+        """Whether the ranks check for non-finite gradients."""
         return self._settings.nan_check
 
     @property
@@ -436,7 +437,7 @@ class Reducer:
         return bool(self._started)
 
     def start(self, number: int) -> None:
-        """Start to reduce the parameters that are prepared."""
+        """Start to reduce the prepared parameters."""
         for index in range(len(self._plan)):
             started = self._started.pop(index, None)
             if started is None:
@@ -454,7 +455,7 @@ class Reducer:
         return self._wires[index].start(name, memory, touched, blocking=blocking)
 
     def finish(self, order: Sequence[int]) -> None:
-        """Wait until they are reduced, then use rank 0's order of readiness, if there is one."""
+        """Wait for the reduction, then rebuild the buckets in rank 0's `order`, if it is given."""
         unfinished, self._unfinished = self._unfinished, []
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
@@ -476,12 +477,12 @@ class Reducer:
             self._tuner.pass_ended()
 
     def stop_tuning(self) -> None:
-        """Leave the buckets as they were planned: ranks may have counted passes differently."""
+        """Go back to the planned buckets: ranks may have counted passes differently."""
         if self._tuner is not None:
             self._tuner.stop()
 
     def _make_tuner(self) -> Autotuner | None:
-        """Return what tunes the sizes of buckets, if that is wanted, and they matter."""
+        """Return an autotuner of the bucket sizes, if it is switched on and can help."""
         tells = self._process_set.rank() == 0
         config = current.config()
         if not config.autotune:
@@ -507,11 +508,11 @@ class Reducer:
         self._rebuild_buckets()
 
     def _overlaps(self, device: torch.device) -> bool:
-        """Return whether reducing during backward leaves it the processor."""
+        """Return whether a reduction during backward leaves backward the processor."""
         return device.type != "cpu" or self._engine.overlaps()
 
     def _make_fast_path(self) -> FastPath | None:
-        """Return the fast path, where gradients are summed as they are and after the pass."""
+        """Return the fast path, if gradients are summed uncompressed and after the pass."""
         if not self._is_plain or any(self._overlaps(bucket.device) for bucket in self._plan):
             return None
         buckets = [index for index, bucket in enumerate(self._plan) if bucket.numel]
@@ -532,7 +533,7 @@ class Reducer:
             self.hooks.set_sparse_result(parameter, gradient.to_sparse(1))
 
     def bitmap(self, parameters: int) -> bytes:
-        """Return a bitmap as the hooks take it."""
+        """Return a bitmap in the format of the hooks."""
         return parameters.to_bytes((len(self._specs) + 7) // 8, "little")
 
     def is_all(self, parameters: int) -> bool:
@@ -544,14 +545,14 @@ class Reducer:
         """Whether the buckets can be reduced without an agreement."""
         return (
             self._settings.run_ahead
-            and not self.looks_at_gradients  # an error comes before the step
+            and not self.looks_at_gradients  # its error must come before the step
             and self._order_is_real
             and all(bucket.device.type != "cpu" for bucket in self._plan)
             and all(wire.is_launchable for wire in self._wires)
         )
 
     def planned_buckets(self, touched: int) -> list[PlannedBucket]:
-        """Return how to reduce these parameters without an agreement. Only if `runs_ahead`."""
+        """Return the buckets for reducing parameters without an agreement. Only if `runs_ahead`."""
         arguments = self._settings.arguments(self._size)
         buckets = []
         for index, (bucket, wire) in enumerate(zip(self._plan, self._wires, strict=True)):
@@ -572,7 +573,7 @@ class Reducer:
         return buckets
 
     def follow_parameters(self) -> None:
-        """Give the parameters that have moved to another device memory there. Nothing was sent."""
+        """Make new buckets for parameters that have moved to another device. Nothing was sent."""
         problem = device_problem(self._parameters)
         if problem:
             self._engine.end(f"a model has moved: {problem}")
@@ -632,7 +633,7 @@ class Reducer:
 
 
 def _coalesced(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient with each row once: summed again and again, its rows would multiply."""
+    """Return a gradient with each row once: repeated sums would multiply its rows."""
     if gradient is None:
         return None
     gradient = gradient.detach()
@@ -640,16 +641,16 @@ def _coalesced(gradient: Tensor | None) -> Tensor | None:
 
 
 class Reducers:
-    """The reducers of a process set by index, as long as somebody else holds them.
+    """The reducers of a process set by index, as weak references.
 
-    One may go at any moment, in any thread, also while others are looked at: an optimizer that a
-    program has dropped in a circle of references goes when Python collects garbage. While the ranks
-    agree and reduce, none goes: `hold`.
+    A reducer may disappear at any moment, in any thread: an optimizer that a program has dropped in
+    a reference cycle is deleted when Python collects garbage. `hold` keeps all reducers while the
+    ranks agree and reduce.
 
     Thread: any.
 
     Args:
-        rank: this one.
+        rank: this rank.
         fail: ends the job on all ranks, and raises RingError.
     """
 
@@ -669,12 +670,12 @@ class Reducers:
         self._references.pop(index, None)
 
     def hold(self) -> list[Reducer]:
-        """Keep all as they are until `let_go`, and return them in the order of their indices."""
+        """Keep all reducers alive until `let_go`; return them in the order of their indices."""
         self._held = dict(self.items())
         return list(self._held.values())
 
     def let_go(self) -> None:
-        """End what `hold` has begun."""
+        """End the effect of `hold`."""
         self._held = {}
 
     def __contains__(self, index: int) -> bool:
@@ -694,21 +695,21 @@ class Reducers:
         return None if reference is None else reference()
 
     def items(self) -> list[tuple[int, Reducer]]:
-        """Return the reducers and their indices, which ascend, at one moment."""
+        """Return a snapshot of the indices, ascending, and reducers."""
         if held := self._held:
             return list(held.items())
         found = [(index, reference()) for index, reference in list(self._references.items())]
         return [(index, reducer) for index, reducer in found if reducer is not None]
 
     def values(self) -> list[Reducer]:
-        """Return the reducers, in the order of their indices, at one moment."""
+        """Return a snapshot of the reducers, in the order of their indices."""
         return [reducer for _, reducer in self.items()]
 
     def named(self, index: int) -> Reducer:
         """Return the reducer of an optimizer that another rank's report names.
 
         Raises:
-            RingError: on all ranks, there is none.
+            RingError: on all ranks: there is none.
         """
         reducer = self.get(index)
         if reducer is None:
@@ -720,16 +721,16 @@ class Reducers:
         return reducer
 
     def comparison(self, index: int) -> WeightComparison:
-        """Return the comparison of weights of an optimizer that another rank's report names."""
+        """Return the weight comparison of an optimizer that another rank's report names."""
         return self.named(index).comparison
 
     def comparisons(self) -> dict[int, WeightComparison]:
-        """Return the comparisons of the weights of all."""
+        """Return the weight comparisons of all optimizers."""
         return {index: reducer.comparison for index, reducer in self.items()}
 
 
 def weakly(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that calls a method, and does not keep its object."""
+    """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> T:

@@ -1,4 +1,4 @@
-"""advice: says how much of a step waits for gradients that travel between hosts."""
+"""advice: measures the part of a step that waits for gradients between hosts."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch_ring._C import OperationRecord
 __all__ = ["AFTER_STEPS", "advice"]
 
 AFTER_STEPS = 20
-"""The steps of an optimizer after which the ranks look back."""
+"""The number of steps of an optimizer after which the ranks judge its waits."""
 
 _LEAST_SHARE = 1 / 3  # of a step
-_LEAST_MS = 10  # a step: below it there is nothing to gain
+_LEAST_MS = 10  # milliseconds a step: a shorter wait is not worth advice
 
 _END = re.compile(r"backward\.(\d+)")
 _GRADIENTS = re.compile(r"gradients\.\d+\.(\d+)\..+")
 
 
 def advice(records: Sequence[OperationRecord], steps: int, passes: int, hosts: int) -> str | None:
-    """Return a line for the user whose steps wait for the network; None: they do not, or little.
+    """Return a line for a user whose steps wait for the network; None: they wait little or never.
 
-    The flight recorder has the times, so nothing is measured for this. Where data move after this
-    rank has ended its backward pass, it waits for them. A late rank is no reason: gradients move
-    when all ranks have them.
+    The flight recorder has the times, so nothing is measured for this. If data move after this rank
+    has ended its backward pass, the rank waits for them. Late ranks do not distort this: gradients
+    move only when all ranks have them.
 
     Args:
-        records: of the process set, the last ones, by which the last half of the passes is judged.
-        steps: that its optimizers have taken.
-        passes: that ended with an agreement, in these steps.
-        hosts: of its ranks.
+        records: the process set's last records; the last half of the passes is judged.
+        steps: the number of steps of its optimizers.
+        passes: the number of agreed passes in these steps.
+        hosts: the number of hosts of its ranks.
     """
-    ends: dict[int, int] = {}  # by pass: when this rank had computed its gradients
+    ends: dict[int, int] = {}  # for each pass, the time when this rank had its gradients
     moves: dict[int, list[OperationRecord]] = {}
     for record in records:
         if record.state != "finished":
@@ -73,14 +73,14 @@ def advice(records: Sequence[OperationRecord], steps: int, passes: int, hosts: i
 
 
 def _sent(record: OperationRecord, hosts: int) -> int:
-    """Return the bytes that a host sends to others, by the algorithms for large tensors."""
+    """Return the bytes that a host sends to others with the algorithms for large tensors."""
     if record.operation == "allreduce":
         return 2 * record.bytes * (hosts - 1) // hosts
     return record.bytes * (hosts - 1)
 
 
 def _covered(times: Iterable[tuple[int, int]]) -> int:
-    """Return how long at least one of the operations that begin and end then was under way."""
+    """Return the length of the union of the (begin, end) intervals."""
     total = until = 0
     for begin, end in sorted(times):
         total += max(0, end - max(begin, until))

@@ -23,16 +23,16 @@ __all__ = ["BucketCompression", "Layout", "Line", "StatefulBucket", "pack", "unp
 
 
 def state_if_finite(result: Tensor, after: State, before: State) -> State:
-    """Return the state after a result if that is finite, else the state before it.
+    """Return the state after a result if the result is finite, else the state before it.
 
-    The host waits for no device if the states differ in tensors alone, of the same shapes: these
-    are chosen on the device. So they do once a parameter has a state; before, and if something else
-    has changed, the host needs to know.
+    If the states differ only in tensors of the same shapes, the device chooses them, and the host
+    does not wait. This is so once a parameter has a state. At first, and if something else has
+    changed, the host must wait for the result.
 
     Args:
-        result: of any shape, not empty.
-        after: new tensors in place of those of `before`.
-        before: empty at first.
+        result: a tensor of any shape, not empty.
+        after: the new state, with new tensors in place of those of `before`.
+        before: the old state; empty at first.
     """
     is_finite = result.abs().amax().isfinite()
     if not is_finite.is_cpu:
@@ -43,7 +43,7 @@ def state_if_finite(result: Tensor, after: State, before: State) -> State:
 
 
 def _chosen_there(is_finite: Tensor, after: State, before: State) -> State | None:
-    """Return the chosen state, None if that takes the host."""
+    """Return the state chosen on the device; None: the host must choose."""
     if after.keys() != before.keys():
         return None
     chosen: State = {}
@@ -64,7 +64,7 @@ def _is_like(new: object, old: object) -> bool:
     return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
 
 
-_ALIGNMENT_BYTES = 16  # the largest element: tensors of a message are used where they lie
+_ALIGNMENT_BYTES = 16  # of the largest element: a message's tensors are used in place
 
 _GATHER, _REDUCE = "gather", "reduce"
 
@@ -88,7 +88,7 @@ class Layout(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch names it."""
+        """The dtype as a torch.dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -105,13 +105,13 @@ class Line(NamedTuple):
 
     @classmethod
     def of(cls, parameter: str, request: Request) -> Line:
-        """Return the line of a request for a parameter."""
+        """Return the line for a parameter's request."""
         kind = _GATHER if isinstance(request, Gather) else _REDUCE
         return cls(parameter, kind, [Layout.of(tensor) for tensor in request.tensors])
 
     @property
     def is_gather(self) -> bool:
-        """Whether the request is a `Gather`, else a `Reduce`."""
+        """Whether the request is a `Gather`, not a `Reduce`."""
         return self.kind == _GATHER
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Line(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The request of one rank in a round, or the reason of its failure."""
+    """One rank's requests in a round, or the reason of its failure."""
 
     lines: Sequence[Line]
     failure: str | None = None
@@ -170,12 +170,12 @@ def unpack(message: Tensor, layouts: Iterable[Layout]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class BucketCompression:
-    """The stateful compressor of one optimizer, and what it needs to reduce a bucket.
+    """The stateful compressor of one optimizer, with its means to reduce a bucket.
 
     Attributes:
         compressor: serves this optimizer alone.
-        named_parameters: of the optimizer, in the order of their indices.
-        engine: answers its requests.
+        named_parameters: the optimizer's, in the order of their indices.
+        engine: answers the compressor's requests.
         mean_arguments: operator, prescale and postscale factor of an allreduce that makes a mean.
         scale: multiplies the means: the number of ranks for op=Sum, else 1.
     """
@@ -196,7 +196,7 @@ class BucketCompression:
 
 
 class CompressorRound:
-    """One request of each generator, on its way to all ranks.
+    """One request of each generator, being exchanged among all ranks.
 
     Gathers are packed into one message; reductions are fused by the engine.
     """
@@ -269,7 +269,7 @@ class StatefulBucket:
 
     Args:
         compression: shared by the buckets of an optimizer.
-        bucket: this one.
+        bucket: the bucket.
         view_of: returns the gradient of a parameter, by its index, in the bucket's memory.
     """
 
@@ -304,9 +304,8 @@ class StatefulBucket:
 class _StatefulReduction:
     """Gradients of one bucket that a stateful compressor reduces in place.
 
-    All generators run to their next request, the requests of all are answered, and so on until
-    none is left. The last round is empty, so that a rank that asks once more than the others gets
-    an error and does not wait for them.
+    In each round all generators run to their next request, and all requests are answered. The last
+    round is empty: it gives an error to a rank that asks once more than the others.
 
     Thread: the one that runs backward(); the first round may begin in a thread of autograd.
     Blocking: `advance`.
@@ -318,7 +317,7 @@ class _StatefulReduction:
         self._compression = compression
         self._name = name
         self._rounds = 0
-        self._failures: list[Exception] = []  # not more than one, until it is raised
+        self._failures: list[Exception] = []  # at most one, until it is raised
         started = [_CompressedGradient(compression, *item) for item in gradients.items()]
         self._begin((gradient, None) for gradient in started)
 
@@ -326,8 +325,8 @@ class _StatefulReduction:
         """Wait for the answers of a round and begin the next; return whether there is a next.
 
         Raises:
-            Exception: what the compressor raised on this rank.
-            RingError: it failed on another one.
+            Exception: the exception of the compressor on this rank.
+            RingError: the compressor failed on another rank.
             MismatchError: the generators ask for different things on two ranks.
         """
         try:
@@ -350,7 +349,7 @@ class _StatefulReduction:
                 request = gradient.resume(answer)
                 if request is not None:
                     requests[gradient] = request
-        except Exception as error:  # raised with the answers: then the other ranks know it too
+        except Exception as error:  # raised after the exchange, when the other ranks know it, too
             self._failures.append(error)
             requests, failure = {}, f"{type(error).__name__}: {error}"
         self._asking = list(requests)

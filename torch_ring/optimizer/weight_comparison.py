@@ -1,17 +1,17 @@
-"""WeightComparison: the ranks compare the weights of an optimizer by themselves, and warn.
+"""WeightComparison: the ranks compare the weights of an optimizer automatically, and warn.
 
 Gradients are averaged, weights are not. So a rank that starts from other weights, steps with a
 gradient or a learning rate of its own, or writes into a weight trains another model from then on.
 The ranks compare weights and hyper-parameters at an optimizer's first gradients, and then seldom:
 after its steps 10 and 100, and every 1000th one.
 
-A comparison is 8 bytes that follow from the bits of all weights. They travel with the ranks'
-reports of a backward pass (`BackwardSync`): no other collective, and so no other way to wait. If
-they differ, the ranks gather a digest of each parameter, and the lowest rank warns.
+A comparison takes an 8-byte digest of all weights. It travels in the ranks' reports of a backward
+pass (`BackwardSync`), so it needs no collective and no wait of its own. If the digests differ, the
+ranks gather a digest of each parameter, and the lowest rank warns.
 
-The weights that count are those after a step. In the middle of one, ranks may have different ones:
-SAM adds each rank's own gradient to them. They are read when the step has ended, on a device by its
-stream, and sent with a pass for which nobody has to wait for the device.
+The weights are compared as they are after a step. In the middle of a step they may differ: SAM adds
+each rank's own gradient to them. So they are read at the end of the step, on a device by its
+stream, and the digest is sent with a later pass, when it is ready without a wait for the device.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _log = logging.getLogger("torch_ring")
 
 _SUMMARY_BYTES = 8
 _FIRST_STEPS, _EVERY = (10, 100), 1000
-_DEVICE_DELAY = 4  # passes: a device that is further behind loses nothing while its host waits
+_DEVICE_DELAY = 4  # passes: if a device is further behind, a wait of its host costs nothing
 
 
 def is_compared(steps: int) -> bool:
-    """Return whether the ranks compare what an optimizer has after so many steps."""
+    """Return whether the ranks compare an optimizer's weights after `steps` steps."""
     return steps in _FIRST_STEPS or (steps > 0 and steps % _EVERY == 0)
 
 
@@ -60,8 +60,8 @@ class Snapshot:
     """The weights and hyper-parameters of an optimizer after a step.
 
     Attributes:
-        steps: their number; 0: at the first gradients.
-        first_pass: the first backward pass with whose report they may travel.
+        steps: the number of steps; 0: at the first gradients.
+        first_pass: the first backward pass whose report may have the digest.
         lines: waits for the digests of parameters and the values of hyper-parameters.
     """
 
@@ -70,7 +70,7 @@ class Snapshot:
     lines: Callable[[], list[Line]]
 
     def summary(self) -> bytes:
-        """Return 8 bytes that follow from all of them."""
+        """Return an 8-byte digest of all lines."""
         return summary_of(self.lines(), _SUMMARY_BYTES)
 
 
@@ -83,9 +83,9 @@ class WeightComparison:
     Attributes:
         named: the weights and their names in messages; may grow.
         process_set: the ranks.
-        optimizer: the optimizer, if it is there.
-        has_begun: whether the ranks have compared the first ones, since the start or since join().
-        snapshot: the one that is to be sent next.
+        optimizer: the optimizer, if it still exists.
+        has_begun: whether the first comparison, since the start or since join(), has been made.
+        snapshot: the snapshot to send next.
     """
 
     named: Mapping[Tensor, str]
@@ -93,14 +93,14 @@ class WeightComparison:
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     has_begun: bool = False
     snapshot: Snapshot | None = None
-    _since: str = ""  # how messages say since when steps are counted
-    _size: int = 0  # of the set, which is asked while there is a world: the last report may be late
-    _reported: set[str] = field(default_factory=set)  # names of what differs
-    _equal: dict[str, int] = field(default_factory=dict)  # by kind: the last step when all was
+    _since: str = ""  # "" or " since join()", for messages
+    _size: int = 0  # of the set; kept, since the last report may be read after the end of the world
+    _reported: set[str] = field(default_factory=set)  # names of reported differences
+    _equal: dict[str, int] = field(default_factory=dict)  # by kind: the last step with equal values
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next report brings nothing to compare."""
+        """Whether the next report has no digest."""
         return self.has_begun and self.snapshot is None
 
     def restart(self, since: str) -> None:
@@ -112,8 +112,8 @@ class WeightComparison:
         """Take a snapshot after a step, or at the first gradients.
 
         Args:
-            steps: of the optimizer.
-            number: of the next backward pass.
+            steps: the number of steps of the optimizer.
+            number: the number of the next backward pass.
         """
         self._size = self.process_set.size()
         things = [Thing(name, parameter) for parameter, name in self.named.items()]
@@ -125,7 +125,7 @@ class WeightComparison:
         self.snapshot = Snapshot(steps, number + delay, functools.cache(start_lines(things)))
 
     def note_gradients(self, number: int) -> None:
-        """Remember the weights at the end of the first pass, of this number, with gradients.
+        """Take a snapshot at the end of the first pass with gradients, which has this number.
 
         The ranks may compare them later, when they reduce the gradients of several passes.
         """
@@ -136,7 +136,7 @@ class WeightComparison:
         """Return, once, the snapshot that travels with this rank's report of a pass, if any.
 
         Args:
-            number: of the pass.
+            number: the number of the pass.
             has_due: whether the report has gradients to reduce.
         """
         if not self.has_begun:
@@ -151,7 +151,7 @@ class WeightComparison:
         return snapshot
 
     def compare_now(self, steps: int, engine: Engine, name: str) -> None:
-        """Compare what the ranks have now. A collective of the ranks that have not joined."""
+        """Compare the ranks' present weights. A collective of the ranks that have not joined."""
         self.take(steps, 0)
         snapshot, self.snapshot = self.snapshot, None
         assert snapshot is not None
@@ -161,9 +161,9 @@ class WeightComparison:
         """Warn on the lowest rank if something differs that did not before.
 
         Args:
-            steps: when the ranks had this.
-            ranks: how many were compared; of those that have joined nothing is known.
-            every: the lines of each of them; none if all are alike.
+            steps: the number of steps at the comparison.
+            ranks: the number of ranks compared, without those that have joined.
+            every: the lines by rank; empty if all are equal.
         """
         self.has_begun = True
         is_whole = ranks == self._size
@@ -196,14 +196,14 @@ class WeightReports:
     Thread: the one that runs backward().
 
     Args:
-        engine: of the process set.
-        comparison: returns that of the optimizer of an index, which another rank's report names.
+        engine: the engine of the process set.
+        comparison: returns the comparison for the optimizer index in another rank's report.
     """
 
     def __init__(self, engine: Engine, comparison: Callable[[int], WeightComparison]) -> None:
         self._engine = engine
         self._comparison = comparison
-        # By pass and optimizer, until the ranks' reports of the pass are read.
+        # Snapshots by pass and optimizer, until the ranks' reports of the pass are read.
         self._sent: dict[int, dict[int, tuple[WeightComparison, Snapshot]]] = {}
         self._different: list[tuple[WeightComparison, Snapshot]] = []
 
@@ -218,12 +218,12 @@ class WeightReports:
         number: int,
         comparisons: Mapping[int, WeightComparison],
     ) -> tuple[GradientReport, ...]:
-        """Return the reports of a pass with the digests that are to travel with it.
+        """Return the reports of a pass, with the digests that are due added.
 
         Args:
-            reports: of this rank's optimizers that have gradients.
-            number: of the pass.
-            comparisons: of all optimizers.
+            reports: the reports of this rank's optimizers with gradients.
+            number: the number of the pass.
+            comparisons: the comparisons of all optimizers.
         """
         by_index = {report.optimizer: report for report in reports}
         for index, comparison in comparisons.items():
@@ -262,8 +262,8 @@ class WeightReports:
     ) -> None:
         """Take note of an optimizer whose first gradients only some ranks have.
 
-        After its first ones, a rank that sends no digest has taken a step of its own: what it has
-        is for the program to know.
+        If a rank without a digest has had gradients before, it has taken a step of its own: its
+        weights are the program's business.
         """
         if own is None:
             if not any(r.due for rank in ranks for r in rank.gradients if r.optimizer == index):
@@ -278,7 +278,7 @@ class WeightReports:
             self._different.append(own)
 
     def tell(self, number: int) -> None:
-        """Gather what differs, and warn. A collective, in an agreed pass."""
+        """Gather the differences, and warn. A collective, in an agreed pass."""
         different, self._different = self._different, []
         for index, (comparison, snapshot) in enumerate(different):
             name = f"{backward_name(number)}.weights.{index}"
@@ -287,7 +287,7 @@ class WeightReports:
 
 
 def _before(steps: int, equal: int | None, since: str) -> tuple[str, str]:
-    """Return when something differed, and since when; nothing if that is the beginning."""
+    """Return the texts for the time of a difference, and for the last equality, if any."""
     if not steps:
         return "", ""
     when = f"after step {steps}{since} "

@@ -51,25 +51,25 @@ def checked_names(
 
 
 def unnamed(group: int, index: int) -> str:
-    """Return the name of a parameter without one, as Horovod has it."""
+    """Return Horovod's name for a parameter without a name."""
     return f"allreduce.noname.{group}.{index}"
 
 
 WrappedT = TypeVar("WrappedT", bound="Wrapped")
 
-_COPY_HOOK = -1  # the number of _refuse_copy() among the step's hooks; torch counts from 0
+_COPY_HOOK = -1  # the id of _refuse_copy() among the step's hooks; torch's ids begin at 0
 
 
 class Wrapped(torch.optim.Optimizer):
-    """The base class of methods that :func:`wrapped` adds to a user's class.
+    """The base class of the classes whose methods :func:`wrapped` adds to a user's class.
 
-    Where a method of torch's needs something done after it, `_after_` and its name does that. An
-    optimizer may be wrapped by two of them (`DiLoCo(DistributedOptimizer(...))`): the methods of
-    both are called then, those of the inner one first.
+    A method named `_after_X` is called after torch's method `X`. If an optimizer is wrapped twice
+    (`DiLoCo(DistributedOptimizer(...))`), the methods of both are called, those of the inner one
+    first.
     """
 
-    _user_class: type[torch.optim.Optimizer]  # of the optimizer before any was added
-    _wrapped_by = "DistributedOptimizer"  # the public function that did it last
+    _user_class: type[torch.optim.Optimizer]  # the optimizer's class before it was wrapped
+    _wrapped_by = "DistributedOptimizer"  # the public function that wrapped it last
 
     def _after_zero_grad(self) -> None:
         pass
@@ -81,7 +81,7 @@ class Wrapped(torch.optim.Optimizer):
         pass
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        hooks = OrderedDict({_COPY_HOOK: _refuse_copy})  # torch copies none of the others
+        hooks = OrderedDict({_COPY_HOOK: _refuse_copy})  # torch copies no other hooks
         state = {**self.__getstate__(), "_optimizer_step_pre_hooks": hooks}
         state["_wrapped_by"] = self._wrapped_by
         return _new_copy, (self._user_class,), state
@@ -90,8 +90,8 @@ class Wrapped(torch.optim.Optimizer):
 class Copied(Wrapped):
     """A copy of a wrapped optimizer, until it is wrapped itself.
 
-    It steps as one of the user's class, but not in a world of several ranks: no hook of a reducer
-    has seen its gradients.
+    It steps like the user's class, except in a world of several ranks, where ``step()`` raises: no
+    reducer has averaged its gradients.
     """
 
 
@@ -122,8 +122,8 @@ def require_known(groups: Sequence[Sequence[Tensor]], known: Container[Tensor], 
 
     Args:
         groups: the parameters of each of its groups.
-        known: those that it knows.
-        verb: does not hold for others: "reduced", say.
+        known: the parameters that it knows.
+        verb: the participle for the error text, such as "reduced".
     """
     unknown = [
         (number, index)
@@ -145,7 +145,7 @@ def wrapped(optimizer: torch.optim.Optimizer, addition: type[WrappedT]) -> Itera
     """Make `optimizer` an instance of a subclass of its own class, with the methods of `addition`.
 
     Its state, hyper-parameters, hooks and schedulers stay; the class keeps its name. If the body of
-    the context raises, the optimizer is again as it was.
+    the context raises, the optimizer is restored.
 
     Raises:
         InvalidArgumentError: its class cannot be subclassed, or does not call hooks in ``step()``.
@@ -175,9 +175,9 @@ def wrapped(optimizer: torch.optim.Optimizer, addition: type[WrappedT]) -> Itera
 def _class_of(cls: type, addition: type) -> Any:
     """Return a subclass of both.
 
-    `cls` is the first base, which decides how instances lie in memory: Python changes the class of
-    one only where that stays. So the methods are in the new class itself, or they would come after
-    those of `cls`.
+    Python can change the class of an instance only if the memory layout stays, so `cls` must be the
+    first base. The methods of `addition` are copied into the new class itself: otherwise those of
+    `cls` would take precedence.
     """
     described = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     extended = {name: _extended(cls, name, addition) for name in _EXTENDED}
@@ -205,9 +205,9 @@ def _extended(cls: type, name: str, addition: type[Wrapped]) -> Callable[..., An
 
 
 def _ensure_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``step()`` call hooks also if the class does not call ``Optimizer.__init__``.
+    """Make ``step()`` call hooks even if the class does not call ``Optimizer.__init__``.
 
-    As one does that passes everything on to another optimizer.
+    An example is a class that delegates everything to another optimizer.
     """
     attributes = vars(optimizer)
     if "_optimizer_step_pre_hooks" in attributes:

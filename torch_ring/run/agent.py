@@ -1,12 +1,13 @@
 """The agent of a host: starts ranks there, passes on their output, and leaves none behind.
 
-The launcher sends the text of this file to a Python on every host, so it uses the standard library
-only, and of torch_ring what is sent with it. One thread does the work: a loop around poll().
+The launcher sends the text of this file to a Python on every host, so it uses only the standard
+library and the modules of torch_ring that are sent with it. One thread does the work: a loop around
+poll().
 
 Requests come in frames over standard input, events leave in frames over standard output. The end of
-standard input means that the launcher has died: the agent then ends its ranks, and itself. Every
-process that a rank has started is a descendant of the agent, also one that has left the session of
-its rank and whose parent has ended (the agent is their subreaper), and is ended with the ranks.
+standard input means that the launcher has died: the agent then ends its ranks, and exits. Every
+process that a rank has started is ended with the ranks. It remains a descendant of the agent, which
+is the subreaper, even if it has left the rank's session and its parent has exited.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ if TYPE_CHECKING:
 
 __all__ = ["GREETING", "FrameReader", "frame", "main"]
 
-GREETING = b"\0torch_ring agent\n"  # what a shell prints before it is no frame
+GREETING = b"\0torch_ring agent\n"  # frames begin after it: a shell may print text before
 
-_LENGTHS = struct.Struct("!II")  # bytes of a frame's header, which is JSON, and of its payload
+_LENGTHS = struct.Struct("!II")  # bytes of a frame's header (JSON) and of its payload
 
 
 def frame(header: dict[str, Any], payload: bytes = b"") -> bytes:
-    """Return a header and a payload as they travel."""
+    """Return the bytes of a frame with a header and a payload."""
     text = json.dumps(header).encode()
     return _LENGTHS.pack(len(text), len(payload)) + text + payload
 
 
 class FrameReader:
-    """Cuts bytes, as they come, into frames."""
+    """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Take bytes; return the header and the payload of each frame that is whole now."""
+        """Take bytes; yield the header and the payload of each complete frame."""
         self._bytes += data
         while len(self._bytes) >= _LENGTHS.size:
             text, payload = _LENGTHS.unpack_from(self._bytes)
@@ -77,7 +78,7 @@ _libc = ctypes.CDLL(None)
 class RankProcess:
     """The process of a rank, in a session of its own, and our ends of its pipes.
 
-    A standby process waits for more input, with which it becomes a rank.
+    A standby process waits for more input, which makes it a rank.
     """
 
     def __init__(self, request: dict[str, Any], given: bytes) -> None:
@@ -106,7 +107,7 @@ class RankProcess:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=passed,
-                preexec_fn=functools.partial(_begin, cpus),  # there is one thread
+                preexec_fn=functools.partial(_begin, cpus),  # safe: the agent has one thread
             )
         except BaseException:
             self.close()
@@ -128,11 +129,11 @@ class RankProcess:
 
     @property
     def is_fed(self) -> bool:
-        """Whether the process is to read more, or the end of its input."""
+        """Whether the process has still to get input, or the end of its input."""
         return self.input >= 0 and (bool(self._given) or not self.is_standby)
 
     def activate(self, request: dict[str, Any], given: bytes) -> None:
-        """Let a standby process become a rank. Raises BindingError."""
+        """Make a standby process a rank. Raises BindingError."""
         if (cpus := _cpus_of(request)) is not None:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
                 bind(self.pid, cpus)
@@ -140,7 +141,7 @@ class RankProcess:
         self._given += given
 
     def feed(self) -> None:
-        """Write of the input what the pipe takes."""
+        """Write as much of the input as the pipe takes."""
         try:
             self._given = self._given[os.write(self.input, self._given[:_WRITE_BYTES]) :]
         except BlockingIOError:
@@ -152,7 +153,7 @@ class RankProcess:
             self.input = -1
 
     def read(self, fd: int) -> bytes:
-        """Return what has been written; at its end close our end of the pipe."""
+        """Return the available output; at its end, close our end of the pipe."""
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
@@ -177,7 +178,7 @@ class RankProcess:
 
 
 def _cpus_of(request: dict[str, Any]) -> set[int] | None:
-    """Return the CPUs to which a rank is to be bound; None: it is not. Raises BindingError."""
+    """Return the CPUs to bind a rank to; None: it is not bound. Raises BindingError."""
     mode = request["numa_binding"]
     if not mode:
         return None
@@ -189,42 +190,42 @@ def _cpus_of(request: dict[str, Any]) -> set[int] | None:
 
 
 def _begin(cpus: set[int] | None) -> None:
-    """In a rank, before its program: never outlive the agent, which would end it."""
+    """Prepare a rank before its program starts: it must not outlive the agent."""
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_MOST_WAITING = 1 << 20  # bytes of events from which on the ranks' output stays in their pipes
-_LAST_READS = 64  # of a rank that has ended: more than its pipe holds
+_MOST_WAITING = 1 << 20  # bytes of waiting events: above it, the ranks' output stays in their pipes
+_LAST_READS = 64  # from a rank that has ended: more than its pipe holds
 _LOST_GRACE_S = 5.0  # from SIGTERM to SIGKILL, when the launcher has died
-_KILL_PATIENCE_S = 10.0  # for the kernel to end what has got SIGKILL
-_LOOK_S = 0.1  # between looks at what is left of the ranks, while they are ended
-_PORTS = (10_000, 29_999)  # the system gives these to no connection
+_KILL_PATIENCE_S = 10.0  # for the kernel to end processes after SIGKILL
+_LOOK_S = 0.1  # between checks for remaining processes, while ranks are ended
+_PORTS = (10_000, 29_999)  # below the kernel's ephemeral ports
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as shells say it
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # exit codes, as in a shell
 
 
 class Agent:
-    """Does what the launcher asks, until there is nothing left to do."""
+    """Executes the launcher's requests until all ranks have ended."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, RankProcess] = {}  # by process
-        self._ended: list[RankProcess] = []  # their descendants may still write
+        self._ranks: dict[int, RankProcess] = {}  # by process id
+        self._ended: list[RankProcess] = []  # ended ranks, whose descendants may still write
         self._requests = FrameReader()
         self._waiting = bytearray(GREETING)
         self._has_launcher = True
         self._parent = 0  # not 0: the launcher, a process of this host
         self._grace_s, self._drains = _LOST_GRACE_S, False
-        self._end_at: float | None = None  # not None: the host goes, and the ranks leave until then
-        self._silence_s = 0.0  # of the launcher, which counts as its end; 0: it may be silent
+        self._end_at: float | None = None  # not None: the host goes; the ranks leave by then
+        self._silence_s = 0.0  # after so long a silence the launcher counts as dead; 0: never
         self._heard = time.monotonic()
         self._kill_at: float | None = None  # not None: the ranks are being ended
         self._wakes, wake = os.pipe()
         for fd in (0, 1, self._wakes, wake):
             os.set_blocking(fd, False)
-        # Handlers, and not SIG_IGN, which the ranks would inherit.
+        # Handlers rather than SIG_IGN, which the ranks would inherit.
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Popen restores it
@@ -232,8 +233,8 @@ class Agent:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Return when the launcher has ended the job, or has ended itself, and no rank is left."""
-        # A rank of which other threads are still ending is no descendant any more, nor reaped.
+        """Return when the launcher has ended the job, or has died, and no rank is left."""
+        # A rank with threads that are still ending is no longer a descendant, and not yet reaped.
         while self._kill_at is None or self._ranks or self._descendants():
             self._turn()
             now = time.monotonic()
@@ -244,7 +245,7 @@ class Agent:
             if self._kill_at is not None and now >= self._kill_at:
                 self._signal(self._descendants(), signal.SIGKILL)
                 if now >= self._kill_at + _KILL_PATIENCE_S:
-                    break  # whoever started this agent says that something is left
+                    break  # the launcher reports that processes are left
         self._reap()
         self._send({"event": "ended", "left": len(self._descendants())})
         deadline = time.monotonic() + _KILL_PATIENCE_S
@@ -389,7 +390,7 @@ class Agent:
         self._ranks[rank.pid] = rank
 
     def _activate(self, request: dict[str, Any], given: bytes) -> None:
-        """Let a standby process become a rank; one that has ended cannot be started so."""
+        """Make a standby process a rank; this fails if the process has ended."""
         for rank in self._ranks.values():
             if rank.rank == request["standby"] and rank.is_standby:
                 try:
@@ -419,12 +420,12 @@ class Agent:
         self._reap()
 
     def _go(self) -> None:
-        """Pass a SIGTERM of the system on to the ranks, which have the grace."""
+        """Pass a SIGTERM of the system on to the ranks, which have the grace period to leave."""
         if not self._drains:
             self._end(self._grace_s)
         elif self._end_at is None and self._kill_at is None:
             self._send({"event": "going"})
-            self._signal(self._living(), signal.SIGTERM)  # they alone: their workers are in use
+            self._signal(self._living(), signal.SIGTERM)  # not their workers: still in use
             self._end_at = time.monotonic() + self._grace_s
 
     def _living(self) -> list[int]:
@@ -442,7 +443,7 @@ class Agent:
                 self._leave(self._ranks.pop(pid), status)
 
     def _leave(self, rank: RankProcess, status: int) -> None:
-        """Pass on what a rank wrote before its end, and then its exit code."""
+        """Pass on the last output of a rank, and then its exit code."""
         for fd in list(rank.outputs):
             reads = 0
             while fd in rank.outputs and reads < _LAST_READS and self._pass_on(rank, fd):
@@ -455,7 +456,7 @@ class Agent:
         self._send({"event": "exited", "rank": rank.rank, "code": rank.ended(status)})
 
     def _end(self, grace_s: float) -> None:
-        """End the ranks and all that they have started: SIGTERM now, SIGKILL after the grace."""
+        """End the ranks and their descendants: SIGTERM now, SIGKILL after the grace period."""
         kill_at, self._end_at = time.monotonic() + grace_s, None
         if self._kill_at is None:
             for number in (signal.SIGTERM, signal.SIGCONT):
@@ -468,7 +469,7 @@ class Agent:
                 (os.killpg if whole_groups else os.kill)(pid, number)
 
     def _descendants(self) -> list[int]:
-        """Return all processes that come from this one and have not ended."""
+        """Return all descendants of this process that have not ended."""
         parents: dict[int, int] = {}
         for name in os.listdir("/proc"):
             if name.isdecimal():

@@ -23,7 +23,7 @@ __all__ = ["main", "version"]
 
 def version() -> str:
     """Return torch_ring's version."""
-    return str(sys.modules["torch_ring"].__version__)  # its __init__ stands above all rooms
+    return str(sys.modules["torch_ring"].__version__)  # imported already, with this package
 
 
 def build_report() -> str:
@@ -52,7 +52,7 @@ def build_report() -> str:
     return "\n".join(lines)
 
 
-_REFUSED = 2  # as argparse
+_REFUSED = 2  # argparse's exit code
 _FAILED = 1
 _PASSED_ON = (
     signal.SIGINT,
@@ -67,8 +67,8 @@ _PASSED_ON = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a job; return its exit code.
 
-    That is 0, the exit code of the first rank that has failed, 128 and the number of the signal
-    that has ended it or the job, 1 if a host was not reached, or 2 if the command line is wrong.
+    The code is 0; or that of the first rank that has failed; or 128 plus the number of the signal
+    that has ended it or the job; or 1 if a host was not reached; or 2 if the command line is wrong.
     """
     prog = "torch_ring_run"
     if sys.argv and sys.argv[0].endswith("__main__.py"):
@@ -94,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RingError, OSError) as error:
         say(str(error))
         return _FAILED
-    except KeyboardInterrupt:  # before there are ranks, to which it would be passed on
+    except KeyboardInterrupt:  # there are no ranks yet: later, signals are passed on to them
         return exit_code(-signal.SIGINT)
 
 
 def _slurm_job() -> str:
-    """Return the number of the job of Slurm in which this process runs."""
+    """Return the number of the Slurm job in which this process runs."""
     number = slurm_job()
     if not number:
         raise InvalidArgumentError("--requeue needs a job of Slurm: there is no SLURM_JOB_ID")
@@ -109,7 +109,7 @@ def _slurm_job() -> str:
 
 
 def _requeue(slurm_job: str) -> None:
-    """Have Slurm run its job again, which ends this process if the job's script still runs."""
+    """Have Slurm requeue its job, which ends this process if the job's script still runs."""
     say(f"the ranks have stopped: job {slurm_job} of Slurm is put into its queue again")
     ended = subprocess.run(["scontrol", "requeue", slurm_job], check=False)
     if ended.returncode:
@@ -118,7 +118,7 @@ def _requeue(slurm_job: str) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """Give a descriptor from which the numbers of signals can be read, and take them meanwhile."""
+    """Context that handles signals: yields a descriptor from which their numbers can be read."""
     reader, writer = os.pipe()
     for fd in (reader, writer):
         os.set_blocking(fd, False)
@@ -129,7 +129,7 @@ def _signals() -> Iterator[int]:
 
     before = {}
     for number in _PASSED_ON:
-        # nohup ignores SIGHUP, and a shell SIGINT for what it runs in the background.
+        # nohup ignores SIGHUP, and a shell ignores SIGINT for background processes.
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, note)
     try:

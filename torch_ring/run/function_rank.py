@@ -1,6 +1,6 @@
 """The program of a rank that calls a function of `run`.
 
-The text of this file is sent to the rank: it uses the standard library only, so that a rank needs
+The text of this file is sent to the rank. It uses only the standard library, so that a rank needs
 torch_ring only if its function does.
 """
 
@@ -26,8 +26,8 @@ READ_PROGRAM = (
 
 
 def packed(program: bytes, path: list[str], call: bytes) -> bytes:
-    """Return what the rank reads: the program, the folders of modules, a pickled call."""
-    folders = [os.path.abspath(folder) for folder in path]  # "" is the folder of the launcher
+    """Return the rank's input: the program, the folders of modules, a pickled call."""
+    folders = [os.path.abspath(folder) for folder in path]  # "" is the launcher's folder
     lines = [base64.b64encode(part) for part in (program, pickle.dumps(folders), call)]
     return b"\n".join(lines) + b"\n"
 

@@ -1,4 +1,4 @@
-"""Growth: which processes an elastic job starts while it runs, and which are to leave it."""
+"""Growth: decides which processes an elastic job starts while it runs, and which must leave."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Growth", "HostTable", "Standbys", "standby_command"]
 
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
-_STEADY_S = 1200.0  # a rank that has lived so long did not fail for having been started
-_MOST_EARLY_ENDS = 10  # after which a slot stays empty
-_FIRST_REACH_S = 1.0  # until a host that was lost is reached again, where none is left out
-_YOUNG_S = 60.0  # ranks that fail so soon after their start speak against their host
-_MOST_YOUNG_ENDS = 3  # in a row, after which a host is left out
+_STEADY_S = 1200.0  # if a rank has lived so long, its start was no failure
+_MOST_EARLY_ENDS = 10  # early failures after which a slot stays empty
+_FIRST_REACH_S = 1.0  # delay before a lost host is tried again, if no host is ever left out
+_YOUNG_S = 60.0  # a failure so soon after a rank's start counts against its host
+_MOST_YOUNG_ENDS = 3  # consecutive such failures after which a host is left out
 
 
 @dataclass
 class _Place:
-    """A slot, and what has become of the processes that were there."""
+    """A slot, and the history of its processes."""
 
     slot: Slot
     is_taken: bool = False
@@ -39,9 +39,9 @@ class _Place:
 
 @dataclass
 class _Failures:
-    """Those of a host."""
+    """The failures of a host."""
 
-    young_ends: int = 0  # in a row
+    young_ends: int = 0  # consecutive failures soon after the start
     times_out: int = 0
     out_until: float = 0.0
 
@@ -49,14 +49,14 @@ class _Failures:
 class HostTable:
     """Slots of hosts by number. The number of a slot is the rank of its first process.
 
-    A process that fails is started again at once. If it fails soon after its start, that waits
-    longer each time, and is given up after ten times. A host on which three processes in a row fail
-    within a minute is left out: for good, or for a time that doubles.
+    A process that fails is started again at once. If it fails soon after its start, the delay grows
+    each time, and after ten times the slot is given up. A host on which three consecutive processes
+    fail within a minute is left out: for good, or for a time that doubles.
 
-    Times are those of one clock, in seconds.
+    All times are in seconds of the same clock.
 
     Args:
-        slots: that have a process already.
+        slots: the slots that have a process already.
         cooldown_s: the shortest and the longest time for which a host is left out; None: for good.
         leaves_out: whether hosts are left out at all.
     """
@@ -76,7 +76,7 @@ class HostTable:
         self._cooldown_s, self._leaves_out = cooldown_s, leaves_out
 
     def update(self, hosts: Sequence[HostSlots]) -> None:
-        """Use these hosts from now on. Slots that come get the next numbers."""
+        """Use these hosts from now on. New slots get the next numbers."""
         self._listed = {host.name: host.slots for host in hosts}
         self._going &= self._listed.keys()
         for node, host in enumerate(hosts):
@@ -110,17 +110,17 @@ class HostTable:
         ]
 
     def next_at(self, now: float) -> float | None:
-        """Return when the next slot will be due; None: none will, or one is."""
+        """Return the time when the next slot will be due; None: none will be, or one is now."""
         times = [self._due_at(place) for place in self._places.values() if self._is_open(place)]
         later = [at for at in times if now < at < math.inf]
         return min(later, default=None)
 
     def vanished(self) -> list[Slot]:
-        """Return the slots that have a process although they are not there any more."""
+        """Return the slots that have a process but no longer exist."""
         return [p.slot for p in self._places.values() if p.is_taken and not self._is_listed(p)]
 
     def usable_hosts(self, now: float) -> list[str]:
-        """Return the hosts that are there and not left out."""
+        """Return the hosts that are listed and not left out."""
         usable = [host for host in self._listed if host not in self._going]
         return [host for host in usable if self._record(host).out_until <= now]
 
@@ -129,16 +129,16 @@ class HostTable:
         return self._listed.get(host, 0)
 
     def start(self, slot: Slot) -> None:
-        """Note that a slot has got a process."""
+        """Note that a process was started in a slot."""
         self._place(slot).is_taken = True
 
     def end(self, slot: Slot, now: float) -> None:
-        """Note that a slot's process has ended, for no fault of its host."""
+        """Note that a slot's process has ended, not by a fault of its host."""
         place = self._place(slot)
         place.is_taken, place.due_at = False, now
 
     def fail(self, slot: Slot, lived_s: float, now: float) -> str:
-        """Note that a slot's process has failed. Returns a line if its host is left out; or ""."""
+        """Note that a slot's process has failed; return a line if its host is left out, or ""."""
         place = self._place(slot)
         place.is_taken = False
         if slot.host in self._going:
@@ -155,13 +155,13 @@ class HostTable:
         return self._leave_out(slot.host, now)
 
     def drain(self, host: str) -> None:
-        """Note that a host is about to go: until it is lost, nothing is started there."""
+        """Note that a host is about to go: until it is lost, no process is started there."""
         self._going.add(host)
 
     def lose(self, host: str, now: float) -> str:
-        """Note that a host was lost, or not reached. Returns a line if it is left out; or ""."""
+        """Note that a host was lost, or not reached; return a line if it is left out, or ""."""
         record = self._record(host)
-        if host in self._going:  # in peace; it may still answer while it ends
+        if host in self._going:  # as announced; it may still answer while it shuts down
             self._going.remove(host)
             record.out_until = now + _LONGEST_DELAY_S
             return ""
@@ -206,14 +206,14 @@ class HostTable:
 
 
 _PYTHON = re.compile(r"python[\d.]*|pypy[\d.]*")
-_FLAGS = re.compile(r"-[bBdEhiIOPqsSuvx]+")  # of python, without a value
+_FLAGS = re.compile(r"-[bBdEhiIOPqsSuvx]+")  # python's options without a value
 _VALUED = re.compile(r"-[WX](.*)")
-_FIRST = -2  # the number of the first one: numbers below 0 are no ranks, and -1 is the launcher
-_MOST_FAILURES = 3  # in a row
+_FIRST = -2  # the first standby's number: numbers below 0 are no ranks, and -1 is the launcher
+_MOST_FAILURES = 3  # consecutive failures of standby processes
 
 
 def standby_command(command: Sequence[str]) -> list[str]:
-    """Return the command of a process that waits, and then does what a command does.
+    """Return the command of a standby process, which waits and then runs `command`.
 
     Raises:
         InvalidArgumentError: the command does not begin with python and its program, or starts
@@ -234,7 +234,7 @@ def standby_command(command: Sequence[str]) -> list[str]:
         raise InvalidArgumentError(
             "--standby needs a command such as `python train.py` or `python -m train`"
         )
-    if program[:2] == ["-m", "torch_ring.horovod"]:  # which starts Python anew, without torch
+    if program[:2] == ["-m", "torch_ring.horovod"]:  # starts a new Python, without torch
         raise InvalidArgumentError(
             "--standby needs TORCH_RING_AS_HOROVOD=1 in place of `-m torch_ring.horovod`"
         )
@@ -242,20 +242,20 @@ def standby_command(command: Sequence[str]) -> list[str]:
 
 
 class Standbys:
-    """How many such processes there are, and where: on the hosts that have the fewest.
+    """The standby processes of a job, spread evenly over its hosts.
 
     Args:
-        count: how many there are to be.
+        count: the number of standby processes to keep.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._host_of: dict[int, str] = {}
         self._next = _FIRST
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
 
     def wanted(self, hosts: Sequence[str]) -> list[tuple[int, str]]:
-        """Return the numbers and hosts of those that are to be started now, which then count."""
+        """Return the numbers and hosts of the standbys to start now, and count them as started."""
         found = []
         while hosts and len(self._host_of) < self._count and not self.has_given_up:
             counts = Counter(self._host_of.values())
@@ -266,7 +266,7 @@ class Standbys:
         return found
 
     def take(self, host: str) -> int | None:
-        """Return the number of one on a host, which counts no more; None: there is none."""
+        """Remove a standby on a host, and return its number; None: there is none."""
         for number, its_host in self._host_of.items():
             if its_host == host:
                 del self._host_of[number]
@@ -275,7 +275,7 @@ class Standbys:
         return None
 
     def end(self, number: int) -> bool:
-        """Note that one has ended while it waited; return whether no more are started now."""
+        """Note that a waiting standby has ended; return whether this makes the job give up."""
         if self._host_of.pop(number, None) is None:
             return False
         self._failures += 1
@@ -288,12 +288,12 @@ class Standbys:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether so many have failed, one after the other, that no more are started."""
+        """Whether consecutive failures have ended the starts of standby processes."""
         return self._failures >= _MOST_FAILURES
 
 
-_LOOK_S = 0.25  # between looks at what the script and the ranks have said
-_ASK_AGAIN_S = 5.0  # ranks to leave, of whom none has answered, or rank 0 has died meanwhile
+_LOOK_S = 0.25  # between checks for answers of the script and the ranks
+_ASK_AGAIN_S = 5.0  # before asking ranks again to leave: no rank answered, or rank 0 has died
 
 
 class Growth:
@@ -302,10 +302,10 @@ class Growth:
     Thread: one. Blocking: no.
 
     Args:
-        settings: of the user.
-        slots: of the ranks with which the job begins.
-        directory: to which the ranks tell who they are; None: to nobody.
-        discovery: knows which hosts there are; None: they stay the same.
+        settings: the user's settings.
+        slots: the slots of the ranks with which the job begins.
+        directory: the directory to which the ranks report; None: there is none.
+        discovery: has the available hosts; None: they stay the same.
         say: shows the user a line.
     """
 
@@ -325,31 +325,31 @@ class Growth:
         self._standbys = Standbys(settings.standbys)
         self._hosts: Sequence[HostSlots] = ()
         self._problem = ""
-        self._stay = ""  # what was said last of ranks that cannot leave
+        self._stay = ""  # the last line about ranks that cannot leave
         self._asking: threading.Thread | None = None
         self._ask_at = 0.0
 
     def is_left_by(self, process: str) -> bool:
-        """Return whether a process, by its name, has said that it leaves of its own accord."""
+        """Return whether the named process has said that it leaves of its own accord."""
         return self._directory is not None and self._directory.is_left_by(process)
 
     def is_let_in(self, process: str) -> bool:
-        """Return whether the other ranks have let a process in, by its name."""
+        """Return whether the other ranks have let the named process in."""
         return self._directory is not None and self._directory.has_had(process)
 
     def expect(self, processes: Mapping[str, int]) -> None:
-        """Let the processes that live, by name with their ranks, make the job's first world."""
+        """Set the living processes, with their ranks by name, for the job's first world."""
         if self._directory is not None:
             self._directory.expect(processes)
 
     def next_at(self, now: float) -> float | None:
-        """Return when there may be something to do; None: at the next event."""
+        """Return the time of the next possible action; None: at the next event."""
         if self._discovery is not None or self._settings.reset_limit is not None:
             return now + _LOOK_S
         return self._table.next_at(now)
 
     def resets_too_many(self) -> int:
-        """Return how often the ranks have changed, if that is too often; or 0."""
+        """Return the number of changes of the ranks if it exceeds the limit, else 0."""
         if self._directory is None or self._settings.reset_limit is None:
             return 0
         resets = self._directory.resets
@@ -358,7 +358,7 @@ class Growth:
     # --- hosts
 
     def note_hosts(self) -> None:
-        """Take the script's last answer."""
+        """Use the script's last answer."""
         if self._discovery is None:
             return
         problem, hosts = self._discovery.problem, self._discovery.hosts
@@ -389,11 +389,11 @@ class Growth:
     # --- ranks
 
     def due(self, now: float, running: int) -> list[Slot]:
-        """Return the slots in which ranks may be started now; more than there may be ranks.
+        """Return the slots in which ranks may be started now, perhaps more than the job may have.
 
         Args:
             now: the time.
-            running: the number of processes that are ranks, or are to be.
+            running: the number of processes that are ranks, or will be.
         """
         most = self._settings.most
         if not self._settings.grows or (most is not None and running >= most):
@@ -405,12 +405,12 @@ class Growth:
         return self._settings.most is None or running < self._settings.most
 
     def start(self, slot: Slot) -> int | None:
-        """Note that a slot gets a process; return the number of a standby process for it."""
+        """Note that a slot gets a process; return the number of a standby for it, if any."""
         self._table.start(slot)
         return self._standbys.take(slot.host)
 
     def end(self, slot: Slot, now: float) -> None:
-        """Note that a slot's process has ended, for no fault of its host."""
+        """Note that a slot's process has ended, not by a fault of its host."""
         self._table.end(slot, now)
 
     def fail(self, slot: Slot, lived_s: float, now: float) -> None:
@@ -423,7 +423,7 @@ class Growth:
         """Return the numbers of standby processes to start now, and slots on their hosts.
 
         Args:
-            hosts: on which processes can be started.
+            hosts: the hosts on which processes can be started.
             now: the time.
         """
         usable = [host for host in self._table.usable_hosts(now) if host in hosts]
@@ -431,17 +431,17 @@ class Growth:
         return [(number, _any_slot(host, self._table.slots_of(host))) for number, host in wanted]
 
     def end_standby(self, number: int, text: str) -> None:
-        """Note that a standby process has ended while it waited."""
+        """Note that a waiting standby process has ended."""
         if self._standbys.end(number):
             self._say(f"a standby process {text}, as those before it: no more are started")
 
     # --- ranks that leave
 
     def leaving(self, living: Collection[int], done: int) -> list[Slot]:
-        """Return the slots whose ranks are to leave, because their hosts are not there any more.
+        """Return the slots whose ranks must leave, because their hosts are gone from the list.
 
         Args:
-            living: the ranks that live.
+            living: the living ranks.
             done: the number of those that have finished.
         """
         slots = [slot for slot in self._table.vanished() if slot.rank in living]
@@ -456,7 +456,7 @@ class Growth:
         return []
 
     def ask_to_leave(self, processes: Collection[str], now: float) -> None:
-        """Ask ranks to leave, by the names of their processes. Again, if they are asked again."""
+        """Ask ranks to leave, by the names of their processes. May be repeated."""
         is_asking = self._asking is not None and self._asking.is_alive()
         if self._directory is None or is_asking or now < self._ask_at:
             return

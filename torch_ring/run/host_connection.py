@@ -1,4 +1,4 @@
-"""HostConnection: the pipes to the agent of a host, over ssh if that is another host."""
+"""HostConnection: the pipes to the agent of a host, over ssh for another host."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
     "Unstartable",
 ]
 
-# Nothing of a job is on a command line, which every user of a host can read.
+# No data of a job are on the command line, which every user of a host can read.
 _READ_PROGRAM = "import base64;exec(base64.b64decode(open(0,'rb',0,closefd=False).readline()))"
-_FLAGS = ("-I", "-S", "-c")  # neither variables nor packages of the user: it starts in 20 ms
+_FLAGS = ("-I", "-S", "-c")  # without the user's variables and packages: starts in 20 ms
 _FIND_PYTHON = (
     'p=$(command -v "$1" || command -v python3 || command -v python) || '
     '{ echo "there is no $1, and no python3" >&2; exit 127; }; '
@@ -61,14 +61,14 @@ def agent_command() -> list[str]:
 def remote_command() -> str:
     """Return the command of an agent on another host, for the shell of the user there.
 
-    It runs with this Python's path if there is such a file, or with the first python3.
+    It uses this Python's path if that file exists there, or else the first python3.
     """
     words = ["sh", "-c", _FIND_PYTHON, "sh", sys.executable, _READ_PROGRAM]
     return "exec " + " ".join(map(shlex.quote, words))
 
 
 def agent_source() -> bytes:
-    """Return what an agent reads first: its program, in one line."""
+    """Return the first input of an agent: its program, in one line."""
     package = Path(__file__).parent.parent
     modules = [(name, "") for name in ("torch_ring", "torch_ring.setup", "torch_ring.run")]
     for name in _MODULES:
@@ -82,10 +82,10 @@ class Ready:
     """The agent of a host runs.
 
     Attributes:
-        port: a port that nobody listens at there.
+        port: a free port there.
         server: the address at which ssh has reached the host; empty on the launcher's own.
-        interface_address: of the network interface that the user has chosen; empty: none.
-        problem: why no rank can run there; empty: none.
+        interface_address: the address of the network interface chosen by the user; empty: none.
+        problem: the reason why no rank can run there; empty: none.
     """
 
     host: str
@@ -123,7 +123,7 @@ class Unstartable:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that the user should know of a host."""
+    """A message about a host for the user."""
 
     host: str
     text: str
@@ -139,14 +139,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Going:
-    """A host is about to go: its agent got SIGTERM, and gives its ranks the grace."""
+    """A host is about to go: its agent got SIGTERM, and gives its ranks the grace period."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The agent of a host has gone, or is not reached any more."""
+    """The agent of a host has died, or cannot be reached any more."""
 
     host: str
     reason: str
@@ -161,7 +161,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Unread:
-    """Nobody reads the launcher's own output any more: "stdout" or "stderr"."""
+    """The reader of the launcher's own "stdout" or "stderr" has closed it."""
 
     stream: str
 
@@ -170,7 +170,7 @@ Event = Ready | Output | Exited | Unstartable | Note | Ended | Going | Lost | Si
 
 
 def event_of(host: str, header: dict[str, Any], payload: bytes) -> Event:
-    """Return what a frame of an agent says."""
+    """Return the event in a frame of an agent."""
     kind = header["event"]
     if kind == "output":
         return Output(header["rank"], header["stream"], payload)
@@ -192,19 +192,19 @@ def event_of(host: str, header: dict[str, Any], payload: bytes) -> Event:
 
 _READ_BYTES = 1 << 18
 _BEAT_S = 15.0
-_SILENCE_S = 300.0  # after which an agent on another host takes the launcher for lost
-_MOST_STDERR = 4096  # bytes that are kept to explain a failure
+_SILENCE_S = 300.0  # silence after which an agent on another host considers the launcher dead
+_MOST_STDERR = 4096  # bytes kept to explain a failure
 _SSH_FAILED = 255  # ssh's exit code for failures of its own
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """How other hosts are reached.
+    """The options of ssh for other hosts.
 
     Attributes:
-        port: None: ssh's own choice.
-        identity_file: of a private key; None: ssh's own choice.
-        arguments: more of them for ssh; they go before the others, so that their options count.
+        port: the port; None: ssh's own choice.
+        identity_file: the file of a private key; None: ssh's own choice.
+        arguments: additional arguments; they come first, so that their options take precedence.
     """
 
     port: int | None = None
@@ -214,7 +214,7 @@ class Ssh:
     def command(self, host: str) -> list[str]:
         """Return the command that runs an agent on a host."""
         words = ["ssh", *self.arguments, "-T", "-x", "-a"]
-        # No questions, which nobody would see; and no key other than the one that was seen first.
+        # No questions, since no user would see them; and no host key other than the first one seen.
         options = {"BatchMode": "yes", "StrictHostKeyChecking": "accept-new", "ControlMaster": "no"}
         options |= {"ServerAliveInterval": "15", "ServerAliveCountMax": "4"}
         options["ClearAllForwardings"] = "yes"
@@ -228,16 +228,16 @@ class Ssh:
 
 
 class HostConnection:
-    """The agent of a host, which lives as long as this object is not closed.
+    """The agent of a host, which lives until this object is closed.
 
     Args:
-        host: its name.
-        ssh: how it is reached; None: it is this host.
-        environment: of the agent on this host, or of ssh.
-        grace_s: for its ranks, when the agent gets SIGTERM.
-        drains: whether the job is elastic: its ranks alone get the signal then, and may leave by
-            themselves. Else all their processes get it.
-        interface: of whose address the agent tells; empty: of none.
+        host: the name of the host.
+        ssh: the options of ssh; None: it is this host.
+        environment: the environment of the agent on this host, or of ssh.
+        grace_s: the grace period of its ranks when the agent gets SIGTERM.
+        drains: whether the job is elastic: then only the ranks get the signal, and may leave by
+            themselves. Otherwise all their processes get it.
+        interface: the network interface whose address the agent reports; empty: none.
     """
 
     def __init__(
@@ -271,8 +271,8 @@ class HostConnection:
         self.input, self.output, self.errors = (pipe.fileno() if pipe else -1 for pipe in pipes)
         for fd in (self.input, self.output, self.errors):
             os.set_blocking(fd, False)
-        self.is_open = True  # it may still tell something
-        self.has_ended = False  # it has said that its ranks have ended
+        self.is_open = True  # the agent may still send events
+        self.has_ended = False  # the agent has reported the end of its ranks
         self.command = shlex.join(command[:-1] if ssh else command)
         self._waiting = bytearray(agent_source())
         self._greeting: bytearray | None = bytearray()
@@ -299,23 +299,23 @@ class HostConnection:
             self._waiting += frame(request, payload)
 
     def flush(self) -> None:
-        """Write of the requests what the pipe takes."""
+        """Write as much of the requests as the pipe takes."""
         try:
             del self._waiting[: os.write(self.input, self._waiting[:_READ_BYTES])]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # its output says that it has ended
+        except BrokenPipeError:  # read() reports the end of the agent
             self._waiting.clear()
 
     def beat(self) -> None:
-        """Tell another host, from time to time, that the launcher lives."""
+        """Tell an agent on another host, from time to time, that the launcher lives."""
         now = time.monotonic()
         if not self.is_local and now >= self._beat_at and not self._waiting:
             self._beat_at = now + _BEAT_S
             self.send(do="nothing")
 
     def read(self) -> list[Event]:
-        """Return what the agent has told."""
+        """Return the new events of the agent."""
         try:
             data = os.read(self.output, _READ_BYTES)
         except BlockingIOError:
@@ -333,7 +333,7 @@ class HostConnection:
         return events
 
     def read_errors(self) -> str:
-        """Return what ssh or the agent has written to standard error."""
+        """Return the new text on standard error, of ssh or the agent."""
         try:
             data = os.read(self.errors, _READ_BYTES)
         except BlockingIOError:
@@ -344,14 +344,14 @@ class HostConnection:
         return data.decode(errors="replace")
 
     def close(self) -> None:
-        """End the agent, or the ssh to it, at once. The ranks end when it has ended."""
+        """End the agent, or the ssh to it, at once. Its ranks end after that."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
         self.is_open = False
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # The agent ends with its input; killed before that, it could end no rank.
+                # The agent exits at the end of its input; if killed before, it could end no rank.
                 self._process.wait(0.0 if self.has_ended or not self.is_local else 8.0)
             self._process.kill()
         self._process.wait()

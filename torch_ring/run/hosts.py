@@ -1,4 +1,4 @@
-"""HostSlots, parse_hosts, read_hostfile, ...: hosts and their slots, as users write them."""
+"""HostSlots, parse_hosts, read_hostfile, ...: reads the users' lists of hosts and slots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _IN_A_FILE = "give a file with lines such as `host1 slots=4`"
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host, as ssh knows it, and the number of ranks that it takes."""
+    """A host, by its name for ssh, and the number of ranks that it takes."""
 
     name: str
     slots: int
@@ -47,11 +47,11 @@ class HostSlots:
 def parse_hosts(text: str) -> list[HostSlots]:
     """Return the hosts of "host1:4,host2:4"; one without a number has one slot.
 
-    An IPv6 address stands in brackets, as in "[fd00::1]:4". A host that is named twice has the sum
-    of its slots.
+    An IPv6 address stands in brackets, as in "[fd00::1]:4". The slots of a host that is named twice
+    are added.
 
     Raises:
-        InvalidArgumentError: the text is something else.
+        InvalidArgumentError: the text has another format.
     """
     found = []
     for item in text.split(","):
@@ -65,11 +65,12 @@ def parse_hosts(text: str) -> list[HostSlots]:
 def read_hostfile(path: str) -> list[HostSlots]:
     """Return the hosts of a file with a line "host slots=4" or "host:4" for each.
 
-    A line may also have a name alone, which counts as one slot each time that it comes. What
-    follows a "#" is a comment; other words on a line are those of Open MPI, and say nothing here.
+    A line may also have a name alone, which counts as one slot each time. A "#" begins a comment;
+    other words on a line are Open MPI's, and are ignored.
 
     Raises:
-        InvalidArgumentError: there is no such file, or it has another line, or none.
+        InvalidArgumentError: there is no such file, or a line has another format, or it has no
+            host.
     """
     try:
         text = Path(path).read_text()
@@ -97,11 +98,11 @@ def parse_host_lines(text: str, slots: int) -> list[HostSlots]:
     """Return the hosts of lines "host" or "host:4", as a script prints them.
 
     Args:
-        text: the lines; empty ones say nothing.
-        slots: of a host without a number.
+        text: the lines; empty ones are ignored.
+        slots: the slots of a host without a number.
 
     Raises:
-        InvalidArgumentError: a line is something else.
+        InvalidArgumentError: a line has another format.
     """
     found = []
     for line in text.splitlines():
@@ -114,12 +115,12 @@ def parse_host_lines(text: str, slots: int) -> list[HostSlots]:
 
 
 def parse_slots(hosts: str | Iterable[HostSlots]) -> list[HostSlots]:
-    """Return hosts that are a text or hosts already."""
+    """Return a list of hosts from a text, or from hosts."""
     return parse_hosts(hosts) if isinstance(hosts, str) else _merged(hosts)
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether a host name means the host that this process is on.
+    """Return whether a name means this process's own host.
 
     A name that cannot be resolved means another host: ssh may know it.
     """
@@ -127,7 +128,7 @@ def is_this_host(name: str) -> bool:
         return True
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM):
-            # Only an address of this host can be bound. Not with a user's name before it.
+            # Only an address of this host can be bound.
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.bind(address)
                 return True
@@ -155,10 +156,10 @@ class Slot:
 
     Attributes:
         host: the name of its host.
-        rank, size: as of the world.
+        rank, size: rank and size in the world.
         local_rank, local_size: the same among the ranks of the host.
         cross_rank, cross_size: the same among the ranks with this local rank.
-        node, nodes: the index of the host among those that have a rank, and their number.
+        node, nodes: the index of the host among the hosts with ranks, and their number.
     """
 
     host: str
@@ -176,8 +177,8 @@ def assign(hosts: Sequence[HostSlots], size: int) -> list[Slot]:
     """Return the slots of all ranks, by rank: hosts are filled one after the other.
 
     Args:
-        hosts: in the order of their ranks.
-        size: the number of ranks; hosts that are left over get none.
+        hosts: the hosts, in the order of their ranks.
+        size: the number of ranks; the remaining hosts get none.
 
     Raises:
         InvalidArgumentError: there are too few slots, or no rank.
@@ -231,12 +232,12 @@ _MOST_NODES = 1 << 20
 
 
 def cluster_hosts(environment: Mapping[str, str]) -> tuple[list[HostSlots], str] | None:
-    """Return the hosts and slots of a job, and the variable that has them; None: there is no job.
+    """Return the hosts and slots of a cluster's job, and their variable; None: there is no job.
 
     Raises:
         InvalidArgumentError: the variable does not name hosts.
     """
-    # Slurm sets them in jobs only. SLURM_JOB_ID is no part of the environment without launchers.
+    # Slurm sets them in jobs only. `environment` lacks SLURM_JOB_ID, a variable of launchers.
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if nodes:
         names = expand_hostlist(nodes)
@@ -252,7 +253,7 @@ def expand_tasks(text: str, nodes: int) -> list[int]:
     """Return the number of tasks of each node: 4, 4 and 3 of Slurm's "4(x2),3".
 
     Raises:
-        InvalidArgumentError: it says nothing for so many nodes.
+        InvalidArgumentError: the text has another format, or does not fit the number of nodes.
     """
     tasks: list[int] = []
     for item in text.split(","):
@@ -283,12 +284,12 @@ def find_hosts(script: str, slots: int, environment: Mapping[str, str]) -> list[
 
     Args:
         script: a command for the shell.
-        slots: of a host for which the script gives no number.
-        environment: of the script.
+        slots: the slots of a host for which the script gives no number.
+        environment: the environment of the script.
 
     Raises:
-        RingError: it has failed, or did not end in time, and was ended.
-        InvalidArgumentError: it prints something else.
+        RingError: the script has failed, or has been ended after the timeout.
+        InvalidArgumentError: it prints a line of another format.
     """
     process = subprocess.Popen(
         ["sh", "-c", script],
@@ -307,7 +308,7 @@ def find_hosts(script: str, slots: int, environment: Mapping[str, str]) -> list[
             f"{script!r} did not end within {_ANSWER_S:g} s: let it print the hosts of now"
         ) from None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # also what it has left behind
+        with contextlib.suppress(ProcessLookupError):  # with the processes it has left behind
             os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
@@ -350,16 +351,16 @@ class Discovery:
 
     @property
     def problem(self) -> str:
-        """Why the script has failed the last time; empty: it has not."""
+        """The reason of the script's last failure; empty: its last run did not fail."""
         with self._lock:
             return self._problem
 
     def start(self) -> None:
-        """Ask every second from now on."""
+        """Run the script every second from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop running the script."""
         self._is_closed.set()
 
     def _ask(self) -> None:

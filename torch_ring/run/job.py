@@ -1,4 +1,4 @@
-"""Job: ranks that start together; when one has failed, all end, or the others go on."""
+"""Job: starts ranks together; when one fails, the job ends them all, or the others go on."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from torch_ring.run.supervisor import ReachedHosts, Supervisor
 __all__ = ["Failure", "Job", "exit_code"]
 
 FAILURE_GRACE_S = 10.0  # for the other ranks, from SIGTERM to SIGKILL, when one has failed
-_LEFT_GRACE_S = 5.0  # for what ranks that have ended have left
-_AGENTS_PATIENCE_S = 15.0  # more than the grace: agents say when they have ended their ranks
+_LEFT_GRACE_S = 5.0  # for processes that ended ranks have left behind
+_AGENTS_PATIENCE_S = 15.0  # beyond the grace period: agents report the end of their ranks
 _READERS_PATIENCE_S = 5.0  # for the readers of our output, when the job was ended
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How the first rank has failed.
+    """The first failure of a rank.
 
     Attributes:
-        rank, host: which one.
+        rank, host: the rank and its host.
         code: its exit code, negative for a signal.
         text: the same in words.
     """
@@ -58,7 +58,7 @@ class Failure:
 
 
 def exit_code(code: int) -> int:
-    """Return an exit code as shells count: 128 and the number of a signal."""
+    """Return an exit code as in a shell: 128 plus the number for a signal."""
     return 128 - code if code < 0 else code
 
 
@@ -66,15 +66,15 @@ class Job:
     """Starts the ranks of a job, and ends all of them when too many have failed.
 
     Args:
-        spec: what to run.
-        supervisor: through which hosts are reached; the caller closes it.
-        ssh: how other hosts are reached.
-        growth: which processes are started later; None: none.
+        spec: the program and its ranks.
+        supervisor: the connections to hosts; the caller closes it.
+        ssh: the options of ssh for other hosts.
+        growth: decides about processes that are started later; None: there are none.
 
     Attributes:
-        failure: how the rank has failed that has ended the job; None: it was not ended so.
+        failure: the failure that has ended the job; None: no failure has.
         finished: the slots of the ranks that have ended with exit code 0.
-        results: what the ranks have written as their results, by rank.
+        results: the bytes that the ranks have written as their results, by rank.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Job:
         self._hosts = ReachedHosts(spec, supervisor, ssh)
         self._processes = Processes(spec, supervisor, growth)
         self._screen = supervisor.screen
-        self._signal = 0  # that has ended the job
-        self._code = 0  # not 0: with which the job was ended, for no failure of a rank
-        self._end_at: float | None = None  # not None: ranks that live then are ended
-        self._close_at: float | None = None  # not None: agents that live then are ended
-        self._pieces = 0  # on the screen when a rank failed
+        self._signal = 0  # the signal that has ended the job
+        self._code = 0  # not 0: the exit code of a job ended without a rank's failure
+        self._end_at: float | None = None  # not None: when remaining ranks are ended
+        self._close_at: float | None = None  # not None: when remaining agents are ended
+        self._pieces = 0  # pieces on the screen when a rank failed
 
     @property
     def has_stopped(self) -> bool:
         """Whether the ranks have stopped after SIGUSR1 or SIGUSR2, with exit code 0 or 143.
 
-        By these signals schedulers announce the end of a job's time.
+        Schedulers announce the end of a job's time by these signals.
         """
         is_in_peace = self.failure is None or self.failure.code == 128 + signal.SIGTERM
         return self._is_warned and not self._signal and not self._code and is_in_peace
@@ -152,11 +152,11 @@ class Job:
     # --- ranks
 
     def _grow(self) -> None:
-        """Start and remove ranks where it is time."""
+        """Start and remove the ranks that are due."""
         growth = self._growth
         is_ending = self._signal or self._close_at is not None or not self._processes.living()
         if growth is None or is_ending or self.finished:
-            return  # where ranks have finished, nobody would let one in
+            return  # after some ranks have finished, none would let a newcomer in
         now = time.monotonic()
         growth.note_hosts()
         resets = growth.resets_too_many()
@@ -173,7 +173,7 @@ class Job:
         for slot in growth.due(now, self._processes.count):
             if self._hosts.is_ready(slot.host):
                 if growth.has_room(self._processes.count):
-                    self.results.pop(slot.rank, None)  # of a process that has failed
+                    self.results.pop(slot.rank, None)  # the failed process's result
                     self._processes.add(slot)
             elif slot.host not in self._hosts.awaited:
                 self._hosts.connect(slot.host)
@@ -260,7 +260,7 @@ class Job:
         if self._growth is not None and any(
             map(self._processes.leaves, self._processes.on(event.host))
         ):
-            self._growth.drain(event.host)  # its ssh ended before its agent told it
+            self._growth.drain(event.host)  # ssh ended before the agent could report it
         for rank in self._processes.on(event.host):
             self._fail(rank, 1, f"is lost with its host: {event.reason}")
         if self._growth is not None and not self._is_ending():
@@ -271,7 +271,7 @@ class Job:
     # --- the end
 
     def _take_signal(self, number: int) -> None:
-        """Pass a signal on; a second one that ends the job ends it at once."""
+        """Pass a signal on; a second ending signal ends the job at once."""
         if number not in (*_ENDING, signal.SIGPIPE):
             self._is_warned = True
             self._pass_on(number)
@@ -307,7 +307,7 @@ class Job:
         grows_at = None if self._growth is None else self._growth.next_at(now)
         overdue_at = self._hosts.next_at
         if overdue_at is not None and overdue_at <= now:
-            overdue_at = None  # of hosts that do not matter any more
+            overdue_at = None  # those hosts no longer matter
         times = (self._end_at, self._close_at, overdue_at, grows_at)
         ends = [each for each in times if each is not None]
         return max(0.0, min(ends) - now) if ends else 3600.0
@@ -324,7 +324,7 @@ class Job:
         return True
 
     def _leave(self) -> None:
-        """End what the ranks have left, and show the rest of their output."""
+        """End the processes that ranks have left behind, and show the rest of the output."""
         if self._close_at is None:
             for connection in self._supervisor.connections.values():
                 connection.send(do="end", grace_s=_LEFT_GRACE_S)
@@ -336,7 +336,7 @@ class Job:
             self._handle(self._supervisor.events(self._left_s()))
         self._processes.finish_all()
         if self.failure is not None and not self._signal and self._screen.pieces > self._pieces:
-            self._screen.say(f"the first failure: {self.failure}")  # above are its consequences
+            self._screen.say(f"the first failure: {self.failure}")  # after its consequences
         was_ended = self._signal or self.failure
         self._supervisor.drain(_READERS_PATIENCE_S if was_ended else float("inf"))
 

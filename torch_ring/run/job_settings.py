@@ -1,4 +1,4 @@
-"""slots_of, discover_hosts, secret_of, job_variables: what a job needs, from what users give."""
+"""slots_of, discover_hosts, secret_of, job_variables: a job's settings from the users' options."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class JobSpec:
     """The program of a job, and its processes.
 
     Attributes:
-        slots: of the ranks with which it begins, by rank.
-        command: of each rank.
-        environment: of the launcher, without the variables of launchers.
-        folder: in which the ranks start.
-        secret: by which the ranks know one another.
+        slots: the slots of the ranks with which the job begins, by rank.
+        command: the command of each rank.
+        environment: the launcher's environment, without the variables of launchers.
+        folder: the folder in which the ranks start.
+        secret: the secret by which the ranks know one another.
         interface, variables, unset: as in `JobFacts`.
-        start_timeout_s: for all hosts to be reached.
-        grace_s: for the ranks after the launcher's SIGINT, SIGTERM or SIGHUP.
-        growth: what becomes of it when ranks fail, and when hosts come and go.
-        given: what each rank reads from standard input.
-        has_result: whether a rank gets the number of a descriptor, as its last argument, to which
-            it writes its result.
-        is_verbose: whether more is said.
-        numa_binding: how ranks are bound to CPUs; empty: they are not.
+        start_timeout_s: the time limit for reaching all hosts.
+        grace_s: the grace period for the ranks after the launcher's SIGINT, SIGTERM or SIGHUP.
+        growth: the settings for failing ranks, and for hosts that come and go.
+        given: the standard input of each rank.
+        has_result: whether a rank's last argument is the number of a descriptor, to which it writes
+            its result.
+        is_verbose: whether to print more.
+        numa_binding: the mode of binding ranks to CPUs; empty: they are not bound.
     """
 
     slots: Sequence[Slot]
@@ -78,7 +78,7 @@ class JobSpec:
     numa_binding: str = ""
 
 
-# Of this host or this shell, and so wrong on another host.
+# Variables of this host or this shell, which would be wrong on another host.
 _OF_HOST = re.compile(
     r"BASH_FUNC_.*|DBUS_.*|DISPLAY|GPG_AGENT_INFO|HOME|HOSTNAME|HOSTTYPE|INVOCATION_ID"
     r"|JOURNAL_STREAM|LOGNAME|LS_COLORS|MAIL|OLDPWD|PWD|SHELL|SHLVL|SLURM_.*|SSH_.*|TERM.*|TMUX.*"
@@ -88,15 +88,15 @@ _OF_HOST = re.compile(
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Values that all ranks of a job have in common.
+    """Values that all ranks of a job share.
 
     Attributes:
-        run_id: names this start of the job.
-        secret: by which the ranks know one another.
-        address, port: where rank 0 serves the store.
+        run_id: the name of this start of the job.
+        secret: the secret by which the ranks know one another.
+        address, port: the address at which rank 0 serves the store.
         interface: the network interface that the ranks use; empty: they choose.
-        variables: more, which go before those of the launcher's environment.
-        unset: variables that the launcher's environment has and a rank must not have.
+        variables: additional variables, which override the launcher's environment.
+        unset: variables of the launcher's environment that a rank must not have.
     """
 
     run_id: str
@@ -109,25 +109,25 @@ class JobFacts:
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that have a meaning on another host."""
+    """Return the variables that are valid on another host."""
     return {name: text for name, text in environment.items() if not _OF_HOST.fullmatch(name)}
 
 
 def rank_environment(
     slot: Slot, job: JobFacts, environment: Mapping[str, str], is_local: bool, process: str = ""
 ) -> dict[str, str]:
-    """Return the variables of a rank, which come on top of those of its host.
+    """Return the variables of a rank, to be added to those of its host.
 
     Args:
         slot: the place of the rank.
-        job: what it has in common with the others.
-        environment: of the launcher, without the variables of launchers.
+        job: the values that all ranks share.
+        environment: the launcher's environment, without the variables of launchers.
         is_local: whether the rank is on the launcher's host.
         process: the name of its process in an elastic job; empty: it needs none.
     """
     theirs = dict(environment) if is_local else exported(environment)
     theirs = {name: text for name, text in theirs.items() if name not in job.unset}
-    theirs.setdefault("PYTHONUNBUFFERED", "1")  # what a rank prints is seen at once
+    theirs.setdefault("PYTHONUNBUFFERED", "1")  # show a rank's output at once
     places = {
         "RANK": slot.rank,
         "SIZE": slot.size,
@@ -159,7 +159,7 @@ def rank_environment(
 
 
 _LOOK_S = 0.1
-_OF_ONE_SHELL = ("python", "env", "horovodrun")  # such variables may be left from somewhere
+_OF_ONE_SHELL = ("python", "env", "horovodrun")  # such variables may be left over
 
 
 def slots_of(
@@ -171,18 +171,18 @@ def slots_of(
 ) -> list[Slot]:
     """Return the slots of a job's ranks.
 
-    Hosts are those that are given, else those of the job of Slurm, Kubernetes, PBS or LSF in which
-    this process runs, else this one. In such a job the user is told which hosts they are.
+    The hosts are the given ones; if none are given, those of the Slurm, Kubernetes, PBS or LSF job
+    in which this process runs; or else this one. In such a job a line names the hosts.
 
     Args:
         size: the number of ranks; None: one for each slot.
         hosts: as in -H.
         hostfile: as in --hostfile.
-        environment: of this process.
+        environment: the environment of this process.
         say: shows the user a line.
 
     Raises:
-        InvalidArgumentError: something is wrong with them, or this process is one of several.
+        InvalidArgumentError: the hosts or the size are wrong, or this process is one of several.
     """
     _require_one_launcher()
     if hosts is not None and hostfile is not None:
@@ -215,18 +215,18 @@ def discover_hosts(
     variables: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Discovery:
-    """Return the hosts that a script finds, when they have slots enough to begin.
+    """Return the hosts that a script finds, when they have enough slots to begin.
 
     Args:
         growth: has the script, and the fewest ranks.
-        size: the number of ranks that the job is to begin with; None: the fewest.
-        environment: of this process.
-        variables: of the ranks, with the time that they may wait for one another.
+        size: the number of ranks with which the job must begin; None: the fewest.
+        environment: the environment of this process.
+        variables: the variables of the ranks, with the time that they may wait for one another.
         say: shows the user a line.
 
     Raises:
         RingError: the script fails at once.
-        InvalidArgumentError: it prints something else; or this process is one of several.
+        InvalidArgumentError: its output has another format; or this process is one of several.
         TimeoutError: there were too few slots for TORCH_RING_ELASTIC_TIMEOUT.
     """
     _require_one_launcher()
@@ -255,11 +255,11 @@ def discover_hosts(
 def slots_of_hosts(
     hosts: Sequence[HostSlots], size: int | None, growth: GrowthSettings
 ) -> list[Slot]:
-    """Return the slots of the ranks with which a job on discovered hosts begins: all there are.
+    """Return the slots of the ranks with which a job on discovered hosts begins: all slots.
 
     Args:
-        hosts: that a script has found.
-        size: the number of ranks that the job is to begin with, at least; None: any.
+        hosts: the hosts that a script has found.
+        size: the fewest ranks with which the job may begin; None: any number.
         growth: has the most ranks.
     """
     there = sum(host.slots for host in hosts)
@@ -282,8 +282,8 @@ def job_variables(
     """Return the variables that an option gives the ranks, and those that they must not have.
 
     Args:
-        wanted: values by name; None: the launcher's own.
-        environment: of the launcher.
+        wanted: values by name; None: the launcher's value.
+        environment: the launcher's environment.
 
     Raises:
         InvalidArgumentError: a variable without a value is not set here.
@@ -293,19 +293,19 @@ def job_variables(
         if value is None and name not in environment:
             raise InvalidArgumentError(f"--env {name}: is not set here: give a value, {name}=...")
         variables[name] = environment[name] if value is None else value
-    # An option goes before the environment, also before a variable that goes before its own.
+    # An option overrides the environment, also variables that take precedence over its own.
     unset = {
         setting.variable
         for setting in SETTINGS
         if any(alias in variables for alias, _ in setting.aliases)
     }
-    unset |= {"TORCH_RING_SECRET_FILE"}  # the secret travels; the file may be on this host only
+    unset |= {"TORCH_RING_SECRET_FILE"}  # the secret itself is sent; other hosts may lack the file
     return variables, frozenset(unset - variables.keys())
 
 
 def _require_one_launcher() -> None:
     identity = Identity()
-    with contextlib.suppress(InvalidArgumentError):  # what is left of some launcher
+    with contextlib.suppress(InvalidArgumentError):  # leftover variables of some launcher
         identity = discover()
     if identity.size > 1 and identity.launcher not in _OF_ONE_SHELL:
         raise InvalidArgumentError(

@@ -41,11 +41,11 @@ def launch(
     """Run a job to its end; return its exit code, and the job.
 
     Args:
-        options: of the user.
-        environment: of the launcher, without the variables of launchers.
-        sinks: where the ranks' output and errors go.
-        signals: takes signals while ranks run, and gives a descriptor with their numbers; None:
-            signals are not the launcher's.
+        options: the user's options.
+        environment: the launcher's environment, without the variables of launchers.
+        sinks: the sinks for the ranks' output and errors.
+        signals: a context that handles signals while ranks run, and yields a descriptor with their
+            numbers; None: the launcher handles no signals.
         given: as in `JobSpec`.
         has_result: as in `JobSpec`.
 
@@ -55,7 +55,7 @@ def launch(
     """
     growth = options.growth
     if growth.standbys:
-        standby_command(options.command)  # which it refuses, before anything starts
+        standby_command(options.command)  # refuses a wrong command before anything starts
     variables, unset = job_variables(options.variables, environment)
     variables |= alias_variables({**environment, **variables})
     secret = secret_of(environment, variables)
@@ -108,7 +108,7 @@ def launch(
 
 
 def _address_for(slots: Sequence[Slot], options: Options) -> str:
-    """Return an address of this host at which the hosts of all slots, or those to come, find it."""
+    """Return an address of this host that all present and later hosts can reach."""
     interface = options.interface.partition(",")[0]
     others = [slot.host for slot in slots if not is_this_host(slot.host)]
     if others:

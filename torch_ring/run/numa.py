@@ -1,9 +1,9 @@
 """cpus_of, bind: the CPUs of a rank on a host with several NUMA nodes, for ``--numa-binding``.
 
 The modes are torchrun's. Its own code (torch.numa) follows the GPU of a rank, and needs torch and
-numactl where the rank starts. Here ranks are dealt to the nodes in turn, whatever they compute on.
+numactl where the rank starts. Here ranks are dealt to the nodes in turn, with or without GPUs.
 
-The text of this file is sent to every host: it uses the standard library only.
+The text of this file is sent to every host: it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def cpus_of(
     """Return the CPUs of a rank: of NUMA node `local_rank` modulo the number of nodes.
 
     Args:
-        mode: "node": all of the node; "socket": all of the node's socket; "exclusive": an equal
-            share of the node's cores, which no other rank has; "core-complex": those that share
-            one cache of the last level, of which the ranks of a node take turns.
-        local_rank: of the rank.
+        mode: "node": all CPUs of the node; "socket": all of the node's socket; "exclusive": an
+            equal share of the node's cores for this rank alone; "core-complex": the CPUs that share
+            one last-level cache; the ranks of a node take such groups in turn.
+        local_rank: the rank's index on this host.
         local_size: the number of ranks on this host.
-        allowed: on which this process may run. Nodes without any of them do not count.
+        allowed: the CPUs on which this process may run. Nodes without any of them do not count.
         system: the folder in which the kernel describes CPUs and nodes.
 
     Raises:
@@ -76,8 +76,8 @@ def bind(pid: int, cpus: set[int]) -> None:
     """Bind all threads of a process. Raises OSError: none of the CPUs may be used.
 
     Args:
-        pid: of the process.
-        cpus: on which it may run from now on.
+        pid: the id of the process.
+        cpus: the CPUs on which it may run from now on.
     """
     os.sched_setaffinity(pid, cpus)
     for thread in os.listdir(f"/proc/{pid}/task"):
@@ -86,7 +86,7 @@ def bind(pid: int, cpus: set[int]) -> None:
 
 
 def _nodes(allowed: set[int], system: str) -> list[set[int]]:
-    """Return the allowed CPUs of each node that has some."""
+    """Return the allowed CPUs of each node, without empty nodes."""
     names = [name for name in os.listdir(f"{system}/node") if name[4:].isdecimal()]
     numbers = sorted(int(name[4:]) for name in names if name.startswith("node"))
     found = [_read_cpus(f"{system}/node/node{number}/cpulist") & allowed for number in numbers]
@@ -111,7 +111,7 @@ def _sharers_of_last_cache(cpu: int, system: str) -> set[int]:
 
 
 def _groups(cpus: set[int], group_of: Callable[[int], set[int]]) -> list[set[int]]:
-    """Return the groups into which CPUs fall, the largest first, and then by their numbers."""
+    """Return the groups of CPUs, the largest first, then by number."""
     left, groups = set(cpus), []
     while left:
         group = group_of(min(left)) & left or {min(left)}

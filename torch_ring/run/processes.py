@@ -1,4 +1,4 @@
-"""Processes: the ranks of a job that run, and processes that are to become ranks."""
+"""Processes: the running ranks of a job, and the processes that will become ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Processes"]
 
 @dataclass
 class _Process:
-    """A process that is a rank, or waits until the others let it in.
+    """A process that is a rank, or waits to join the others.
 
     Attributes:
-        slot: where it runs.
-        name: by which the ranks tell of it.
-        began_at: a point in time.
+        slot: the place where it runs.
+        name: its name in the ranks' reports.
+        began_at: the time of its start.
         is_newcomer: whether it was started while the others ran.
         leaves: whether it was asked to leave the job.
     """
@@ -40,19 +40,19 @@ class Processes:
     """Starts processes on hosts that have answered, by the numbers of their slots.
 
     Args:
-        spec: what to run.
-        supervisor: through which hosts are reached.
-        growth: which processes are started later; None: none.
+        spec: the program and its ranks.
+        supervisor: the connections to hosts.
+        growth: decides about processes that are started later; None: there are none.
     """
 
     def __init__(self, spec: JobSpec, supervisor: Supervisor, growth: Growth | None) -> None:
         self._spec, self._supervisor, self._growth = spec, supervisor, growth
         self._screen = supervisor.screen
         self._running: dict[int, _Process] = {}
-        self._starts: dict[int, int] = {}  # how many processes each slot has had
+        self._starts: dict[int, int] = {}  # number of processes started in each slot
         self._facts: JobFacts | None = None
 
-    # --- which there are
+    # --- the present processes
 
     @property
     def count(self) -> int:
@@ -60,7 +60,7 @@ class Processes:
         return len(self._running)
 
     def living(self) -> list[int]:
-        """Return the ranks that run: not those that the others have not let in."""
+        """Return the running ranks, without processes that have not been let in."""
         return [rank for rank, process in self._running.items() if not self._waits(process)]
 
     def on(self, host: str) -> list[int]:
@@ -105,7 +105,7 @@ class Processes:
         self._note(slot, name, is_newcomer=True)
 
     def add_standbys(self, hosts: Collection[str]) -> None:
-        """Start standby processes, as many as are missing, on some of these hosts."""
+        """Start the missing standby processes on some of these hosts."""
         assert self._growth is not None
         for number, slot in self._growth.standbys_to_start(hosts, time.monotonic()):
             text = Path(standby_process.__file__).read_bytes()
@@ -140,7 +140,7 @@ class Processes:
         )
 
     def _place(self, slot: Slot) -> dict[str, Any]:
-        """Return what an agent needs to know to choose the CPUs of a rank."""
+        """Return the values by which an agent chooses the CPUs of a rank."""
         numbers = {"local_rank": slot.local_rank, "local_size": slot.local_size}
         return {"numa_binding": self._spec.numa_binding, **numbers}
 
@@ -160,12 +160,12 @@ class Processes:
         self._running[slot.rank] = _Process(slot, name, time.monotonic(), is_newcomer)
 
     def _waits(self, process: _Process) -> bool:
-        """Return whether a process was not let in yet."""
+        """Return whether a process has not been let in yet."""
         growth = self._growth
         return process.is_newcomer and growth is not None and not growth.is_let_in(process.name)
 
     def _expect(self) -> None:
-        """Tell which processes live that are to make the job's first world."""
+        """Tell `growth` the living processes that make the job's first world."""
         if self._growth is not None:
             living = self._running.values()
             self._growth.expect({p.name: p.slot.rank for p in living if not p.is_newcomer})
@@ -173,7 +173,7 @@ class Processes:
     # --- ends
 
     def remove_vanished(self, done: int) -> None:
-        """Ask the ranks to leave whose hosts are not there any more.
+        """Ask ranks to leave if their hosts are gone from the list.
 
         Args:
             done: the number of ranks that have finished.
@@ -207,7 +207,7 @@ class Processes:
         return process.leaves or growth.is_left_by(process.name)
 
     def _end(self, rank: int, process: _Process, text: str) -> None:
-        """Note the end of a process that is no failure, and say it unless `text` is empty."""
+        """Note the end of a process without a failure; report it unless `text` is empty."""
         del self._running[rank]
         self._expect()
         self._screen.finish(rank)
@@ -220,8 +220,8 @@ class Processes:
         """Note that a process has failed; return its slot if it was a rank.
 
         Args:
-            rank: its number.
-            text: how.
+            rank: the number of the process.
+            text: the failure in words.
             is_ending: whether the job is being ended.
         """
         self._screen.finish(rank)
@@ -246,6 +246,6 @@ class Processes:
         return None if waited else slot
 
     def finish_all(self) -> None:
-        """Show the ends of lines that processes have left."""
+        """Show the unfinished lines of all processes."""
         for rank in self._starts:
             self._screen.finish(rank)

@@ -1,4 +1,4 @@
-"""Screen: lines of many ranks on one standard output, one standard error, and in files."""
+"""Screen: writes the lines of many ranks to standard output, standard error and files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch_ring.errors import InvalidArgumentError
 __all__ = ["FdSink", "Screen", "Sink", "StreamSink", "say"]
 
 _MOST_LINE = 1 << 20  # bytes; a longer line is shown in pieces
-_MOST_WAITING = 1 << 20  # bytes that wait for their reader before more are taken from ranks
-_PIPE_BUF = 4096  # what a pipe that polls as writable takes without blocking (pipe(7))
+_MOST_WAITING = 1 << 20  # unread bytes: above it, no more are taken from ranks
+_PIPE_BUF = 4096  # bytes that a writable pipe takes without blocking (pipe(7))
 _FILE_BYTES = 1 << 20
 _LAUNCHER = -1  # in place of a rank; standby process 1 is -2, and so on
 
 
 class Sink(Protocol):
-    """Where text goes. Nothing of it blocks."""
+    """A destination of text. Its methods do not block."""
 
     @property
     def fd(self) -> int:
-        """The descriptor to poll until it can be written to, while bytes wait; -1: none."""
+        """The descriptor to poll for writing while bytes wait; -1: none."""
 
     @property
     def waiting(self) -> int:
@@ -38,27 +38,27 @@ class Sink(Protocol):
         """Take bytes. Raises OSError if they are written at once, and that fails."""
 
     def flush(self) -> None:
-        """Write what can be written at once.
+        """Write as many waiting bytes as possible without blocking.
 
         Raises:
-            BrokenPipeError: nobody reads it.
+            BrokenPipeError: the reader has closed it.
             OSError: it cannot be written now.
         """
 
     def drop(self, reason: str) -> None:
-        """Forget the bytes that wait: they cannot be written. The next line says so first."""
+        """Drop the waiting bytes, which cannot be written. The next output begins with a notice."""
 
     def mute(self) -> None:
-        """Forget what waits and what comes."""
+        """Drop all waiting and later bytes."""
 
 
 class FdSink:
-    """A sink that is a descriptor, which other processes may share: it stays a blocking one."""
+    """A sink that is a descriptor. It stays blocking, since other processes may share it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._bytes = bytearray()
-        self._gap = b""  # tells that output is missing, before what is written next
+        self._gap = b""  # a notice of missing output, to be written first
         self._is_mute = False
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self._most = _FILE_BYTES if self._is_file else _PIPE_BUF
@@ -82,7 +82,7 @@ class FdSink:
         """Write some of the bytes: call it when the descriptor polls as writable.
 
         Raises:
-            BrokenPipeError: nobody reads it: a pipe, a connection or a terminal.
+            BrokenPipeError: the reader of the pipe, connection or terminal is gone.
             OSError: it cannot be written now, as on a full disk.
         """
         try:
@@ -97,18 +97,18 @@ class FdSink:
             raise
 
     def drop(self, reason: str) -> None:
-        """Forget the bytes that wait: they cannot be written. The next line says so first."""
+        """Drop the waiting bytes, which cannot be written. The next output begins with a notice."""
         self._bytes.clear()
         self._gap = f"\ntorch_ring.run: output is missing here: {reason}\n".encode()
 
     def mute(self) -> None:
-        """Forget what waits and what comes: nobody reads it."""
+        """Drop all waiting and later bytes: there is no reader."""
         self._bytes.clear()
         self._is_mute = True
 
 
 class StreamSink:
-    """A sink that is `sys.stdout` or `sys.stderr`, as a notebook or a test has replaced it."""
+    """A sink for `sys.stdout` or `sys.stderr`, which a notebook or a test may have replaced."""
 
     fd, waiting = -1, 0
 
@@ -116,32 +116,32 @@ class StreamSink:
         self._name = name
 
     def write(self, data: bytes) -> None:
-        """Write bytes; blocks as the stream does."""
+        """Write bytes; may block, as the stream does."""
         stream = getattr(sys, self._name)
         stream.write(data.decode(errors="replace"))
         stream.flush()
 
     def flush(self) -> None:
-        """Return: nothing waits."""
+        """Do nothing: no bytes wait."""
 
     def drop(self, reason: str) -> None:
-        """Return: nothing waits."""
+        """Do nothing: no bytes wait."""
 
     def mute(self) -> None:
-        """Return: a stream of Python tells its user itself."""
+        """Do nothing: a Python stream reports its errors itself."""
 
 
 class Screen:
-    """Puts lines together from what the ranks write, and writes each with its rank in front.
+    """Assembles the ranks' output into lines, and writes each with its rank in front.
 
-    A line is never mixed with another one. A carriage return, with which a progress bar begins its
-    line anew, ends a line, too; so that the bar stays one line as long as nobody else writes.
+    Lines are never mixed. A carriage return, with which a progress bar restarts its line, ends a
+    line, too, so the bar stays on one line as long as no other rank writes.
 
     Args:
-        stdout, stderr: where lines go.
+        stdout, stderr: the sinks of the lines.
         size: the number of ranks.
-        folder: where each rank's streams are kept without a prefix, as in `rank.3/stdout`.
-        with_time: whether the time goes before each line.
+        folder: a folder for each rank's streams without a prefix, as in `rank.3/stdout`.
+        with_time: whether to put the time before each line.
 
     Raises:
         InvalidArgumentError: the folder cannot be made.
@@ -156,16 +156,16 @@ class Screen:
         with_time: bool = False,
     ) -> None:
         self.sinks = {"stdout": stdout, "stderr": stderr}
-        self.pieces = 0  # that have been written: whole lines, one or more
-        self.is_dropping = False  # of what nobody reads in time: the job is being ended
+        self.pieces = 0  # number of pieces written, each of one or more whole lines
+        self.is_dropping = False  # whether to drop unread output: the job is being ended
         self._with_time = with_time
-        self._begun: dict[tuple[int, str], bytearray] = {}  # lines without an end
+        self._begun: dict[tuple[int, str], bytearray] = {}  # unfinished lines
         self._last: dict[str, tuple[int, bool]] = {}  # sink -> rank, whether it left a bar
         self._folder = None if folder is None else Path(folder)
         self._digits = len(str(max(0, size - 1)))
         self._files: dict[tuple[int, str], tuple[BinaryIO, FdSink]] = {}
-        self._kept: set[tuple[int, str]] = set()  # whose files were begun in this job
-        self._shown_once: set[str] = set()  # what was said and is not said again
+        self._kept: set[tuple[int, str]] = set()  # ranks and streams with a file of this job
+        self._shown_once: set[str] = set()  # kinds of lines that are shown only once
         if self._folder is not None:
             try:
                 self._folder_of(0).mkdir(parents=True, exist_ok=True)
@@ -176,11 +176,11 @@ class Screen:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits for its reader that no more should be taken from the ranks."""
+        """Whether too many bytes wait for their reader to take more from the ranks."""
         return any(sink.waiting >= _MOST_WAITING for sink in self.sinks.values())
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        """Take what a rank has written; write the lines that are whole."""
+        """Take a rank's output; write its complete lines."""
         if self._folder is not None:
             self._keep(rank, stream, data)
         begun = self._begun.setdefault((rank, stream), bytearray())
@@ -200,7 +200,7 @@ class Screen:
         self._write_lines(rank, stream, [line for line in lines if line != b"\r"])
 
     def finish(self, rank: int) -> None:
-        """End the lines that a rank has begun: it has ended."""
+        """End the unfinished lines of a rank, which has exited."""
         for stream in self.sinks:
             rest = self._begun.pop((rank, stream), None)
             if rest and rest != b"\r":
@@ -209,13 +209,13 @@ class Screen:
                 self._files.pop((rank, stream))[0].close()
 
     def say(self, line: str, stream: str = "stderr") -> None:
-        """Write a line of the launcher itself, to standard error unless that cannot be written."""
+        """Write a line of the launcher itself."""
         self._write_lines(
             _LAUNCHER, stream, [f"torch_ring.run: {line}\n".encode(errors="surrogateescape")]
         )
 
     def lose(self, stream: str, error: OSError) -> None:
-        """Drop what a stream does not take now, as on a full disk; say so on the other one."""
+        """Drop output that a stream cannot take, as on a full disk; report it on the other one."""
         reason = error.strerror or str(error)
         self.sinks[stream].drop(reason)
         self._tell_once(
@@ -226,7 +226,7 @@ class Screen:
         )
 
     def mute(self, fd: int) -> None:
-        """Write no more to a descriptor that nobody reads."""
+        """Write no more to a descriptor without a reader."""
         for sink in self.sinks.values():
             if sink.fd == fd:
                 sink.mute()
@@ -267,7 +267,7 @@ class Screen:
         return f"{when}[{_label(rank)}]<{stream}>:".encode()
 
     def _keep(self, rank: int, stream: str, data: bytes) -> None:
-        """Write to a rank's file; while that cannot be done, the job goes on without it."""
+        """Write to a rank's file; if that fails, the job goes on without the file."""
         sink = None
         try:
             sink = self._file(rank, stream)
@@ -290,7 +290,7 @@ class Screen:
         if key not in self._files:
             folder = self._folder_of(rank)
             folder.mkdir(parents=True, exist_ok=True)
-            # A rank that was started again adds to what there is.
+            # A restarted rank appends to its file.
             mode: Literal["ab", "wb"] = "ab" if key in self._kept else "wb"
             file = open(folder / stream, mode, buffering=0)  # noqa: SIM115
             self._kept.add(key)
@@ -304,8 +304,8 @@ class Screen:
 
 
 def say(line: str) -> None:
-    """Write a line of the launcher itself to standard error at once: there are no ranks."""
-    with contextlib.suppress(OSError):  # a full disk, or nobody reads it
+    """Write a line of the launcher itself to standard error at once, without ranks."""
+    with contextlib.suppress(OSError):  # a full disk, or no reader
         print(f"torch_ring.run: {line}", file=sys.stderr, flush=True)
 
 

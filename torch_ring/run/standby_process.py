@@ -1,8 +1,8 @@
 """The program of a standby process: imports torch, waits, and becomes a rank.
 
-The text of this file is sent to the process, whose standard input it reads: one line with this
-program, and, when it is to become a rank, one with the variables of the rank. It uses the standard
-library only, and what it imports beforehand may be missing.
+The process reads two lines from standard input: first the text of this file, and later, to become a
+rank, the rank's variables. The program uses only the standard library; the modules that it imports
+in advance may be missing.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ READ_PROGRAM = (
 
 
 def program(text: bytes) -> bytes:
-    """Return what the process reads first."""
+    """Return the first input of the process."""
     return base64.b64encode(text) + b"\n"
 
 
 def activation(environment: Mapping[str, str]) -> bytes:
-    """Return what the process reads when it is to become a rank with these variables."""
+    """Return the input that makes the process a rank with these variables."""
     return base64.b64encode(json.dumps(dict(environment)).encode()) + b"\n"
 
 
 def main(given: Any) -> None:
-    """Wait, then run the program that follows on the command line as Python would."""
+    """Wait, then run the program on the rest of the command line, as Python would."""
     arguments = sys.argv[1:]
     kind = arguments.pop(0) if arguments[0] in ("-m", "-c") else ""
-    if sys.path[0] == "" and kind != "-c":  # it is something else with python -I
+    if sys.path[0] == "" and kind != "-c":  # otherwise python -I
         script = os.path.abspath(arguments[0])
         sys.path[0] = os.getcwd() if kind else os.path.dirname(script)
     _warm_up()
@@ -67,10 +67,10 @@ def main(given: Any) -> None:
 
 
 def _warm_up() -> None:
-    """Import what takes seconds. Where that fails, the rank fails as it does without this."""
+    """Import slow modules. If that fails, the rank will fail as it would without this."""
     with contextlib.suppress(Exception):
         torch = importlib.import_module("torch")
         importlib.import_module("torch_ring.api")
         importlib.import_module("torch.utils.data")
-        # The first optimizer of a process imports much more.
+        # The first optimizer of a process imports many modules.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

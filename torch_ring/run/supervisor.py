@@ -17,21 +17,20 @@ from torch_ring.setup.network import is_loopback, is_loopback_name, own_address
 
 __all__ = ["ReachedHosts", "Supervisor"]
 
-_BEAT_S = 5.0  # how often hosts are told that the launcher lives, at least
+_BEAT_S = 5.0  # longest interval between signs of life to the hosts
 
 
 class Supervisor:
     """Waits for events, and meanwhile moves bytes: requests to hosts, the ranks' output to readers.
 
-    It decides nothing: whoever asks for the events does. Hosts may be added at any time.
+    It makes no decisions; the caller of `events` does. Hosts may be added at any time.
 
-    Thread: one.
-    Blocking: `events` only; its streams may be slow, or stop, at no other one's cost.
+    Thread: one. Blocking: only `events` and `drain`. A slow stream does not hold up the others.
 
     Args:
-        screen: where the ranks' output goes.
+        screen: the destination of the ranks' output.
         signals: a descriptor from which the numbers of signals can be read; -1: there is none.
-        show_errors: whether what ssh and agents write to standard error is shown.
+        show_errors: whether to show the standard error of ssh and agents.
     """
 
     def __init__(self, screen: Screen, signals: int = -1, show_errors: bool = False) -> None:
@@ -45,7 +44,7 @@ class Supervisor:
         self.connections[connection.host] = connection
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """Return what has happened; nothing, if nothing does in time. Output is on the screen."""
+        """Return the new events; empty after `timeout_s`. Output goes to the screen."""
         poll = select.poll()
         connections = [each for each in self.connections.values() if each.is_open]
         for connection in connections:
@@ -82,7 +81,7 @@ class Supervisor:
         return [e for e in found if not isinstance(e, Output) or e.stream == "result"]
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until everything that was written has been read; a signal ends the wait, too."""
+        """Wait until all output has been read; a signal ends the wait, too."""
         deadline = time.monotonic() + timeout_s
         while any(sink.waiting for sink in self.screen.sinks.values()) and not self._is_unread:
             left_s = deadline - time.monotonic()
@@ -90,7 +89,7 @@ class Supervisor:
                 return
 
     def close(self) -> None:
-        """End all agents, and so all ranks, that have not ended."""
+        """End all remaining agents, and so all remaining ranks."""
         for connection in self.connections.values():
             connection.close()
         self.screen.close()
@@ -121,15 +120,15 @@ class ReachedHosts:
     """Connects to hosts, and knows which of them have answered.
 
     Args:
-        spec: what to run there.
-        supervisor: to which connections are added.
-        ssh: how other hosts are reached.
+        spec: the program and its ranks.
+        supervisor: gets the connections.
+        ssh: the options of ssh for other hosts.
     """
 
     def __init__(self, spec: JobSpec, supervisor: Supervisor, ssh: Ssh) -> None:
         self._spec, self._supervisor, self._ssh = spec, supervisor, ssh
         self._ready: dict[str, Ready] = {}
-        self._deadlines: dict[str, float] = {}  # of hosts that have not answered yet
+        self._deadlines: dict[str, float] = {}  # for hosts that have not answered yet
 
     def connect(self, host: str) -> None:
         """Begin to connect to a host.
@@ -138,7 +137,7 @@ class ReachedHosts:
             InvalidArgumentError: there is no ssh here.
         """
         spec = self._spec
-        # An agent's own variables are those of its ranks, too.
+        # The agent's environment is also that of its ranks.
         environment = {n: text for n, text in spec.environment.items() if n not in spec.unset}
         ssh = None if is_this_host(host) else self._ssh
         before = self._supervisor.connections.get(host)
@@ -161,7 +160,7 @@ class ReachedHosts:
         """Note that a host has answered.
 
         Raises:
-            InvalidArgumentError: it cannot run ranks.
+            InvalidArgumentError: the host cannot run ranks.
         """
         self._deadlines.pop(event.host, None)
         if event.problem:
@@ -169,7 +168,7 @@ class ReachedHosts:
         self._ready[event.host] = event
 
     def lose(self, host: str) -> None:
-        """Note that a host does not answer any more, or never has."""
+        """Note that a host no longer answers, or has never answered."""
         if self._deadlines.pop(host, None) is not None:
             self._supervisor.connections[host].close()
         self._ready.pop(host, None)
@@ -195,11 +194,11 @@ class ReachedHosts:
 
     @property
     def next_at(self) -> float | None:
-        """When the next host will be overdue; None: all have answered."""
+        """The time when the next host will be overdue; None: all have answered."""
         return min(self._deadlines.values(), default=None)
 
     def facts(self) -> JobFacts:
-        """Return what the ranks have in common, when all hosts of their slots have answered."""
+        """Return the ranks' shared values. Call it when all hosts of their slots have answered."""
         spec = self._spec
         first = self._ready[spec.slots[0].host]
         facts = JobFacts(
@@ -216,16 +215,16 @@ class ReachedHosts:
         return facts
 
     def _address(self, first: Ready, hosts: Sequence[Ready]) -> str:
-        """Return an address of rank 0's host that the other hosts reach."""
+        """Return an address of rank 0's host that the other hosts can reach."""
         if all(host.host == first.host for host in hosts):
             return "127.0.0.1"
         if first.interface_address:
             return first.interface_address
         if not self._supervisor.connections[first.host].is_local:
-            # ssh may know the host by a name that nobody else resolves.
+            # ssh may know the host by a name that only ssh resolves.
             is_usable = first.server and not is_loopback(first.server)
             return first.server if is_usable else first.host.rpartition("@")[2]
         if not is_loopback_name(first.host) and first.host.replace(".", "").isdecimal():
-            return first.host  # an address, which the user has chosen
+            return first.host  # an address chosen by the user
         other = next(host for host in hosts if host.host != first.host)
         return own_address("", other.server or other.host)

@@ -1,4 +1,4 @@
-"""The self-test, ``python -m torch_ring``: what a machine can do, in words or as JSON.
+"""The self-test, ``python -m torch_ring``: reports a machine's abilities, in words or as JSON.
 
 Open first: `command`.
 """

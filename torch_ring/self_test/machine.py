@@ -1,4 +1,4 @@
-"""facts: the machine and its software, as a bug report needs them."""
+"""facts: the machine and its software, for bug reports."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from torch_ring.setup.ucx import own_ucx
 
 __all__ = ["facts", "gpus"]
 
-_PATIENCE_S = 10  # for a launcher to say its version
+_PATIENCE_S = 10  # for a launcher to print its version
 
 Facts = dict[str, Any]
 
 
 def facts(config: Config) -> Facts:
-    """Return rooms of facts by name. None: there is none, no limit, or it is not known."""
-    package = sys.modules["torch_ring"]  # its __init__ stands above all rooms
+    """Return groups of facts by name. None: there is none, no limit, or it is not known."""
+    package = sys.modules["torch_ring"]  # imported already, with this package
     quota = cpu_quota()
     return {
         "torch_ring": {
@@ -80,7 +80,7 @@ def facts(config: Config) -> Facts:
 
 
 def gpus() -> Facts:
-    """Return the names of the GPUs that torch sees, or why it sees none."""
+    """Return the names of the GPUs that torch sees, or the reason why it sees none."""
     if torch.version.cuda is None:
         return {"problem": f"torch {torch.__version__} is built without CUDA", "names": []}
     try:
@@ -92,7 +92,7 @@ def gpus() -> Facts:
 
 
 def _nccl(config: Config) -> Facts:
-    """Return NCCL's version (22703 is 2.27.3) and path, or why there is none."""
+    """Return NCCL's version (22703 is 2.27.3) and path, or the reason why there is none."""
     try:
         code = nccl_version(config.nccl_library)
     except InvalidArgumentError as error:
@@ -103,7 +103,7 @@ def _nccl(config: Config) -> Facts:
 
 
 def _network(config: Config) -> Facts:
-    """Return the address by which other hosts would find this process."""
+    """Return the address at which other hosts would reach this process."""
     try:
         return {"problem": None, "address": own_address(config.interface, None)}
     except (InvalidArgumentError, OSError) as error:
@@ -111,7 +111,7 @@ def _network(config: Config) -> Facts:
 
 
 def _ucx(config: Config) -> Facts:
-    """Return UCX's version and the transports by which it reaches other hosts, or why not."""
+    """Return UCX's version and its transports to other hosts, or the reason why there are none."""
     found = own_ucx(config) if config.network != "tcp" else "TORCH_RING_NETWORK=tcp"
     if not found[:1].isdigit():
         return {"problem": found, "version": None, "transports": []}
@@ -130,8 +130,8 @@ def _started_by() -> str:
 
 
 def _launcher(name: str) -> str | None:
-    """Return the version that a launcher says, and its path."""
-    beside = str(Path(sys.executable).parent)  # of an environment that is not activated
+    """Return the version that a launcher prints, and its path."""
+    beside = str(Path(sys.executable).parent)  # the environment may not be activated
     path = shutil.which(name) or shutil.which(name, path=beside)
     if path is None:
         return None
@@ -151,9 +151,9 @@ def _number(pattern: str, path: str) -> float | None:
 
 
 def _find(pattern: str, path: str) -> str | None:
-    """Return the group of a pattern at its first place in a file of the kernel."""
+    """Return a pattern's group at its first match in a file of the kernel."""
     try:
         found = re.search(pattern, Path(path).read_text(), re.MULTILINE)
-    except OSError:  # not there, or not ours to read
+    except OSError:  # missing, or not readable
         return None
     return found[1] if found else None

@@ -1,4 +1,4 @@
-"""run_ranks: local ranks that check allreduce, and time it beside gloo's. run_launched: a job's.
+"""run_ranks: checks allreduce on local ranks, and times it beside gloo's. run_launched: on a job's.
 
 The module is also the program of a rank: it prints its result as a line of JSON.
 """
@@ -33,7 +33,7 @@ from torch_ring.world import current
 
 __all__ = ["run_launched", "run_ranks"]
 
-_GRACE_S = 5.0  # for the other ranks, when one has failed: they may know more of it
+_GRACE_S = 5.0  # for the other ranks, when one has failed: they may know more
 _POLL_S = 0.02
 
 Facts = dict[str, Any]
@@ -46,18 +46,18 @@ def run_ranks(size: int, transport: str, deadline_s: float, device: str = "cpu")
         size: the number of ranks.
         transport: their TORCH_RING_TRANSPORT; "ucx": they have TORCH_RING_NETWORK=ucx, and share no
             memory.
-        deadline_s: seconds after which all of them are ended.
+        deadline_s: seconds after which all ranks are ended.
         device: "cpu", or "cuda": a GPU for each rank.
 
     Returns:
-        The result of rank 0, and the ranks' log. "failure" is None, or says in one line why there
-        is no result.
+        The result of rank 0, and the ranks' log. "failure" is None, or a line with the reason why
+        there is no result.
     """
     facts: Facts = {"asked_transport": transport, "ranks": size, "failure": None}
     facts |= {"transport": None, "gloo_problem": None, "allreduce": []}
     try:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    except (RuntimeError, OSError):  # the ranks say that there is no gloo
+    except (RuntimeError, OSError):  # the ranks report that there is no gloo
         store = None
     arguments = [size, math.ceil(deadline_s) + 1, os.getpid(), store.port if store else 0, device]
     environment = _environment(transport, deadline_s)
@@ -73,7 +73,7 @@ def run_ranks(size: int, transport: str, deadline_s: float, device: str = "cpu")
         for rank in ranks:
             rank.end()
     failures = [f"rank {i}: {ranks[i].failure(code)}" for i, code in enumerate(codes) if code]
-    # The ranks that are left say that they have lost one, which says less than its own error.
+    # The other ranks' PeerLostErrors say less than the failed rank's own error.
     failures.sort(key=lambda failure: "PeerLostError" in failure)
     running = ", ".join(f"rank {i}" for i, code in enumerate(codes) if code is None)
     if failures:
@@ -119,7 +119,7 @@ class _Rank:
         return dict(json.loads(results[-1])) if results else {}
 
     def failure(self, code: int) -> str:
-        """Return why a rank whose code is not 0 has failed, in one line."""
+        """Return the reason of a rank's exit code other than 0, in one line."""
         if said := self.said().get("failure"):
             return str(said)
         if code < 0:
@@ -128,7 +128,7 @@ class _Rank:
 
 
 def _environment(transport: str, deadline_s: float) -> dict[str, str]:
-    waiting_s = f"{max(0.1, 0.7 * deadline_s):g}"  # less: the ranks' errors say more than their end
+    waiting_s = f"{max(0.1, 0.7 * deadline_s):g}"  # less: the ranks' errors say more
     over_ucx = transport == "ucx"
     return without_launchers() | {
         "TORCH_RING_TRANSPORT": "tcp" if over_ucx else transport,
@@ -142,7 +142,7 @@ def _environment(transport: str, deadline_s: float) -> dict[str, str]:
 
 
 def _wait(ranks: list[_Rank], deadline_s: float) -> list[int | None]:
-    """Return the exit codes of the ranks; None: it runs at the deadline."""
+    """Return the exit codes of the ranks; None: still running at the deadline."""
     end = time.monotonic() + deadline_s
     while True:
         codes = [rank.process.poll() for rank in ranks]
@@ -156,8 +156,8 @@ def _wait(ranks: list[_Rank], deadline_s: float) -> list[int | None]:
 # --- the program of a rank
 
 _TIMED_BYTES = (1 << 10, 1 << 20)
-_ROUNDS = 9  # of each library; their median counts
-_ROUND_S = 0.02  # about what a library's calls of one round take
+_ROUNDS = 9  # for each library; the median counts
+_ROUND_S = 0.02  # approximate duration of a library's calls in one round
 _MOST_CALLS = 200  # in a round
 _UNTIMED = 3  # calls: they fill the caches, and the other library's threads fall asleep
 
@@ -201,13 +201,13 @@ def _test(rank: int, size: int, device: str, deadline_s: int, port: int) -> Fact
 
 
 def run_launched() -> Facts:
-    """Be one of the ranks that a launcher has started, on all hosts: check allreduce, and time it.
+    """Run as one of a launcher's ranks, on all hosts: check allreduce, and time it.
 
     Returns:
-        As run_ranks, without gloo's times, of which a job has no store.
+        As run_ranks, without gloo's times: gloo would need a store.
 
     Raises:
-        RingError: the ranks do not meet, or lose one another.
+        RingError: the ranks do not find one another, or lose one another.
         RuntimeError: a sum is wrong.
     """
     world.init()
@@ -233,7 +233,7 @@ def _rows(calls: dict[str, Call], device: str) -> list[Facts]:
 
 
 def _check(count: int, device: str) -> None:
-    """Raise RuntimeError unless an allreduce of `count` elements has the sum of all ranks'."""
+    """Raise RuntimeError unless an allreduce of `count` elements has the right sum."""
     size = world.size()
     index = torch.arange(count, device=device, dtype=torch.float32) % 1000  # exact in float32
     total = allreduce(index * size + world.rank(), op=Sum)
@@ -247,7 +247,7 @@ def _check(count: int, device: str) -> None:
 
 
 def _start_gloo(port: int, deadline_s: int) -> str | None:
-    """Connect gloo's ranks through the self-test's store; return why there is no gloo, on all."""
+    """Connect gloo's ranks over the self-test's store; return, on all, why there is no gloo."""
     size, rank, timeout, problem = world.size(), world.rank(), timedelta(seconds=deadline_s), ""
     if not (dist.is_available() and dist.is_gloo_available()):
         return "torch has no gloo"
@@ -261,7 +261,7 @@ def _start_gloo(port: int, deadline_s: int) -> str | None:
 
 
 def _times(calls: dict[str, Call], count: int, device: str) -> dict[str, float]:
-    """Return each library's microseconds: medians of rounds in turns."""
+    """Return each library's microseconds: the medians of alternating rounds."""
     tensors = {name: torch.zeros(count // 4, device=device) for name in calls}
     repeats: dict[str, int] = {}
     for name, call in calls.items():

@@ -1,6 +1,6 @@
-"""usable_cpus, cpu_quota: the CPUs that the control groups of a container or a job leave a process.
+"""usable_cpus, cpu_quota: a process's CPUs under the control groups of a container or a job.
 
-The text of this file is sent to every host: it uses the standard library only.
+The text of this file is sent to every host: it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _ROOT = "/sys/fs/cgroup"
 
 
 def usable_cpus() -> float:
-    """Return the number of CPUs on which this process may run, or of its quota, if that is less."""
+    """Return the number of CPUs on which this process may run, or its quota if that is less."""
     return min(len(os.sched_getaffinity(0)), cpu_quota())
 
 
 def cpu_quota() -> float:
-    """Return the least quota in CPUs of this process's control groups; infinity: there is none.
+    """Return the smallest quota, in CPUs, of this process's control groups; infinity: none.
 
-    A group has what the groups around it leave. In version 2 "200000 100000" are two CPUs, in
-    version 1 the two numbers stand in two files, and -1 is no limit.
+    A group is limited by its parent groups, too. In version 2 "200000 100000" means two CPUs; in
+    version 1 the two numbers are in two files, and -1 is no limit.
     """
     pairs = [text.split() for text in _limits("cpu.max", "")]
     quotas = _limits("", "cpu.cfs_quota_us")
@@ -35,13 +35,13 @@ def cpu_quota() -> float:
 
 
 def _limits(name: str, old_name: str) -> list[str]:
-    """Return a file's first line in the control groups of this process, from its own to the root's.
+    """Return the first lines of a file in this process's control groups, up to the root.
 
-    In a container that sees the path of its group on the host, the root is its own group.
+    A container may see its group's path on the host, while its root is that group itself.
 
     Args:
         name: the file's name in version 2; empty: none.
-        old_name: in version 1.
+        old_name: the file's name in version 1.
     """
     files = {f"{_ROOT}/{name}": name, f"{_ROOT}/cpu/{old_name}": old_name}
     for line in _lines("/proc/self/cgroup"):
@@ -60,5 +60,5 @@ def _lines(path: str) -> list[str]:
     try:
         with open(path) as file:
             return file.read().splitlines()
-    except (OSError, ValueError):  # not there, or not ours to read
+    except (OSError, ValueError):  # missing, or not readable
         return []

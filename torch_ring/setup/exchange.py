@@ -1,14 +1,14 @@
 """exchange_hosts: all ranks of a world learn of one another, in two levels, or fail together.
 
-The ranks of a host gather their descriptions at a Unix socket, where one of them leads; the leaders
-gather one description each over the store, if the ranks are on several hosts. Every leader has the
-table of all ranks then, and passes it down. Either exchange has `gather`, which returns the values
-that all give, as JSON can say them; `poll`, which raises a failure of the others; `fail`, which
-tells them one, once; and `close`.
+The ranks of a host gather their descriptions at a Unix socket, where one of them leads. If the
+ranks are on several hosts, the leaders gather one description each over the store. Then every
+leader has the table of all ranks, and passes it down. Either exchange has `gather`, which returns
+the JSON values of all ranks; `poll`, which raises another rank's failure; `fail`, which reports one
+to the others, once; and `close`.
 
-A group claims a machine by the kernel's boot id and a network namespace. Copies of one virtual
-machine have these in common, so the leader of each later group shows that it reaches the Unix
-socket of the first group of its machine. One that does not is a machine of its own.
+A group names its machine by the kernel's boot id and a network namespace. Copies of a virtual
+machine share these, so the leader of each later group must prove that it reaches the Unix socket of
+the machine's first group. A group that cannot counts as a machine of its own.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ __all__ = ["FailurePath", "Missed", "exchange_hosts", "failing_together"]
 Cause = TypeVar("Cause", bound=BaseException)
 
 Missed = Callable[[Collection[int]], RingError | None]
-"""Returns why a world cannot be made, if it knows so, given the ranks that a leader has met."""
+"""Given the ranks that a leader has met, returns an error if a world cannot be made, else None."""
 
 _PROGRESS_S = 5.0
-_PATIENCE_S = 5.0  # seconds in which rank 0 opens the store for the news of a failure
-_PRESENT_S = 0.5  # ... in which a store answers that is there
-_MISSED_EVERY_S = 0.2  # seconds between two questions whether all live that are to meet
+_PATIENCE_S = 5.0  # seconds in which rank 0 opens the store for the report of a failure
+_PRESENT_S = 0.5  # seconds in which an existing store answers
+_MISSED_EVERY_S = 0.2  # seconds between two questions whether all ranks still live
 _MISSED_EVERY_S_PER_RANK = 0.001
 
 
 class FailurePath:
-    """The way of a failure: one on any rank, in any phase of init(), is raised on all of them.
+    """The path of failures: one on any rank, in any phase of init(), is raised on all of them.
 
-    It leads over the exchanges in which this rank is by then; see `failing_together`.
+    It uses the exchanges that this rank has joined so far; see `failing_together`.
 
-    Thread: one at a time. Blocking: `explain` and `fail`, for seconds; `watch`, as it is asked.
+    Thread: one at a time. Blocking: `explain` and `fail`, for seconds; `watch`, for `wait_s`.
 
     Args:
         identity: this process.
-        deadline: of the whole init().
+        deadline: the deadline of the whole init().
         place: the store where hosts meet; None: all ranks are on this host.
         missed: called now and then on the leaders of hosts, until all ranks are connected.
 
     Attributes:
         identity, deadline, place: as given.
-        host: the exchange with the ranks of this host, as of `meet_on_host`: set before any call.
-        hosts: that of the leaders with one another; None: not yet, or none is needed.
+        host: the exchange with the ranks of this host, from `meet_on_host`: set before any call.
+        hosts: the exchange among the leaders; None: not yet, or none is needed.
     """
 
     host: HostLeader | HostFollower
@@ -84,14 +84,14 @@ class FailurePath:
         self._next_question = Deadline(_MISSED_EVERY_S)
         self._began, self._next_report = time.monotonic(), Deadline(_PROGRESS_S)
         self._has_failed = False
-        self._in_store = False  # all failures are
+        self._in_store = False  # whether all failures are stored there
 
     def watch(self, wait_s: float = 0.0) -> RingError | None:
-        """Handle what the ranks of this host say, and wait for it; raise a failure of theirs.
+        """Handle messages of the ranks of this host, waiting up to `wait_s`; raise their failure.
 
         Returns:
-            The error of ranks that have ended, if this leader knows it: it is no use to wait for
-            them. While this rank is in the store, where that error reaches all, it is raised.
+            The error of ranks that have ended, if this leader knows it: then do not wait for them.
+            While this rank uses the store, where that error reaches all, it is raised instead.
         """
         with self.alike():
             self._poll_host(wait_s)
@@ -113,7 +113,7 @@ class FailurePath:
     def _poll_host(self, wait_s: float) -> None:
         try:
             self.host.poll(wait_s)
-        finally:  # other hosts hear of a failure in the store
+        finally:  # other hosts learn of a failure from the store
             is_asked = isinstance(self.host, HostFollower) and self.host.must_serve
             if is_asked and self.place is not None and self.place.serves:
                 self.place.open(self.deadline)
@@ -128,7 +128,7 @@ class FailurePath:
     def explain(self, error: RingError) -> RingError:
         """Return the failure of another rank behind `error`, or `error` itself.
 
-        A rank that fails says why a moment after its connections close.
+        A failing rank reports the reason a moment after its connections close.
         """
         patience = Deadline(1.0)
         while not patience.passed():
@@ -139,13 +139,13 @@ class FailurePath:
                         self.hosts.poll(at_once=True)
             except RingError as failure:
                 return failure
-            time.sleep(0.02)  # where there is nobody to hear from, poll() does not wait
+            time.sleep(0.02)  # without peers, poll() does not wait
         return error
 
     def fail(self, error: Cause) -> Cause:
-        """Return the error after the other ranks know why this one cannot go on.
+        """Report an error of this rank to the others, and return it.
 
-        A store's server waits for them.
+        The process that serves the store waits until the others know it.
         """
         self._tell(Failure.of(error, self.identity.rank))
         if self.place is not None and self.place.serves and self.place.opened is not None:
@@ -165,11 +165,11 @@ class FailurePath:
         """Begin the exchange with other hosts. Failures are in the store from now on.
 
         Args:
-            ranks: of this rank's group.
-            ranks_of: as of `StoreExchange`.
+            ranks: the ranks of this rank's group.
+            ranks_of: as for `StoreExchange`.
         """
         assert self.place is not None
-        # While it tells the store of a failure, that failure must not end the call.
+        # While a failure is being written to the store, it must not end that call.
         store = self.place.open(self.deadline, self._watch_unless_failed)
         self._in_store = True
         self.hosts = StoreExchange(
@@ -177,7 +177,7 @@ class FailurePath:
         )
 
     def leave_store(self) -> None:
-        """Let go of the store. Call when all ranks have joined: failures travel otherwise then."""
+        """Leave the store. Call when all ranks have joined: later failures take other paths."""
         if self.hosts is not None:
             self.hosts.close()
             self.hosts = None
@@ -187,7 +187,7 @@ class FailurePath:
     def close(self) -> None:
         """Leave the exchange of this host. Call when all ranks have joined, or after a failure."""
         self.host.close()
-        del self.host  # it holds this path
+        del self.host  # it refers to this path
         self.hosts = None
 
     def _watch_unless_failed(self) -> None:
@@ -195,7 +195,7 @@ class FailurePath:
             self.watch()
 
     def _tell(self, failure: Failure) -> None:
-        """Tell everybody why this init() has failed, unless they know."""
+        """Tell all ranks the failure of this init(), unless they know it."""
         if self._has_failed:
             return
         self._has_failed = True
@@ -210,7 +210,7 @@ class FailurePath:
             self._tell_late_ranks(leader, failure)
 
     def _tell_late_ranks(self, leader: HostLeader, failure: Failure) -> None:
-        """Tell ranks that have not come yet why this init() has failed."""
+        """Tell late ranks the failure of this init()."""
         on_one_node = self.place is None or self.identity.on_one_node()
         hosts = None if on_one_node else self._fail_in_store(leader.notified, failure)
         size = self.identity.size
@@ -224,8 +224,8 @@ class FailurePath:
     def _fail_in_store(self, ranks: Collection[int], failure: Failure) -> StoreExchange | None:
         if self.place is None:
             return None
-        # Rank 0 opens the store when it is asked to. If it is not here, nobody waits in a store
-        # that is not there by now.
+        # Rank 0 opens the store when it is asked to. If rank 0 is not here and the store does not
+        # exist by now, no rank waits in it.
         patience = Deadline(_PATIENCE_S if 0 in ranks else _PRESENT_S)
         with contextlib.suppress(RingError, OSError):  # the failure itself counts
             store = self.place.open(patience)
@@ -235,7 +235,7 @@ class FailurePath:
         return None
 
     def _report(self) -> None:
-        """Log on rank 0, every few seconds, who is here."""
+        """Log on rank 0, every few seconds, the ranks that have arrived."""
         if isinstance(self.host, HostLeader) and self._next_report.passed():
             self._next_report = Deadline(_PROGRESS_S)
             here = {*self.host.values, *(self.hosts.here if self.hosts else ())}
@@ -250,7 +250,7 @@ def failing_together(path: FailurePath) -> Iterator[FailurePath]:
 
     Raises:
         RingError: another rank's failure, where a lost connection is only its consequence.
-        BaseException: the exception raised inside; the other ranks know of it.
+        BaseException: the exception raised inside; the other ranks have been told.
     """
     # No local variable holds the cause: its traceback would keep this frame, and its engine, alive.
     try:
@@ -269,13 +269,13 @@ def failing_together(path: FailurePath) -> Iterator[FailurePath]:
 def exchange_hosts(own: Mapping[str, Any], settings: Mapping[str, Any], path: FailurePath) -> bytes:
     """Return the table of all ranks on the leader of a machine; empty on its other ranks.
 
-    These hear it from the leader. See `peer_info.parse_table`.
+    The other ranks get it from the leader. See `peer_info.parse_table`.
 
     Args:
         own: this rank's description. It has its "rank", and its "machine": the same for ranks that
             can meet at a Unix socket.
-        settings: what must be the same on all ranks, by variable.
-        path: of failures; it has the exchange of this host, and the store.
+        settings: the settings that must be the same on all ranks, by variable.
+        path: the path of failures, with the exchange of this host, and the store.
 
     Raises:
         TimeoutError: ranks did not arrive before the deadline; names them.
@@ -298,11 +298,11 @@ def exchange_hosts(own: Mapping[str, Any], settings: Mapping[str, Any], path: Fa
 def _exchange_over_store(
     host: HostLeader, own: HostInfo, texts: Mapping[int, str], path: FailurePath
 ) -> bytes:
-    """Return the table as `exchange_hosts` does, where ranks are missing on this host.
+    """Return the table as `exchange_hosts` does, if ranks are missing on this host.
 
-    Between hosts the key of the world follows from the secret and from all that was sent, with
-    which nobody can have meddled then. On one host it is a random one, which leaves no process but
-    over the Unix sockets.
+    Between hosts the key of the world is derived from the secret and from all values sent: if any
+    value was tampered with, the ranks get different keys. On one host the key is random, and leaves
+    a process only over the Unix sockets.
     """
     host.ask_to_serve()
     path.open_store(own.ranks, lambda value: _ranks_with(own, value))
@@ -333,7 +333,7 @@ def _info_of(value: Any, size: int) -> HostInfo:
 
 
 def _ranks_with(own: HostInfo, value: Any) -> Sequence[int]:
-    """Return the ranks of another group. Raises RingError if it cannot be of this one's world."""
+    """Return the ranks of another group. Raises RingError if it does not fit into this world."""
     other = _info_of(value, own.size)
     if other.size != own.size:
         raise other_size(other.leader, other.size, own.size)
@@ -345,7 +345,7 @@ def _ranks_with(own: HostInfo, value: Any) -> Sequence[int]:
 def _proven(
     infos: list[HostInfo], own: HostInfo, host: HostLeader, path: FailurePath
 ) -> list[HostInfo]:
-    """Return the groups, each with the machine on which it is."""
+    """Return the groups, each with its proven machine."""
     first: dict[str, HostInfo] = {}
     later = [each for each in infos if first.setdefault(str(each.machine), each) is not each]
     if not later:

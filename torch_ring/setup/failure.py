@@ -1,4 +1,4 @@
-"""Failure: the error that ends an init(), as it travels to all ranks."""
+"""Failure: the error that ends an init(), in the form that is sent to all ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
     "two_of_a_rank",
 ]
 
-_KINDS = ("MismatchError", "PeerLostError", "TimeoutError")  # any other arrives as a RingError
-_NAMED = 16  # ranks of a long list that are named
-_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # the last: of threads
+_KINDS = ("MismatchError", "PeerLostError", "TimeoutError")  # any other becomes a RingError
+_NAMED = 16  # ranks named of a long list
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # EAGAIN: a lack of threads
 
 
 @dataclass(frozen=True)
@@ -42,32 +42,32 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Return how the other ranks hear of an error on `rank`."""
+        """Return the failure by which the other ranks learn of an error on `rank`."""
         reason = (str(error) or type(error).__name__).removeprefix(f"rank {rank}: ")
         return cls(type(error).__name__, f"init failed on rank {rank}: {reason}")
 
     @classmethod
     def of_all(cls, error: RingError) -> Failure:
-        """Return how the other ranks hear of an error that concerns all of them alike."""
+        """Return the failure for an error that concerns all ranks alike."""
         return cls(type(error).__name__, str(error))
 
     def error(self) -> RingError:
-        """Return the error to raise on a rank that is notified."""
+        """Return the error to raise on a notified rank."""
         kind: type[RingError] = getattr(errors, self.kind) if self.kind in _KINDS else RingError
         return kind(self.text)
 
     def to_bytes(self) -> bytes:
-        """Return the failure as it is sent."""
+        """Return the bytes to send."""
         return json.dumps([self.kind, self.text[:16384]]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Failure:
-        """Return a failure that was sent. Damage makes it a failure, too: never an exception."""
+        """Return a failure that was sent. Damaged data become a failure, never an exception."""
         try:
             kind, text = json.loads(data)
         except (ValueError, TypeError, RecursionError):
             return cls("RingError", "init failed on another rank, for a reason that got lost")
-        # Without a secret between hosts it may be a stranger's, who is kept from the terminal.
+        # Without a secret a stranger may have sent it: keep control characters off the terminal.
         return cls(
             str(kind), "".join(c if c.isprintable() or c == "\n" else "?" for c in str(text))
         )
@@ -86,10 +86,10 @@ def missing_ranks(
     """Return the error of ranks that are not among `here` at the deadline.
 
     Args:
-        here: those that have come.
+        here: the ranks that have arrived.
         size: the number of ranks.
-        deadline: when they had to be here.
-        advice: a sentence on how these ranks find one another.
+        deadline: the deadline that has passed.
+        advice: a sentence about the way in which these ranks find one another.
     """
     missing = sorted(set(range(size)).difference(here))
     if not missing:
@@ -101,14 +101,14 @@ def missing_ranks(
 
 
 def exited(ranks: Sequence[int], size: int) -> PeerLostError:
-    """Return the error of ranks that have ended, for which the others wait no longer."""
+    """Return the error of ranks that have exited: the others wait for them no longer."""
     return PeerLostError(f"{name_ranks(ranks)} of {size} exited during init")
 
 
 def progress(
     here: Sequence[int], size: int, waited_s: float, missing: Sequence[int] | None = None
 ) -> str:
-    """Return the line that tells a patient user who is here and who is missing: else all others."""
+    """Return the line of progress: the ranks `here`, and the missing ones (None: all others)."""
     if missing is None:
         missing = sorted(set(range(size)).difference(here))
     return (
@@ -119,12 +119,12 @@ def progress(
 
 
 def two_of_a_rank(rank: int, size: int) -> RingError:
-    """Return the error of a rank that has come twice."""
+    """Return the error of two processes with the same rank."""
     return RingError(twice(f"two processes are rank {rank} of {size}"))
 
 
 def twice(found: str) -> str:
-    """Return the text of two processes with one rank, which says what else it may be."""
+    """Return the text for two processes with one rank, with other possible causes."""
     return (
         f"{found}, or another job has the same MASTER_ADDR and MASTER_PORT, or one process was "
         "killed in the middle of init() and another one started in its place"
@@ -132,17 +132,17 @@ def twice(found: str) -> str:
 
 
 def other_version(who: str, error: Exception) -> RingError:
-    """Return the error of what `who`, a rank or a host, has sent, which cannot be read."""
+    """Return the error of an unreadable message from `who`, a rank or a host."""
     return RingError(f"{who} runs another version of torch_ring: {error}")
 
 
 def gone(who: str, error: Exception | None = None) -> PeerLostError:
-    """Return the error of a rank, named `who`, whose connection has ended."""
+    """Return the error of a rank, named `who`, whose connection has been closed."""
     return PeerLostError(f"{who} has exited during init{'' if error is None else f': {error}'}")
 
 
 def other_size(rank: int, size: int, others: Any) -> MismatchError:
-    """Return the error of a rank that believes in another size than the rest."""
+    """Return the error of a rank whose number of ranks differs from the others'."""
     return MismatchError(
         f"rank {rank} is one of {size}, but another rank is one of {others}: give all ranks the "
         "same size"
@@ -150,10 +150,10 @@ def other_size(rank: int, size: int, others: Any) -> MismatchError:
 
 
 def lacking(error: BaseException, rank: int) -> RingError | None:
-    """Return the error that says which limit to raise on `rank`; None if it lacks nothing."""
+    """Return the error that names the limit to raise on `rank`; None: `error` has another cause."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     if isinstance(error, RingError):
-        # The native module says what this process lacks, but does not know its rank everywhere.
+        # The native module names the missing resource, but does not always know the rank.
         nameless = "raise `ulimit" in str(error) and "rank " not in str(error)
         return RingError(f"rank {rank}: {error}") if nameless else None
     if number not in _LACKS:

@@ -1,4 +1,4 @@
-"""Frame: one message of ranks that find one another, over a Unix socket or in a store.
+"""Frame: one message between ranks during init(), over a Unix socket or in a store.
 
 A frame is a header (magic, kind, number of descriptors, bytes) and its payload. Over a socket
 (`FrameSocket`) the descriptors come with the header's first byte. In a store and between
@@ -26,22 +26,22 @@ HEADER_BYTES = _HEADER.size
 _MAGIC = b"tring1"
 _MOST_FDS = 8
 _READ_BYTES = 1 << 18
-_MOST_READS = 64  # at a time: nobody who sends without end keeps the others waiting
+_MOST_READS = 64  # at a time: an endless sender must not keep the others waiting
 
 
 class Kind(enum.IntEnum):
     """The kind of a frame."""
 
     HELLO = 1  # to the leader: rank, size and start
-    WELCOME = 2  # from the leader: its rank and size; it takes the rank in
+    WELCOME = 2  # from the leader, which accepts the rank: its rank and size
     VALUE = 3  # to the leader: the rank's value in an exchange; in a store: a host's
     SERVE = 4  # to the first rank of a host: other hosts need the store
     NOTE = 5  # to rank 0: a line for its log
-    DATA = 6  # from the leader: what it passes down
+    DATA = 6  # from the leader: a broadcast
     FAILURE = 7  # either way: this init() has failed
-    BYE = 8  # either way: this end needs the connection no more
+    BYE = 8  # either way, this end no longer needs the connection
     APART = 9  # from the leader: the ranks of this start meet without it
-    VALUES = 10  # in a store: those of all hosts
+    VALUES = 10  # in a store: the values of all hosts
     MESSAGE = 11  # between processes of an elastic job
 
 
@@ -56,14 +56,14 @@ _MOST_BYTES = {
     Kind.BYE: 0,
     Kind.APART: 0,
     Kind.VALUES: 1 << 23,
-    Kind.MESSAGE: 1 << 22,  # a table of 20,000 members, with room to spare
+    Kind.MESSAGE: 1 << 22,  # more than a table of 20,000 members
 }
 _FOREIGN = "the other end is no rank of this version of torch_ring"
 
 
 @dataclass
 class Frame:
-    """One frame; whoever takes it owns its descriptors."""
+    """One frame; its receiver owns its descriptors."""
 
     kind: Kind
     payload: bytes = b""
@@ -92,10 +92,10 @@ def payload_bytes(header: bytes, kind: Kind) -> int:
 
 
 def _header(data: bytes | bytearray) -> tuple[Kind, int, int] | None:
-    """Return kind, descriptors and bytes of the frame that begins here; None: they have not come.
+    """Return kind, descriptors and bytes of the frame that begins here; None: still incomplete.
 
     Raises:
-        ValueError: it is no frame.
+        ValueError: the bytes are no frame.
     """
     if len(data) < _HEADER.size:
         if not _MAGIC.startswith(data[: len(_MAGIC)]):
@@ -113,7 +113,7 @@ def _header(data: bytes | bytearray) -> tuple[Kind, int, int] | None:
 class FrameSocket:
     """Frames over a connected Unix socket, which it owns.
 
-    Thread: one at a time. Blocking: `send`, until the deadline; `receive`, as it is asked.
+    Thread: one at a time. Blocking: `send`, until the deadline; `receive`, for `wait_s`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -149,12 +149,12 @@ class FrameSocket:
                 self._wait(select.POLLOUT, min(1.0, 0.001 + deadline.left_s()))
 
     def receive(self, wait_s: float = 0.0) -> list[Frame]:
-        """Return the frames that have arrived; wait for one, no longer, if there are none.
+        """Return the frames that have arrived; if there are none, wait for the first.
 
         Raises:
             EOFError: the other end has closed the connection, and all its frames were taken.
             OSError: the connection is broken.
-            ValueError: what has come is no frame.
+            ValueError: the received bytes are no frame.
         """
         self._wait(select.POLLIN, wait_s)
         end: Exception | None = None
@@ -164,7 +164,7 @@ class FrameSocket:
                     end = EOFError("the connection was closed")
             except BlockingIOError:
                 break
-            except OSError as error:  # the other end has not read everything, but may have said why
+            except OSError as error:  # the other end closed early, but may have sent the reason
                 end = error
             if end is not None:
                 break
@@ -176,7 +176,7 @@ class FrameSocket:
         return frames
 
     def close(self) -> None:
-        """Close the connection, and the descriptors that nobody has taken."""
+        """Close the connection, and the received descriptors that were not taken."""
         self.socket.close()
         while self._fds:
             os.close(self._fds.pop())
@@ -190,7 +190,7 @@ class FrameSocket:
                 fds.frombytes(passed[: len(passed) - len(passed) % fds.itemsize])
                 self._fds.extend(fds)
         self._received += data
-        _header(self._received)  # before more of a frame is kept that is none
+        _header(self._received)  # raises early if the bytes are no frame
         return len(data)
 
     def _next(self) -> Frame | None:

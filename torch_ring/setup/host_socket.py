@@ -1,11 +1,11 @@
 """HostLeader, HostFollower: the ranks of a host find one another by the name of a Unix socket.
 
-The rank that binds the name leads; the others connect and send it their values. A leader hears of
-the failure or the end of one of them before it takes in another connection, so that a rank which
-tries again never gets into the world that has failed.
+The rank that binds the name leads; the others connect and send it their values. A leader handles
+the failure or the end of a rank before it accepts another connection, so that a rank which tries
+again never joins the failed world.
 
-Two jobs may have one name. Ranks of the leader's own start are let in at once; those of another one
-wait (`HostLeader`).
+Two jobs may have the same name. Ranks of the leader's own start are let in at once; those of
+another start wait (`HostLeader`).
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def socket_name(identity: Identity, environment: Mapping[str, str] = os.environ)
     """Return the name, the same for all ranks of this start of the job on this host and node.
 
     Raises:
-        RingError: nothing tells this job from others.
+        RingError: this job cannot be told from others.
     """
     address = [environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
     if is_loopback_name(address[0]):
         address[0] = "localhost"
     job = identity.job or ("" if address[0] else _starter(identity))
-    # Two nodes of torchrun may be on one host: each knows how many of its own will come.
+    # Two nodes of torchrun may be on one host: each knows its own number of ranks.
     return _named(os.getuid(), identity.launcher, job, *address, identity.node, identity.part)
 
 
 def advice_on_missing(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
-    """Return why ranks that meet at this name, and at no store, may miss others; "": unknown."""
+    """Return the likely reason why ranks that meet at this name alone miss others; "": unknown."""
     address = environment.get("MASTER_ADDR", "")
     if is_loopback_name(address) and not identity.on_one_node():
         return (
@@ -97,9 +97,9 @@ def advice_on_missing(identity: Identity, environment: Mapping[str, str] = os.en
 
 
 def socket_name_by_store(store: AuthenticatedStore) -> str | None:
-    """Return the name that the ranks of a store agree upon; None: the store cannot do that.
+    """Return the name that the ranks of a store agree on; None: the store cannot do that.
 
-    Nothing else tells which ranks a store of the user's is for. Cost: one operation a rank.
+    Only the store itself identifies the ranks that use it. Cost: one operation a rank.
     """
     with contextlib.suppress(DistError, NotImplementedError):
         token = store.compare_set("socket", "", secrets.token_hex(16))
@@ -126,21 +126,21 @@ def _starter(identity: Identity) -> str:
         ) from None
 
 
-HELLO = struct.Struct("!II")  # rank, size; of the leader in its welcome; a start comes after it
+HELLO = struct.Struct("!II")  # rank, size, of the leader in its welcome; in a hello a start follows
 
 
 class ApartError(Exception):
-    """The ranks of this start are all here: they meet by themselves, at a name of their own."""
+    """The ranks of this start are complete: they meet by themselves, at a name of their own."""
 
 
 Watch = Callable[[float], object]
-"""Handles what ranks say, on all carriers; waits seconds for it; raises their failure.
+"""Handles the ranks' messages in all exchanges, waiting for some seconds; raises their failure.
 
-Returns what speaks against waiting for ranks that have not come, if anything does.
+Returns a reason not to wait for missing ranks, or None.
 """
 
 _PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
-_SLICE_S = 1.0  # a wait is made of shorter ones
+_SLICE_S = 1.0  # longest single wait; longer waits are made of several
 
 
 class HostFollower:
@@ -149,11 +149,11 @@ class HostFollower:
     Thread: one at a time. Blocking: all but `close`, until the deadline.
 
     Attributes:
-        must_serve: whether other hosts need the store, if this rank is the one that serves it.
-        failure: why this init() has failed, when it has.
-        left: whether the leader has gone in peace.
-        leader: the leader's name in messages; it tells its rank with its welcome.
-        pid: the leader's process; 0: it is not seen from here.
+        must_serve: whether this rank must serve the store, because other hosts need it.
+        failure: the failure of this init(), if it has failed.
+        left: whether the leader has said goodbye.
+        leader: the leader's name in messages; its welcome has its rank.
+        pid: the leader's process; 0: it is not visible from here.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class HostFollower:
         self.failure: Failure | None = None
         self.left = False
         self._deadline, self._watch = deadline, watch
-        self._data: deque[Frame] = deque()  # what the leader has passed down
+        self._data: deque[Frame] = deque()  # broadcasts of the leader
         self._welcome = False
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """Send this rank's value to the leader; return nothing.
+        """Send this rank's value to the leader; return an empty dictionary.
 
         Raises:
             PeerLostError: the leader is gone.
@@ -178,7 +178,7 @@ class HostFollower:
         try:
             self.connection.send(Kind.VALUE, self._deadline, json.dumps(value).encode())
         except OSError as error:
-            self.pump(0.0)  # it may have said why
+            self.pump(0.0)  # the leader may have sent the reason
             raise gone(self.leader, error) from None
         return {}
 
@@ -186,11 +186,11 @@ class HostFollower:
         """Return the leader's `broadcast`; the descriptors are the caller's.
 
         Raises:
-            PeerLostError: the leader has gone.
-            TimeoutError: it has not answered in time.
+            PeerLostError: the leader is gone.
+            TimeoutError: the leader has not answered in time.
             RingError: another rank has failed; says why.
         """
-        # The leader knows who is late: it says so at its deadline, a moment after this one.
+        # The leader knows the late ranks, and names them at its deadline, a moment after this one.
         patience = Deadline(self._deadline.left_s() + _PATIENCE_S)
         while not self._data:
             if self._deadline.passed() and is_stopped(self.pid):
@@ -223,12 +223,12 @@ class HostFollower:
                 self.failure = Failure.of_all(gone(self.leader, error))
 
     def wait_for_welcome(self, until: Deadline) -> bool:
-        """Return whether the leader has let this rank in; it may not know, or be about to go.
+        """Return whether the leader has let this rank in before `until`.
 
         Raises:
             RingError: this init() has failed.
             ApartError: the leader belongs to another start.
-            EOFError: the leader has closed its door.
+            EOFError: the leader has closed its listener.
         """
         while not self._welcome and not until.passed():
             for frame in self.connection.receive(min(_SLICE_S, until.left_s())):
@@ -238,18 +238,18 @@ class HostFollower:
         return self._welcome
 
     def fail(self, failure: Failure) -> None:
-        """Tell the leader, and so everybody, once."""
+        """Report a failure to the leader, and so to all ranks, once."""
         if self.failure is None:
             self.failure = failure
             with contextlib.suppress(OSError):
                 self.connection.send(Kind.FAILURE, Deadline(_TELL_S), failure.to_bytes())
 
     def close(self) -> None:
-        """Close the connection; the leader knows that this end has left in peace."""
+        """Close the connection after a goodbye to the leader."""
         with contextlib.suppress(OSError):
             self.connection.send(Kind.BYE, Deadline(_TELL_S))
         self.connection.close()
-        while self._data:  # a failure came before anybody asked for it
+        while self._data:  # not received, because of a failure
             for fd in self._data.popleft().fds:
                 os.close(fd)
 
@@ -283,7 +283,7 @@ def connect(
     until: Deadline,
     watch: Watch,
 ) -> HostFollower | None:
-    """Return a connection to the leader that has let this rank in; None: it has not, in time."""
+    """Return a connection to the leader that has let this rank in; None: it did not in time."""
     connection = close_in_child(socket.socket(socket.AF_UNIX))
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(connection.close)
@@ -299,7 +299,7 @@ def connect(
                 return None
         except (RingError, ApartError, OSError, EOFError, ValueError):
             raise
-        except BaseException as error:  # Ctrl-C: the leader reads of it after the hello
+        except BaseException as error:  # Ctrl-C: tell the leader, which has the hello
             follower.fail(Failure.of(error, identity.rank))
             raise
         cleanup.pop_all()
@@ -312,42 +312,41 @@ def _leader(rank: int | None = None) -> str:
 
 _TELL_S = 2.0  # seconds for telling others of a failure
 
-# Connections that have not said their rank, and how long they may take if others wait.
+# Most connections that have not said their rank, and how long they may take while others wait.
 _STRANGERS = 1024
 _SILENCE_S = 0.25
 _SHORTAGE_S = 2.0  # seconds for which accept() may lack descriptors
 _ACCEPT_PAUSE_S = 0.02
-_JUDGE_EVERY_S = 0.05  # between two looks for the ranks that others wait for
-_QUIET_S = 0.5  # after which nobody else comes, where their number is not known
+_JUDGE_EVERY_S = 0.05  # between two checks for processes that are still starting
+_QUIET_S = 0.5  # after it no more ranks are expected, if their number is unknown
 
 
 class HostLeader:
     """The exchange of the rank to which others of its host are connected; see `exchange`.
 
     A job that begins at the same time may have the same name. Ranks of another start than the
-    leader's wait as long as a process of either start is on its way: with it, each start may be
-    complete by itself. Then, and not before, they are taken for ranks of this job that were started
-    in another terminal.
+    leader's wait while a process of either start is still starting, since it may complete its own
+    start. Only after that they count as ranks of this job that were started in another terminal.
 
-    Thread: one at a time. Blocking: `gather` and `broadcast`, until the deadline; others for as
-    long as they are asked.
+    Thread: one at a time. Blocking: `gather` and `broadcast`, until the deadline; others for the
+    given time.
 
     Args:
-        listener: where the others find it; None: nobody can.
+        listener: the socket at which the others find this rank; None: there is none.
         identity: this process.
         deadline: the deadline of init().
         watch: called while it waits.
-        grace: when to go on without ranks that are late; None: they are on no other way.
-        start: to which this process belongs.
+        grace: when to go on without late ranks, which may come by the store; None: they may not.
+        start: the start to which this process belongs.
 
     Attributes:
         above: the leader of this machine, if that is another rank, whose group came first.
         followers: connections to the ranks that were let in, by rank.
-        values: what they have sent, by rank.
-        failure: why this init() has failed, when it has; everybody connected knows it.
+        values: the values that they have sent, by rank.
+        failure: the failure of this init(), if any; all connected ranks know it.
         notified: ranks that know of the failure.
         lost: ranks that have ended: they need not be notified.
-        newest: when the last one was let in.
+        newest: the time when the last rank was let in.
         expected: the number of ranks that meet here, if it is known.
     """
 
@@ -371,8 +370,8 @@ class HostLeader:
         self._identity, self._start = identity, start
         self._rank, self._size = identity.rank, identity.size
         self._deadline, self._grace, self._watch = deadline, grace, watch
-        self._strangers: dict[FrameSocket, float] = {}  # when each has come: the oldest is first
-        self._short_since: float | None = None  # of descriptors
+        self._strangers: dict[FrameSocket, float] = {}  # time of arrival; the oldest is first
+        self._short_since: float | None = None  # since when descriptors are lacking
         self._waiting: dict[FrameSocket, tuple[int, int, str]] = {}  # rank, size, other start
         self._judged_at = 0.0
         self._selector = selectors.PollSelector()
@@ -381,10 +380,11 @@ class HostLeader:
             self.open(listener)
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """Return the values of those ranks of this host that come in time, by rank.
+        """Return the values of the ranks of this host that arrive in time, by rank.
 
         Raises:
-            TimeoutError: a rank has not come before the deadline, and is on no other way; names it.
+            TimeoutError: a rank has not arrived before the deadline, and cannot come by the store;
+                names it.
             RingError: another rank has failed; says why.
         """
         self.values[self._rank] = json.dumps(value).encode()
@@ -396,8 +396,8 @@ class HostLeader:
                 break
             gives_up = self._watch(min(_SLICE_S, grace.left_s(), _QUIET_S))
         if self._grace is not None:
-            self.close_door()  # a rank that is late leads a group of its own
-        # A rank that was let in will send its value: it makes its memory and its listeners first.
+            self.close_door()  # a late rank leads a group of its own
+        # Wait for the value of each rank that was let in: it first makes its memory and listeners.
         while not self.followers.keys() <= self.values.keys() and not self._deadline.passed():
             self._watch(min(_SLICE_S, self._deadline.left_s()))
         late = self.followers.keys() - self.values.keys()
@@ -445,10 +445,10 @@ class HostLeader:
         """Connect to the rank `leader`, which leads this machine and listens at `name`.
 
         Raises:
-            ConnectionRefusedError: nobody listens there.
+            ConnectionRefusedError: no process listens there.
             ForeignUserError: the listener is a process of another user.
-            PeerLostError: the leader has gone.
-            TimeoutError: it has not answered before the deadline.
+            PeerLostError: the leader is gone.
+            TimeoutError: the leader has not answered before the deadline.
             RingError: this init() has failed on another rank.
         """
         deadline = self._deadline
@@ -475,10 +475,10 @@ class HostLeader:
                 raise each.failure.error()
 
     def ask_to_serve(self) -> None:
-        """Let the first rank of this host serve the store, if that is the one which does.
+        """Ask the first rank of this host to serve the store, if that is its task.
 
         Raises:
-            PeerLostError: it is gone.
+            PeerLostError: that rank is gone.
         """
         first = min(self.followers, default=self._rank)
         if first < self._rank:
@@ -493,7 +493,7 @@ class HostLeader:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def close_door(self) -> None:
-        """Let nobody in any more; whoever is not yet in finds another leader."""
+        """Stop accepting ranks; those that are not in yet find another leader."""
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
@@ -536,7 +536,7 @@ class HostLeader:
                 self.followers[0].send(Kind.NOTE, Deadline(_TELL_S), line.encode())
 
     def fail(self, failure: Failure, teller: FrameSocket | None = None) -> None:
-        """Tell everybody who is connected, but `teller`, once; the first failure counts."""
+        """Report a failure to all connected ranks but `teller`, once; the first failure counts."""
         if self.failure is not None:
             return
         self.failure = failure
@@ -550,17 +550,17 @@ class HostLeader:
                     follower.send(Kind.FAILURE, deadline, failure.to_bytes())
 
     def linger(self, expected: int) -> bool:
-        """Wait a moment for ranks that come late, to tell them of the failure.
+        """Wait a moment for late ranks, to tell them of the failure.
 
         Args:
             expected: the number of ranks that can come.
 
         Returns:
-            Whether so many know of it, or have ended.
+            Whether `expected` ranks know of it, or have ended.
         """
         patience = Deadline(_TELL_S)
         while self._listener is not None and self._reached() < expected and not patience.passed():
-            with contextlib.suppress(OSError):  # of descriptors there may be none: that is known
+            with contextlib.suppress(OSError):  # a lack of descriptors is known already
                 self.pump(min(0.1, patience.left_s()))
         self.close_door()
         return self._reached() >= expected
@@ -569,7 +569,7 @@ class HostLeader:
         return len(self.notified | self.lost)
 
     def close(self) -> None:
-        """Close all connections; the others know that this end has left in peace."""
+        """Close all connections after a goodbye."""
         self.close_door()
         deadline = Deadline(_TELL_S)
         for follower in self.followers.values():
@@ -581,7 +581,7 @@ class HostLeader:
         if self.above is not None:
             self.above.close()
 
-    # --- what arrives
+    # --- arriving connections and frames
 
     def _accept(self, listener: socket.socket) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -607,7 +607,7 @@ class HostLeader:
             stranger = FrameSocket(connection)
             self._strangers[stranger] = time.monotonic()
             self._selector.register(stranger, selectors.EVENT_READ)
-        time.sleep(_ACCEPT_PAUSE_S)  # for others wait, and the selector says so again at once
+        time.sleep(_ACCEPT_PAUSE_S)  # waiting connections would wake the selector again at once
 
     def _make_room(self) -> bool:
         """Drop the newest stranger that has had time to say hello; return whether there was one."""
@@ -618,7 +618,7 @@ class HostLeader:
         return newest is not None
 
     def _bear(self, error: OSError) -> None:
-        """Raise the error of accept() if it has lasted, for others may give descriptors back."""
+        """Raise an error of accept() if it persists: descriptors may become free meanwhile."""
         now = time.monotonic()
         self._short_since = self._short_since or now
         if error.errno not in (errno.EMFILE, errno.ENFILE) or now > self._short_since + _SHORTAGE_S:
@@ -644,7 +644,7 @@ class HostLeader:
                 self.fail(Failure.of_all(gone(f"rank {rank}", error)))
 
     def _meet(self, stranger: FrameSocket, frame: Frame) -> int | None:
-        """Let a rank in that says hello; return it."""
+        """Handle the first frame of a connection, a hello; return its rank if it is let in."""
         if frame.kind != Kind.HELLO or len(frame.payload) < HELLO.size or stranger in self._waiting:
             raise ValueError(f"{frame.kind.name} is no hello")
         rank, size = HELLO.unpack_from(frame.payload)
@@ -658,7 +658,7 @@ class HostLeader:
         return self._let_in(stranger, rank, size)
 
     def _judge_waiting(self) -> None:
-        """Let ranks of other starts in, or send them away, when it is clear where they belong."""
+        """Let waiting ranks of other starts in, or send them away, once their job is clear."""
         starts = {start for _, _, start in self._waiting.values()}
         for start in starts:
             those = {c: (rank, size) for c, (rank, size, s) in self._waiting.items() if s == start}
@@ -679,14 +679,14 @@ class HostLeader:
                 self._let_in(connection, rank, size)
 
     def _let_in(self, stranger: FrameSocket, rank: int, size: int) -> int | None:
-        """Let a rank in, or refuse it; return it if it is in."""
-        is_news = self.failure is None  # if this rank is refused
+        """Let a rank in, or refuse it; return it if it is let in."""
+        is_news = self.failure is None  # whether a refusal here is the first failure
         if size != self._size:
             self.fail(Failure.of_all(other_size(rank, size, self._size)))
         elif rank == self._rank or rank in self.followers:
             self.fail(Failure.of_all(two_of_a_rank(rank, size)))
         if self.failure is not None:
-            # One that is notified comes to its next world, whose leader it will find.
+            # A rank that knows of the failure already wants to join its next world: no new notice.
             if is_news or rank not in self.notified:
                 with contextlib.suppress(OSError):
                     stranger.send(Kind.FAILURE, self._deadline, self.failure.to_bytes())
@@ -698,7 +698,7 @@ class HostLeader:
         self._waiting.pop(stranger, None)
         self.followers[rank] = stranger
         self.newest = time.monotonic()
-        with contextlib.suppress(OSError):  # it is gone: its last words may be here, and say why
+        with contextlib.suppress(OSError):  # it is gone: its last frames may have the reason
             stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(self._rank, self._size))
         return int(rank)
 
@@ -738,17 +738,17 @@ def meet_on_host(
     """Find the other ranks of this host, or be the first.
 
     Args:
-        name: the socket's name; None: there is none to meet by, the rank leads itself.
-        start: to which this process belongs.
+        name: the socket's name; None: there is none, and the rank leads itself.
+        start: the start to which this process belongs.
         identity: this process.
         deadline: the deadline of init().
-        watch: called while the others are awaited, from then on.
+        watch: called during all waits for other ranks.
         has_store: whether ranks that do not meet here meet in a store.
 
     Raises:
-        TimeoutError: the process that has the name has not let this rank in before the deadline.
+        TimeoutError: the holder of the name has not let this rank in before the deadline.
         RingError: this init() has failed on another rank; or a process of another user has the
-            name, and it is no use to go on alone.
+            name, and this rank cannot go on without a leader.
     """
     grace = Deadline(min(_GRACE_S, deadline.left_s() / 2)) if has_store else None
     until, rank = grace or deadline, identity.rank
@@ -784,7 +784,7 @@ def meet_on_host(
                 ) from None
             _log.warning("%s: rank %d goes on without the others of its host", taken, rank)
             return leader(None)
-        except (OSError, EOFError, ValueError) as error:  # its leader is just coming or going
+        except (OSError, EOFError, ValueError) as error:  # the leader is just starting or leaving
             _log.debug("rank %d found no leader: %s", rank, error)
         if deadline.passed():
             raise TimeoutError(

@@ -1,8 +1,8 @@
-"""JobKey, AuthenticatedStore: the values that the ranks of several hosts tell one another, signed.
+"""JobKey, AuthenticatedStore: authenticated values in the store that the hosts share.
 
 A store may be open to strangers. With a secret, every value carries an HMAC-SHA256 of the job, the
-key under which it is stored and the value itself: nobody else can make one, and a value moved to
-another key is noticed. Without a secret the same code tells garbage from values, no more.
+key under which it is stored and the value itself: only the job's ranks can make one, and a value
+moved to another key is detected. Without a secret the code only detects garbage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["AuthenticatedStore", "JobKey"]
 
 
 _TAG_BYTES = 32
-# A reader of the store can try secrets at home: each costs these rounds, some 20 ms.
+# A reader of the store can guess secrets offline: each guess costs these rounds, some 20 ms.
 _ROUNDS = 50_000
 
 
 class JobKey:
-    """A key that follows from the secret of a job.
+    """A key derived from the secret of a job.
 
     Args:
         secret: the ranks' common secret; empty: they have none.
@@ -41,14 +41,13 @@ class JobKey:
         self._job = job
 
     def tag(self, name: str, value: bytes) -> bytes:
-        """Return what proves that a rank of the job has stored `value` under `name`."""
+        """Return the proof (HMAC) that a rank of the job has stored `value` under `name`."""
         return self._digest("store", self._job.encode(), name.encode(), value)
 
     def of_world(self, *sent: bytes) -> bytes:
-        """Return the key of a world whose ranks have all been sent this.
+        """Return the key of a world, derived from the data that were sent to all its ranks.
 
-        Ranks that were sent different things have different keys, so that no connection is made
-        between them.
+        Ranks that have received different data get different keys, and so cannot connect.
         """
         return self._digest("world", self._job.encode(), *sent)
 
@@ -68,12 +67,12 @@ def _stretched(secret: str) -> bytes:
 
 
 class AuthenticatedStore:
-    """A store whose values are authenticated. Counters are not: whoever reads one must doubt it.
+    """A store whose values are authenticated. Counters are not: do not trust their values.
 
     Its other methods are the store's own.
 
     Args:
-        store: where the values are.
+        store: the store of the values.
         key: the key of the job.
     """
 
@@ -88,7 +87,7 @@ class AuthenticatedStore:
         """Return a value that a rank of the job has stored under `name`.
 
         Raises:
-            RingError: somebody else has.
+            RingError: a stranger has stored it.
         """
         data = self._store.get(name)
         tag, value = data[:_TAG_BYTES], data[_TAG_BYTES:]
@@ -101,14 +100,14 @@ class AuthenticatedStore:
         return value
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a counter, and return what it is then.
+        """Add to a counter, and return the sum.
 
         Raises:
-            RingError: somebody has put something else in its place.
+            RingError: the stored value is no counter.
         """
         try:
             return self._store.add(name, amount)
-        except (ValueError, IndexError) as error:  # of std::stoll
+        except (ValueError, IndexError) as error:  # raised by std::stoll
             raise RingError(f"the counter {name!r} in the store is damaged: {error}") from None
 
     def __getattr__(self, name: str) -> Any:

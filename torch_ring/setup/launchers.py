@@ -39,9 +39,9 @@ class Identity:
         local_rank, local_size: index and number within its node; None if the launcher does not set
             them.
         node: the launcher's name of this node; None: the host.
-        nodes: the number of nodes, where the launcher tells.
-        launcher: a key of `LAUNCHERS`; "python" for a process that no launcher started, "init" for
-            one whose rank and size are arguments of init().
+        nodes: the number of nodes, if the launcher gives it.
+        launcher: a key of `LAUNCHERS`; "python" for a process that no launcher started, "init" if
+            rank and size are arguments of init().
         job: the launcher's name of this start of the job.
         part: the launcher's ranks that this world consists of, ascending; empty if it has all.
     """
@@ -59,7 +59,7 @@ class Identity:
     def among(self, ranks: tuple[int, ...]) -> Identity:
         """Return the identity of this process in a world of some of the ranks.
 
-        The launcher's local rank does not hold there: it is counted anew.
+        The launcher's local rank is not valid there, and is counted again.
 
         Args:
             ranks: of this identity's world, ascending; this process is one of them.
@@ -75,11 +75,11 @@ class Identity:
         )
 
     def launched_rank(self) -> int:
-        """Return this process's rank as the launcher counts."""
+        """Return this process's rank in the launcher's numbering."""
         return self.part[self.rank] if self.part else self.rank
 
     def source(self) -> str:
-        """Return what has set rank and size, as errors call it."""
+        """Return the source of rank and size, as named in errors."""
         names = {"env": "RANK and WORLD_SIZE", "init": "init(rank=, size=)"}
         return names.get(self.launcher, self.launcher)
 
@@ -96,10 +96,10 @@ class Launcher:
 
     Attributes:
         node, nodes: variables of the node's name and of the number of nodes.
-        local_sizes: a variable of the number of processes of every node, as Slurm writes it.
+        local_sizes: a variable of the number of processes of every node, in Slurm's format.
         job: variables that together name one start of a job.
-        requires: a variable that must be set too: without it the others were only inherited.
-        daemons: how the names of its processes begin that start ranks.
+        requires: a variable that must be set, too: without it the others were only inherited.
+        daemons: prefixes of the names of its processes that start ranks.
     """
 
     rank: str
@@ -118,7 +118,7 @@ class Launcher:
 # for this library only; torchrun and mpirun may run inside a Slurm step, and Hydra starts its
 # proxies with srun.
 LAUNCHERS: dict[str, Launcher] = {
-    # It sets horovodrun's variables, too, for programs that read them.
+    # torch_ring.run sets horovodrun's variables, too, for programs that read them.
     "torch_ring.run": Launcher(
         "RANK",
         ("WORLD_SIZE",),
@@ -160,7 +160,7 @@ LAUNCHERS: dict[str, Launcher] = {
         requires="MPI_LOCALNRANKS",
         daemons=("hydra_pmi_proxy",),
     ),
-    # The shell of an salloc and an sbatch script have the job's variables, but are no task of it.
+    # The shell of salloc and the script of sbatch have the job's variables, but are no tasks of it.
     "srun": Launcher(
         "SLURM_PROCID",
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -178,12 +178,12 @@ LAUNCHERS: dict[str, Launcher] = {
 }
 
 _PROCESS = "TORCH_RING_PROCESS"
-# Of launchers that may run inside a process of torch_ring.run, which removes them for its own.
+# Variables of launchers that may run inside a torch_ring.run process; it removes inherited ones.
 _STARTED_SINCE = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 # Steps from this number on, such as an interactive shell's, run beside the job's tasks (slurm.h).
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-_MOST_HOSTS = 1 << 20  # that a host list may stand for
+_MOST_HOSTS = 1 << 20  # in a host list
 
 
 def discover(
@@ -213,7 +213,7 @@ def discover(
         with contextlib.suppress(InvalidArgumentError):
             launched = _launched(environment)
             if (rank, size) == (launched.rank, launched.size) and launched.launcher != "python":
-                identity = launched  # it has the node and the job, too
+                identity = launched  # has the node and the job, too
     if local_rank is not None:
         identity = replace(identity, local_rank=local_rank, node=None)
     if local_size is not None:
@@ -228,7 +228,7 @@ def expand_hostlist(text: str) -> list[str]:
     """Return the hosts of Slurm's list: gpu01, gpu02 and login of "gpu[01-02],login".
 
     Raises:
-        InvalidArgumentError: it is no such list.
+        InvalidArgumentError: the text is no such list.
     """
     names: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text.strip()):
@@ -266,9 +266,9 @@ def _not_a_list(text: str) -> InvalidArgumentError:
 
 
 def tasks_of_node(counts: str, node: str) -> int | None:
-    """Return the number of tasks of a node, of Slurm's list for all: 4 of "4(x2),3" for node "1".
+    """Return a node's number of tasks in Slurm's list for all nodes: 4 in "4(x2),3" for node "1".
 
-    None if the list does not say.
+    None if the list lacks the node.
     """
     left = int(node) if node.isdecimal() else -1
     for item in counts.split(","):
@@ -285,7 +285,7 @@ def tasks_of_node(counts: str, node: str) -> int | None:
 def process_name(environment: Mapping[str, str] = os.environ) -> str:
     """Return torch_ring.run's name of this process in an elastic job; empty: it has none.
 
-    The ranks of another job that such a process has started have only inherited it.
+    The name does not apply to ranks of an inner job, which have only inherited the variable.
     """
     return "" if is_of_inner_job(environment) else environment.get(_PROCESS, "")
 
@@ -295,10 +295,10 @@ def is_of_inner_job(
 ) -> bool:
     """Return whether this is a rank of a job that a process of torch_ring.run has started.
 
-    Then what torch_ring.run has told that process is not meant for this one.
+    Then the variables of torch_ring.run are meant for that process, not for this one.
 
     Args:
-        environment: of this process.
+        environment: the environment of this process.
         rank: as for init().
         size: as for init().
     """
@@ -309,12 +309,12 @@ def is_of_inner_job(
         if given is not None and str(given) != told:
             return True
         if "TORCH_RING_RUN_ID" in environment and told != environment.get(own, told):
-            return True  # torch_ring.run sets both alike
+            return True  # torch_ring.run sets both to the same value
     return False
 
 
 def variables_of_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what launchers have set in the environment: ranks, sizes, where the store is."""
+    """Return the launchers' variables in the environment: ranks, sizes, the store's address."""
     names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", _PROCESS}
     for launcher in LAUNCHERS.values():
         names |= {launcher.rank, *launcher.size, launcher.local_rank, *launcher.nodes}
@@ -325,13 +325,13 @@ def variables_of_launchers(environment: Mapping[str, str] = os.environ) -> dict[
 
 
 def without_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for ranks that are started from here, and not by a launcher."""
+    """Return the environment for ranks started by this process, without launchers' variables."""
     theirs = variables_of_launchers(environment)
     return {name: value for name, value in environment.items() if name not in theirs}
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the number of the job of Slurm in which this process runs; empty: in none."""
+    """Return the number of the Slurm job in which this process runs; empty: there is none."""
     return environment.get("SLURM_JOB_ID", "")
 
 
@@ -405,10 +405,10 @@ def _read(
 
 
 def _place_of_node(environment: Mapping[str, str]) -> str | None:
-    """Return the place of this process's node in Slurm's list of them.
+    """Return the index of this process's node in Slurm's list of nodes.
 
-    In a step of a heterogeneous job that is not the node's number: the list, and with it that of
-    the nodes' tasks, is sorted by name.
+    In a step of a heterogeneous job it is not the node's number: the list of nodes, and so that of
+    their tasks, is sorted by name.
     """
     listed = environment.get("SLURM_STEP_NODELIST", "")
     with contextlib.suppress(InvalidArgumentError, ValueError):
@@ -441,14 +441,14 @@ def _require_below(index_name: str, index: int, size_name: str, size: int) -> No
         )
 
 
-_AGENT = "pt_elastic"  # what torchrun calls its process, since torch 2.5
+_AGENT = "pt_elastic"  # the name of torchrun's process, since torch 2.5
 
 
 def watched_launcher(identity: Identity) -> tuple[int, str]:
     """Return a pidfd of this process's parent, if that is a launcher, and a line for its end.
 
-    A shell between the launcher and this process, or a notebook, is no launcher: what these have
-    started may outlive them.
+    A shell between the launcher and this process, or a notebook, is no launcher: its children may
+    outlive it.
 
     Returns:
         -1 and "" if there is nothing to watch.
@@ -460,7 +460,7 @@ def watched_launcher(identity: Identity) -> tuple[int, str]:
         if launcher is None or not launcher.daemons or not name.startswith(launcher.daemons):
             return -1, ""
         fd = os.pidfd_open(parent)
-    except OSError:  # it has ended, or this kernel has no pidfds
+    except OSError:  # the parent has ended, or this kernel has no pidfds
         return -1, ""
     if os.getppid() != parent:  # another process may have its number
         os.close(fd)
@@ -473,7 +473,7 @@ def watched_launcher(identity: Identity) -> tuple[int, str]:
     )
 
 
-# Variables of a rank that are set by launchers which are not in `LAUNCHERS`.
+# Variables that other launchers, not in `LAUNCHERS`, set for a rank.
 _OTHER_RANKS = (
     "PMIX_RANK",
     "MV2_COMM_WORLD_RANK",
@@ -485,12 +485,12 @@ _TORCHRUN = "or type `torchrun --nproc-per-node 2 train.py`"
 
 
 def why_not_alone(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return why a process without a launcher is probably meant to be one of several ranks.
+    """Return the reason why a process without a launcher should probably be one of several ranks.
 
     Returns:
-        A clause for the log, which says what to type. None for ``python train.py``, and for helpers
-        of such a process: workers of a DataLoader or of a pool are daemons, and a spawned process
-        may import a main module that calls init() at its top.
+        A clause for the log, with the command to type. None for ``python train.py``, and for
+        helpers of such a process: workers of a DataLoader or of a pool are daemons, and a spawned
+        process may import a main module that calls init() at its top.
     """
     process = multiprocessing.current_process()
     if process.daemon or getattr(process, "_inheriting", False):

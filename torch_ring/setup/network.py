@@ -1,8 +1,8 @@
-"""Deadline, own_address, close_in_child: the basis on which ranks find one another.
+"""Deadline, own_address, close_in_child: basic tools of the set-up.
 
-A point in time at which a set-up gives up; this host's addresses, credentials and descriptors of
-peers; and what a child lets go of that another thread forks in the middle of init(): as long as a
-child holds the connections of its parent, no other rank notices the parent's death.
+Deadlines; this host's addresses; credentials and descriptors of peers. If another thread forks in
+the middle of init(), the child must close its parent's connections: as long as it holds them, no
+other rank notices the parent's death.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = [
 
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
 _IFF_UP = 1  # linux/if.h
-BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is lower as a rule
-_ELSEWHERE = "192.0.2.1"  # a documentation address: reached by the default route, or not at all
+BACKLOG = 4096  # the kernel's limit, /proc/sys/net/core/somaxconn, is usually lower
+_ELSEWHERE = "192.0.2.1"  # a documentation address: only the default route leads there
 
 
 class ForeignUserError(PermissionError):
-    """The peer of a Unix socket is a process of `user`, who is another one than this process's."""
+    """The peer of a Unix socket is a process of another user, `user`."""
 
     def __init__(self, text: str, user: int) -> None:
         super().__init__(text)
@@ -54,10 +54,10 @@ class ForeignUserError(PermissionError):
 
 
 def own_addresses(interfaces: str, towards: str | None, *, one_host: bool = False) -> list[str]:
-    """Return the addresses of this host at which the other ranks find it, of each interface.
+    """Return the addresses at which the other ranks reach this host, one for each interface.
 
     Args:
-        interfaces: TORCH_RING_INTERFACE, which decides if it is not empty.
+        interfaces: TORCH_RING_INTERFACE, which takes precedence if it is not empty.
         towards: the store's host, if known: the route to it leads to the other ranks, too.
         one_host: whether all ranks are on this host.
 
@@ -78,7 +78,7 @@ def own_addresses(interfaces: str, towards: str | None, *, one_host: bool = Fals
 
 
 def own_address(interfaces: str, towards: str | None, *, one_host: bool = False) -> str:
-    """Return the first of the addresses: of what uses a single interface.
+    """Return the first of the addresses, for uses with a single interface.
 
     Args:
         interfaces: TORCH_RING_INTERFACE.
@@ -93,9 +93,9 @@ def own_address(interfaces: str, towards: str | None, *, one_host: bool = False)
 
 def _address_by_route(towards: str | None, one_host: bool) -> str:
     if towards is not None:
-        with contextlib.suppress(OSError):  # its name may come later, or the way to it
+        with contextlib.suppress(OSError):  # its name, or a route to it, may appear later
             address = _source_address(towards)
-            # Many hosts resolve their own name to a loopback address, where no other finds them.
+            # Many hosts resolve their own name to a loopback address, which others cannot reach.
             if one_host or is_loopback_name(towards) or not is_loopback(address):
                 return address
     if not (towards and is_loopback_name(towards)):
@@ -105,7 +105,7 @@ def _address_by_route(towards: str | None, one_host: bool) -> str:
             with contextlib.suppress(InvalidArgumentError):  # it has no address
                 if not is_loopback(address := address_of_interface(interface)):
                     return address
-    return "127.0.0.1"  # this host is its own network
+    return "127.0.0.1"  # there is no other network
 
 
 def has_loopback() -> bool:
@@ -118,14 +118,14 @@ def _interfaces_up() -> list[str]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has just gone
+            with contextlib.suppress(OSError):  # it has just been removed
                 if _is_up(probe, name):
                     found.append(name)
     return found
 
 
 def _is_up(probe: socket.socket, interface: str) -> bool:
-    """Return whether an interface is up, asking with any socket. Raises OSError: there is none."""
+    """Return whether an interface is up, asking on any socket. Raises OSError: there is none."""
     answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
     return bool(struct.unpack("=16xH", answer[:18])[0] & _IFF_UP)
 
@@ -170,10 +170,10 @@ def _ipv6_addresses() -> list[str]:
 
 
 def require_same_user(connection: socket.socket) -> int:
-    """Return the process that is the peer of a Unix socket; 0: of another PID namespace.
+    """Return the pid of a Unix socket's peer; 0: it is in another PID namespace.
 
     Raises:
-        ForeignUserError: it is a process of another user.
+        ForeignUserError: the peer is a process of another user.
     """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, user, _ = struct.unpack("3i", credentials)
@@ -196,7 +196,7 @@ def listen_unix(name: str) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is one by which a host reaches only itself."""
+    """Return whether an address is a loopback address, at which a host reaches only itself."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -209,8 +209,8 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _source_address(host: str) -> str:
-    """Return the address from which packets to `host` would leave; none is sent."""
-    # Bytes, because for text the first look-up of a process loads the tables of Unicode names.
+    """Return the source address of packets to `host`, without sending any."""
+    # Bytes: for text, the first look-up of a process would load tables of Unicode names.
     name = host.encode() if host.isascii() else host
     family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -223,7 +223,7 @@ class Deadline:
 
     Args:
         timeout_s: seconds from now.
-        name: of the setting that says so.
+        name: the name of the setting with the timeout.
     """
 
     def __init__(self, timeout_s: float, name: str = "TORCH_RING_INIT_TIMEOUT") -> None:
@@ -231,15 +231,15 @@ class Deadline:
         self._at = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
-        """Return the seconds that are left, 0 or more."""
+        """Return the remaining seconds, 0 or more."""
         return max(0.0, self._at - time.monotonic())
 
     def passed(self) -> bool:
-        """Return whether it is too late."""
+        """Return whether the deadline has passed."""
         return self.left_s() == 0.0
 
     def end(self) -> None:
-        """Let it be too late now. Thread: any."""
+        """Make the deadline pass now. Thread: any."""
         self._at = -math.inf
 
     def __str__(self) -> str:
@@ -251,7 +251,7 @@ def pauses(deadline: Deadline, size: int) -> Iterator[None]:
 
     Args:
         deadline: when to end.
-        size: the number of ranks that may share a processor, and look as often.
+        size: the number of ranks that may share a processor, and poll at the same rate.
     """
     pause_s, longest_s = 0.0005, 0.005 + 1e-4 * size
     while not deadline.passed():
@@ -271,13 +271,13 @@ _made: WeakSet[Closable] = WeakSet()
 
 
 def close_in_child(made: Made) -> Made:
-    """Return `made`, a socket or a file. A forked child closes its copy if it lives by then."""
+    """Return `made`, a socket or a file, whose copy is closed in forked children."""
     _made.add(made)
     return made
 
 
 def close_all_in_child() -> None:
-    """Close what the parent had open. Call in a forked child."""
+    """Close all objects that `close_in_child` has registered. Call in a forked child."""
     for made in list(_made):
         with contextlib.suppress(OSError):
             made.close()

@@ -1,7 +1,7 @@
-"""PeerInfo, HostInfo: a rank's description of itself, and the table of those of all ranks.
+"""PeerInfo, HostInfo: a rank's description of itself, and the table of all descriptions.
 
-A description is a dictionary of plain values. Those of a host travel as columns, and a column
-whose values are all the same travels as one value; they are checked when they are read.
+A description is a dictionary of plain values. The descriptions of a host are sent as columns, and a
+column of equal values as one value; receivers check them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 MOST_BYTES_A_RANK = 4096
-"""Bytes that a rank's description has at most, as JSON; a real one has about 200."""
+"""The most bytes of a rank's description, as JSON; a real one has about 200."""
 
-_MOST_BYTES_BESIDE = 1 << 16  # of what is sent once: names of keys, settings, failures
+_MOST_BYTES_BESIDE = 1 << 16  # of data that are sent once: names of keys, settings, failures
 
 
 def pack(value: Any) -> bytes:
@@ -42,14 +42,14 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, count: int) -> Any:
-    """Return the value that was packed; of `data` nothing is believed.
+    """Return a packed value; `data` is not trusted.
 
     Args:
-        data: what was sent.
-        count: the number of ranks that it may describe: it bounds the memory that is used.
+        data: the received bytes.
+        count: the most ranks that they may describe, which limits the memory used.
 
     Raises:
-        ValueError: `data` is damaged, or is larger than so many descriptions can be.
+        ValueError: `data` is damaged, or larger than `count` descriptions can be.
     """
     most = count * MOST_BYTES_A_RANK + _MOST_BYTES_BESIDE
     inflate = zlib.decompressobj()
@@ -68,7 +68,7 @@ def unpack(data: bytes, count: int) -> Any:
 
 
 def columns(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the columns of ranks with equal fields: lists of one value, or of one for each."""
+    """Return the columns of ranks with equal fields: lists of one value, or of one per rank."""
     full = {field: [info[field] for info in infos] for field in infos[0]}
     return {
         field: values[:1] if all(_same(value, values[0]) for value in values) else values
@@ -77,10 +77,10 @@ def columns(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def rows(packed: Any, count: int) -> dict[str, list[Any]]:
-    """Return the full columns, `count` values each, of what `columns` has made.
+    """Return the full columns, `count` values each, from the result of `columns`.
 
     Raises:
-        ValueError: `packed` is something else.
+        ValueError: `packed` has another format.
     """
     if not isinstance(packed, dict):
         raise ValueError("there are no columns")
@@ -93,7 +93,7 @@ def rows(packed: Any, count: int) -> dict[str, list[Any]]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)  # 1 == True
+    return type(one) is type(other) and bool(one == other)  # but 1 == True
 
 
 _SECRET_BYTES = 32
@@ -101,16 +101,16 @@ _SECRET_BYTES = 32
 
 @dataclass
 class HostInfo:
-    """The description of the ranks of a host: what they have in common is in it once.
+    """The description of the ranks of a host, with common values only once.
 
-    Ranks that come late are a group of their own, as if they were of another host.
+    Late ranks are a group of their own, as if they were on another host.
 
     Attributes:
-        leader: the rank that speaks for them.
-        size: the number of ranks of the world, as they believe.
-        settings: those that must be equal, as JSON.
+        leader: the leader of the group.
+        size: the number of ranks of the world, according to the group.
+        settings: the settings that must be equal, as JSON.
         socket: the name of the leader's socket, for the leaders of other groups of its machine;
-            random, so that no two worlds have the same.
+            random, and so unique.
         count: the number of ranks.
         columns: their descriptions, see `columns`; "rank" and "machine" are among them.
     """
@@ -129,23 +129,23 @@ class HostInfo:
 
     @property
     def machine(self) -> Any:
-        """A name that only ranks have in common which can meet at a Unix socket."""
+        """A name that is equal only for ranks that can meet at a Unix socket."""
         return self.columns["machine"][0]
 
     def apart(self) -> HostInfo:
-        """Return the description as of a machine of its own."""
+        """Return the description with a machine name of its own."""
         machine = f"{self.socket}.{self.machine}"
         return replace(self, columns={**self.columns, "machine": [machine]})
 
     def to_value(self) -> dict[str, Any]:
-        """Return the description as it is sent."""
+        """Return the JSON value to send."""
         return dict(vars(self))
 
     @classmethod
     def of_value(cls, value: Any, size: int) -> HostInfo:
-        """Return a description that was sent in a world of `size`. Raises ValueError for any other.
+        """Return a description that was sent in a world of `size`. Raises ValueError if damaged.
 
-        Its `size` may be another: that is the sender's error, and no damage.
+        Its `size` may differ: that is an error of the sender, and no damage.
         """
         try:
             info = cls(**value)
@@ -173,10 +173,10 @@ def host_info(leader: int, size: int, sent: Mapping[int, Any]) -> tuple[HostInfo
     Args:
         leader: the rank that leads them.
         size: the number of ranks of the world.
-        sent: of each its description, and its settings.
+        sent: the description and the settings of each.
 
     Raises:
-        RingError: a rank has sent something else.
+        RingError: the value of a rank has another format.
     """
     infos: list[dict[str, Any]] = []
     texts: dict[int, str] = {}
@@ -209,12 +209,12 @@ def pack_table(
 ) -> bytes:
     """Return the table of all hosts; see `PeerTable`. None: a new secret."""
     text = (secret or secrets.token_bytes(_SECRET_BYTES)).hex()
-    sent = [{**host.to_value(), "settings": ""} for host in hosts]  # all have the same
+    sent = [{**host.to_value(), "settings": ""} for host in hosts]  # the same on all
     return pack({"secret": text, "private": is_private, "hosts": sent})
 
 
 def difference(rank: int, text: str, other_rank: int, other_text: str) -> MismatchError:
-    """Return the error of two ranks whose settings, as JSON, differ; names the first that does."""
+    """Return the error of two ranks with different settings (as JSON); names the first of them."""
     try:
         one, other = json.loads(text), json.loads(other_text)
         variable = next(name for name in [*one, *other] if one.get(name) != other.get(name))
@@ -243,7 +243,8 @@ class PeerInfo:
         addresses, ports: the TCP addresses for ranks on other hosts, of each network interface.
         socket: the name of the abstract Unix socket for ranks on its own host.
         cpus: the CPUs the rank may run on, as a hexadecimal bit mask.
-        ucx: the version and transports of its UCX, or why it has none; empty: it was not asked for.
+        ucx: the version and transports of its UCX, or the reason why it has none; empty: not
+            needed.
     """
 
     rank: int
@@ -270,7 +271,7 @@ class PeerInfo:
         return self.machine.partition("/")[0]
 
     def to_value(self) -> dict[str, Any]:
-        """Return the description as it is sent."""
+        """Return the JSON value to send."""
         return asdict(self)
 
 
@@ -279,8 +280,8 @@ class PeerTable(NamedTuple):
 
     Attributes:
         peers: all ranks, in order.
-        secret: 32 bytes of this world.
-        is_private: whether only its ranks know them, and nobody who can read its store.
+        secret: the 32-byte secret of this world.
+        is_private: whether only its ranks know the secret, and no other reader of its store.
     """
 
     peers: list[PeerInfo]
@@ -289,10 +290,10 @@ class PeerTable(NamedTuple):
 
 
 def parse_table(table: bytes, size: int) -> PeerTable:
-    """Return the table of a world of `size` ranks, as `pack_table` has made it.
+    """Return the table of a world of `size` ranks from the result of `pack_table`.
 
     Raises:
-        RingError: it is damaged, or another version wrote it.
+        RingError: the table is damaged, or of another version.
     """
     peers: dict[int, PeerInfo] = {}
     try:
@@ -318,7 +319,7 @@ def parse_table(table: bytes, size: int) -> PeerTable:
 
 
 def _peers(columns: dict[str, list[Any]], count: int) -> list[PeerInfo]:
-    """Return the peers of columns that nobody has checked. Raises ValueError."""
+    """Return the peers from unchecked columns. Raises ValueError."""
     if columns.keys() != _CHECKS.keys():
         raise ValueError(
             f"fields are missing or unknown: {sorted(columns.keys() ^ _CHECKS.keys())}"

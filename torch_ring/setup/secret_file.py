@@ -16,8 +16,8 @@ _MOST_BYTES = 4096
 def read_secret(path: str) -> str:
     """Return the secret in a file, without white space around it.
 
-    Only the file's owner, who is this user or root, may read it (mode 0600 or 0400); or its file
-    system is mounted read-only, as Kubernetes mounts secrets.
+    Only the file's owner, this user or root, may read it (mode 0600 or 0400); or its file system
+    must be mounted read-only, as Kubernetes mounts secrets.
 
     Raises:
         InvalidArgumentError: there is no such file, others may read it, or it has no secret.

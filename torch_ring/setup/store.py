@@ -1,8 +1,8 @@
 """find_store, StorePlace: finds or serves the store through which the hosts of a job meet.
 
-Under an MPI whose ranks have no address of a store, rank 0 broadcasts one, and a secret, through
-mpi4py. MPI's own waits have no deadline and no signal interrupts them, so these broadcasts do not
-block.
+Under an MPI that sets no address for a store, rank 0 broadcasts its address, and a secret, over
+mpi4py. MPI's own waits have no deadline, and signals do not interrupt them, so these broadcasts do
+not block.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ __all__ = [
 _BUFFER_BYTES = 16_384  # of a broadcast: room for an address, a secret, or the text of an error
 _PAUSE_S = 0.001
 
-_process = os.getpid()  # children that it forks are no ranks of MPI's
+_process = os.getpid()  # forked children are no ranks of MPI
 
-_secrets: dict[tuple[int, ...], str] = {}  # part -> what its rank 0 has sent
-# Broadcasts that have not ended: (what, part) -> the request, and what MPI may still write into.
+_secrets: dict[tuple[int, ...], str] = {}  # part -> the secret of its rank 0
+# Pending broadcasts: (what, part) -> the request, and the buffer into which MPI may still write.
 _begun: dict[tuple[str, tuple[int, ...]], tuple[Any, bytearray]] = {}
 _parts: dict[tuple[int, ...], Any] = {}  # part -> its communicator
-_inherited: list[Any] = []  # a parent's, which its child never destroys
+_inherited: list[Any] = []  # the parent's objects, which a child never destroys
 
 
 def initialized_world(identity: Identity) -> Any:
     """Return MPI's communicator of the ranks of this world, if the program has initialised MPI.
 
-    None otherwise. MPI is never initialised here: that waits for all ranks without a deadline, and
-    changes what a fork and an exit of the process do, for a program that may not want MPI.
+    None otherwise. MPI is never initialised here: that would wait for all ranks without a deadline,
+    and change the effects of fork and exit, for a program that may not want MPI.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if identity.launcher not in ("Open MPI", "Hydra", "PMI", "srun") or mpi is None:
@@ -92,10 +92,10 @@ def require_world(identity: Identity, advice: str) -> Any:
 
     Args:
         identity: this process.
-        advice: what to do where there is none.
+        advice: what to do without MPI, for the error.
 
     Raises:
-        InvalidArgumentError: there is none; says `advice`.
+        InvalidArgumentError: there is no MPI; says `advice`.
     """
     if identity.launcher not in ("Open MPI", "Hydra", "PMI"):
         raise InvalidArgumentError(advice)
@@ -122,12 +122,12 @@ def common_secret(comm: Any, identity: Identity, deadline: Deadline) -> str:
 
 
 def broadcast(comm: Any, identity: Identity, what: str, value: Any, deadline: Deadline) -> Any:
-    """Return rank 0's value, which is short, and which JSON can say. A collective of `comm`.
+    """Return rank 0's value, a short JSON value. A collective of `comm`.
 
-    One that was given up goes on with the next call for the same thing.
+    After a timeout, the next call with the same `what` continues the broadcast.
 
     Raises:
-        TimeoutError: MPI has not brought it before the deadline.
+        TimeoutError: the value has not arrived over MPI before the deadline.
     """
     key = (what, identity.part)
     if key not in _begun:
@@ -143,7 +143,7 @@ def broadcast(comm: Any, identity: Identity, what: str, value: Any, deadline: De
 
 
 def forget() -> None:
-    """Forget what MPI has brought, in a forked child."""
+    """Forget all values received over MPI. Call in a forked child."""
     _secrets.clear()
     _inherited.extend([dict(_begun), dict(_parts)])
     _begun.clear()
@@ -168,14 +168,14 @@ Address = tuple[str, int]
 
 
 class StorePlace:
-    """Where the store of a job is. A job that needs none never opens it.
+    """The place of a job's store. A job that needs no store never opens it.
 
     Args:
         host: the host that serves the store, if known.
         serves: whether this process serves the store.
         find: connects to the store, or serves it, before a deadline; calls a function meanwhile.
-        key: authenticates what hosts tell one another over the store.
-        leave: lets go of the store when all ranks have met. None: the store outlives init().
+        key: authenticates the values in the store.
+        leave: leaves the store when all ranks have met. None: the store outlives init().
 
     Attributes:
         host, serves, key: as given.
@@ -201,7 +201,7 @@ class StorePlace:
 
         Args:
             deadline: when to give up.
-            check: called meanwhile; what it raises ends the wait.
+            check: called meanwhile; an exception ends the wait.
 
         Raises:
             TimeoutError: the store did not answer before the deadline.
@@ -212,7 +212,7 @@ class StorePlace:
         return self.opened
 
     def leave(self) -> None:
-        """Let go of a store that ends with init(). Call on all ranks, when they have met."""
+        """Leave a store that ends with init(). Call on all ranks, when they have met."""
         if self._leave is not None:
             self.opened = None
             self._leave()
@@ -220,13 +220,13 @@ class StorePlace:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a world find one another.
+    """The means by which the ranks of a world find one another.
 
     Attributes:
         place: the store where hosts meet; None: all ranks are on this host.
-        socket_name: of the socket where the ranks of this host meet; None: there is none.
-        start: to which this process belongs, where jobs can have one name.
-        claim: this rank's claim to its name; None: another job cannot have it.
+        socket_name: the name of the socket where the ranks of this host meet; None: there is none.
+        start: the start to which this process belongs, if several jobs may have the same name.
+        claim: this rank's claim to its name; None: no other job can have the name.
     """
 
     place: StorePlace | None
@@ -249,20 +249,20 @@ def find_store(
     *,
     is_new: bool,
 ) -> Rendezvous:
-    """Return where the ranks meet: the store of the hosts, the socket of this one, or both.
+    """Return the meeting places of the ranks: a store, this host's socket, or both.
 
     Args:
         identity: this process.
         config: the settings.
-        deadline: of the whole init().
-        comm: as of `locate_store`.
-        store: one that the user, or a group of torch.distributed, has given; it may be for ranks to
-            which their launchers give different names.
+        deadline: the deadline of the whole init().
+        comm: as for `locate_store`.
+        store: a store given by the user, or by a group of torch.distributed; its ranks may have
+            different names from their launchers.
         is_new: whether this process has not been in a world yet.
 
     Raises:
-        RingError: another process is this rank; or as of `locate_store`.
-        InvalidArgumentError: as of `locate_store`.
+        RingError: another process is this rank; or as `locate_store`.
+        InvalidArgumentError: as `locate_store`.
     """
     if store is not None:
         place = given_store(store, identity, config.secret)
@@ -270,10 +270,11 @@ def find_store(
     found = locate_store(identity, config, deadline, comm=comm)
     on_host = identity
     if identity.on_one_node() or found is None:
-        # Two nodes of torchrun may be on one host. A secret that some ranks have is named as such.
+        # Two nodes of torchrun may be on one host. If only some ranks have a secret, they meet and
+        # the error names the setting.
         on_host = replace(identity, node=None)
     name, claim, start = None, None, start_of(identity)
-    # With a store, ranks of this host that have no name meet there.
+    # Without a name, the ranks of this host meet in the store.
     with contextlib.suppress(*() if found is None else (RingError,)):
         name = socket_name(on_host)
     if name is not None:
@@ -282,9 +283,9 @@ def find_store(
     return Rendezvous(found, name, start, claim)
 
 
-# Stores, and connections to them, that the next init() uses: those of torchrun's agent and of
-# worlds of some of the ranks, and after a failure. Rank 0's own store ends when all have met:
-# nobody can fill its memory later, or take its descriptors, and its port is free.
+# Stores, and connections to them, that the next init() reuses: those of torchrun's agent and of
+# worlds of some of the ranks, and those of a failed init(). Rank 0's own store ends when all ranks
+# have met: then no stranger can fill its memory or take its descriptors, and its port is free.
 _stores: dict[Address, TCPStore] = {}
 _served: set[Address] = set()  # served by this process
 _mpi_addresses: dict[tuple[int, ...], Address] = {}  # part -> address of its rank 0's store
@@ -298,19 +299,19 @@ def locate_store(
     comm: Any = None,
     environment: Mapping[str, str] = os.environ,
 ) -> StorePlace | None:
-    """Return where the store of this job is; None if all ranks are on this host, without one.
+    """Return the place of this job's store; None: all ranks are on this host, and need no store.
 
-    Rank 0 serves the store, unless torchrun's agent does. Parts of the ranks that find it by an
-    address share the store of the launcher's rank 0, which must then be in one of them; other
-    parts have one each. The store is
+    Rank 0 serves the store, unless torchrun's agent does. Worlds of some of the ranks that find it
+    by an address share the store of the launcher's rank 0, which must then be in one of them; other
+    such worlds have a store each. The store is
 
     1. nowhere, if the ranks are on one host: MASTER_ADDR is a loopback address, or the launcher
-       says so, and there is no secret with which a store would be safe;
+       says so, and there is no secret to protect a store;
     2. at MASTER_ADDR and MASTER_PORT (default 29400);
-    3. where `comm`, an mpi4py communicator, says;
+    3. at the address that rank 0 of `comm`, an mpi4py communicator, broadcasts;
     4. under Slurm, on the first host of the step, whose first rank serves it (rank 0 may be on
        another one in a heterogeneous job), at MASTER_PORT or one derived from job and step;
-    5. where MPI says, if mpi4py is installed.
+    5. at the address that rank 0 broadcasts over MPI, if mpi4py is installed.
 
     Raises:
         RingError: rank 0 cannot serve it.
@@ -361,12 +362,12 @@ def locate_store(
     key = JobKey(config.secret or secret, identity.job)
     place = StorePlace(address[0], serves, find, key, None if is_agents or shared else leave)
     if identity.part and serves:
-        place.open(deadline)  # another part may need it, even if this one does not
+        place.open(deadline)  # another world may need it, even if this one does not
     return place
 
 
 def given_store(store: Store, identity: Identity, secret: str = "") -> StorePlace:
-    """Return the place of a store that the user has given."""
+    """Return the place of a store given by the user."""
     # A later world over the same store may have another size.
     view = _of_part(PrefixStore(f"torch_ring/{identity.size}", store), identity)
     served = without_prefixes(store)
@@ -387,7 +388,7 @@ def drop_connections() -> None:
     """Drop the connections to other processes' stores, which may be gone after a failure."""
     for address in [a for a in _stores if a not in _served]:
         del _stores[address]
-    _mpi_addresses.clear()  # all ranks ask anew, or none
+    _mpi_addresses.clear()  # either all ranks ask again, or none
 
 
 def drop_in_child() -> None:
@@ -420,7 +421,7 @@ def _slurm_host(environment: Mapping[str, str]) -> str:
 
 
 def _slurm_port(identity: Identity) -> int:
-    """Return a port: the same on all ranks, another one for another step, not ephemeral."""
+    """Return a port: the same on all ranks, different for each step, and not ephemeral."""
     return 10_000 + zlib.crc32(identity.job.encode()) % 20_000
 
 
@@ -467,7 +468,7 @@ def _serve(
 ) -> TCPStore:
     if address not in _stores:
         listener = listener or _listen(address, one_host, deadline, check, me)
-        # The store connects to itself, at the address that the others use.
+        # The store also connects to itself, at the address that the others use.
         fd = listener.detach() if listener else None
         late = (
             f"{me} cannot reach the job's store, which it serves, at {_text(address)} "
@@ -488,17 +489,17 @@ def _serve(
 def _listen(
     address: Address, one_host: bool, deadline: Deadline, check: Callable[[], None], me: str
 ) -> socket.socket | None:
-    """Listen at the address at which the others look for this rank, and if possible at no other.
+    """Listen at the address that the others use for this rank, and if possible at no other.
 
     Returns:
         None if the port is in use: a store of this process may have it.
     """
     host, port = address
     own = ""
-    with contextlib.suppress(InvalidArgumentError):  # the others may know the name
+    with contextlib.suppress(InvalidArgumentError):  # a name that only the others know
         own = addresses_of(host, deadline, check)[0]
     try:
-        # Other hosts may resolve this host's name to another address than it does itself.
+        # Other hosts may resolve this host's name to another address than this host does.
         if own and (one_host or is_loopback_name(host) or not is_loopback(own)):
             return socket.create_server((own, port), family=_family(own))
     except OSError as error:
@@ -542,7 +543,7 @@ def _connect(
 def _wait_for_server(
     address: Address, server: str, deadline: Deadline, check: Callable[[], None]
 ) -> None:
-    """Wait as TCPStore does, but quietly, interruptibly, and until our deadline."""
+    """Wait for the server as TCPStore does, but quietly, interruptibly, and until our deadline."""
     reason: object = "no time was left"
     hosts: list[str] = []
     while not deadline.passed():
@@ -550,7 +551,7 @@ def _wait_for_server(
         hosts = []
         try:
             hosts = addresses_of(address[0], deadline, check)
-        except InvalidArgumentError as error:  # its name may come with it
+        except InvalidArgumentError as error:  # its name may appear with it
             reason = error
         for host in hosts:
             try:

@@ -24,16 +24,16 @@ __all__ = [
     "without_prefixes",
 ]
 
-_SLICE_S = 0.05  # seconds between two looks at signals and at other ranks
-_LEAST_S = 2.0  # seconds that each call may take at least: failures travel after the deadline
+_SLICE_S = 0.05  # seconds between two checks of signals and of other ranks
+_LEAST_S = 2.0  # least time limit of a call in seconds: failures are sent after the deadline
 _GRACE_S = 0.5  # seconds in which an interrupted call must end, for another one to be made
 
 
 class StoreClient:
-    """A store of torch that cannot keep its caller waiting for ever.
+    """A store of torch whose calls have a deadline.
 
-    Calls raise TimeoutError, which names the server, if it does not answer before the deadline.
-    After that, or after an interrupt, no further call is made until the server has answered.
+    A call raises TimeoutError, which names the server, if the server does not answer before the
+    deadline. After that, or after an interrupt, no call is made until the server has answered.
 
     Thread: one at a time. Blocking: every call, until the deadline.
 
@@ -41,7 +41,7 @@ class StoreClient:
         store: the store.
         deadline: the deadline of the whole init().
         server: the server's name in messages.
-        check: called while a call waits; what it raises ends the wait.
+        check: called while a call waits; an exception ends the wait.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StoreClient:
         return bool(self._call(StoreCall.check, list(keys)))
 
     def get(self, key: str, /) -> bytes:
-        """Return a value; waits for it if it is not there."""
+        """Return a value; waits until it exists."""
         return bytes(self._call(StoreCall.get, key))
 
     def set(self, key: str, value: str | bytes, /) -> None:
@@ -73,7 +73,7 @@ class StoreClient:
         self._call(StoreCall.set, key, _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, /) -> bytes:
-        """Write a value if it is as expected, nothing counts as ""; return what is there then."""
+        """Write a value if the old one is as expected ("": none); return the value stored then."""
         return bytes(self._call(StoreCall.compare_set, key, _bytes(expected), _bytes(desired)))
 
     def delete_key(self, key: str, /) -> bool:
@@ -101,11 +101,11 @@ class StoreClient:
 def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None], late: str) -> None:
     """Wait until a call has ended; calls `check` meanwhile.
 
-    A call that begins when the time is almost over gets a little more: its caller says that nobody
-    has answered, which must be so.
+    A call that begins just before the deadline gets a little more time, so that a TimeoutError
+    really means that the server does not answer.
 
     Raises:
-        TimeoutError: it has not ended before the deadline; says `late`.
+        TimeoutError: the call has not ended before the deadline; says `late`.
     """
     deadline = Deadline(max(deadline.left_s(), min(_LEAST_S, deadline.timeout_s)))
     while not call.wait(min(_SLICE_S, deadline.left_s())):
@@ -117,10 +117,10 @@ def finish(call: StoreCall, deadline: Deadline, check: Callable[[], None], late:
 def addresses_of(host: str, deadline: Deadline, check: Callable[[], None]) -> list[str]:
     """Return the addresses of a host, in digits.
 
-    Blocks until the system's resolver answers, which is not asked about an address.
+    Blocks until the system's resolver answers; an address needs no resolver.
 
     Raises:
-        TimeoutError: it has not answered before the deadline.
+        TimeoutError: the resolver has not answered before the deadline.
         InvalidArgumentError: there is no such host.
     """
     with contextlib.suppress(ValueError):
@@ -137,8 +137,8 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 CONNECT_S = 12.0
-"""Seconds for which torch's store tries to connect. It looks up the names of both ends, and for a
-name server that does not answer the system waits 5 s each time."""
+"""Seconds for which torch's store tries to connect. It looks up the names of both ends, and each
+look-up takes 5 s if the name server does not answer."""
 
 _REACH_S = 1.5  # one lost packet costs a second
 
@@ -150,9 +150,9 @@ def open_store(
 
     Args:
         address: host and port.
-        what: which store it is, in errors.
-        listener: a socket that listens there, which the store takes: this process serves it. None:
-            another one does.
+        what: the name of the store in errors.
+        listener: a socket that listens there; the store takes it, and this process serves. None:
+            another process serves it.
 
     Raises:
         PeerLostError: the store cannot be reached; says `what`.
@@ -176,7 +176,7 @@ def _result(call: StoreCall, check: Callable[[], None]) -> TCPStore:
 def _require_open(connection: socket.socket) -> None:
     """Raise OSError if a store has closed a connection; torch would try again until its timeout."""
     try:
-        if not connection.recv(1):  # a store says nothing before it is asked
+        if not connection.recv(1):  # a store sends nothing before a request
             raise OSError("it has ended")
     except BlockingIOError:
         pass
@@ -188,7 +188,7 @@ def host_of(store: Store) -> str | None:
 
 
 def without_prefixes(store: Store) -> Store:
-    """Return the store itself: torch gives each group one with prefixes."""
+    """Return the store behind torch's PrefixStores, of which each group has one."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

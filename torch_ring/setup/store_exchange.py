@@ -1,15 +1,13 @@
 """StoreExchange: the hosts of a job gather one value each over a store.
 
-A group of ranks takes part as one: the ranks of a host, as a rule. Its leader takes the next places
-of a counter, as many as the group has ranks, and stores its value under the first of them. Every
-`size` places make a world, so that the leader of rank 0's group finds all values by going from
-place to place. It writes all of them under one key, for which the others wait. Cost: three
-operations a group, a fourth to read its value, and a few looks whether the values are there; two
-operations less in each further round.
+A group of ranks, usually those of a host, takes part as one. Its leader takes the next places of a
+counter, one for each rank of the group, and stores its value under the first of them. Every `size`
+places make a world, so the leader of rank 0's group finds all values by going from place to place.
+It writes all of them under one key, for which the others wait. Cost: three operations a group, a
+fourth to read its value, and a few polls for the values; two operations less in each further round.
 
-A failure ends a generation of worlds: it stands in the place of the values that others wait for,
-and the counter jumps, so that a rank which comes later is notified once, and begins a new
-generation then.
+A failure ends a generation of worlds: it takes the place of the values that others wait for, and
+the counter jumps. So a rank that comes later is notified once, and then begins a new generation.
 """
 
 from __future__ import annotations
@@ -31,23 +29,23 @@ from torch_ring.setup.peer_info import pack, unpack
 __all__ = ["CHUNK_BYTES", "StoreExchange", "linger"]
 
 CHUNK_BYTES = 1_000_000
-"""Bytes of a value, at most: TCPStore refuses 8 MiB, and a proxy in between may refuse less."""
+"""The most bytes of a value: TCPStore refuses 8 MiB, and a proxy may refuse less."""
 
 _ENDED = "generations_ended"  # a key; under a generation's number:
 _PLACES = "places"  # places taken
 _VALUE = "value/{}/{}"  # by round and place
-_VALUES = "values/{}/{}"  # by world and round: those of all, or why there are none
+_VALUES = "values/{}/{}"  # by world and round: the values of all, or the failure
 _CHUNK = "values/{}/{}/{}"  # their further chunks
-_DECIDED = "decided/{}"  # by world: how many have wanted to write those of the first round
-_FAILED = "failed"  # how many have failed
-_FAILURE = "failure"  # the first of them
-_NOTIFIED = "notified/{}"  # by rank: how often it has been notified
-_SEEN = "seen"  # the number of ranks that know of it
+_DECIDED = "decided/{}"  # by world: number of attempts to write the values of the first round
+_FAILED = "failed"  # number of failures
+_FAILURE = "failure"  # the first failure
+_NOTIFIED = "notified/{}"  # by rank: number of its notifications
+_SEEN = "seen"  # number of ranks that know of the failure
 
 _OVER = 1 << 40  # added to the places of a generation that has ended
 _MOST_CHUNKS = 256
-_LINGER_S = 2.0  # seconds that others get to say, or to learn, why an init() has failed
-_FAILURES_EVERY_S = 1.0  # between two looks for failures
+_LINGER_S = 2.0  # seconds that others get to write, or to read, the failure of an init()
+_FAILURES_EVERY_S = 1.0  # between two checks for failures
 
 _NO_PLACE = "the store gives no place: has somebody else written into it?"
 _TOO_MANY = twice("two processes have the same rank")
@@ -70,9 +68,9 @@ class StoreExchange:
         watch: called while waiting; raises failures of this group.
 
     Attributes:
-        place: of the group among all that have come, in this generation.
-        world: the number of the world, in this generation.
-        here: the ranks that have come, as far as this group knows.
+        place: the group's first place in this generation.
+        world: the number of the world in this generation.
+        here: the ranks that have arrived, as far as this group knows.
     """
 
     def __init__(
@@ -91,21 +89,21 @@ class StoreExchange:
         self._generation, place = 0, 0
         self._round = 0
         self._others: list[int] = []  # the places of the other groups
-        self._read: list[str] = []  # keys that nobody needs when all have joined
+        self._read: list[str] = []  # keys that are not needed after all have joined
         self._looked_at = time.monotonic()
         self._has_failed = False
         with store_errors():
             while (end := store.add(self._key(_PLACES), count)) >= _OVER:
                 if deadline.passed():
                     raise RingError(_NO_PLACE)
-                if self.mark_notified(self._ranks):  # they belong to the world that has failed
+                if self.mark_notified(self._ranks):  # they belong to the failed world
                     raise self._first_failure()
                 self._generation += 1
             place = end - count
         if place < 0:
             raise RingError(_NO_PLACE)
         self.place, self.world = place, place // size
-        self._first = self.world * size  # place of this world
+        self._first = self.world * size  # first place of this world
         if place + count > self._first + size:
             error = RingError(_TOO_MANY)
             self.fail(Failure.of_all(error))
@@ -117,34 +115,34 @@ class StoreExchange:
         All groups call it equally often.
 
         Args:
-            value: this group's, which JSON can say.
+            value: this group's value, a JSON value.
 
         Raises:
             TimeoutError: ranks did not arrive before the deadline; names them.
             RingError: this init() has failed; or the values have no ranks, or too many; or this
-                group's was changed on the way.
+                group's value was changed in the store.
         """
         self._send(value)
         return self._receive(value)
 
     def poll(self, _: float = 0.0, /, *, at_once: bool = False) -> None:
-        """Raise another rank's failure, if there is one; looks once a second at most."""
+        """Raise another rank's failure, if there is one; reads the store at most once a second."""
         if not at_once and time.monotonic() < self._looked_at + _FAILURES_EVERY_S:
             return
         self._looked_at = time.monotonic()
         with store_errors():
             if self._store.check([self._key(_FAILURE)]):
                 world, failure = self._stored_failure()
-                # Of a complete world, a rank may be in its next one already.
+                # After this world is complete, the failure may be of a rank's next world.
                 if self._round == 0 or world <= self.world:
                     raise self._notified(failure)
             before = self._key(_VALUES, self.world - 1, 0)
             if self._round == 0 and self.world > 0 and not self._store.check([before]):
-                # Nobody gets here before that world is complete, unless somebody came twice.
+                # The previous world must be complete here, unless a rank has come twice.
                 raise RingError(_TOO_MANY)
 
     def fail(self, failure: Failure) -> Failure:
-        """Tell all groups why this init() has failed; return the first failure of all."""
+        """Report a failure of this init() to all groups; return the first failure of all."""
         if self._has_failed:
             return failure
         with contextlib.suppress(DistError, RingError):  # the failure itself counts
@@ -156,13 +154,13 @@ class StoreExchange:
         return failure
 
     def close(self) -> None:
-        """Remove what nobody reads any more. Call when all ranks have joined.
+        """Remove the keys that are not read any more. Call when all ranks have joined.
 
         The first world of a generation leaves its keys, so that a job with one init() does nothing.
         """
         if self.world == 0 or 0 not in self._ranks:
             return
-        # The values of this world tell the next one's ranks that all is well.
+        # Keep the values of this world: they show the next one's ranks that it was complete.
         keys = [self._key(_VALUES, self.world - 1, 0), self._key(_DECIDED, self.world - 1)]
         keys += self._read
         with contextlib.suppress(DistError, RingError, NotImplementedError):
@@ -172,7 +170,7 @@ class StoreExchange:
     # --- rank 0's group, and the others
 
     def _send(self, value: Any) -> None:
-        """Store this group's value; that of rank 0's group is not needed by itself."""
+        """Store this group's value, unless it is rank 0's group, which writes all values."""
         data = pack(value)
         if len(data) > CHUNK_BYTES:
             raise RingError(f"a value of {len(data)} bytes for {self._count} ranks is too large")
@@ -181,7 +179,7 @@ class StoreExchange:
                 self._set(self._key(_VALUE, self._round, self.place), Kind.VALUE, data)
 
     def _receive(self, own: Any) -> list[Any]:
-        """Return the values of all groups; rank 0's collects them for the others."""
+        """Return the values of all groups; rank 0's group collects them for the others."""
         if 0 in self._ranks:
             found = {self.place: own, **self._collect()}
             data = pack([found[place] for place in sorted(found)])
@@ -231,7 +229,7 @@ class StoreExchange:
             raise other_version("a host", error) from None
 
     def _write_values(self, data: bytes) -> None:
-        """Give all groups the values. Raises RingError: a rank has failed before."""
+        """Write the values for all groups. Raises RingError: a rank has failed before."""
         first, *more = _chunks(data)
         with store_errors():
             for number, chunk in enumerate(more, 1):
@@ -263,7 +261,7 @@ class StoreExchange:
     # --- waiting
 
     def _wait_for(self, key: str, *kinds: Kind) -> tuple[Kind, bytes]:
-        """Return a value when it is there. Cost: one operation, and looks."""
+        """Wait for a value, and return it. Cost: one operation, and the polls."""
         pause_s = 0.001
         with store_errors():
             while not self._store.check([key]):
@@ -271,7 +269,7 @@ class StoreExchange:
                 if self._deadline.passed():
                     raise self._late()
                 self.poll()
-                # Fast at first, then slower the more ranks there are.
+                # Poll fast at first, then more slowly, depending on the number of ranks.
                 time.sleep(min(pause_s, self._deadline.left_s()))
                 pause_s = min(1.5 * pause_s, min(_FAILURES_EVERY_S, 0.02 + 1e-4 * self._size))
             return self._get(key, *kinds)
@@ -279,8 +277,8 @@ class StoreExchange:
     # --- failures
 
     def _late(self) -> RingError:
-        """Return the error that names who is missing, the same in all groups."""
-        # Rank 0's leader knows best who is here: its own value is not in the store.
+        """Return the error that names the missing ranks, the same in all groups."""
+        # Rank 0's leader knows best: its own value is not in the store.
         patience = Deadline(0.0 if 0 in self._ranks else _FAILURES_EVERY_S)
         while not patience.passed() and not self._store.check([self._key(_FAILURE)]):
             time.sleep(0.02)
@@ -291,7 +289,7 @@ class StoreExchange:
             ranks: Sequence[int] = ()
             key = self._key(_VALUE, 0, place)
             if place != self.place and self._store.check([key]):
-                with contextlib.suppress(RingError):  # the ranks of a damaged one are missing
+                with contextlib.suppress(RingError):  # a damaged value: its ranks count as missing
                     ranks = self._ranks_of(self._unpacked(self._get(key, Kind.VALUE)[1]))
             here += ranks
             place += self._count if place == self.place else max(len(ranks), 1)
@@ -300,11 +298,11 @@ class StoreExchange:
         return error
 
     def _claim_failure(self) -> bool:
-        """Return whether this group is the first to fail, and so announces why."""
+        """Return whether this group is the first to fail, and so must announce its failure."""
         return bool(self._store.add(self._key(_FAILED), 1) == 1)
 
     def _announce(self, failure: Failure) -> None:
-        """End the generation. The next one must be open before anybody hears of it."""
+        """End the generation. The next one must be open before any rank learns of the failure."""
         self._has_failed = True
         self._store.add(_ENDED, 1)
         self._store.add(self._key(_PLACES), _OVER)
@@ -314,7 +312,7 @@ class StoreExchange:
         self.mark_notified(self._ranks)
 
     def _decide(self, kind: Kind, data: bytes) -> bool:
-        """Write what has become of this world, unless somebody else does."""
+        """Write the outcome of this world, unless another group has; return whether it did."""
         if self._store.add(self._key(_DECIDED, self.world), 1) != 1:
             return False
         self._set(self._key(_VALUES, self.world, 0), kind, data)
@@ -351,9 +349,9 @@ class StoreExchange:
         return failure.error()
 
     def mark_notified(self, ranks: Sequence[int]) -> bool:
-        """Note that ranks know of the failure; return whether it is news to one of them.
+        """Note that ranks know of the failure; return whether it is new to one of them.
 
-        A rank that comes late is notified once that its world has failed; then it begins a new one.
+        A late rank is notified once of the failure of its world; then it begins a new one.
         """
         new = [self._store.add(self._key(_NOTIFIED, rank), 1) == 1 for rank in ranks]
         self._store.add(self._key(_SEEN), sum(new))
@@ -375,10 +373,10 @@ class StoreExchange:
 
 
 def linger(store: AuthenticatedStore) -> None:
-    """Wait a moment until all that have come know of a failure. For the process that serves.
+    """Wait a moment until all ranks that have arrived know of a failure. For the store's server.
 
     Args:
-        store: the one that StoreExchange uses.
+        store: the store that StoreExchange uses.
     """
     until = Deadline(_LINGER_S)
     with contextlib.suppress(DistError, RingError):
@@ -402,5 +400,5 @@ def store_errors() -> Iterator[None]:
 
 
 def _chunks(data: bytes) -> list[bytes]:
-    most = CHUNK_BYTES - 64  # room for the head
+    most = CHUNK_BYTES - 64  # leaves room for the header
     return [data[at : at + most] for at in range(0, len(data), most)] or [b""]

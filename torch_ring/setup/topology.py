@@ -1,4 +1,4 @@
-"""Topology: which ranks share a host, a node or CPUs. Pure functions of the ranks' `PeerInfo`."""
+"""Topology: ranks that share a host, a node or CPUs. Pure functions of the ranks' `PeerInfo`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Topology:
-    """The position of one rank among nodes, by Horovod's names."""
+    """The position of one rank among nodes, with Horovod's names."""
 
     local_rank: int = 0
     local_size: int = 1
@@ -37,7 +37,7 @@ def topology_of(rank: int, peers: Sequence[PeerInfo]) -> Topology:
     """Return the topology as `rank` sees it.
 
     The local rank is the launcher's, or else the index among the ranks of the node. The cross rank
-    is the index of the node among those that have this local rank; nodes are ordered by their first
+    is the index of the node among the nodes with this local rank, in the order of their first
     ranks.
 
     Args:
@@ -89,7 +89,7 @@ def host_of(peers: Sequence[PeerInfo], transport: str) -> list[int]:
 
 
 def lack_of_memory(peers: Sequence[PeerInfo]) -> str:
-    """Return which rank cannot map the memory of its host; "" if all can."""
+    """Return a sentence on the rank that cannot map the memory of its host; "" if all can."""
     counts = Counter(peer.machine for peer in peers)
     needed = {count: least_memory(count) for count in set(counts.values())}
     for peer in peers:
@@ -106,7 +106,7 @@ def lack_of_memory(peers: Sequence[PeerInfo]) -> str:
 
 
 def hosts_among(ranks: Sequence[int], host_of: Sequence[int]) -> list[int]:
-    """Return the host index of some ranks, hosts numbered anew in the order of these ranks."""
+    """Return the host index of some ranks, with hosts renumbered in the order of these ranks."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(host_of[rank], len(numbers)) for rank in ranks]
 

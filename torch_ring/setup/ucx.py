@@ -1,4 +1,4 @@
-"""UCX: what a rank has of it, and whether all ranks use it."""
+"""UCX: a rank's version and transports, and whether all ranks use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")  # RoCE's and Omni-Path's, too
 
 
 def ucx_library(config: Config) -> str:
-    """Return the path of the UCX to load; empty: the one that is loaded, or the system's.
+    """Return the path of the UCX to load; empty: the one already loaded, or the system's.
 
     Args:
         config: the settings.
@@ -30,7 +30,7 @@ def ucx_library(config: Config) -> str:
     if config.ucx_library:
         return config.ucx_library
     if "/libucp.so" in Path("/proc/self/maps").read_text():
-        return ""  # there can be no other one
+        return ""  # a process can have only one
     package = importlib.util.find_spec("libucx")
     folders = package.submodule_search_locations if package else None
     for folder in folders or ():
@@ -41,17 +41,17 @@ def ucx_library(config: Config) -> str:
 
 
 def own_ucx(config: Config) -> str:
-    """Load UCX, and return its version and transports, or why there is none.
+    """Load UCX, and return its version and transports, or the reason why there is none.
 
     Args:
         config: the settings.
 
     Returns:
-        "1.22.0 rc_mlx5 tcp", or a sentence, which begins with no digit.
+        "1.22.0 rc_mlx5 tcp", or a sentence, which does not begin with a digit.
     """
-    # UCX reads them when it is loaded. It would take over the signals of crashes, which are
-    # faulthandler's, print on stdout, which is the program's, and give up a connection after 18 s,
-    # long before TORCH_RING_HEARTBEAT_TIMEOUT.
+    # UCX reads these variables when it is loaded. By default it would take over the signals of
+    # crashes, which belong to faulthandler; print on stdout, which belongs to the program; and give
+    # up a connection after 18 s, long before TORCH_RING_HEARTBEAT_TIMEOUT.
     os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     os.environ.setdefault("UCX_TCP_KEEPIDLE", "inf")
@@ -73,15 +73,15 @@ def own_ucx(config: Config) -> str:
 
 
 def _in_ascii(text: str) -> str:
-    """Return a sentence that has room in the description of a rank."""
+    """Return a sentence in ASCII, short enough for the description of a rank."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text)[:500]
 
 
 def uses_ucx(config: Config, peers: Sequence[PeerInfo], labels: Sequence[str]) -> bool:
     """Return whether data between hosts travel over UCX: the same on all ranks.
 
-    Two versions of UCX connect, and deliver wrong data without an error (seen with 1.13 and 1.22):
-    so all ranks must have the same one.
+    Two different versions of UCX connect, but deliver wrong data without an error (seen with 1.13
+    and 1.22): so all ranks must have the same version.
 
     Args:
         config: the settings.
@@ -89,8 +89,8 @@ def uses_ucx(config: Config, peers: Sequence[PeerInfo], labels: Sequence[str]) -
         labels: their names in messages.
 
     Raises:
-        InvalidArgumentError: TORCH_RING_NETWORK=ucx, and a rank has no UCX, or not that of the
-            others; names the ranks that have none, or each rank's version.
+        InvalidArgumentError: TORCH_RING_NETWORK=ucx, and a rank has no UCX, or another version than
+            the others; names the ranks without UCX, or each rank's version.
     """
     if config.network == "tcp":
         return False

@@ -1,6 +1,6 @@
-"""Tracing: what the ranks of a job do, and when (docs/tracing.md).
+"""Tracing: the operations of a job's ranks, with their times (docs/tracing.md).
 
-Open first: `flight_recorder`; `lateness` tells late ranks, `page` draws a recording.
+Open first: `flight_recorder`; `lateness` finds late ranks, `page` draws a recording.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch_ring.tracing.lateness import report as report
     from torch_ring.tracing.lateness import stragglers as stragglers
 
-# The names that need torch, by their modules: a command that draws files needs none.
+# The names that need torch, by module: the command that draws files does without torch.
 _PUBLIC = {
     "RankReport": "lateness",
     "dump": "flight_recorder",

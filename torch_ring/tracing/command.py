@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return 0, or 1 after one sentence about what is wrong."""
+    """Run the command; return 0, or 1 after a sentence about the error."""
     args = _parse(arguments)
     output: Path = args.output or (
         args.recording / "page.html"

@@ -1,4 +1,4 @@
-"""snapshot: what this rank has done so far, in numbers."""
+"""snapshot: counters of this rank's operations so far."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class OperationCounts:
     """The operations of one kind that have ended.
 
     Attributes:
-        operations: their number, those that failed too.
-        failed: of these.
-        bytes: of this rank's inputs.
+        operations: their number, with failed ones.
+        failed: the number of failed ones.
+        bytes: the size of this rank's inputs.
         waiting_s: the sum of the times from submission to agreement: for other ranks, and for the
             fusion window.
         running_s: the sum of the times from agreement to the end. On a device: to the launch.
@@ -48,9 +48,9 @@ class MessageCounts:
     """The messages of one direction that have ended.
 
     Attributes:
-        messages: their number, those that failed too.
-        failed: of these.
-        bytes: of the others.
+        messages: their number, with failed ones.
+        failed: the number of failed ones.
+        bytes: the size of the others.
     """
 
     messages: int
@@ -60,12 +60,12 @@ class MessageCounts:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often a value was how large.
+    """A histogram of durations.
 
     Attributes:
         bounds_s: upper bounds in seconds, ascending; the last count has none.
-        counts: of the values below each bound and not below the one before; one more than bounds.
-        sum_s: of all values.
+        counts: the numbers of values in the intervals between bounds; one more than bounds.
+        sum_s: the sum of all values.
     """
 
     bounds_s: tuple[float, ...]
@@ -78,13 +78,14 @@ class SetMetrics:
     """Counts of the operations of this rank in one process set.
 
     Attributes:
-        ranks: the members, ranks of the world.
-        operations: by name, such as "allreduce".
-        inlined: operations whose data travelled with the agreement.
-        fused: operations that were reduced in one buffer with others.
-        lag: of every operation that was agreed on, how long this rank has waited for the last one.
-        rounds: of the agreement, those without an operation too.
-        messages: by "sent" and "received"; a short message counts as sent when it is on its way.
+        ranks: the members, as ranks of the world.
+        operations: the counts by operation, such as "allreduce".
+        inlined: the number of operations whose data travelled with the agreement.
+        fused: the number of operations that were reduced in one buffer with others.
+        lag: the waits of this rank for the last rank, for every agreed operation.
+        rounds: the number of rounds of agreement, with those without an operation.
+        messages: the counts by "sent" and "received"; a short message counts as sent when it has
+            left this rank.
     """
 
     ranks: tuple[int, ...]
@@ -98,13 +99,13 @@ class SetMetrics:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of this rank that torch_ring allocates, in bytes, now.
+    """The memory that torch_ring now uses on this rank, in bytes.
 
     Attributes:
-        shared_bytes: of this rank's part of the memory that the ranks of its host share: buckets,
-            gradients, `empty_shared()`, and address space for process sets; 0 where no two ranks
-            share a host.
-        kept_gradient_bytes: of these, blocks that are kept for the gradients of the next pass.
+        shared_bytes: the memory in use of this rank's part of its host's shared memory: buckets,
+            gradients, `empty_shared()`, and address space for process sets; 0 if no two ranks share
+            a host.
+        kept_gradient_bytes: the part of it that is kept for the gradients of the next pass.
         kept_result_bytes: private memory that is kept for the next results
             (TORCH_RING_KEPT_RESULT_BYTES).
     """
@@ -119,16 +120,16 @@ class Snapshot:
     """Counts of the operations of this rank since init().
 
     Attributes:
-        rank, size: of this process; of the world. In a program that has only groups: its rank in
-            torch.distributed, and the ranks that are connected with the largest group's.
-        sets: by the number of the process set; 0: the world. A set that is removed is gone. Empty
-            in a program that has only groups of torch.distributed.
-        groups: those of torch.distributed with the backend ring that are connected, by torch's
-            name of the group.
-        connections: data connections that this rank has made or accepted, for collectives and
-            messages. Each is made once, when it is first used, so more of them come with new
-            process sets and new peers only.
-        memory: what is allocated now.
+        rank, size: this process's rank, and the number of ranks. In a program that has only groups:
+            its rank in torch.distributed, and the number of ranks connected by the largest group.
+        sets: the metrics by number of the process set; 0: the world. Removed sets are left out.
+            Empty in a program that has only groups of torch.distributed.
+        groups: the metrics of the connected groups of torch.distributed with the backend ring, by
+            torch's name of the group.
+        connections: the number of data connections that this rank has made or accepted, for
+            collectives and messages. Each is made at its first use, so the number grows only with
+            new process sets and new peers.
+        memory: the memory in use.
     """
 
     rank: int
@@ -149,11 +150,11 @@ def snapshot() -> Snapshot:
     found = snapshot_of(world)
     if world is current.find_world():
         return found
-    return replace(found, rank=ranks[world.rank], sets={})  # its sets are the groups
+    return replace(found, rank=ranks[world.rank], sets={})  # the groups are its sets
 
 
 def snapshot_of(world: World) -> Snapshot:
-    """Return the same for a world of this process. Thread: any."""
+    """Return the snapshot of a world of this process. Thread: any."""
     sets = world.process_sets.engines()
     groups = recorded_groups()
     engines = {id(engine): engine for _, _, engine in sets}

@@ -1,6 +1,7 @@
-"""export_metrics: counters in a file for Prometheus' node exporter, or served on localhost.
+"""export_metrics: writes counters to a file for Prometheus' node exporter, or serves them.
 
-TORCH_RING_METRICS_FILE and TORCH_RING_METRICS_PORT of a world begin and end with it.
+The file (TORCH_RING_METRICS_FILE) and the port on localhost (TORCH_RING_METRICS_PORT) live as long
+as a world.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _log = logging.getLogger("torch_ring")
 
 _ADDRESS = "127.0.0.1"
 _RANK = "{rank}"
-_PATIENCE_S = 5.0  # with a thread that is about to end; a file system may hang
+_PATIENCE_S = 5.0  # for the writing thread to end: a file system may hang
 
-# The file that this process has written last, its inode, and the process: removed when that gets
-# another rank, but not by a forked child.
+# The last file of this process, its inode, and the pid. It is removed when the process gets another
+# rank; a forked child does not remove it.
 _written: tuple[Path, int, int] | None = None
 
 
 def export_metrics() -> None:
-    """From now on, export the counters of each world as its settings say."""
+    """From now on, export the counters of each world according to its settings."""
     on_join(_begin)
 
 
@@ -59,7 +60,7 @@ def _begin(world: World) -> None:
 
 
 def _registry(world: World, variable: str) -> Any:
-    """Return what prometheus_client collects the world's counters from."""
+    """Return prometheus_client's registry for the world's counters."""
     try:
         client = importlib.import_module("prometheus_client")
         families = importlib.import_module("torch_ring.tracing.prometheus").metric_families
@@ -81,16 +82,16 @@ def _registry(world: World, variable: str) -> Any:
 
 
 class _File:
-    """The file of a rank, and the thread that writes it. Readers never see half of it.
+    """The file of a rank, and the thread that writes it. Readers never see a partial file.
 
     Raises:
-        InvalidArgumentError: it cannot be written.
+        InvalidArgumentError: the file cannot be written.
     """
 
     def __init__(self, path: Path, registry: Any, interval_s: float, rank: int) -> None:
         self._path, self._registry = path, registry
         self._rank = rank
-        self._failed = False  # and the log says so
+        self._failed = False  # and logged
         self._ending = threading.Event()
         try:
             self._write()
@@ -104,7 +105,7 @@ class _File:
         self._thread.start()
 
     def end(self, _failed: bool) -> None:
-        """Write a last time."""
+        """Write the file a last time."""
         self._ending.set()
         self._thread.join(_PATIENCE_S)
         if not self._thread.is_alive():
@@ -137,7 +138,7 @@ class _File:
 
 
 def _remove(path: Path, inode: int, pid: int) -> None:
-    """Remove the file of another rank that this process was, unless it has another writer now."""
+    """Remove the file of this process's earlier rank, unless another process writes it now."""
     with contextlib.suppress(OSError):
         if pid == os.getpid() and path.stat().st_ino == inode:
             path.unlink()
@@ -147,7 +148,7 @@ class _Server:
     """An HTTP server of this host alone, at a port of this rank.
 
     Raises:
-        InvalidArgumentError: it cannot have that port.
+        InvalidArgumentError: the port is not available.
     """
 
     def __init__(self, first_port: int, local_rank: int, registry: Any) -> None:
@@ -164,7 +165,7 @@ class _Server:
         current.disable_in_child(self)
 
     def disable(self) -> None:
-        """Let go of the parent's port in a forked child."""
+        """Close the parent's port in a forked child."""
         self._server.socket.close()
 
     def end(self, _failed: bool) -> None:

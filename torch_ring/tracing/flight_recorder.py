@@ -48,26 +48,26 @@ _STATES = {
     "failed": "scheduled",
 }
 
-# An operation without an agreement has no number on which the ranks agree. The analyser matches by
-# number, so it gets one that follows from its name, above all others but those of launches.
+# The analyser matches operations by number. An operation without an agreement has no common number,
+# so it gets one derived from its name, above all others except those of launches.
 _UNDECIDED = 1 << 40
-# torch counts the records of all groups together, the ranks of another set do not: its numbers lie
-# above the world's, so that the analyser drops none of them as older than what other ranks have.
+# torch numbers the records of all groups together, but here each set counts its own. A set's
+# numbers lie above the world's, so that the analyser drops none as older than other ranks' records.
 _PER_SET = 1 << 48
 
 _Wall = Callable[[int], "int | None"]
-"""From a record's time to nanoseconds since the epoch; None if there is none."""
+"""Converts a record's time to nanoseconds since the epoch; None: there is no time."""
 
 
 def to_torch(
     sets: Sequence[RecordedSet], frames: Sequence[dict[str, Any]], rank: int
 ) -> dict[str, Any]:
-    """Return what torch's flight recorder would have written of these operations.
+    """Return these operations in the format of torch's flight recorder.
 
     Args:
-        sets: what has been recorded, the world first.
+        sets: the recorded operations, the world's first.
         frames: the stack of the main thread, innermost first, each with name, filename and line.
-        rank: of this process in the world.
+        rank: the rank of this process in the world.
     """
     offset_ns = time.time_ns() - time.monotonic_ns()
 
@@ -78,8 +78,7 @@ def to_torch(
     for recorded in sets:
         last = max((record.number for record in recorded.records), default=0)
         for record in sorted(recorded.records, key=_sequence):
-            # The main thread is in an operation in flight, as far as anybody can tell; or it is
-            # where the last one has failed.
+            # The main thread is probably in an operation in flight, or where the last one failed.
             is_here = not record.finished_ns or (record.state == "failed" and record.number == last)
             entries.append(_entry(recorded, record, wall, frames if is_here else ()))
     return {
@@ -95,8 +94,8 @@ def to_torch(
         },
         "pg_status": {str(each.set_id): _status(each) for each in sets},
         "entries": entries,
-        # Torch's analyser (2.14) takes every entry for an operation of all ranks of its group: a
-        # message between two of three would be one that a rank has missed.
+        # Torch's analyser (2.14) takes every entry for an operation of all ranks of its group: for
+        # a message between two of three ranks, it would report the third as missing.
         "messages": [
             _message(recorded, message, wall) for recorded in sets for message in recorded.messages
         ],
@@ -159,7 +158,7 @@ def _entry(
         "collective_seq_id": sequence,
         "p2p_seq_id": 0,
         "op_id": record.number,
-        # The analyser knows the backends of torch alone. Those on the host are like gloo's.
+        # The analyser knows only torch's backends. Operations on the host are named as gloo's.
         "profiling_name": f"{'nccl' if record.transport == 'nccl' else 'gloo'}:"
         f"{_COLLECTIVES[record.operation]}",
         "time_created_ns": wall(record.submitted_ns),
@@ -186,7 +185,7 @@ def _entry(
             "round": record.round,
             "is_launched": record.is_launched,
             "agreed_ns": wall(record.agreed_ns),
-            "ended_ns": wall(record.finished_ns),  # also where it has failed
+            "ended_ns": wall(record.finished_ns),  # also of a failed operation
             "last_rank": recorded.ranks[record.last_rank] if record.last_rank >= 0 else None,
             "lag_ms": record.lag_ns / 1e6,
             "error": record.error,
@@ -195,10 +194,10 @@ def _entry(
 
 
 def _shapes(record: OperationRecord, size: int) -> tuple[list[int], list[int]]:
-    """Return input and output as the analyser checks them against one another.
+    """Return the input and output sizes, in a form that passes the analyser's checks.
 
-    It does not know of ranks that give or get more than others: an allgather of unequal rows is one
-    row of each rank here, and a reducescatter that does not divide evenly is rounded up.
+    The analyser assumes equal sizes on all ranks: an allgather of unequal rows is given as one row
+    of each rank, and a reducescatter that does not divide evenly is rounded up.
     """
     shape = list(record.shape)
     if record.operation in ("barrier", "fence", "join"):
@@ -221,18 +220,18 @@ _PREFIX = "flight_"  # torchfrtrace wants a common prefix and the rank
 def dump(path: str | os.PathLike[str]) -> Path:
     """Write the last 2000 operations of this rank, in each process set and group.
 
-    Call it on any rank, at any time, also while operations are in flight; it waits for nobody. A
-    file of all ranks in one folder is what ``torchfrtrace FOLDER`` compares: it names the first
+    Call it on any rank, at any time, even while operations are in flight; it waits for no other
+    rank. ``torchfrtrace FOLDER`` compares the files of all ranks in a folder: it names the first
     operation that differs, and the ranks that are missing from it.
 
     Args:
-        path: a folder, which is made, for ``flight_RANK`` in it; or a file: its name has a suffix,
-            or ends in ``_RANK``. A name that ends in ``.json`` is written as JSON with the same
-            fields; any other as torch's flight recorder writes its own, a pickle of plain lists and
-            dictionaries.
+        path: a folder, which is made, for the file ``flight_RANK``; or a file: its name has a
+            suffix, or ends in ``_RANK``. A file whose name ends in ``.json`` is written as JSON
+            with the same fields; any other in the format of torch's flight recorder, a pickle of
+            plain lists and dictionaries.
 
     Returns:
-        The file that was written. Readers never see half of it.
+        The path of the file. Readers never see a partial file.
 
     Raises:
         NotInitializedError: before init(), and without a connected group of the backend ring.
@@ -261,7 +260,7 @@ def _write(target: Path, content: dict[str, Any]) -> None:
         raise
 
 
-# --- without being asked: in a folder that the user has named
+# --- automatic dumps, in a folder named by the user
 
 
 def watch_errors() -> None:
@@ -282,14 +281,14 @@ def _folder() -> Path | None:
 
 
 def _note() -> str:
-    """Write a dump; return what the text of an error says of it."""
+    """Write a dump; return the note about it for the text of an error."""
     folder = _folder()
     if folder is None:
         return ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return f"{errors.NOTE}are in {dump(folder)}]"
-    except Exception as error:  # the first error is the one to tell
+    except Exception as error:  # it must not hide the first error
         return f"{errors.NOTE}could not be written: {error}]"
 
 
@@ -304,7 +303,7 @@ def handle_signal(folder: str) -> None:
     try:
         if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
             signal.signal(signal.SIGUSR2, _on_signal)
-    except ValueError:  # init() in another thread than the main one
+    except ValueError:  # init() was not called in the main thread
         _log.warning("SIGUSR2 writes no dump: init() was not called in the main thread")
 
 
@@ -315,10 +314,10 @@ def _on_signal(_number: int, _frame: object) -> None:
 
 
 def trace_process(flight_dir: str = "") -> None:
-    """From now on, write dumps of errors and answer other ranks' questions. Once more does nothing.
+    """From now on, write dumps of errors and answer other ranks' questions. Idempotent.
 
     Args:
-        flight_dir: TORCH_RING_FLIGHT_DIR of a group of torch.distributed; ``init()`` tells its own.
+        flight_dir: TORCH_RING_FLIGHT_DIR of a group of torch.distributed; empty for ``init()``.
     """
     watch_errors()
     handle_signal(flight_dir)

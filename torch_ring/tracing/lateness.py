@@ -1,4 +1,4 @@
-"""stragglers, report: the rank for which the others wait, and where all ranks are at a moment."""
+"""stragglers, report: the rank for which the others wait, and the present place of all ranks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that has cost this one most of the time for which it has waited for agreements.
+    """The rank that has caused most of this rank's waiting time in agreements.
 
     Attributes:
         rank: its rank in the world.
         last: the number of waits that it ended.
-        waits: the number of all waits that were looked at.
+        waits: the number of all waits considered.
         median_s: the median of the waits that it ended, in seconds.
-        operation: what was waited for most often among these. Between hosts, where buckets are
-            reduced during the backward pass, the bucket that the rank had not filled. On one host
-            they are reduced when the pass has ended, and that end is what is waited for.
+        operation: the most frequent operation among these waits. Between hosts, buckets are reduced
+            during the backward pass, and it may be the bucket that the rank had not filled. On one
+            host they are reduced after the pass, and it is the end of the pass.
     """
 
     rank: int
@@ -54,15 +54,16 @@ class Straggler:
 
 
 def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
-    """Return the rank for which this one has waited most, if there is such a rank; at most one.
+    """Return the rank for which this one has waited most: a list of one straggler, or an empty one.
 
-    Every agreement has a rank that comes last. This looks at the agreements among the last 2000
-    operations of each process set for which this rank has waited `min_lag_s` or more. The rank for
-    which it has waited more than two thirds of that time, three times at least, is a straggler. The
-    late rank itself waits for nobody, so it finds none: ask another one. Talks to no other
-    rank; `report` asks all of them what they do.
+    Every agreement has a rank that comes last. This considers the agreements among the last 2000
+    operations of each process set for which this rank has waited `min_lag_s` or more. A rank that
+    was last in at least three of them, and caused more than two thirds of that time, is a
+    straggler. The late rank itself never waits, so it finds none: call this on another rank. It
+    talks to no other rank; `report` asks all ranks for their present operations.
 
-    The last rank of an agreement is known with the next one, so the last agreement does not count.
+    The last rank of an agreement becomes known with the next one, so the last agreement does not
+    count.
 
     Args:
         min_lag_s: the shortest wait that counts, in seconds.
@@ -81,8 +82,8 @@ def stragglers(min_lag_s: float = 0.01) -> list[Straggler]:
 def who_is_late(
     records: list[OperationRecord], ranks: tuple[int, ...], min_lag_s: float
 ) -> Straggler | None:
-    """Return the straggler of one process set, of whose members `ranks` are the ranks."""
-    waits: dict[int, OperationRecord] = {}  # by round: its operations were agreed on together
+    """Return the straggler of one process set, whose members are `ranks`."""
+    waits: dict[int, OperationRecord] = {}  # by round, whose operations were agreed on together
     for record in records:
         if record.sequence and record.last_rank >= 0 and record.lag_ns >= min_lag_s * 1e9:
             waits.setdefault(record.round, record)
@@ -102,7 +103,7 @@ def who_is_late(
 
 
 def _title(record: OperationRecord) -> str:
-    """Return what is the same in every backward pass: the number of the pass is left out."""
+    """Return the operation's name without the number of its backward pass."""
     bucket = re.fullmatch(r"gradients\.(\d+)\.\d+\.(\d+)\.\d+", record.name)
     if bucket is not None:
         return f"bucket {bucket[2]} of optimizer {bucket[1]}"
@@ -114,12 +115,12 @@ def _title(record: OperationRecord) -> str:
 def main_thread_stack() -> list[dict[str, Any]]:
     """Return the frames of the main thread, innermost first: name, filename and line.
 
-    Frames of torch_ring itself are left out at the inner end: the program is of interest.
+    Innermost frames of torch_ring itself are left out, to show the program's place.
     """
     identity = threading.main_thread().ident
     frame = sys._current_frames().get(identity) if identity is not None else None
     frames: list[dict[str, Any]] = []
-    while frame is not None:  # without I/O: a frame that has returned keeps its objects meanwhile
+    while frame is not None:  # without I/O: meanwhile a returned frame would keep its objects alive
         code = frame.f_code
         frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
         frame = frame.f_back
@@ -131,7 +132,7 @@ def main_thread_stack() -> list[dict[str, Any]]:
 _FOLDER = __file__.rsplit("tracing", 1)[0]
 
 
-_MOST_BYTES = 4000  # of an answer: a control message has 4096
+_MOST_BYTES = 4000  # of an answer: a control message holds 4096
 _MOST_IN_FLIGHT = 3
 
 
@@ -141,7 +142,7 @@ class RankReport:
 
     Attributes:
         rank: its rank in the world.
-        text: in which operations it is, and where its main thread is, innermost call first; None
+        text: its operations in flight, and the place of its main thread, innermost call first; None
             if it has not answered.
     """
 
@@ -153,18 +154,18 @@ class RankReport:
 
 
 def report(timeout_s: float = 5.0) -> list[RankReport]:
-    """Ask all ranks what they do, and return the answers by rank. Call it on any rank.
+    """Ask all ranks for their present operations; return the answers by rank. Call it on any rank.
 
     In a program of torch.distributed that has not called ``init()``, the ranks are those of the
     largest group of the backend ring.
 
-    Ranks answer whatever they do, over their control connections and in a thread of their own: also
-    one that waits in a collective, for data, or for a lock. One that is stopped, or in native code
-    that keeps the interpreter's lock, answers later than anybody waits. The answers tell of this
-    moment; ``dump()`` has more of the past, of one rank.
+    Ranks answer in a separate thread, over their control connections, even if they wait in a
+    collective, for data, or for a lock. A rank that is stopped, or runs native code that holds the
+    interpreter's lock, may answer too late. The answers describe the present moment; ``dump()``
+    writes more of the past, of one rank.
 
     Args:
-        timeout_s: seconds after which the ranks that have not answered are given up.
+        timeout_s: seconds to wait for the ranks' answers.
 
     Raises:
         NotInitializedError: there is no world, and no connected group of the backend ring.
@@ -177,12 +178,12 @@ def report(timeout_s: float = 5.0) -> list[RankReport]:
 
 
 def answer_questions() -> None:
-    """From now on, tell other ranks that ask what this process does."""
+    """From now on, answer other ranks' questions about this process's activity."""
     answer_with(what_it_does)
 
 
 def what_it_does() -> str:
-    """Return in which operations this process is, and where its main thread is."""
+    """Return this process's operations in flight, and the place of its main thread."""
     sets = recorded_sets()
     in_flight = [
         record.description
@@ -206,7 +207,7 @@ def what_it_does() -> str:
 
 
 def _described(message: MessageRecord, ranks: Sequence[int]) -> str:
-    """Return "receive of float32, 16 bytes, tag 3, from rank 2"."""
+    """Return a text such as "receive of float32, 16 bytes, tag 3, from rank 2"."""
     peer = f"rank {ranks[message.peer]}" if message.peer >= 0 else "any rank"
     return f"{message.description}, {'to' if message.is_send else 'from'} {peer}"
 

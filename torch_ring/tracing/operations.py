@@ -1,4 +1,4 @@
-"""recorded_sets, RecordedSet: what this rank's engines have recorded."""
+"""recorded_sets, RecordedSet: the operations recorded by this rank's engines."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class RecordedSet:
     """The operations of this rank in one process set, or group of torch.distributed.
 
     Attributes:
-        set_id: the number of the set, which no other set gets; 0: the world. A group's follows from
-            its name.
+        set_id: the unique number of the set; 0: the world. A group's number is derived from its
+            name.
         name: "world", "process set 2" or "group 1 of torch.distributed".
-        ranks: its members, ranks of the world, or of torch.distributed.
-        records: the last 2000, oldest first, also those in flight.
-        messages: the last 2000, likewise.
-        world: in which its ranks ask one another.
-        world_ranks: of that world, as `ranks` has them.
+        ranks: its members, as ranks of the world, or of torch.distributed.
+        records: the last 2000 operations, oldest first, with those in flight.
+        messages: the last 2000 messages, likewise.
+        world: the world in which its ranks ask one another.
+        world_ranks: the ranks of that world, in the numbering of `ranks`.
     """
 
     set_id: int
@@ -41,7 +41,7 @@ class RecordedSet:
 
 
 def recorded_sets() -> list[RecordedSet]:
-    """Return what this rank has recorded, the world first, groups of torch.distributed last.
+    """Return this rank's recorded sets, the world first, groups of torch.distributed last.
 
     Raises:
         NotInitializedError: there is no world, and no connected group of the backend ring.
@@ -64,9 +64,9 @@ def recorded_sets() -> list[RecordedSet]:
 
 
 def asked_world() -> tuple[World, Sequence[int]]:
-    """Return the world in which ranks ask one another, and its ranks as users know them.
+    """Return the world in which ranks ask one another, and its ranks in the users' numbering.
 
-    Where there is no other, that of the largest group of torch.distributed.
+    Without a world of init(), it is that of the largest group of torch.distributed.
 
     Raises:
         NotInitializedError: there is no world, and no connected group of the backend ring.
@@ -81,6 +81,6 @@ def asked_world() -> tuple[World, Sequence[int]]:
 
 
 def own_rank() -> int:
-    """Return the rank of this process in the world, without one in torch.distributed."""
+    """Return this process's rank in the world; without a world, in torch.distributed."""
     groups = recorded_groups()
     return groups[0].rank if groups and current.find_world() is None else current.world().rank

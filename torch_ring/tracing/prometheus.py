@@ -1,4 +1,4 @@
-"""metric_families: a Snapshot as Prometheus has it; needs prometheus_client (the extra metrics)."""
+"""metric_families: a Snapshot as Prometheus metrics; needs prometheus_client (extra: metrics)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _OF_MEMORY = (  # name, documentation, attribute of MemoryUse
 
 
 def metric_families(snapshot: Snapshot) -> list[Metric]:
-    """Return the metrics of one rank, each with its samples, whose names begin with torch_ring_."""
+    """Return the metrics of one rank, with their samples. All names begin with torch_ring_."""
     rank = str(snapshot.rank)
     families = [
         _counter(name, text, _by_operation(snapshot, rank, attribute), ["process_set", "operation"])
@@ -129,6 +129,6 @@ def _lags(snapshot: Snapshot, rank: str) -> Metric:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
-    """Return upper bounds and how many values are below each: Prometheus counts cumulatively."""
+    """Return upper bounds and the cumulative counts below them, as Prometheus needs them."""
     bounds = [floatToGoString(bound) for bound in (*histogram.bounds_s, float("inf"))]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))

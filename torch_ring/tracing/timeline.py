@@ -1,4 +1,4 @@
-"""start_timeline, stop_timeline: a file that shows what all ranks do, for Perfetto."""
+"""start_timeline, stop_timeline: a file with the operations of all ranks, for Perfetto."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["start_timeline", "stop_timeline"]
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Begin to write what the ranks do into a file that Perfetto and chrome://tracing open.
+    """Begin to write the ranks' operations to a file for Perfetto or chrome://tracing.
 
     A collective: call it on all ranks, which wait for one another. Rank 0 writes the file. A
-    timeline that goes on ends, also that of TORCH_RING_TIMELINE.
+    present timeline ends, even that of TORCH_RING_TIMELINE.
 
     Args:
-        file_path: of the file, on rank 0's host. A file that exists is replaced. The other ranks
-            ignore it.
-        mark_cycles: whether each round of agreement is marked: CYCLE_START.
+        file_path: the path of the file, on rank 0's host. An existing file is replaced. The other
+            ranks ignore the path.
+        mark_cycles: whether each round of agreement is marked by CYCLE_START.
 
     Raises:
         NotInitializedError: before init().
@@ -32,7 +32,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End the timeline, so that its file is complete; on rank 0 those of the other ranks, too.
+    """End the timeline, and complete its file; rank 0 ends the timelines of all ranks.
 
     Does nothing without one. Waits for other ranks' events for at most 5 s. shutdown() calls it.
 

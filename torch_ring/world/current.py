@@ -64,11 +64,11 @@ def set_up_log(config: Config) -> None:
         _log.setLevel(config.log_level.upper())
 
 
-# How long rejoin() waits for ranks that were alive a moment ago.
+# The time limit of rejoin(), whose ranks were alive a moment ago.
 _REJOIN_S = 5.0
 _REJOIN_S_PER_RANK = 0.05
 
-_EXIT_PATIENCE_S = 5.0  # with other threads that are in init(), or wait for other ranks
+_EXIT_PATIENCE_S = 5.0  # for other threads that are in init(), or wait for other ranks
 
 
 class _Inherited(Protocol):
@@ -95,27 +95,27 @@ def init(
     store: Store | None = None,
     process_group: Any = None,
 ) -> None:
-    """Join the other ranks. A process that no launcher has started is a world of one.
+    """Join the other ranks. A process without a launcher is a world of one.
 
-    Does nothing in a process that has joined already, but warns if it is to be another rank; after
-    shutdown() it joins anew.
+    Does nothing in a process that has joined already, but warns if the arguments ask for another
+    rank; after shutdown() it joins anew.
 
     Args:
-        comm: a list of ranks, or an mpi4py communicator: a world of these processes only, numbered
-            anew in the order of their ranks. None, the usual value: all ranks.
+        comm: a list of ranks, or an mpi4py communicator: a world of these processes only,
+            renumbered in the order of their ranks. None, the usual value: all ranks.
         process_sets: sets to add, each a ProcessSet or a list of ranks, the same on all ranks.
-            "dynamic" (Horovod's word) and None add none, as does a newcomer to an elastic job.
-        rank: the rank of this process, from 0; None: the launcher's variables tell it.
-        size: the number of processes; goes with `rank`. None: the launcher's variables tell it.
-        local_rank: the index of this process within its node; None: the launcher's, or what the
-            ranks find out.
+            "dynamic" (Horovod's word) and None add no set; nor does a newcomer to an elastic job.
+        rank: the rank of this process, from 0; None: from the launcher's variables.
+        size: the number of processes; goes with `rank`. None: from the launcher's variables.
+        local_rank: the index of this process within its node; None: from the launcher's variables,
+            or else found by the ranks.
         local_size: the number of processes of its node; None: as for `local_rank`.
-        store: the key-value store over which the ranks find one another; None: the one that the
-            launcher's variables name.
-        process_group: a group of torch.distributed: its ranks are those of the world, and they find
-            one another over its store. Not together with the other arguments but `process_sets`.
-            None, without other arguments: the default group, if ``init_process_group()`` has made
-            one of all ranks of the job.
+        store: the key-value store over which the ranks find one another; None: the store named by
+            the launcher's variables.
+        process_group: a group of torch.distributed: its ranks make the world, and find one another
+            over its store. Allowed together with `process_sets` only. None, without other
+            arguments: the default group, if ``init_process_group()`` has made one of all ranks of
+            the job.
 
     Raises:
         InvalidArgumentError: a variable or argument is wrong; names it.
@@ -128,7 +128,7 @@ def init(
             _warn_if_other(_world, rank, size)
             return
         config = Config.from_environment()
-        if config.is_newcomer and is_of_inner_job(rank=rank, size=size):  # which has inherited it
+        if config.is_newcomer and is_of_inner_job(rank=rank, size=size):  # an inherited variable
             config = replace(config, is_newcomer=False)
         places = (comm, rank, size, local_rank, local_size, store)
         if process_group is not None and any(place is not None for place in places):
@@ -150,18 +150,18 @@ def init(
 
 
 def rejoin(rank: int, size: int, store: Store, secret: str, missed: Missed) -> None:
-    """Join the ranks that are left of a world that has ended.
+    """Join the remaining ranks of a world that has ended.
 
     Args:
-        rank: this process in the new world.
+        rank: this process's rank in the new world.
         size: the number of ranks there.
-        store: where they meet.
-        secret: what only they know.
-        missed: as of `FailurePath`.
+        store: the store where they meet.
+        secret: a secret that only they know.
+        missed: as for `FailurePath`.
 
     Raises:
-        RingError: another rank could not join. It is found out sooner than in init(), because all
-            of them were alive a moment ago.
+        RingError: another rank could not join. It is detected sooner than in init(), because all of
+            them were alive a moment ago.
     """
     with _changing:
         config = Config.from_environment()
@@ -170,7 +170,7 @@ def rejoin(rank: int, size: int, store: Store, secret: str, missed: Missed) -> N
             config,
             init_timeout_s=patience_s,
             secret=config.secret or secret,
-            is_newcomer=False,  # any more
+            is_newcomer=False,  # no longer
         )
         given = {"rank": rank, "size": size, "local_rank": None, "local_size": None}
         _join(None, None, config, given, store, missed=missed)
@@ -190,7 +190,7 @@ def _join(
         try:
             _world = join_world(comm, process_sets, given, store, config, **more)
         finally:
-            ignored = misspelt()  # which may be why it has failed
+            ignored = misspelt()  # a possible reason of a failure
             if ignored and (_world is None or _world.rank == 0):
                 _log.warning(ignored)
         for callback in _after_join:
@@ -203,7 +203,7 @@ def after_join(callback: Callable[[], None]) -> None:
 
 
 def prepare(config: Config) -> None:
-    """Set up what a world needs of its process: log, memory of results, a clean exit."""
+    """Prepare the process for a world: log, memory of results, a clean exit."""
     set_up_log(config)
     arm_failpoints(failpoints())
     _prepare_exit()
@@ -213,9 +213,9 @@ def prepare(config: Config) -> None:
 def shutdown() -> None:
     """Leave the world: tell the other ranks, stop all threads, free all memory.
 
-    Operations in flight fail; later operations of other ranks that need this one fail too. While an
-    exception is handled, as in a ``finally``, their errors say it. Does nothing without a world.
-    Called at exit.
+    Operations in flight fail, and so do later operations of other ranks that need this one. If an
+    exception is being handled, as in a ``finally``, the other ranks' errors quote it. Does nothing
+    without a world. Called at exit.
     """
     with _changing:
         _leave(reason_to_leave())
@@ -245,7 +245,7 @@ def is_initialized() -> bool:
 
 def engine() -> Engine:
     """Return the engine of all ranks. Raises NotInitializedError."""
-    if _is_parents:  # tested here to save the call: every collective comes this way
+    if _is_parents:  # checked inline: every collective passes here
         require_own()
     if _world is None:
         raise NotInitializedError
@@ -315,7 +315,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the index of this node among those that have a process with this local rank.
+    """Return the index of this node among the nodes with a process of this local rank.
 
     Raises:
         NotInitializedError: there is no world.
@@ -324,7 +324,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a process with this local rank.
+    """Return the number of nodes with a process of this local rank.
 
     Raises:
         NotInitializedError: there is no world.
@@ -347,7 +347,7 @@ def cpu_sharers() -> int:
 
 
 def _warn_if_other(world: World, rank: int | None, size: int | None) -> None:
-    """Warn of an init() that asks for another place than this process has."""
+    """Warn if an init() asks for another rank or size than this process has."""
     if rank in (None, world.rank) and size in (None, world.size):
         return
     _log.warning(
@@ -357,14 +357,14 @@ def _warn_if_other(world: World, rank: int | None, size: int | None) -> None:
     )
 
 
-# --- the end of the process, and forks of it
+# --- exit and forks of the process
 
 
 def _prepare_exit() -> None:
-    """See to it that this process leaves its world when it ends, and can say why."""
+    """Make this process leave its world at exit, with the reason for the other ranks."""
     global _finalizer
     watch_exit()
-    # A process of multiprocessing calls no function of atexit.
+    # A multiprocessing child does not run atexit functions.
     is_known = _finalizer is not None and _finalizer.still_active()
     if multiprocessing.parent_process() is not None and not is_known:
         _finalizer = multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=0)
@@ -377,7 +377,7 @@ def _leave_at_exit() -> None:
             _leave(reason_at_exit())
         finally:
             _changing.release()
-    await_calls(_EXIT_PATIENCE_S)  # of daemon threads, which the interpreter is about to end
+    await_calls(_EXIT_PATIENCE_S)  # calls of daemon threads, which the interpreter ends next
 
 
 def disable_in_child(inherited: _Inherited) -> None:
@@ -392,7 +392,7 @@ def _prepare_fork() -> None:
 def _leave_parents_world() -> None:
     """Keep only the readable part of the parent's world in a forked child (a DataLoader worker)."""
     global _is_parents, _changing
-    for inherited in _disabled_in_child:  # first: nothing below may keep it from happening
+    for inherited in _disabled_in_child:  # first, since the rest may raise
         inherited.disable()
     if _world is not None:
         _world.process_sets.abandon()

@@ -24,7 +24,7 @@ __all__ = ["EngineExchange", "interrupt_deferred", "make_engine", "wait_for_all"
 _log = logging.getLogger("torch_ring")
 
 _AVERAGE = 0  # ReduceOp::kAverage
-_NOT_INLINE = 16 << 10  # elements: 64 KiB do not travel with the agreement
+_NOT_INLINE = 16 << 10  # elements: 64 KiB, too large to travel with the agreement
 
 
 def make_engine(
@@ -37,10 +37,10 @@ def make_engine(
     """Return a running engine for some ranks of the world. Does not wait for the others.
 
     Args:
-        connections: of this process.
-        number: the set's number, the same on all ranks, and never given twice; 0: the world.
+        connections: this process's connections.
+        number: the set's number, the same on all ranks, and never reused; 0: the world.
         ranks: the members.
-        slots: by member, the offset of the set's memory in the member's own, or -1.
+        slots: for each member, the offset of the set's memory in the member's own, or -1.
         config: the settings.
     """
     rank = ranks.index(connections.rank)
@@ -79,14 +79,14 @@ def wait_for_all(
     """Wait until the engines of all ranks run.
 
     Args:
-        engine: the world's.
-        deadline: of init().
+        engine: the world's engine.
+        deadline: the deadline of init().
         size: the number of ranks.
-        over_network: whether they also send data, which a barrier does not: over UCX that can fail.
+        over_network: whether to send data, too, which over UCX can fail; a barrier sends none.
 
     Raises:
         TimeoutError: an engine has not answered before the deadline.
-        PeerLostError: a rank has died, or is not reached.
+        PeerLostError: a rank has died, or cannot be reached.
     """
     if over_network:
         data = torch.zeros(_NOT_INLINE, dtype=torch.float32, device="cpu")
@@ -105,11 +105,11 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, sign
 
 @contextlib.contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Context at whose end the program's handlers of signals are called, if signals came.
+    """Context that defers the program's signal handlers to its end.
 
-    A handler may raise, as that of Ctrl-C does: the other ranks must not wait for the rest of the
-    block. A second signal of a kind does not wait. Elsewhere than in the main thread, where Python
-    handles signals, and without handlers of Python's, the context does nothing.
+    A handler may raise, as that of Ctrl-C does: without this, the other ranks would wait in vain
+    for the rest of the block. A second signal of the same kind is not deferred. The context does
+    nothing outside the main thread, where Python handles signals, and without Python handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     given = {number: signal.getsignal(number) for number in _DEFERRED} if is_main else {}
@@ -128,9 +128,9 @@ def interrupt_deferred() -> Iterator[None]:
             signal.signal(number, defer)
         yield
     finally:
-        # A handler that is given back may raise before the next one is: that one defers no more.
+        # A restored handler may raise before the next one is restored; that one must not defer.
         is_open = False
-        with contextlib.ExitStack() as calls:  # each of them, though one raises
+        with contextlib.ExitStack() as calls:  # call each handler, even if one raises
             for which, frames in came.items():
                 if len(frames) == 1:
                     calls.callback(handlers[signal.Signals(which)], which, frames[0])
@@ -144,8 +144,8 @@ _NAME = "torch_ring.process_sets"
 class EngineExchange:
     """One rank's side of exchanges among all ranks of a world.
 
-    All ranks call the same methods in the same order. An interrupt (Ctrl-C) does not put them out
-    of step: it comes at the end of this context, since the other ranks have the exchange already.
+    All ranks call the same methods in the same order. An interrupt (Ctrl-C) is deferred to the end
+    of this context, so that it does not put the ranks out of step.
 
     Args:
         engine: the world's engine.
@@ -163,11 +163,11 @@ class EngineExchange:
         self._deferral.__exit__(*failure)
 
     def numbers(self, *values: int) -> list[list[int]]:
-        """Return what all ranks give, by rank; 64-bit numbers, equally many on each.
+        """Return the numbers of all ranks, by rank: 64-bit numbers, equally many on each.
 
         Raises:
-            MismatchError: the other ranks do something else; the job may go on.
-            PeerLostError, TimeoutError: as the world's engine raises them.
+            MismatchError: the other ranks call another operation; the job may go on.
+            PeerLostError, TimeoutError: raised by the world's engine.
         """
         own = torch.tensor([values], dtype=torch.int64, device="cpu")
         gathered = _result(self._engine.allgather(own, f"{_NAME}.numbers"))
@@ -175,7 +175,7 @@ class EngineExchange:
         return numbers
 
     def texts(self, text: str) -> list[str]:
-        """Return the texts that all ranks give, by rank. Raises what `numbers` raises."""
+        """Return the texts of all ranks, by rank. Raises the errors of `numbers`."""
         own = text.encode()
         sizes = [size for (size,) in self.numbers(len(own))]
         payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]

@@ -1,4 +1,4 @@
-"""reason_to_leave, reason_at_exit: why this process leaves its world, in words for other ranks."""
+"""reason_to_leave, reason_at_exit: this process's reason to leave its world, for other ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LIBRARIES = (
     "<frozen ",
 )
 
-_seen: BaseException | None = None  # was sys.last_value before this process joined
+_seen: BaseException | None = None  # sys.last_value before this process joined
 _by_sys_exit = ""  # the reason of the last sys.exit() of the main thread
 
 
 def watch_exit() -> None:
-    """Take note of a later exit code: nothing else remembers that of ``sys.exit(3)``."""
+    """Record a later exit code: Python itself keeps no record of ``sys.exit(3)``."""
     global _seen, _by_sys_exit
     _seen, _by_sys_exit = _last_uncaught(), ""
     if getattr(sys.exit, "of_torch_ring", False):
@@ -42,17 +42,17 @@ def watch_exit() -> None:
 
 
 def reason_to_leave() -> str:
-    """Return the exception that is being handled, "ValueError: ... at train.py:41"; "" for none.
+    """Return the exception being handled, "ValueError: ... at train.py:41"; "" for none.
 
-    Its type and message, and the last line of the program that it went through: of the program and
-    not of a library, if there is one.
+    The text has its type and message, and the last line in its traceback, preferably of the program
+    rather than of a library.
     """
     error = sys.exc_info()[1]
     return "" if error is None else _of(error)
 
 
 def reason_at_exit() -> str:
-    """Return the exception or the exit code with which the interpreter ends; "" for none."""
+    """Return the exception or the exit code that ends the interpreter; "" for none."""
     error = sys.exc_info()[1] or _last_uncaught()
     if error is None or error is _seen:
         return _by_sys_exit
@@ -60,7 +60,7 @@ def reason_at_exit() -> str:
 
 
 def _last_uncaught() -> BaseException | None:
-    """Return the exception that ends the program. A prompt has one after each failed command."""
+    """Return the exception that ends the program, not an earlier one of an interactive prompt."""
     if hasattr(sys, "ps1"):
         return None
     error = getattr(sys, "last_value", None)
@@ -72,7 +72,7 @@ def _of(error: BaseException) -> str:
         return _of_status(error.code, error.__context__)
     try:
         message = " ".join(str(error).split())
-    except Exception:  # of a broken __str__
+    except Exception:  # a broken __str__
         message = ""
     if len(message) > _LONGEST:
         message = message[:_LONGEST] + "..."

@@ -1,4 +1,4 @@
-"""handle, give_back: handlers of signals that processes forked from this one do not get."""
+"""handle, give_back: signal handlers that forked children do not inherit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["give_back", "handle"]
 
 _Handler = Callable[[int, FrameType | None], None]
 
-_handled: dict[signal.Signals, tuple[_Handler, Any]] = {}  # with the handler before
+_handled: dict[signal.Signals, tuple[_Handler, Any]] = {}  # with the previous handler
 
 
 def handle(number: signal.Signals, handler: _Handler) -> None:
     """Handle a signal in this process alone. ValueError: this is not the main thread."""
-    present = signal.getsignal(number) or signal.SIG_DFL  # None: it is none of Python's
+    present = signal.getsignal(number) or signal.SIG_DFL  # None: no Python handler
     ours, before = _handled.get(number, (None, present))
     signal.signal(number, handler)
     _handled[number] = handler, before if present == ours else present
 
 
 def give_back(number: signal.Signals, handler: _Handler) -> None:
-    """Let a signal have the handler of before, unless somebody else handles it by now."""
+    """Restore a signal's previous handler, unless it has another handler by now."""
     ours, before = _handled.get(number, (None, None))
     if ours != handler:
         return
@@ -35,9 +35,9 @@ def give_back(number: signal.Signals, handler: _Handler) -> None:
 
 
 class _Fork(threading.local):
-    """Signals wait while this thread forks.
+    """Blocks signals while this thread forks.
 
-    Python forgets a signal that reaches the child before `in_child` has run.
+    Otherwise Python would lose a signal that reaches the child before `in_child` has run.
     """
 
     mask: set[int | signal.Signals] | None = None

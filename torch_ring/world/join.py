@@ -45,7 +45,7 @@ _NO_SECRET = (
 _MANY_IDLE = 3  # CPUs for each thread: then most of them are idle
 
 _Begin = list[Callable[["World"], None]]
-_begin: _Begin = []  # what begins with each world of this process: on_join()
+_begin: _Begin = []  # functions to call with each world of this process: see on_join()
 _has_joined = False  # this process has been in a world
 
 
@@ -59,20 +59,22 @@ class World:
         cpu_sharers: the number of ranks, this one included, that may run on its CPUs.
         host_of: the host index of each rank.
         summary: the line that rank 0 logs: ranks, hosts, transports.
-        address: where other hosts reach this one; 127.0.0.1 if all ranks are on one host.
-        token: the same on its ranks, and of no other world; anybody may know it.
-        is_guarded: whether strangers can have the key of the world, so that what comes from another
-            host is taken with care.
+        address: the address at which other hosts reach this one; 127.0.0.1 if all ranks are on one
+            host.
+        token: an identifier shared by the ranks of this world alone; not secret.
+        is_guarded: whether strangers may know the key of the world, so that data from other hosts
+            are handled with care.
         config: the settings.
         engine: runs the collectives of all ranks.
         process_sets: the sets of this world; each may own state of higher layers.
-        timelines: what this rank writes of its operations.
-        queries: what the ranks ask one another; None in a world of one.
-        plane: who lives, and where the ranks stop; None in a world of one.
-        on_rejoin: called when the collective join() returns, on all ranks alike.
-        on_leave: called by shutdown() first, unless the program has failed.
-        on_end: called, with whether the program has failed, before the engines end: by what has
-            observed them. Not in a forked child.
+        timelines: the timelines of this rank's operations.
+        queries: the questions between ranks; None in a world of one.
+        plane: the control plane, which knows the living ranks and agrees on a common stop; None in
+            a world of one.
+        on_rejoin: functions called when the collective join() returns, on all ranks alike.
+        on_leave: functions called first by shutdown(), unless the program has failed.
+        on_end: functions of observers of the engines, called before the engines end, with whether
+            the program has failed. Not called in a forked child.
     """
 
     rank: int
@@ -95,15 +97,15 @@ class World:
     on_end: list[Callable[[bool], None]] = field(default_factory=list)
 
     def close(self, why: str = "", *, failed: bool = False) -> None:
-        """End what has observed the world, then its engines and connections.
+        """End the world's observers, then its engines and connections.
 
         Args:
             why: the reason for the other ranks, if the program has failed.
-            failed: whether something else has.
+            failed: whether anything else has failed.
         """
-        with contextlib.ExitStack() as cleanup:  # all of it, the last callback first
+        with contextlib.ExitStack() as cleanup:  # runs all callbacks, the last one first
             for observers in (self.on_rejoin, self.on_leave, self.process_sets.on_change):
-                cleanup.callback(observers.clear)  # they may hold this world, and so its memory
+                cleanup.callback(observers.clear)  # they may keep this world and its memory alive
             cleanup.callback(self.process_sets.close, why)
             for end in self.on_end:
                 cleanup.callback(end, failed or bool(why))
@@ -112,9 +114,9 @@ class World:
 def on_join(begin: Callable[[World], None]) -> None:
     """Call a function with every world that this process joins by init(), when its engine runs.
 
-    An InvalidArgumentError that it raises ends init() on all ranks. But it is a warning if this is
-    not the first world of the process, or a newcomer's: a job that goes on does not end for what
-    only observes it.
+    An InvalidArgumentError that it raises ends init() on all ranks. In a later world of the
+    process, or a newcomer's, the error is only logged as a warning: an observer must not end a
+    running job.
     """
     _begin.append(begin)
 
@@ -139,10 +141,10 @@ def join_world(
         given: rank, size, local_rank and local_size as for init().
         store: as for init().
         config: the settings.
-        of_init: whether init() makes it, so that what on_join() says begins with it.
-        deadline: when to give up; None: as the settings say.
-        missed: as of `FailurePath`.
-        also: called with the world when all ranks have joined; what it raises ends the world.
+        of_init: whether init() makes the world, so that the functions of on_join() are called.
+        deadline: when to give up; None: according to the settings.
+        missed: as for `FailurePath`.
+        also: called with the world when all ranks have joined; an exception ends the world.
     """
     global _has_joined
     if config.secret_file and not config.secret:
@@ -206,7 +208,7 @@ def _among(identity: Identity, comm: Any) -> Identity:
 
 
 def static_sets(process_sets: Sequence[Any] | str | None, size: int) -> list[Ranks]:
-    """Return the ranks of the sets that are given to init() for a world of `size` ranks."""
+    """Return the ranks of the sets given to init() for a world of `size` ranks."""
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise InvalidArgumentError(f'process_sets={process_sets!r}: the only word is "dynamic"')
@@ -251,7 +253,7 @@ def _connect(
                 connections = connect(config, table, listeners, path, found.claim)
             world = _start_engine(connections, config, begin, deadline)
             path.leave_store()
-            # Then torch.distributed may have its port. Some ranks may know of no store.
+            # After this, torch.distributed may use the store's port. Some ranks know of no store.
             wait_for_all(world.engine, deadline, identity.size)
     except BaseException as error:
         if world is not None:
@@ -266,7 +268,7 @@ def _connect(
 
 
 def _log_world(world: World) -> None:
-    """Log on rank 0 the ranks and hosts, and what the user may want to change."""
+    """Log on rank 0 the ranks and hosts, and advice for the user."""
     if world.rank > 0:
         return
     _log.info("%s", world.summary)
@@ -278,10 +280,11 @@ def _log_world(world: World) -> None:
 
 
 def _idle_cpus(sharers: int) -> str | None:
-    """Return a line for ranks that leave most of their CPUs idle without having been asked to.
+    """Return advice if the ranks leave most of their CPUs idle unintentionally.
 
-    MKL, in PyTorch for x86, takes one thread where it sees variables of an MPI, also if the ranks
-    are not bound to cores. Half is not idle: PyTorch takes one thread for two hardware threads.
+    MKL, in PyTorch for x86, uses one thread if it finds variables of an MPI, even if the ranks are
+    not bound to cores. Half of the CPUs idle is normal: PyTorch uses one thread for two hardware
+    threads.
 
     Args:
         sharers: the ranks that share this one's CPUs.
@@ -300,13 +303,13 @@ def _idle_cpus(sharers: int) -> str | None:
 def _start_engine(
     connections: Connections, config: Config, begin: _Begin, deadline: Deadline | None = None
 ) -> World:
-    """Start the world's engine and what observes it; wait until those of all ranks run.
+    """Start the world's engine and its observers; wait until the engines of all ranks run.
 
     Args:
-        connections: of this process.
+        connections: this process's connections.
         config: the settings.
-        begin: as of `on_join`.
-        deadline: of init(); None: there are no others.
+        begin: functions as for `on_join`.
+        deadline: the deadline of init(); None: there are no other ranks.
     """
     table = ProcessSetTable(connections, config)
     try:
@@ -326,7 +329,7 @@ def _start_engine(
 
 
 def _world_of(connections: Connections, config: Config, table: ProcessSetTable) -> World:
-    """Return the world, whose engine this starts."""
+    """Start the world's engine, and return the world."""
     rank, peers, host_of = connections.rank, connections.peers, connections.host_of
     has_several_hosts = len(set(host_of)) > 1
     timelines = Timelines(connections, config)
@@ -351,12 +354,12 @@ def _world_of(connections: Connections, config: Config, table: ProcessSetTable) 
 
 
 def _begin_observing(world: World, begin: _Begin) -> None:
-    """Begin the timeline of the settings, and what else begins with a world.
+    """Begin the timeline of the settings, and call the functions of on_join().
 
-    Call it while a failure of this rank is one of all ranks.
+    Call it in a context where a failure of this rank fails on all ranks.
     """
     if world.config.is_newcomer and not _has_joined:
-        return  # alone, and about to be let into a world whose files it must not touch
+        return  # alone, before it joins a world whose files it must not touch
     is_of_going_job = _has_joined or world.config.is_newcomer
     for each in (lambda world: world.timelines.start_configured(), *begin):
         try:
@@ -368,7 +371,7 @@ def _begin_observing(world: World, begin: _Begin) -> None:
 
 
 def _describe(connections: Connections) -> str:
-    """Return what World.summary says."""
+    """Return the text of World.summary."""
     sizes = list(Counter(connections.host_of).values())
     ranks = f"{connections.size} ranks"
     if len(sizes) == 1:

@@ -1,9 +1,9 @@
-"""watch, requested: a stop on which all ranks agree, at one step.
+"""watch, requested: a stop on which all ranks agree, at the same step.
 
 A scheduler that is about to end a job sends a signal: to one process, to those of a host or to all,
-at different moments. The control planes pass it on to all ranks, also to those whose programs are
-busy, and agree on a call of `requested` that no rank has made yet. No message is added to a step:
-until a signal comes, a call looks at a flag.
+at different moments. The control planes pass it on to all ranks, even while their programs are
+busy, and agree on a call of `requested` that no rank has made yet. A step needs no message: until a
+signal comes, a call only checks a flag.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _SIGNALS = ("SIGTERM", "SIGUSR1")
 
 _watched: Sequence[signal.Signals] = ()  # also in a forked worker
 _got = ""  # the first signal that this process got
-_has_said = False  # that the ranks stop
+_has_said = False  # the stop has been logged
 
 
 def watch(signals: Iterable[str | int] = _SIGNALS) -> None:
-    """Take these signals for the wish that all ranks stop; see `requested`.
+    """Treat these signals as a request that all ranks stop; see `requested`.
 
-    To be called on all ranks, by the main thread, before or after ``init()``. The signals end this
-    process no more: the program has to stop when `requested` says so, within the scheduler's time.
-    A forked process gets the handlers of before; the workers of a DataLoader take `shield_worker`.
+    Call it on all ranks, in the main thread, before or after ``init()``. The signals no longer end
+    this process: the program must stop when `requested` returns True, within the scheduler's time.
+    A forked process gets the previous handlers; workers of a DataLoader need `shield_worker`.
 
     Args:
-        signals: names or numbers, as of `signal.Signals`. They take the place of those of an
-            earlier call. None at all: the handlers of before are back, and a signal that came does
-            not count in later worlds.
+        signals: names or numbers, as in `signal.Signals`. They replace those of an earlier call. An
+            empty list restores the previous handlers, and a signal that has come does not count in
+            later worlds.
 
     Raises:
         InvalidArgumentError: there is no such signal, it cannot be caught, or this is not the main
@@ -53,11 +53,11 @@ def watch(signals: Iterable[str | int] = _SIGNALS) -> None:
 
 
 def requested() -> bool:
-    """Return whether all ranks are to stop here, because one of them got a signal.
+    """Return whether all ranks must stop here, because one of them got a signal.
 
-    The ranks must call it equally often, at the same places of their programs: once a step, say.
-    In epochs whose ranks have different numbers of steps (`join`), call it between the epochs. The
-    answer is the same on all ranks for the same call, and stays True::
+    The ranks must call it equally often, at the same places of their programs, for example once a
+    step. If ranks have different numbers of steps (`join`), call it between the epochs. The answer
+    is the same on all ranks for the same call, and stays True::
 
         hvd.preemption.watch()
         for batch in batches:
@@ -65,10 +65,10 @@ def requested() -> bool:
             if hvd.preemption.requested():
                 save()
                 hvd.barrier()  # a rank that exits earlier may have the launcher end the others
-                sys.exit(143)  # of a process that SIGTERM has ended: schedulers start the job again
+                sys.exit(143)  # as if SIGTERM had ended it: schedulers start the job again
 
     After a signal a call waits until the other ranks' control planes have answered. That takes some
-    milliseconds, also if their programs are busy.
+    milliseconds, even if their programs are busy.
 
     Returns:
         Whether to stop.
@@ -89,10 +89,10 @@ def requested() -> bool:
 
 
 def reason() -> str:
-    """Return which rank got which signal first, as far as this rank has heard.
+    """Return the first rank that got a signal, and the signal, as far as this rank knows.
 
     Returns:
-        "rank 2 (pid 7 on host a) got SIGTERM", say; an empty text if no rank has.
+        For example "rank 2 (pid 7 on host a) got SIGTERM"; an empty text if no rank got a signal.
     """
     world = current.find_world()
     if world is not None and world.plane is not None:
@@ -101,13 +101,13 @@ def reason() -> str:
 
 
 def shield_worker(_worker: int = 0) -> None:
-    """Let this process, a worker of a DataLoader, outlive the signals that are watched.
+    """Make this process, a worker of a DataLoader, ignore the watched signals.
 
-    Launchers and schedulers send a signal to all processes of a rank. A worker that it ends is an
-    error in the rank, which would save its state just then. Give this as the loader's
+    Launchers and schedulers send a signal to all processes of a rank. If it ended a worker, that
+    would be an error in the rank, just when it saves its state. Pass this function as the loader's
     `worker_init_fn`, or call it there, before the worker starts threads. The rank itself can still
-    end the worker by SIGTERM, as a DataLoader does. A worker that is no fork of the rank is
-    shielded from SIGTERM and SIGUSR1.
+    end the worker by SIGTERM, as a DataLoader does. A worker that is not forked from the rank
+    ignores SIGTERM and SIGUSR1.
 
     Args:
         _worker: the number of the worker, as a `worker_init_fn` gets it; not used.
@@ -119,11 +119,11 @@ def shield_worker(_worker: int = 0) -> None:
 
 
 def _drop(numbers: Iterable[signal.Signals], rank: int) -> None:
-    """Take signals, and end this process by a SIGTERM of the rank."""
+    """Drop signals, but end this process at a SIGTERM of the rank."""
     while True:
         info = signal.sigwaitinfo(numbers)
         if (info.si_signo, info.si_pid) == (signal.SIGTERM, rank):
-            os._exit(0)  # as torch's handler does in a worker
+            os._exit(0)  # as torch's own handler in a worker
 
 
 def _passed(world: World, plane: ControlPlane) -> bool:
@@ -174,7 +174,7 @@ def _note(number: int, _frame: FrameType | None) -> None:
 
 
 def _tell() -> None:
-    """Tell the other ranks of a signal, which may have come before their world."""
+    """Report a signal to the other ranks; it may have come before the world was made."""
     world = current.find_world()
     if _got and world is not None and world.plane is not None:
         world.plane.want_stop(_got)

@@ -36,12 +36,12 @@ class ProcessSet:
     Its ranks identify the set: two objects with the same ranks are equal and mean the same set, and
     an object that was pickled, or used in an earlier world, can be used again.
 
-    In an elastic job, a set whose ranks live is made again when other ranks die or come, and all
-    objects of it get the new numbers of its ranks. If it loses a rank, what uses it raises
-    ProcessSetLostError, until the object is given to :func:`add_process_set` again.
+    In an elastic job, a set whose ranks live is made again when other ranks die or join, and all
+    its objects get the new numbers of its ranks. If it loses a rank, every use of it raises
+    ProcessSetLostError, until the object is passed to :func:`add_process_set` again.
 
-    Operations of two sets may be in flight in any order, on GPUs too: there all ranks enqueue them
-    in one order.
+    Operations of two sets may be in flight in any order, even on GPUs: there all ranks enqueue them
+    in the same order.
 
     Args:
         ranks_or_comm: ranks in any order, or an mpi4py communicator of them.
@@ -51,7 +51,7 @@ class ProcessSet:
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        self._ranks = ranks_of(ranks_or_comm)  # none, once one is lost
+        self._ranks = ranks_of(ranks_or_comm)  # empty after the loss of a rank
         self._lost: tuple[Ranks, str] | None = None  # the ranks before one was lost, and the error
         _objects[id(self)] = self
 
@@ -65,7 +65,7 @@ class ProcessSet:
     def ranks(self) -> list[int] | None:
         """The members, ascending; None for the global set when there is no world.
 
-        Of a set that has lost a rank: those that it had, as they were numbered then.
+        For a set that has lost a rank: its former members, in the numbering of that time.
         """
         return list(self._ranks if self._lost is None else self._lost[0])
 
@@ -73,7 +73,7 @@ class ProcessSet:
         """Return the number of members.
 
         Raises:
-            ProcessSetLostError: the set has lost one.
+            ProcessSetLostError: the set has lost a member.
         """
         require_whole(self)
         return len(self._ranks)
@@ -107,7 +107,7 @@ class ProcessSet:
         return bool(self._ranks) and self._ranks == other._ranks  # neither global nor lost
 
     def __hash__(self) -> int:
-        # It stays when the ranks get other numbers, so that a dict still finds the set.
+        # It stays the same when the ranks get other numbers, so that a dict still finds the set.
         return hash(len(self.ranks or ()))
 
     def __repr__(self) -> str:
@@ -131,12 +131,12 @@ def require_whole(process_set: ProcessSet) -> None:
 
 
 def renumber(process_set: ProcessSet, ranks: Ranks) -> None:
-    """Give a set the numbers that its processes have in a new world."""
+    """Give a set the ranks of its processes in a new world."""
     process_set._ranks, process_set._lost = ranks, None
 
 
 def lose(process_set: ProcessSet, why: str) -> None:
-    """Let all uses of a set fail with `why`: it is not in the new world."""
+    """Make all uses of a set fail with `why`: the new world does not have it."""
     process_set._ranks, process_set._lost = (), (process_set._ranks, why)
 
 
@@ -146,7 +146,7 @@ def _copy_of_lost(ranks: Ranks, why: str) -> ProcessSet:
     return copy
 
 
-_objects: WeakValueDictionary[int, ProcessSet] = WeakValueDictionary()  # all that live
+_objects: WeakValueDictionary[int, ProcessSet] = WeakValueDictionary()  # all living objects
 
 
 def objects_of(ranks: Ranks) -> list[ProcessSet]:
@@ -187,10 +187,10 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 
 class _Level(ProcessSet):
-    """A set of a hierarchy: that of the present world, whatever its ranks are.
+    """A set of a hierarchy, which follows the ranks of the present world.
 
     Args:
-        is_host: whether it is the set of this rank's host; else that of one rank of each host.
+        is_host: whether it is the set of this rank's host, or that of one rank of each host.
     """
 
     def __init__(self, *, is_host: bool) -> None:
@@ -220,11 +220,11 @@ class _Level(ProcessSet):
         return functools.partial(_Level, is_host=self._is_host), ()
 
 
-_levels: WeakValueDictionary[int, _Level] = WeakValueDictionary()  # all that live, equal or not
+_levels: WeakValueDictionary[int, _Level] = WeakValueDictionary()  # living objects, equal or not
 
 
 def _levels_of(host_of: Sequence[int]) -> list[Ranks]:
-    """Return the ranks of each host, and at last the lowest of each."""
+    """Return the ranks of each host, and last the set of the lowest rank of each host."""
     by_host: dict[int, list[int]] = {}
     for rank, host in enumerate(host_of):
         by_host.setdefault(host, []).append(rank)
@@ -236,14 +236,14 @@ def add_process_set(process_set: Any) -> ProcessSet:
 
     Args:
         process_set: a ProcessSet, a list of ranks or an mpi4py communicator; the same on all ranks.
-            A set that has lost a rank begins anew with the ranks of these numbers.
+            A set that has lost a rank begins anew with the ranks that now have its numbers.
 
     Returns:
         The set; it exists until it is removed, or until shutdown().
 
     Raises:
-        InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist. Once
-            for each set that an elastic job has made again, it is no error that the set exists.
+        InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist. If an
+            elastic job has made the set again, adding it once is no error.
         MismatchError: on all ranks: they add or remove different sets; the job may go on.
         NotInitializedError: there is no world, or only the one of this process's parent.
         RingError: on all ranks: a member has no memory for the set; says why.
@@ -284,13 +284,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def hierarchy() -> tuple[ProcessSet, ProcessSet]:
     """Make the process sets of a hierarchy: ranks that share a host, and one rank of each host.
 
-    For algorithms that send less between hosts than inside one, as :func:`DiLoCo` of a
-    ``DistributedOptimizer``. A collective of all ranks. Sets that exist already are used again.
+    For algorithms that send less between hosts than inside a host, such as :func:`DiLoCo` of a
+    ``DistributedOptimizer``. A collective of all ranks. Existing sets are reused.
 
     Returns:
         The set of the ranks on this rank's host; and that of the lowest rank of each host, to which
-        this rank need not belong. When ranks of an elastic job die or come, on whatever hosts, both
-        are those of the new world.
+        this rank may not belong. When ranks of an elastic job die or join, both become those of the
+        new world.
 
     Raises:
         NotInitializedError: there is no world, or only the one of this process's parent.
@@ -303,7 +303,7 @@ def hierarchy() -> tuple[ProcessSet, ProcessSet]:
 
 
 def _add_levels(table: ProcessSetTable, host_of: Sequence[int]) -> None:
-    """Make the sets of a hierarchy that are not there. Collective of all ranks."""
+    """Make the missing sets of a hierarchy. Collective of all ranks."""
     for ranks in _levels_of(host_of):
         if table.find(ranks) is None:
             table.add(ranks, keeps=True)  # no error if the program adds it, too
@@ -372,10 +372,10 @@ _basics = _Basics()
 
 
 Names = tuple[str, ...]
-"""The processes of a set, by names that no others have, also of those that come later."""
+"""The processes of a set, by names that are unique even among later processes."""
 
 NotedSets = Sequence[tuple[Names, bool]] | None
-"""The sets that a rank knows, and whether its program has an object of each; None: a newcomer."""
+"""A rank's sets, each with whether its program has an object of it; None: a newcomer."""
 
 
 @dataclass(frozen=True)
@@ -384,15 +384,15 @@ class _Set:
 
     ranks: Ranks
     names: Names
-    objects: list[ProcessSet]  # by which the program knows it
+    objects: list[ProcessSet]  # the program's objects of it
 
 
 class ProcessSetKeeper:
     """Keeps the process sets of this rank while its worlds end.
 
-    In a new world the ranks gather what each of them has `noted`, and give it to `restore`.
+    In a new world the ranks gather the results of `noted`, and pass them to `restore`.
 
-    Thread: the training's. Blocking: `restore`, until all ranks have called it.
+    Thread: the training thread. Blocking: `restore`, until all ranks have called it.
     """
 
     def __init__(self) -> None:
@@ -400,10 +400,10 @@ class ProcessSetKeeper:
         self._size = 0  # of the last world
 
     def note(self, table: ProcessSetTable, processes: Sequence[str]) -> None:
-        """Note the sets of a world, before it is left.
+        """Note the sets of a world, before this rank leaves it.
 
         Args:
-            table: has them.
+            table: the table of the sets.
             processes: the names of the processes of that world, by rank.
         """
         self._size = len(processes)
@@ -414,7 +414,7 @@ class ProcessSetKeeper:
         ]
 
     def noted(self) -> list[tuple[Names, bool]]:
-        """Return the sets that were noted, and whether the program has an object of each."""
+        """Return the noted sets, each with whether the program has an object of it."""
         return [(each.names, bool(each.objects)) for each in self._sets]
 
     @property
@@ -432,14 +432,13 @@ class ProcessSetKeeper:
         """Make the sets again in a new world. Collective of all its ranks.
 
         Args:
-            table: of the new world.
+            table: the table of the new world.
             processes: the names of its processes, by rank.
-            noted: the sets that each of them has noted, by rank; None: it was in no world of the
-                job before.
-            hosts: by rank, if a rank has levels; else None.
+            noted: the noted sets of each process, by rank; None: it is a newcomer.
+            hosts: the host of each rank, if a rank has a hierarchy; else None.
 
         Raises:
-            RingError: a rank has died meanwhile. All objects are as before then.
+            RingError: a rank has died meanwhile; then all objects are unchanged.
         """
         rank_of = {name: rank for rank, name in enumerate(processes)}
         kept: dict[Names, Ranks] = {}
@@ -473,11 +472,11 @@ class ProcessSetKeeper:
 
 
 def sets_to_keep(noted: Sequence[NotedSets], living: Mapping[str, int]) -> list[Names]:
-    """Return the sets that are made again, in the order in which they were added.
+    """Return the sets to make again, in the order in which they were added.
 
     Args:
-        noted: by rank.
-        living: has the processes of the new world.
+        noted: the noted sets, by rank.
+        living: the processes of the new world.
     """
     survivors = [dict(sets) for sets in noted if sets is not None]
     return [

@@ -1,4 +1,4 @@
-"""ProcessSetTable: the process sets of a world, and how all ranks add and remove one."""
+"""ProcessSetTable: the process sets of a world; all ranks add and remove them together."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class ProcessSetRecord:
     Thread: any.
 
     Args:
-        set_id: the same on all ranks; another set may get it later. -1: a set that its members
-            alone make and leave.
+        set_id: the set's id, the same on all ranks; another set may get it later. -1: a set that
+            only its members make and leave.
         ranks: the members, ascending ranks of the world.
-        connections: of this process.
+        connections: this process's connections.
         config: the world's settings.
-        number: the same on all ranks, and never given twice.
-        slots: by member, the offset of the set's memory in the member's own, or -1.
+        number: the set's number, the same on all ranks, and never reused.
+        slots: for each member, the offset of the set's memory in the member's own, or -1.
 
     Attributes:
-        id: the set's.
+        id: the set's id.
         ranks: as above.
-        is_member: whether this process is one.
-        is_kept: whether the set was made again from one of the world before; until it is added.
+        is_member: whether this process is a member.
+        is_kept: whether the set was made again from the previous world, and not yet added.
         owned: state of higher layers for this set, by type; it ends with the set.
     """
 
@@ -66,7 +66,7 @@ class ProcessSetRecord:
         self._number = number
         self._slots = slots
         self._engine: Engine | None = None
-        self._failure = ""  # why the engine could not be made
+        self._failure = ""  # the reason why the engine could not be made
         self._closed = False
         self._making = threading.RLock()
 
@@ -75,8 +75,8 @@ class ProcessSetRecord:
 
         Raises:
             InvalidArgumentError: this process is no member, or the set has been removed.
-            RingError: the engine finds no memory, no thread or no descriptor. The other members'
-                operations fail with that reason, too.
+            RingError: the engine lacks memory, a thread or a descriptor. The other members'
+                operations fail for the same reason.
         """
         if self._engine is not None:
             return self._engine
@@ -102,14 +102,14 @@ class ProcessSetRecord:
 
     @property
     def number(self) -> int:
-        """The set's number: the same on all ranks, and never given twice."""
+        """The set's number: the same on all ranks, and never reused."""
         return self._number
 
     def shutdown(self, *, removed: bool = False) -> None:
         """End the engine, and fail its operations in flight.
 
         Args:
-            removed: whether all members do so; otherwise they are told that this one leaves.
+            removed: whether all members end it; if not, they are told that this one leaves.
         """
         with self._making:
             is_first, self._closed = not self._closed, True
@@ -120,8 +120,8 @@ class ProcessSetRecord:
         if engine is not None:
             engine.shutdown(removed)
         elif is_first and self._number and plane is not None:
-            # Members that have used the set may have connected to this one. A plane that knows of
-            # the end of every set needs no memory for all of their numbers.
+            # Members that have used the set may have connected to this one. If the plane learns of
+            # the end of every set, it need not remember all numbers.
             if self.id < 0:
                 plane.leave_unused(self._number, len(self.ranks))
             else:
@@ -133,7 +133,7 @@ class ProcessSetRecord:
                 self._connections, self._number, self.ranks, self._slots, self._config
             )
         except Exception as error:
-            # Members that use the set would wait in vain for this one.
+            # Tell the members that use the set: they would wait for this one in vain.
             rank = self._connections.rank
             failure = lacking(error, rank) or error
             self._failure = str(failure).removeprefix(f"rank {rank}: ")
@@ -142,13 +142,13 @@ class ProcessSetRecord:
             raise failure from None
 
     def abandon(self) -> None:
-        """Let go of the parent's engine in a forked child."""
+        """Abandon the parent's engine in a forked child."""
         self._making = threading.RLock()  # the child lacks the parent's thread that held it
         if self._engine is not None:
             self._engine.abandon()
 
     def release_slot(self) -> None:
-        """Give the set's memory back. Call when the engines of all members have ended."""
+        """Free the set's memory. Call when the engines of all members have ended."""
         if self.is_member:
             slot = self._slots[self.ranks.index(self._connections.rank)]
             if slot >= 0 and self._connections.memory is not None:
@@ -156,7 +156,7 @@ class ProcessSetRecord:
 
 
 _NO_SLOT, _FAILED = -1, -2  # in place of a slot's offset
-_BRIEF_S = 0.05  # for peers that live to hear a goodbye
+_BRIEF_S = 0.05  # for living peers to hear a goodbye
 
 
 class ProcessSetTable:
@@ -166,13 +166,13 @@ class ProcessSetTable:
     methods do not block.
 
     Args:
-        connections: of this process.
+        connections: this process's connections.
         config: the world's settings.
 
     Attributes:
         everyone: set 0, of all ranks.
         records: all sets, by id.
-        on_change: called when a set has been added or removed, on all ranks alike.
+        on_change: functions called when a set has been added or removed, on all ranks alike.
     """
 
     records: tuple[ProcessSetRecord, ...]
@@ -193,9 +193,9 @@ class ProcessSetTable:
         self._in_collective = threading.Lock()
 
     def engines(self) -> list[tuple[int, Ranks, Engine]]:
-        """Return the sets that this process has used: number, members and engine; the world first.
+        """Return number, members and engine of each set used by this process, the world first.
 
-        A group of torch.distributed is one, too. The number is the same on all members.
+        Groups of torch.distributed are included. The number is the same on all members.
         """
         return [
             (record.number, record.ranks, record.running)
@@ -204,7 +204,7 @@ class ProcessSetTable:
         ]
 
     def find(self, ranks: Ranks) -> ProcessSetRecord | None:
-        """Return the set of these ranks, if there is one; set 0 only if no other has all ranks."""
+        """Return the set of these ranks, if it exists; set 0 only if no other set has all ranks."""
         return self._by_ranks.get(ranks)
 
     def add(self, ranks: Ranks, *, keeps: bool = False) -> ProcessSetRecord:
@@ -212,8 +212,8 @@ class ProcessSetTable:
 
         Args:
             ranks: the members, ascending.
-            keeps: whether it is made again from one of the world before. It may have all ranks
-                then, and who adds it afterwards gets it.
+            keeps: whether it is made again from the previous world. Then it may have all ranks, and
+                a later `add` of the same ranks returns it.
 
         Raises:
             InvalidArgumentError: on all ranks: the set exists already, or a rank does not exist.
@@ -226,7 +226,7 @@ class ProcessSetTable:
             EngineExchange(engine) as exchange,
             contextlib.ExitStack() as cleanup,
         ):
-            if len(ranks) > 1:  # a set of one rank waits for nobody on a device
+            if len(ranks) > 1:  # a set of one rank never waits on a device
                 self._connections.launch_order.share()  # before the ranks agree
             slot, failure = self._reserve_slot(ranks, cleanup)
             slots = self._agree(exchange, f"add_process_set({list(ranks)})", slot)
@@ -296,12 +296,12 @@ class ProcessSetTable:
     def add_group(
         self, ranks: Ranks, number: int, slots: list[int], config: Config
     ) -> ProcessSetRecord:
-        """Return a set that its members alone make: a group of torch.distributed. No collective.
+        """Return a set that only its members make: a group of torch.distributed. No collective.
 
         Args:
             ranks: the members, ascending.
-            number: the same on all members, and never given twice in this world.
-            slots: by member, what its `reserve_slot` has returned.
+            number: the set's number, the same on all members, and never reused in this world.
+            slots: for each member, the result of its `reserve_slot`.
             config: the set's settings.
         """
         if len(ranks) > 1:
@@ -321,20 +321,20 @@ class ProcessSetTable:
         record.shutdown()
 
     def leave_unused_group(self, number: int, size: int) -> None:
-        """Tell the other members of a group of that many ranks that this one does not use it."""
+        """Tell the other members of a group of `size` ranks that this one does not use it."""
         if self._connections.plane is not None:
             self._connections.plane.leave_unused(number, size)
 
     def has_ended(self, number: int) -> bool:
-        """Return whether all members have left a group, as far as this rank knows by now.
+        """Return whether all members have left a group, as far as this rank knows.
 
-        Only of a group that this rank has left.
+        Call it only for a group that this rank has left.
         """
         plane = self._connections.plane
         return plane is not None and plane.has_ended(number)
 
     def release_slot(self, slot: int) -> None:
-        """Give back what `reserve_slot` has returned, when no member uses it any more."""
+        """Free a slot of `reserve_slot`, when no member uses it any more."""
         if slot >= 0 and self._connections.memory is not None:
             self._connections.memory.release_slot(slot)
 
@@ -351,7 +351,7 @@ class ProcessSetTable:
             records = [*self._groups, *self.records]
             self._groups.clear()
             self._keep([])
-        with contextlib.ExitStack() as cleanup:  # all of it, also if Ctrl-C comes in between
+        with contextlib.ExitStack() as cleanup:  # runs completely, even after Ctrl-C
             cleanup.callback(self._connections.close)
             for record in records:
                 cleanup.callback(record.shutdown)
@@ -362,17 +362,17 @@ class ProcessSetTable:
         return [] if plane is None else plane.lost()
 
     def data_connections(self) -> int:
-        """Return how many data connections this rank has made or accepted, of all sets."""
+        """Return the number of data connections that this rank has made or accepted."""
         plane = self._connections.plane
         return 0 if plane is None else plane.connections()
 
     def shared_bytes(self) -> int:
-        """Return how much of this rank's part of its host's shared memory is in use, in bytes."""
+        """Return the bytes in use of this rank's part of its host's shared memory."""
         memory = self._connections.memory
         return 0 if memory is None else memory.used_bytes()
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the texts that all ranks give, by rank. All ranks call it.
+        """Return the texts of all ranks, by rank. All ranks call it.
 
         Raises:
             MismatchError: on all ranks: not all of them call it.
@@ -381,15 +381,15 @@ class ProcessSetTable:
             return exchange.texts(text)
 
     def first_failure(self, failure: str) -> str:
-        """Return the failure of the first rank that has one; "": none has. As `gather_texts`."""
+        """Return the failure of the first rank with one, or "". Collective, as `gather_texts`."""
         return next((text for text in self.gather_texts(failure) if text), "")
 
     def be_brief(self) -> None:
-        """Let close() wait for no peer that does not hear its goodbye: the world has failed."""
+        """Make close() wait only briefly for peers to hear its goodbye: the world has failed."""
         self._connections.farewell_s = _BRIEF_S
 
     def abandon(self) -> None:
-        """Let go of the parent's engines in a forked child; the records can still be read."""
+        """Abandon the parent's engines in a forked child; the records can still be read."""
         self._changing = threading.RLock()  # the child lacks the parent's thread that held it
         for record in (*self._groups, *self.records):
             record.abandon()
@@ -400,9 +400,9 @@ class ProcessSetTable:
         self._by_ranks = {record.ranks: record for record in self.records}
 
     def _reserve_slot(self, ranks: Ranks, cleanup: contextlib.ExitStack) -> tuple[int, str]:
-        """Return the offset of a new slot of this rank's memory, or why there is none.
+        """Return the offset of a new slot of this rank's memory, or the reason of a failure.
 
-        A set with several ranks on one host needs one of every member. `cleanup` releases it.
+        If several members share a host, every member needs a slot. `cleanup` releases it.
         """
         memory, rank = self._connections.memory, self._connections.rank
         members = [member for member in ranks if member < self._size]

@@ -1,6 +1,6 @@
-"""recorded_groups: the groups of torch.distributed whose engines record what they do.
+"""recorded_groups: the groups of torch.distributed whose engines record their operations.
 
-They have worlds of their own, of which ``current`` knows nothing.
+They have worlds of their own, which ``current`` does not know.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def place_in(group: Any) -> tuple[int, int, Store]:
 def group_of_job() -> Any:
     """Return torch.distributed's default group, if it has all ranks of this job; otherwise None.
 
-    A launcher may have started more ranks than those that have made the group.
+    A launcher may have started more ranks than the group has.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -59,12 +59,12 @@ class RecordedGroup:
     """A group that this process uses.
 
     Attributes:
-        name: as torch.distributed calls it: the same on all its ranks, and of no other group.
-        ranks: its members, in its order: ranks of torch.distributed.
+        name: its unique name in torch.distributed, the same on all its ranks.
+        ranks: its members in the group's order, as ranks of torch.distributed.
         flight_dir: TORCH_RING_FLIGHT_DIR when the group was made.
-        engine: of its operations.
-        world: whose connections and memory it uses; maybe with other groups.
-        world_ranks: ranks of torch.distributed, by their rank in that world.
+        engine: the engine of its operations.
+        world: the world whose connections and memory it uses, perhaps with other groups.
+        world_ranks: the ranks of torch.distributed, by rank in that world.
     """
 
     name: str
@@ -89,7 +89,7 @@ _groups: WeakSet[_Recorded] = WeakSet()
 
 
 def add_recorded(group: _Recorded) -> None:
-    """Have a group among those that are asked for what they have recorded, as long as it lives."""
+    """Add a group to `recorded_groups`, as long as it lives."""
     _groups.add(group)
 
 

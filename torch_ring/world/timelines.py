@@ -1,4 +1,4 @@
-"""Timelines: what a world writes of its operations, one file for all ranks (csrc/timeline)."""
+"""Timelines: the timelines of a world's operations, one file for all ranks (csrc/timeline)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Timelines"]
 
 _log = logging.getLogger("torch_ring")
 
-_PATIENCE_S = 5.0  # with ranks that have not handed over all events
+_PATIENCE_S = 5.0  # for ranks that have not handed over all events
 _PATIENCE_AFTER_FAILURE_S = 0.2
 _TRANSFER_TIMEOUT_S = 300.0
-_RECORDS = 1 << 13  # of an engine that wait to be written: 2.5 MB
+_RECORDS = 1 << 13  # most unwritten records of an engine: 2.5 MB
 
-# How often this process has begun the timeline of a setting: a job that forms worlds anew, as an
-# elastic one does, writes a file for each.
+# Number of timelines that this process has begun for a setting's path: a job that makes several
+# worlds, such as an elastic one, writes a file for each.
 _begun: Counter[str] = Counter()
 
 
@@ -32,7 +32,7 @@ class Timelines:
     """The timelines of one world, one at a time.
 
     Args:
-        connections: of this process.
+        connections: this process's connections.
         config: the settings.
     """
 
@@ -59,18 +59,18 @@ class Timelines:
         mark_cycles: bool,
         agree: Callable[[str], str] = lambda failure: failure,
     ) -> None:
-        """Start a timeline; one that goes on ends.
+        """Start a timeline; a present one ends.
 
         Args:
-            path: of the file, on rank 0's host.
-            mark_cycles: whether rounds are marked.
-            agree: takes why this rank cannot start, "" if it can; returns why no rank shall start.
+            path: the path of the file, on rank 0's host.
+            mark_cycles: whether rounds of agreement are marked.
+            agree: takes this rank's failure, or ""; returns a failure of any rank, or "".
 
         Raises:
-            InvalidArgumentError: `agree` has returned a reason, or raises what `agree` raises.
+            InvalidArgumentError: `agree` has returned a failure. Errors of `agree` pass through.
         """
         self.stop()
-        self._number += 1  # also of one that fails: the other ranks count it
+        self._number += 1  # counts failed ones, too, as the other ranks do
         timeline, failure = None, ""
         try:
             timeline = self._make(path, mark_cycles)
@@ -107,24 +107,24 @@ class Timelines:
         )
 
     def _watch(self, engine: Engine) -> None:
-        """Draw the operations of an engine from now on."""
+        """Write the operations of an engine to the timeline from now on."""
         if self._current is not None:
             stream = RecordStream(_RECORDS)
             self._current.watch(stream)
             engine.observe(stream)
 
     def stop(self, failed: bool = False) -> None:
-        """End the timeline that goes on, if there is one.
+        """End the present timeline, if there is one.
 
-        Waits some seconds at most for ranks that hand over their events late; after a failure,
-        which may have ended them, less.
+        Waits at most some seconds for ranks that hand over their events late; less after a failure,
+        since ranks may have died.
         """
         timeline, self._current = self._current, None
         if timeline is None:
             return
         self._connections.on_engine = None
         for engine in list(self._connections.engines):
-            with contextlib.suppress(RingError):  # it has been shut down
+            with contextlib.suppress(RingError):  # the engine has been shut down
                 engine.observe(None)
         timeline.stop(_PATIENCE_AFTER_FAILURE_S if failed else _PATIENCE_S)
         if timeline.dropped() > 0:

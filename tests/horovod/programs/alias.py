@@ -1,4 +1,4 @@
-"""A program for Horovod, which imports it first, and uses it in processes that it starts, too."""
+"""A program for Horovod, which it imports first and also uses in its child processes."""
 
 import horovod.torch as hvd  # isort: skip
 
@@ -33,7 +33,7 @@ DATA = list(range(4))
 
 
 def module_of_a_worker(batch: list[int]) -> tuple[str, int]:
-    """Return in which module a worker finds horovod.torch."""
+    """Return the module that a worker finds as horovod.torch."""
     return hvd.__name__, len(batch)
 
 

@@ -1,4 +1,4 @@
-"""Trains with PyTorch-Ignite on Horovod: ignite starts the ranks, and wraps what they train."""
+"""Trains with PyTorch-Ignite on Horovod: ignite starts the ranks, and wraps model and data."""
 
 import sys
 

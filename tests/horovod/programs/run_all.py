@@ -1,4 +1,4 @@
-"""Runs the programs and the behaviours in one job: what a process costs is paid once."""
+"""Runs the programs and the behaviours in one job, whose processes start only once."""
 
 import sys
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""A folder for Python's path, in which a program finds the module ``horovod`` and nothing else."""
+"""A folder for Python's path, with the module ``horovod`` and nothing else."""

@@ -1,6 +1,6 @@
 """The module ``horovod`` of a program that runs on torch_ring.
 
-It is a package without files: `torch_ring.horovod.modules` finds what is below it.
+It is a package without files: `torch_ring.horovod.modules` finds its submodules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch_ring.horovod.alias import hidden_horovod
 from torch_ring.horovod.modules import Finder
 
 __path__: list[str] = []
-__version__ = "0.28.1"  # the Horovod whose names torch_ring has
+__version__ = "0.28.1"  # the version of Horovod whose names torch_ring has
 
 _problem = hidden_horovod(Config.from_environment())
 if _problem is not None:

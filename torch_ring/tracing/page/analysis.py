@@ -17,7 +17,7 @@ _LEAST_GAP = 0.1  # of the recording, before a gap is worth folding
 
 @dataclass(frozen=True)
 class Arrival:
-    """The last rank to come to an operation, and how long after the first one, microseconds."""
+    """The last rank to reach an operation, and its lag behind the first one, in microseconds."""
 
     last: int
     lag: float
@@ -25,7 +25,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lateness:
-    """How often a rank was last by `late_us` or more, of the operations that all ranks have."""
+    """The number of operations, recorded by all ranks, where a rank was late by `late_us`."""
 
     rank: int
     times_last: int
@@ -35,7 +35,7 @@ class Lateness:
 
 
 def arrivals(recording: Recording) -> list[Arrival | None]:
-    """Return for each operation who came last to it; None where only one rank has recorded it."""
+    """Return the last rank for each operation; None where only one rank has recorded it."""
     alike: defaultdict[tuple[str, int, str], list[int]] = defaultdict(list)
     for index, each in enumerate(recording.operations):
         alike[each.process_set, each.sequence, each.name].append(index)
@@ -44,7 +44,7 @@ def arrivals(recording: Recording) -> list[Arrival | None]:
         operations = [recording.operations[index] for index in indices]
         ranks = {each.rank for each in operations}
         if len(ranks) < 2 or len(ranks) < len(operations):
-            continue  # alone, or a name without a sequence that comes again: which one, unknown
+            continue  # only one rank, or a repeated name without a sequence number: ambiguous
         first = min(each.submitted for each in operations)
         last = max(operations, key=lambda each: each.submitted)
         arrival = Arrival(last.rank, last.submitted - first)

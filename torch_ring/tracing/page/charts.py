@@ -31,7 +31,7 @@ from torch_ring.tracing.page.recording import Operation, Recording
 
 __all__ = ["MOST_LANES", "draw_steps", "draw_timeline", "lanes_of"]
 
-# One color a kind, told apart also by those who see no red or no green, on white and on black.
+# One color a kind, distinguishable by color-blind readers, on white and on black.
 COLORS = {
     "allreduce": "#3b82f6",
     "broadcast": "#e69f00",
@@ -147,7 +147,7 @@ def new_chart(**options: Any) -> Any:
 
 
 def put_legend_above(chart: Any) -> None:
-    """Put the legend over the chart; a click on an entry hides what it stands for."""
+    """Put the legend above the chart; a click on an entry hides its bars or line."""
     chart.legend.click_policy = "hide"
     chart.legend.orientation = "horizontal"
     chart.legend.location = "left"
@@ -155,15 +155,15 @@ def put_legend_above(chart: Any) -> None:
     chart.add_layout(chart.legend[0], "above")
 
 
-MOST_LANES = 8  # or a hundred broadcasts at the start would leave a pixel for each later bar
+MOST_LANES = 8  # with more, a hundred broadcasts at the start would make all later bars thin
 
 
 def lanes_of(operations: list[Operation]) -> tuple[list[int], dict[int, int]]:
     """Return the lane of each operation, and the number of lanes of each rank.
 
-    Operations come in the order of their submission; each takes the lowest lane that is free, so
-    a rank has as many lanes as it had operations in flight at once, up to MOST_LANES, which later
-    ones share: O(n log n).
+    Operations are taken in the order of their submission. Each gets the lowest free lane, so a rank
+    has as many lanes as it had operations in flight at once, at most MOST_LANES; beyond that,
+    operations share lanes. Cost: O(n log n).
     """
     busy: dict[int, list[tuple[float, int]]] = {}
     free: dict[int, list[int]] = {}
@@ -184,8 +184,8 @@ def lanes_of(operations: list[Operation]) -> tuple[list[int], dict[int, int]]:
     return [lane % MOST_LANES for lane in lanes], shown
 
 
-_FIRST_BARS = 2000  # that the chart shows at first
-_OVERVIEW_BINS = 600  # of the strip
+_FIRST_BARS = 2000  # most bars that the chart shows at first
+_OVERVIEW_BINS = 600  # bins of the overview strip
 _TIMELINE_HOVER = """
 <div class="hover">
   <b>@name</b>
@@ -205,7 +205,7 @@ def draw_timeline(
     axis = TimeAxis(gap)
     operations = recording.operations
     lanes, lane_counts = lanes_of(operations)
-    # A rank's row is one high; its lanes share it. The first rank is on top.
+    # A rank's row has height 1, which its lanes share. The first rank is on top.
     rows = {rank: index for index, rank in enumerate(recording.ranks)}
     end = float(axis.place(max(1.0, *(each.finished for each in operations))))
     chart = new_chart(
@@ -228,7 +228,7 @@ def draw_timeline(
         columns = _columns(recording, arrived, indices, lanes, lane_counts, rows, axis)
         source = ColumnDataSource(columns, name=f"operations {kind}")
         color = COLORS.get(kind, OTHER_COLOR)
-        # Lines as thin as a pixel keep bars visible that are narrower than one.
+        # One-pixel outlines keep narrower bars visible.
         look = {"source": source, "bottom": "bottom", "top": "top", "color": color}
         waiting = chart.quad("submitted", "started", fill_alpha=0.25, line_alpha=0.35, **look)
         moving = chart.quad("started", "finished", legend_label=kind, name=f"bars {kind}", **look)
@@ -302,7 +302,7 @@ def _columns(
     rows: dict[int, int],
     axis: TimeAxis,
 ) -> dict[str, Any]:
-    """Return the columns of the bars; times of places in milliseconds, others in microseconds."""
+    """Return the columns of the bars; positions in milliseconds, other times in microseconds."""
     chosen = [recording.operations[index] for index in indices]
     arrivals = [arrived[index] for index in indices]
     height = np.array([0.9 / lane_counts[each.rank] for each in chosen])
@@ -318,7 +318,7 @@ def _columns(
         "kind": [each.kind for each in chosen],
         "rank": np.array([each.rank for each in chosen], dtype=np.int32),
         "set": [each.process_set for each in chosen],
-        # Floats, as JavaScript has: in a dump, what is not agreed on has numbers above 2**40.
+        # Floats, as in JavaScript: operations in a dump without an agreement have numbers > 2**40.
         "sequence": np.array([each.sequence for each in chosen], dtype=np.float64),
         "bytes": np.array([each.bytes for each in chosen], dtype=float),
         "dtype": [each.dtype for each in chosen],
@@ -342,7 +342,7 @@ def _mark_late(
     rows: dict[int, int],
     axis: TimeAxis,
 ) -> None:
-    """Draw a red triangle where the last rank came to an operation that waited for it."""
+    """Draw a red triangle where the last rank reached an operation that waited for it."""
     late = [
         (operation.submitted, rows[operation.rank] - 0.04)
         for operation, arrival in zip(recording.operations, arrived, strict=True)

@@ -21,11 +21,11 @@ from torch_ring.tracing.page.recording import Operation, Recording
 __all__ = ["MissingChartsError", "draw_page"]
 
 _HERE = Path(__file__).parent
-_MOST_FAILURES = 50  # that the page lists
+_MOST_FAILURES = 50  # on the page
 
 
 class MissingChartsError(ImportError):
-    """The library that draws charts is not installed; the text says how to get it."""
+    """The library that draws charts is not installed; the text tells how to install it."""
 
 
 def draw_page(recording: Recording, title: str, late_us: float) -> str:
@@ -33,8 +33,8 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
 
     Args:
         recording: the operations to draw.
-        title: what the page is called.
-        late_us: microseconds behind the first rank from which on the last one is marked.
+        title: the title of the page.
+        late_us: the lag behind the first rank, in microseconds, from which the last one is marked.
 
     Raises:
         MissingChartsError: Bokeh is not installed.
@@ -106,7 +106,7 @@ def _facts(recording: Recording, steps: list[Step]) -> str:
 
 
 def _failures(operations: list[Operation]) -> str:
-    """Return the card of the operations that have failed, with their errors; nothing without."""
+    """Return the card of the failed operations, with their errors; empty if none has failed."""
     failed = [each for each in operations if each.state == "failed"]
     if not failed:
         return ""

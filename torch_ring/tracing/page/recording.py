@@ -1,4 +1,4 @@
-"""read_recording: everything that a folder holds of a job."""
+"""read_recording: reads the timelines and dumps of a job from a folder."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _STEP = re.compile(r"(?:backward|gradients\.\d+)\.(\d+)(?:\.|$)")
 class Operation:
     """A collective on one rank. Times are in microseconds since the recording's beginning.
 
-    It waits for the other ranks between `submitted` and `started`, and moves data between
-    `started` and `finished`. Where a time was not recorded, it is the next one that was; an
-    operation that has not ended, ends with the recording.
+    It waits for the other ranks between `submitted` and `started`, and moves data between `started`
+    and `finished`. A time that was not recorded is replaced by the next recorded one; an unfinished
+    operation ends with the recording.
     """
 
     rank: int
     kind: str  # allreduce, broadcast, ...
     name: str
     process_set: str
-    sequence: int  # of its process set: the same on all ranks; -1: unknown
+    sequence: int  # number in its process set, the same on all ranks; -1: unknown
     bytes: int
     submitted: float
     started: float
@@ -40,34 +40,34 @@ class Operation:
     dtype: str = ""
     shape: str = ""
     state: str = "completed"
-    error: str = ""  # of one that has failed
+    error: str = ""  # of a failed operation
 
 
 @dataclass
 class Recording:
-    """The operations of all ranks, in the order of their submission, and where they are from."""
+    """The operations of all ranks, in the order of their submission, and their sources."""
 
     operations: list[Operation]
     ranks: list[int]
     sources: list[str]
-    notes: list[str]  # what the reader of the page has to know about the data
+    notes: list[str]  # notes about the data for the reader of the page
 
 
 def step_of(name: str) -> int | None:
-    """Return the number of the backward pass that an operation's name names, from 0 on."""
+    """Return the number of the backward pass in an operation's name, from 0 on."""
     match = _STEP.match(name)
     return int(match[1]) if match else None
 
 
 _NEGOTIATE = "NEGOTIATE_"
-_FIRST = 1  # the process of rank 0: csrc/timeline/chrome_trace.h
+_FIRST = 1  # the trace's process id of rank 0: csrc/timeline/chrome_trace.h
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """Return the events of a Chrome trace: an array, also one without an end, or an object.
+    """Return the events of a Chrome trace: an array, even an unfinished one, or an object.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no Chrome trace.
     """
     try:
         trace = json.loads(text)
@@ -80,7 +80,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def _unfinished(text: str) -> Any:
-    """Return the events of an array whose writer was killed: each line but the last is whole."""
+    """Return the events of an array whose writer was killed: only its last line is incomplete."""
     lines = text.rstrip().splitlines()
     for whole in (lines, lines[:-1]):
         with contextlib.suppress(ValueError):
@@ -92,7 +92,7 @@ def read_timeline(text: str) -> list[Operation]:
     """Return the operations of a timeline that torch_ring has written (docs/timeline.md).
 
     Raises:
-        ValueError: it is no Chrome trace, or an event lacks what it must have.
+        ValueError: it is no Chrome trace, or an event lacks a required field.
     """
     operations = []
     negotiated: dict[tuple[Any, ...], float] = {}
@@ -128,7 +128,7 @@ def read_timeline(text: str) -> list[Operation]:
     return operations
 
 
-# torch's words for collectives, in ours.
+# torch's names of collectives -> ours.
 _KINDS = {
     "all_reduce": "allreduce",
     "all_gather": "allgather",
@@ -142,7 +142,7 @@ _NANOSECONDS = 1e-3  # in microseconds
 
 
 def is_dump(value: Any) -> bool:
-    """Return whether this is a dump: an object with entries and the version of their format."""
+    """Return whether a value is a dump: an object with entries and a format version."""
     return isinstance(value, Mapping) and "entries" in value and "version" in value
 
 
@@ -150,7 +150,7 @@ def read_dump(dump: Mapping[str, Any], rank: int) -> list[Operation]:
     """Return the operations of one rank's dump; their times are microseconds since 1970.
 
     Raises:
-        ValueError: an entry lacks what it must have.
+        ValueError: an entry lacks a required field.
     """
     operations: list[Operation] = []
     last = 0.0
@@ -162,7 +162,7 @@ def read_dump(dump: Mapping[str, Any], rank: int) -> list[Operation]:
         operations.append(operation)
         known = (operation.submitted, operation.started, operation.finished)
         last = max(last, *(time for time in known if not math.isnan(time)))
-    for operation in operations:  # what has not ended, ends with the recording
+    for operation in operations:  # unfinished operations end with the recording
         if math.isnan(operation.started):
             operation.started = last if math.isnan(operation.finished) else operation.finished
         if math.isnan(operation.finished):
@@ -178,12 +178,12 @@ def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
         math.prod(size) * _size_of(dtype) for size, dtype in zip(sizes, dtypes, strict=False)
     )
     group = entry["process_group"]
-    ours: Mapping[str, Any] = entry.get("ring") or {}  # what torch's recorder does not have
+    ours: Mapping[str, Any] = entry.get("ring") or {}  # fields that torch's recorder lacks
     started, finished = (
         entry.get("time_discovered_started_ns"),
         entry.get("time_discovered_completed_ns"),
     )
-    has_failed = ours.get("state") == "failed"  # torch has no word for it
+    has_failed = ours.get("state") == "failed"  # torch has no such state
     if has_failed:
         finished = ours.get("ended_ns")
     return Operation(
@@ -204,7 +204,7 @@ def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
 
 
 def _size_of(dtype: str) -> int:
-    """Return the bytes of an element of torch's Float or of our float32."""
+    """Return the bytes of an element, for torch's name (Float) or ours (float32)."""
     if dtype in _BITS:
         return _BITS[dtype] // 8
     digits = "".join(c for c in dtype.removeprefix("b") if c.isdigit())
@@ -215,20 +215,20 @@ _RANK_AT_END = re.compile(r"(\d+)(?:\.json)?$")
 
 
 class NothingToShowError(ValueError):
-    """There is nothing to draw, or a file is broken; the text says which and why."""
+    """There is nothing to draw, or a file is broken; the text names the file and the reason."""
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a timeline, a dump, or a folder of them. Where a folder has both, they are one job's.
+    """Read a timeline, a dump, or a folder of them. Both in a folder are taken for one job's.
 
     Raises:
-        NothingToShowError: there is no such file, none with an operation, or one of two kinds
-            whose clocks do not fit together.
+        NothingToShowError: there is no such file, or none with an operation, or the clocks of the
+            files do not fit together.
     """
     if not path.exists():
         raise NothingToShowError(f"{path}: there is no such file or folder")
     files = [path]
-    if path.is_dir():  # which may have a page from before
+    if path.is_dir():  # it may have an older page
         files = sorted(f for f in path.iterdir() if f.is_file() and f.suffix != ".html")
     timelines: list[Operation] = []
     dumps: list[Operation] = []
@@ -247,7 +247,7 @@ def read_recording(path: Path) -> Recording:
         if of_timeline or of_dump:
             sources.append(file.name)
     if timelines and dumps:
-        # The timeline has all that the dumps have, and one clock; a dump has each rank's own.
+        # The timeline has all the data of the dumps on one clock; each dump has its rank's clock.
         notes.append("drawn from the timeline; the flight-recorder dumps beside it were left out")
     operations = timelines or dumps
     if not operations:
@@ -277,7 +277,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _unpickled(content: bytes) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(content)).load()
-    except Exception as error:  # pickle raises anything on a broken file
+    except Exception as error:  # a broken pickle may raise any error
         raise ValueError(f"no dump: {error}") from None
 
 
