@@ -1,7 +1,7 @@
 """save and load: one rank writes and reads checkpoints, and all ranks learn the outcome.
 
-The file of save() is read once, without the tensors' bytes, before it gets its name: a file that
-load() would refuse is never left.
+Before the file of save() gets its name, it is read once, without the tensors' bytes. So save()
+never leaves a file that load() would refuse.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def save(
 ) -> None:
     """Write a checkpoint on the first rank. A collective of all ranks of the set.
 
-    The file appears under its name when it is complete, and is on the disk when save() returns. A
-    job that is killed meanwhile leaves the previous file.
+    The file appears under its name when it is complete, and is on the disk when save() returns. If
+    the job is killed before that, the previous file remains.
 
     Args:
         path: the file; missing folders are made.
         state: tensors, numbers, texts, dates, paths, namespaces, and arrays and scalars of NumPy,
-            in Python's containers, such as state dicts, arguments and states of generators. Of
-            other classes, those that ``torch.serialization.add_safe_globals`` has got. Read on the
+            in Python's containers, such as state dicts, arguments and states of generators. Other
+            classes must be registered with ``torch.serialization.add_safe_globals``. Read on the
             first rank only.
         process_set: the ranks that take part; the lowest writes. By default all.
 
     Raises:
         CheckpointError: on all ranks: the file could not be written, or `load` could not read it;
-            names the value that is to blame.
+            names the offending value.
     """
     path = Path(path)
     _on_root(lambda: _write(path, state), f"cannot save the checkpoint {path}", process_set)
@@ -65,7 +65,7 @@ def load(
 ) -> Any:
     """Read a checkpoint on the first rank and give it to all. A collective of all ranks of the set.
 
-    Only the first rank needs the file. It holds data only: none of it is executed
+    Only the first rank needs the file. It is read as data: nothing in it is executed
     (``weights_only=True``).
 
     Args:
@@ -96,7 +96,7 @@ def _on_root(call: Callable[[], T], problem: str, process_set: ProcessSet) -> T 
     if world.rank() == root:
         try:
             result = call()
-        except Exception as error:  # of any type: the other ranks wait to hear of it
+        except Exception as error:  # of any type: the other ranks wait for the outcome
             cause = error
             complaint = f"{problem}: {type(error).__name__}: {first_line(error)}"
     complaint = broadcast_object(complaint, root, None, process_set)
@@ -148,7 +148,7 @@ def _read_if_there(path: Path, may_miss: bool) -> tuple[bool, Any]:
 
 
 def _to_blame(value: Any, where: str = "state") -> TypeError | None:
-    """Return an error that names the innermost value that no checkpoint takes; None: none is."""
+    """Return an error that names the innermost value that cannot be saved; None: there is none."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = [*value.items(), *((key, key) for key in value)]
@@ -165,7 +165,7 @@ def _to_blame(value: Any, where: str = "state") -> TypeError | None:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return TypeError(
         f"{where} is {kind}, which no checkpoint takes: save numbers, texts or tensors in its "
-        f"place, or let all who read it call torch.serialization.add_safe_globals([{kind}])"
+        f"place, or let all readers call torch.serialization.add_safe_globals([{kind}])"
     )
 
 
@@ -175,6 +175,6 @@ def _comes_back(value: Any) -> bool:
         torch.save(value, file, pickle_module=plain_pickle)
         file.seek(0)
         _read(file)
-    except Exception:  # of any type: pickle calls what a class brings along
+    except Exception:  # of any type: pickle calls the class's own methods
         return False
     return True

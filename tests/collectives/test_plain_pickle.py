@@ -1,4 +1,4 @@
-"""Pickles of plain data: what they hold, and what a stranger's pickle must not reach."""
+"""Pickles of plain data: their contents, and the functions out of a stranger's reach."""
 
 import argparse
 import collections
@@ -58,7 +58,7 @@ def test_tensors(read, dtype):
     assert read(dumps(base)).resize_(100).numel() == 100
 
 
-# Of some torch can make tensors, but do nothing with them.
+# torch can make tensors of some of these, but cannot compute with them.
 NEW_DTYPES = [
     *(f"uint{bits}" for bits in (1, 2, 3, 4, 5, 6, 7, 16, 32, 64)),
     *(f"int{bits}" for bits in (1, 2, 3, 4, 5, 6, 7)),
@@ -113,7 +113,7 @@ class Own:
 
 
 class Runs:
-    """An object whose pickle calls a function when it is read."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function, *arguments, state=None):
         self.call = (function, arguments, state)
@@ -142,9 +142,15 @@ class Inherited(np.ndarray):
         (np.zeros(2, dtype="i4,f8"), "_reconstruct"),
         (np.zeros(2).view(Inherited), "_reconstruct"),
         (torch.ones(2).to_sparse(), "_rebuild_sparse_tensor"),
-        ([Runs(collections.OrderedDict, state={"keys": 1})], "attributes of what has none"),
-        (Runs(torch.Size, (1,), state={"a": 1}), "attributes of what has none"),
-        (Runs(types.SimpleNamespace, state={"__class__": 1}), "attributes of what has none"),
+        (
+            [Runs(collections.OrderedDict, state={"keys": 1})],
+            "attributes of an object that has none",
+        ),
+        (Runs(torch.Size, (1,), state={"a": 1}), "attributes of an object that has none"),
+        (
+            Runs(types.SimpleNamespace, state={"__class__": 1}),
+            "attributes of an object that has none",
+        ),
         (Runs(bytearray, 1 << 40), "a bytearray that is none"),
     ],
 )
@@ -154,7 +160,7 @@ def test_what_is_not_plain_is_named(value, named):
 
 
 def reduce_of(tensor, **changes):
-    """Return an object with the pickle of a tensor, of whose arguments some are changed."""
+    """Return an object with the pickle of a tensor, some of whose arguments are changed."""
     function, arguments = tensor.__reduce_ex__(4)
     names = ("storage", "offset", "size", "stride", "requires_grad", "hooks")
     given = dict(zip(names, arguments, strict=True)) | changes
@@ -217,7 +223,7 @@ def test_a_call_of_what_was_not_named_and_setting_attributes_of_functions():
     assert loads_plain(good) == collections.Counter()
     for text in (
         b"\x80\x04" + b"\x8c\x01a)R.",  # calls a text
-        b"\x80\x04" + b"\x8c\x08builtins\x8c\x04list\x93)R.",  # is named only
+        b"\x80\x04" + b"\x8c\x08builtins\x8c\x04list\x93)R.",  # is only named
         b"\x80\x04" + name + b"N}\x8c\x06updateK\x01s\x86b.",  # BUILD of a class
         b"\x80\x04" + name + b")\x81.",  # NEWOBJ
         b"\x80\x04" + name + b"\x8c\x01aK\x01s.",  # SETITEM of a class
@@ -232,7 +238,7 @@ def test_a_call_of_what_was_not_named_and_setting_attributes_of_functions():
 
 
 def test_damaged_pickles_are_refused_and_nothing_else():
-    """Whatever was changed, it is plain data or an UnpicklingError."""
+    """After any change, the result is plain data or an UnpicklingError."""
     dice, kinds = random.Random(1), set()
     good = bytes(dumps({**PLAIN, "tensor": torch.ones(3), "array": np.arange(3), "own": Own}))
     good = good.replace("é".encode() * 70_000, b"").replace(b"x" * 70_000, b"")

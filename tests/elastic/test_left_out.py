@@ -1,4 +1,4 @@
-"""Ranks that were stopped or cut off end when the others go on without them."""
+"""Stopped or disconnected ranks end when the others go on without them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEARTBEAT = {"TORCH_RING_HEARTBEAT_TIMEOUT": "2"}
 
 
 def stop_and_continue(folder: str) -> str:
-    """Rank 2 is stopped until the others train without it; they do until it has found that out."""
+    """Rank 2 is stopped until the others train without it; they train until it has noticed."""
     name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
     pids = hvd.allgather_object(os.getpid())
     has_left = Path(folder) / "has left"
@@ -64,7 +64,7 @@ def two_hosts() -> Iterator[Sequence[Host]]:
 
 
 def cut_off(host: Host) -> tuple[str, int]:
-    """Cut a host off in step 3; return how it ended for this rank, and the steps it has taken."""
+    """Cut a host off in step 3; return this rank's end, and the steps that it has taken."""
     name, size, state = hvd.rank(), hvd.size(), hvd.elastic.ObjectState(step=0)
 
     @hvd.elastic.run
@@ -102,5 +102,5 @@ def test_of_two_sides_one_goes_on_and_the_other_ends(
     for rank in set(range(on_first + 2)) - set(goes_on):
         end, step = results[rank]
         assert end.startswith("LeftOutError: "), results
-        assert "may live, and go on: these end" in end
+        assert "may live, and continue: these ranks end" in end
         assert step in (3, 4)  # the last messages of the others may have come before the cut

@@ -1,4 +1,4 @@
-"""Steps that were taken before the state says so: no batch is taken twice, whoever dies when."""
+"""Steps that the state has not recorded yet: no batch is taken twice after a death."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Weights = list[float]
 
 
 class Training:
-    """Two parts that are trained against one another; the weights tell every step and its batch.
+    """Two parts trained against one another; the weights reveal every step and its batch.
 
     Args:
         first_of: makes the optimizer of the first part.
@@ -64,7 +64,7 @@ class Training:
         return [value for p in self.model.parameters() for value in p.flatten().tolist()]
 
 
-# --- programs: what a batch is, and when the state says that it is done
+# --- programs: the steps of a batch, and the moment at which the state records it
 
 
 def metric_after_step(training: Training, state: Any) -> None:
@@ -79,7 +79,7 @@ def metric_after_step(training: Training, state: Any) -> None:
 def loop_over_the_attribute(training: Training, state: Any) -> None:
     for state.batch in range(state.batch, BATCHES):
         training.step(state.batch, 0)
-        state.seen += 2  # says nothing of where to begin
+        state.seen += 2  # does not record where to begin
         training.at("check")
         state.check_host_updates()
 
@@ -150,7 +150,7 @@ def first_of(program: Callable[..., None]) -> Callable[..., Any]:
 
 
 def expected(program: Callable[..., None], end: int = -1) -> Weights:
-    """Return the weights of one process that nothing interrupts."""
+    """Return the weights of one uninterrupted process."""
     training = Training(first_of(program), lambda optimizer: optimizer, lambda _: None)
     state = SimpleNamespace(batch=0, seen=0, total=0.0, progress={"batch": 0}, end=end)
     state.scheduler, state.average = training.scheduler, lambda loss: loss.item()
@@ -163,8 +163,7 @@ def train(program: Callable[..., None], victim: int, place: str, visit: int) -> 
     """Train; a rank dies at its `visit`-th visit of a place.
 
     Returns:
-        The weights, the number of ranks, the batches that were begun, the last one, and what has
-        been logged.
+        The weights, the number of ranks, the batches that were begun, the last one, and the log.
     """
     name, visits = os.environ.get("TORCH_RING_PROCESS", f"p{hvd.rank()}"), Counter[str]()
     begun: list[int] = []
@@ -190,7 +189,7 @@ def train(program: Callable[..., None], victim: int, place: str, visit: int) -> 
     )
     if program is until_one_comes:
         state.register_reset_callbacks([lambda: setattr(state, "end", state.batch + 3)])
-    # Before what the optimizer itself does after its step.
+    # Before the optimizer's own hooks.
     hooks = training.optimizer._optimizer_step_post_hooks
     hook = training.optimizer.register_step_post_hook(lambda *_: at("stepped"))
     hooks.move_to_end(hook.id, last=False)
@@ -203,7 +202,7 @@ def train(program: Callable[..., None], victim: int, place: str, visit: int) -> 
 def check(
     program: Callable[..., None], size: int, transport: str, *plan: Any, env: Any = None
 ) -> Any:
-    """Check the weights when a rank dies; return what the first survivor has."""
+    """Check the weights after a rank's death; return the first survivor's result."""
     results = pool.run(
         train, size, args=(program, *plan), transport=transport, may_die=[plan[0]], env=env
     )
@@ -247,7 +246,7 @@ def test_no_step_is_taken_twice_and_no_batch_is_lost(
 ) -> None:
     _, _, begun, *_ = check(program, 3, transport, victim, place, visit)
     again = [batch for batch, after in itertools.pairwise(begun) if after < batch]
-    assert again == []  # a batch is begun again, but none before it
+    assert again == []  # only this batch is begun again
 
 
 @on_shm_and_slowly_on_tcp
@@ -259,7 +258,9 @@ def test_the_batch_that_is_done_again_is_told() -> None:
     *_, lines = check(metric_after_step, 2, "shm", 1, "metric", 4)
     told = [line for line in lines if "does the batch again" in line]
     assert len(told) == 1
-    assert told[0].startswith("1 step of 'optimizer' was taken already that the state does not say")
+    assert told[0].startswith(
+        "1 step of 'optimizer' was taken already that the state does not show"
+    )
     *_, lines = check(metric_after_step, 2, "shm", 1, "pass 0", 4)
     assert not any("again" in line for line in lines)
 

@@ -1,13 +1,13 @@
-"""dumps, loads_plain, ...: pickles, and readers of plain data that run nobody's code.
+"""dumps, loads_plain, ...: pickles of plain data, and readers that run no foreign code.
 
-A pickle is a program: whoever reads it with `pickle.loads` does what its writer wants.
-`loads_plain` takes the few instructions that plain data needs, and calls functions of an explicit
-list only. None of them runs code from its arguments, and all check these. So tensors and arrays are
-pickled so that functions of this module can make them anew: torch's own read a storage with
-`torch.load`, and NumPy's trust a dtype.
+A pickle is a program: `pickle.loads` runs any code that its writer has put in. `loads_plain` takes
+only the few instructions that plain data need, and calls only functions of an explicit list. These
+functions check their arguments and run no code from them. So `dumps` pickles tensors and arrays as
+calls of functions of this module: torch's own functions read a storage with `torch.load`, and
+NumPy's trust a dtype.
 
-A checkpoint, which `torch.save` writes with this module's `Pickler` and `torch.load` reads with
-`plain_globals`, may hold the same.
+A checkpoint may hold the same data: `torch.save` writes it with this module's `Pickler`, and
+`torch.load` reads it with `plain_globals`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 
-with contextlib.suppress(ImportError):  # torch, too, works without it
+with contextlib.suppress(ImportError):  # torch works without it, too
     import numpy as np
 
 __all__ = ["Pickler", "PlainData", "dumps", "loads_plain", "plain_globals"]
 
-_PROTOCOL = 4  # the reader knows its instructions
+_PROTOCOL = 4  # the reader knows the instructions of this one
 
 
 def dumps(obj: Any) -> memoryview:
-    """Return the pickle of an object. Raises what `pickle.dumps` raises."""
+    """Return the pickle of an object. Raises the errors of `pickle.dumps`."""
     file = io.BytesIO()
     _TensorPickler(file, _PROTOCOL).dump(obj)
     return file.getbuffer()
@@ -49,27 +49,28 @@ def dumps(obj: Any) -> memoryview:
 def loads_plain(data: bytes | memoryview) -> Any:
     """Return the object of a pickle that `dumps` has written, if it is plain data.
 
-    That are None, numbers, texts, bytes and the containers of builtins and collections, namespaces,
-    dates, times and paths, dense tensors, parameters, dtypes, devices and sizes of torch, arrays,
-    scalars and dtypes of NumPy, and `PlainData`.
+    Plain data are None, numbers, texts, bytes and the containers of builtins and collections,
+    namespaces, dates, times and paths, dense tensors, parameters, dtypes, devices and sizes of
+    torch, arrays, scalars and dtypes of NumPy, and `PlainData`.
 
     Raises:
-        pickle.UnpicklingError: it has something else; says what, of a class its name.
+        pickle.UnpicklingError: the pickle has something else; names it.
     """
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # of whatever damaged data leads to
+    except Exception as error:  # damaged data may cause any error
         raise pickle.UnpicklingError(
             f"something that is not plain data, or is damaged ({type(error).__name__})"
         ) from None
 
 
 class PlainData:
-    """A base of classes whose instances are plain data, too: with arguments that check themselves.
+    """Base of classes whose instances are plain data, too.
 
-    A subclass defines __reduce__, which returns the class and its arguments.
+    A subclass defines __reduce__, which returns the class and its arguments; its constructor must
+    check the arguments.
     """
 
     def __init_subclass__(cls) -> None:
@@ -77,9 +78,10 @@ class PlainData:
 
 
 def plain_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Return what a checkpoint may name besides torch's own: for torch.serialization.safe_globals.
+    """Return the globals for torch.serialization.safe_globals, without those of torch itself.
 
-    Its reader may call all of it, also `list`, which a pickle between ranks may only name.
+    A checkpoint may call all of them, even those that a pickle between ranks may only name, such as
+    `list`.
     """
     named = (_CALLABLE | _NAMED).items()
     return [
@@ -90,10 +92,10 @@ def plain_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
 
 class Pickler(pickle.Pickler):
-    """Pickles arrays, and containers that torch does not fill, as one call each."""
+    """Pickles arrays, and the containers that torch.load cannot fill, as one call each."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is made anew; NotImplemented leaves that to its class."""
+        """Return the call that makes an object anew; NotImplemented leaves that to its class."""
         if type(obj) is collections.deque:
             return collections.deque, (list(obj), obj.maxlen)
         if type(obj) is collections.defaultdict:
@@ -102,10 +104,10 @@ class Pickler(pickle.Pickler):
 
 
 class _TensorPickler(Pickler):
-    """Pickles tensors, too, which `torch.save` writes beside the pickle."""
+    """Pickles tensors, too; `torch.save` would write their data beside the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is made anew; NotImplemented leaves that to its class."""
+        """Return the call that makes an object anew; NotImplemented leaves that to its class."""
         if type(obj) is TypedStorage:
             untyped = obj._untyped_storage
             local = untyped.cpu()  # type: ignore[no-untyped-call]
@@ -117,10 +119,10 @@ class _TensorPickler(Pickler):
 
 
 def _reduced_tensor(obj: Tensor) -> Any:
-    """Return torch's own way to make a tensor anew, but one that can be read.
+    """Return torch's own reduction of a tensor, changed so that it can be read.
 
-    Those of the newer dtypes (float8, uint16, ...) have an untyped storage in it, whose pickle
-    torch.load refuses.
+    For the newer dtypes (float8, uint16, ...) it has an untyped storage, whose pickle torch.load
+    refuses.
     """
     function, arguments, *rest = obj.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
     if arguments and type(arguments[0]) is UntypedStorage:
@@ -135,7 +137,7 @@ _HAS_NUMPY = "numpy" in sys.modules
 
 
 def _reduced_array(obj: Any) -> Any:
-    """Return NumPy's own names with other arguments: no state is set, which NumPy would trust."""
+    """Return calls of NumPy's own names that set no state: NumPy would trust that state."""
     if type(obj) is np.ndarray and _is_plain(obj.dtype):
         order: Literal["C", "F"] = "F" if obj.flags.fnc else "C"
         return np.ndarray, (obj.shape, obj.dtype, bytearray(obj.tobytes(order)), 0, None, order)
@@ -202,7 +204,7 @@ def _tensor(
     requires_grad: bool,
     hooks: object,
 ) -> Tensor:
-    """Return a tensor. It lies within its storage, which nothing else would ensure."""
+    """Return a tensor after a check that it lies within its storage: torch does not check that."""
     if type(storage) is not TypedStorage:
         raise pickle.UnpicklingError("a tensor that is none")
     return _tensor_of_new_dtype(storage, offset, size, stride, requires_grad, hooks, storage.dtype)
@@ -217,7 +219,7 @@ def _tensor_of_new_dtype(
     hooks: object,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same where the storage does not know the dtype."""
+    """As `_tensor`, for a dtype that the storage does not know."""
     if (
         type(storage) is not TypedStorage
         or not isinstance(dtype, torch.dtype)
@@ -261,7 +263,7 @@ def _are_sizes(numbers: tuple[int, ...]) -> bool:
 
 # --- the reader
 
-# (module, name) -> what a pickle may call; torch's own functions are replaced by those above.
+# (module, name) -> the function to call; functions of this module replace torch's.
 _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "complex"): complex,
@@ -293,7 +295,7 @@ _CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
     (__name__, "_storage"): _storage,
 }
-# Names that it may use and not call: values, and makers of a defaultdict's missing values.
+# Names that a pickle may use but not call: values, and factories of a defaultdict.
 _NAMED: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): argparse.Namespace,
     **{
@@ -323,14 +325,14 @@ def _into(kinds: tuple[type, ...], code: bytes, at: int | None) -> Callable[[Any
     def add(reader: Any) -> None:
         target = reader.metastack[-1][-1] if at is None else reader.stack[at]
         if not isinstance(target, kinds):
-            raise pickle.UnpicklingError("items of what is no container")
+            raise pickle.UnpicklingError("items of an object that is no container")
         run(reader)
 
     return add
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """The reader of the standard library, with fewer instructions: what is not here is refused."""
+    """The standard library's reader with fewer instructions; it refuses all others."""
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -338,7 +340,7 @@ class _PlainUnpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle may name."""
+        """Return the object of a name that a pickle may use."""
         found = _CALLABLE.get((module, name), _NAMED.get((module, name)))
         if found is None:
             raise pickle.UnpicklingError(ascii(f"{module}.{name}")[1:100].rstrip("'"))
@@ -348,14 +350,14 @@ class _PlainUnpickler(pickle._Unpickler):
         """REDUCE: replace a function and its arguments by its result."""
         arguments, function = self.stack.pop(), self.stack[-1]
         if type(arguments) is not tuple or not any(f is function for f in _CALLABLE.values()):
-            raise pickle.UnpicklingError("a call of what is no function of plain data")
+            raise pickle.UnpicklingError("a call of an object that is no function of plain data")
         self.stack[-1] = function(*arguments)
 
     def make_namespace(self) -> None:
         """NEWOBJ: make an instance of a class; of one class only."""
         arguments, kind = self.stack.pop(), self.stack[-1]
         if kind is not argparse.Namespace or arguments != ():
-            raise pickle.UnpicklingError("an instance of what is no namespace")
+            raise pickle.UnpicklingError("an instance of a class that is no namespace")
         self.stack[-1] = argparse.Namespace()
 
     def set_attributes(self) -> None:
@@ -367,7 +369,7 @@ class _PlainUnpickler(pickle._Unpickler):
         else:
             allowed = type(instance) is collections.OrderedDict and names == ["_metadata"]
         if not allowed:
-            raise pickle.UnpicklingError("attributes of what has none")
+            raise pickle.UnpicklingError("attributes of an object that has none")
         vars(instance).update(state)
 
     dispatch |= {

@@ -1,21 +1,22 @@
-"""regroup: the survivors of a world find one another, and agree who makes the next one.
+"""regroup: the survivors of a world find one another, and agree on the leader of the next one.
 
-Every process of the job listens (`Listener`), and knows where the others do. After a failure each
-of them asks the lowest process below it that lives to lead; the one that finds none leads. It waits
-until every other process has come or cannot be reached, and tells those that have come who they are
-and where its store is. There they make the next world, in the order of their old ranks.
+Every process of the job listens (`Listener`), and knows the addresses of the others. After a
+failure each process asks the lowest living process below it to lead; a process that finds none
+leads. The leader waits until every other process has joined or cannot be reached, and sends the
+list of members and the address of its store to the processes that have joined. They make the next
+world over this store, in the order of their old ranks.
 
-A leader that dies loses its connections, and those that waited ask the next one. A process that
-dies before the next world is made lets it fail, and all regroup once more: they know the same
-processes as before, until a world has been made.
+If a leader dies, its connections close, and the waiting processes ask the next candidate. If a
+process dies before the next world is made, that world fails, and all regroup once more: until a
+world has been made, they keep the list of members of the last one.
 
 A process counts as gone if its host refuses the connection; as lost if its host does not answer, or
-if it is stopped for longer than the heartbeat timeout. Lost ones might live, and might form a group
-of their own, so only a majority of those that are not gone goes on; of two halves the one with the
-lowest old rank does.
+if it is stopped for longer than the heartbeat timeout. Lost processes might live, and might form a
+group of their own. So a group goes on only if it is a majority of the processes that are not gone,
+or the half with the lowest old rank.
 
 A host with a rank that was lost in the last world is a suspect: it has little time to answer a
-connection. If those that go on would be no majority, all hosts are asked again with more patience.
+connection. If the survivors would be no majority, all hosts are asked again with more patience.
 
 A newcomer asks rank 0 of the present world. It waits there until the members regroup, and is added
 after the survivors.
@@ -37,7 +38,7 @@ from torch_ring.membership.member import Member, Reach, dial, reach
 
 __all__ = ["CallOverError", "Group", "LeftOutError", "Limits", "come", "leavers_of", "regroup"]
 
-_REQUESTS_S = 0.002  # of a wait for requests
+_REQUESTS_S = 0.002  # duration of one wait for requests
 _PROBE_EVERY_S = 0.1
 _PROBERS = 32
 _FIND_EVERY_S = 0.05
@@ -48,15 +49,15 @@ class LeftOutError(RingError):
 
 
 class CallOverError(Exception):
-    """The ranks have ended the elastic function that this newcomer calls, and call a later one."""
+    """The ranks have finished this newcomer's elastic function, and are in a later one."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a regrouping may take, and how few processes may go on.
+    """Limits of a regrouping: its duration, and the number of processes.
 
     Attributes:
-        timeout_s: seconds until it fails.
+        timeout_s: seconds until the regrouping fails.
         silence_s: seconds of silence after which a process counts as lost.
         least: the fewest processes that may go on.
         most: the most processes of a world with newcomers.
@@ -69,11 +70,11 @@ class Limits:
 
 
 def leavers_of(ranks: Sequence[tuple[bool, bool]], limits: Limits) -> list[int]:
-    """Return the ranks that leave now: none if those that wait have to be let in before.
+    """Return the ranks that leave now; none if too few would be left and newcomers can come first.
 
     Args:
-        ranks: whether each is to leave, and whether a process waits at it to be let in.
-        limits: how few may be left, and how many there may be.
+        ranks: for each rank, whether it wants to leave, and whether a newcomer waits at it.
+        limits: the fewest and the most processes.
     """
     leavers = [rank for rank, (leaves, _) in enumerate(ranks) if leaves]
     has_room, somebody_waits = len(ranks) < limits.most, any(waits for _, waits in ranks)
@@ -86,9 +87,9 @@ class Group:
     """The processes of the next world.
 
     Attributes:
-        members: by rank.
+        members: the processes, by rank.
         store: the address of the store where they meet.
-        generation: how many worlds there were, with this one.
+        generation: the number of worlds so far, this one included.
     """
 
     members: Sequence[Member]
@@ -105,20 +106,19 @@ def regroup(
     serve: Callable[[], tuple[str, int]],
     suspects: Collection[str] = (),
 ) -> Group:
-    """Return the group that this process goes on with.
+    """Return this process's next group.
 
     Args:
         members: the processes of the last world, by rank.
-        generation: of the last world.
+        generation: the generation of the last world.
         own: this process, one of them.
-        listener: this process's.
-        limits: how long to wait, and for how many.
-        serve: serves a new store, and returns its address; called if this process leads.
-        suspects: hosts other than this one that are silent already, as it seems.
+        listener: this process's listener.
+        limits: limits of time and of the number of processes.
+        serve: starts a new store, and returns its address; called if this process leads.
+        suspects: other hosts that seem silent already.
 
     Raises:
-        LeftOutError: the other processes go on without this one, or it cannot know that they do
-            not.
+        LeftOutError: the other processes go on without this one, or may do so.
         TimeoutError: the processes did not come in time; names them.
         RingError: too few processes are left.
     """
@@ -131,7 +131,7 @@ def regroup(
                 return _group_of(answer)
             leading = _Leading(members, generation, rank, listener, limits, deadline, suspects)
             return leading.run(serve)
-        except _ElsewhereError:  # a lower one lives after all: ask it again
+        except _ElsewhereError:  # a lower process is alive after all: ask it again
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"rank {rank} has found no leader within {limits.timeout_s:g} s after a "
@@ -152,7 +152,7 @@ def _first_answer(
     deadline: float,
     suspects: Collection[str],
 ) -> dict[str, Any] | None:
-    """Return the answer of the first process that lives; None: none does."""
+    """Return the answer of the first living candidate; None: none is alive."""
     for candidate in candidates:
         is_suspect = candidate.host in suspects
         answer = _ask("join", candidate, own, key, limits, deadline, is_suspect=is_suspect)
@@ -168,22 +168,22 @@ def come(
     limits: Limits,
     call: int = 1,
 ) -> Group:
-    """Return the group into which this process, a newcomer, is let.
+    """Return the group that this process, a newcomer, joins.
 
     Args:
-        find_members: returns the processes of the present world, by rank; none if there is none.
+        find_members: returns the processes of the present world, by rank; empty if there is none.
         own: this process.
         key: the key of the job.
-        limits: how long to wait.
-        call: how many elastic functions this process has called.
+        limits: limits of the wait.
+        call: the number of elastic functions that this process has called.
 
     Raises:
-        CallOverError: the ranks have called more.
-        TimeoutError: nobody has let it in.
+        CallOverError: the ranks have called more elastic functions.
+        TimeoutError: no rank has let this process in.
     """
     deadline = time.monotonic() + limits.timeout_s
     while time.monotonic() < deadline:
-        for candidate in find_members():  # the first one that lives is, or becomes, rank 0
+        for candidate in find_members():  # the first living one is, or becomes, rank 0
             answer = _ask("newcomer", candidate, own, key, limits, deadline, call=call)
             if answer is not None:
                 return _group_of(answer)
@@ -252,7 +252,7 @@ def _error_of(answer: dict[str, Any]) -> RingError:
 
 
 class _Leading:
-    """The regrouping as its leader sees it."""
+    """The leader's side of a regrouping."""
 
     def __init__(
         self,
@@ -272,10 +272,10 @@ class _Leading:
         self._deadline = deadline
         self._suspects = suspects
         self._joined: dict[str, JoinRequest] = {}
-        self._found: dict[str, Reach] = {}  # of those that have not joined
+        self._found: dict[str, Reach] = {}  # for processes that have not joined
 
     def run(self, serve: Callable[[], tuple[str, int]]) -> Group:
-        """Wait for the others, and tell them the group."""
+        """Wait for the others, and send them the group."""
         try:
             self._gather()
             if self._suspects and not self._may_go_on():
@@ -344,7 +344,7 @@ class _Leading:
         with contextlib.suppress(Empty):
             request = self._listener.requests.get(timeout=_REQUESTS_S)
             while True:
-                self._joined[request.member.id] = request  # the latest: it may have asked before
+                self._joined[request.member.id] = request  # keep the latest of several requests
                 request = self._listener.requests.get_nowait()
         for process, request in list(self._joined.items()):
             if request.channel.is_closed():  # it has died since
@@ -358,24 +358,24 @@ class _Leading:
         return reach(member, self._listener.key, self._limits.silence_s, is_suspect=is_suspect)
 
     def _lost(self) -> list[Member]:
-        """Return those that may live, and form a group of their own."""
+        """Return the processes that may be alive, and may form a group of their own."""
         return [each for each in self._missing() if self._found[each.id] is not Reach.GONE]
 
     def _may_go_on(self) -> bool:
-        """Return whether those that have joined are a majority, or the half with the lowest."""
+        """Return whether the joined processes are a majority, or the half with the lowest rank."""
         lost = self._lost()
         living = [each for each in self._members if each in lost or each not in self._missing()]
         joined = len(living) - len(lost)
         return 2 * joined > len(living) or (2 * joined == len(living) and living[0] not in lost)
 
     def _survivors(self) -> list[Member]:
-        """Return who goes on, in the old order."""
+        """Return the processes that go on, in the old order."""
         missing, lost = self._missing(), self._lost()
         survivors = [member for member in self._members if member not in missing]
         if not self._may_go_on():
             raise LeftOutError(
                 f"{len(survivors)} ranks of {len(survivors) + len(lost)} find one another; "
-                f"{self._names(lost)} may live, and go on: these end"
+                f"{self._names(lost)} may live, and continue: these ranks end"
             )
         return survivors
 

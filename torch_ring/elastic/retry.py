@@ -1,4 +1,4 @@
-"""run: trains on, whatever ranks die."""
+"""run: training goes on after ranks have died."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _log = logging.getLogger("torch_ring")
 
 ResultT = TypeVar("ResultT")
 
-# Failures one after the other in which no rank has died: the next one would be no other.
+# Consecutive failures without a dead rank: after so many, another attempt would fail the same way.
 _MOST_FRUITLESS = 3
-_SOON_S = 60.0  # after a failure: a later one has another cause
+_SOON_S = 60.0  # a failure later than this after the last one has another cause
 
 
 def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
     """Make a training function go on when ranks die. Horovod's ``hvd.elastic.run``.
 
-    ``func(state, ...)`` trains from where `state` is. If a rank dies, the survivors make a new
-    world, in the order of their old ranks, bring their states together (`State.resume`) and call
-    it again. So it must begin where the state says::
+    ``func(state, ...)`` continues the training from `state`. If a rank dies, the survivors make a
+    new world, in the order of their old ranks, make their states the same (`State.resume`) and call
+    `func` again. So `func` must begin at the place that the state holds::
 
         @hvd.elastic.run
         def train(state):
@@ -63,22 +63,22 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
     Returns:
         A function of the same arguments. It calls `init`, gives the present state of rank 0 to all
-        ranks, and returns what `func` returns; None in a process that has come when the ranks had
-        ended this function, and called another. Errors of `func` that are no RingError,
-        MismatchErrors and ProcessSetLostErrors come out of it. So does a RingError, if fewer than
-        TORCH_RING_MIN_RANKS live, or if the others go on without this rank.
+        ranks, and returns the result of `func`; None in a process that has joined after the ranks
+        had finished this function and called another. It raises the errors of `func` that are no
+        RingError, and MismatchError and ProcessSetLostError. It raises a RingError if fewer than
+        TORCH_RING_MIN_RANKS ranks live, or if the others go on without this rank.
 
         A rank that the launcher takes from the job leaves at the next ``commit()`` or
-        ``check_host_updates()``, by ``SystemExit(0)``; one that gets SIGTERM by
-        ``SystemExit(143)``, and so do all ranks if they leave at once: the job is not done. A
-        program that handles SIGTERM itself, or has called `torch_ring.world.preemption.watch`,
-        decides itself.
+        ``check_host_updates()`` by ``SystemExit(0)``, and a rank that gets SIGTERM by
+        ``SystemExit(143)``. If all ranks leave at once, all do so by ``SystemExit(143)``: the job
+        is not done. A program that handles SIGTERM itself, or has called
+        `torch_ring.world.preemption.watch`, decides itself.
     """
 
     @functools.wraps(func)
     def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
         current.init()
-        state.save()  # what the program has set since it made the state, or since the last function
+        state.save()  # includes changes since the state was made, or since the last function
         on_change = functools.partial(_note_hosts, state)
         with (
             contextlib.closing(ElasticJob(on_change)) as job,
@@ -90,9 +90,10 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the functions held that an error has ended: the world, which is to go now.
+    """Clear the frames of an error's traceback, which may hold references to the old world.
 
-    Such a function may hold the error, so they would wait for Python to collect garbage.
+    A frame may also refer to the error: such a cycle would keep the world until the next garbage
+    collection.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -119,12 +120,12 @@ def _train(job: ElasticJob, func: Callable[[], ResultT], state: State) -> Result
                 prepare()
             if resets:
                 state.on_reset()
-                if job.has_newcomers:  # whose messages the state has dropped
+                if job.has_newcomers:  # on_reset() has dropped their messages
                     _note_hosts(state, True)
             return func()
         except CallOverError:
-            _log.warning("the ranks are in a later elastic function: this process leaves this out")
-            return None  # type: ignore[return-value]  # as of a function that returns nothing
+            _log.warning("the ranks are in a later elastic function: this process skips this one")
+            return None  # type: ignore[return-value]  # like a function without a result
         except (MismatchError, LeftOutError, StateLostError, ProcessSetLostError):
             raise
         except RingError as error:

@@ -52,13 +52,13 @@ __all__ = [
     "set_handler_registry",
 ]
 
-REMOVED, ADDED = 1, 2  # of Horovod's HostUpdateResult
+REMOVED, ADDED = 1, 2  # as in Horovod's HostUpdateResult
 
-_MOST_LOOKED_AT = 10_000  # parts of an attribute: a model is near its top
+_MOST_LOOKED_AT = 10_000  # parts of an attribute: a model, if any, is near the top
 
 
 class RanksUpdatedInterrupt(HostsUpdatedInterrupt):
-    """Ranks are to come or to leave, and all ranks have it at one step."""
+    """Ranks want to join or to leave; raised on all ranks at the same step."""
 
 
 class State(ABC):
@@ -75,25 +75,25 @@ class State(ABC):
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
         """Call these functions after each change of the ranks, before the training goes on.
 
-        Use them for what depends on the number of ranks, such as the learning rate.
+        Use them for values that depend on the number of ranks, such as the learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call the reset callbacks: the ranks are others, and have one state. Called by `run`."""
+        """Call the reset callbacks after a change of the ranks. Called by `run`."""
         self._host_messages = queue.Queue()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: Any, update_res: int) -> None:
-        """Note that hosts have come or gone. Thread: any."""
+        """Note that hosts have joined or left. Thread: any."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, and let hosts that wait come in.
+        """Save the state, and let waiting hosts join.
 
         Raises:
-            HostsUpdatedInterrupt: hosts have come or gone; `run` handles it.
+            HostsUpdatedInterrupt: hosts have joined or left; `run` handles it.
         """
         self.save()
         self.check_host_updates()
@@ -112,11 +112,11 @@ class State(ABC):
             raise RanksUpdatedInterrupt(results == REMOVED)
 
     def on_arrival(self) -> None:
-        """Give way to the other ranks' states: this process has come while they train."""
+        """Drop this process's state: it has joined a running job, and takes the others' state."""
         return
 
     def resume(self) -> None:
-        """Make the state the same on all ranks after some have died or come. Collective."""
+        """Make the state the same on all ranks after some have died or joined. Collective."""
         self.restore()
         self.sync()
 
@@ -126,22 +126,22 @@ class State(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
 
     @abstractmethod
     def sync(self) -> None:
         """Give all ranks the saved state of rank 0. Collective."""
 
     def reset(self) -> None:  # noqa: B027  most need nothing
-        """Adapt what depends on the world; called before `resume`."""
+        """Adapt the parts that depend on the world; called before `resume`."""
 
 
 class ObjectState(State):
     """A state of picklable attributes.
 
     Args:
-        bcast_object: returns the root's object on all ranks, as `broadcast_object` does; by
-            default, once it has been compared with what the root has sent.
+        bcast_object: returns the root's object on all ranks, as `broadcast_object` does; the
+            default also compares the received bytes with the root's.
         get_rank: returns the rank.
         **kwargs: the attributes, with their first values.
 
@@ -183,9 +183,10 @@ class ObjectState(State):
 
 
 def require_plain(name: str, value: Any) -> None:
-    """Raise ValueError if an attribute holds a module or an optimizer: a copy of it would be kept.
+    """Raise ValueError if an attribute holds a module or an optimizer.
 
-    The program would train its own, and the state would save, give and restore the other.
+    The state would keep a copy of it, and save, send and restore the copy, while the program trains
+    the original.
     """
     seen: set[int] = set()
     parts = deque([value])
@@ -223,7 +224,7 @@ _MOST_BYTES_A_BATCH = 1 << 20  # of tensors that are copied in each batch
 class StateHandler(ABC):
     """Saves, restores and synchronises one value of a `TorchState`."""
 
-    is_small = False  # whether ranks that have the same steps take the root's, too
+    is_small = False  # whether even ranks with the same steps take the root's value
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -239,18 +240,18 @@ class StateHandler(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the last saved state."""
 
     @abstractmethod
     def copy_from(self, root: int) -> None:
         """Give all ranks the present state of the root's value. Collective."""
 
     def contents(self) -> Mapping[str, Any]:
-        """Return what `copy_from` has given, to be compared with the root's: nothing by default.
+        """Return the contents that `copy_from` has received, to compare them with the root's.
 
         Returns:
-            Tensors, numbers and texts by name. They are the same on all ranks, but for names that
-            the root has not.
+            Tensors, numbers and texts by name; none by default. They are the same on all ranks,
+            except for names that the root does not have.
         """
         return {}
 
@@ -269,10 +270,10 @@ class StateHandler(ABC):
         """Note that the value, an optimizer, has just taken a step."""
 
     def rewind(self) -> None:  # noqa: B027  most need nothing
-        """Go back to the beginning of the batch, of which steps that were taken stay."""
+        """Go back to the beginning of the batch; steps already taken remain."""
 
     def forget_beginning(self) -> None:  # noqa: B027  most need nothing
-        """Forget what was noted: the batch is over."""
+        """Forget the noted state: the batch is over."""
 
 
 class ModelStateHandler(StateHandler):
@@ -304,7 +305,7 @@ class OptimizerStateHandler(StateHandler):
     """Handles an optimizer, wrapped or not."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, AdasumOptimizer):  # takes a step of its own before it fails
+        if isinstance(optimizer, AdasumOptimizer):  # takes its local step before it can fail
             raise ValueError("elastic training does not go with op=Adasum")
         require_survivors(optimizer)
         super().__init__(optimizer)
@@ -343,7 +344,7 @@ class OptimizerStateHandler(StateHandler):
     note_step = note_beginning
 
     def rewind(self) -> None:
-        """See `StateHandler`. Takes back what a scheduler has set since the last step."""
+        """See `StateHandler`. Reverts the settings of a scheduler since the last step."""
         if self._settings is not None:
             set_settings(self.value, copy.deepcopy(self._settings))
 
@@ -353,12 +354,12 @@ class OptimizerStateHandler(StateHandler):
 
 
 class _Roots(NamedTuple):
-    """The ranks from which a rank takes what it lacks, after the ranks have changed."""
+    """The ranks from which a rank copies its missing state, after the ranks have changed."""
 
-    round: int  # gives the place in the round, and the agreed parameters
-    neighbour: int | None  # gives parameters and optimizer; None: all neighbours have the same
-    ended: list[int]  # rounds of each fragment that led to this rank's parameters
-    replaces: bool  # whether this rank's own parameters give way
+    round: int  # source of the place in the round, and of the agreed parameters
+    neighbour: int | None  # source of parameters and optimizer; None: all neighbours have the same
+    ended: list[int]  # number of ended rounds, by fragment, in this rank's parameters
+    replaces: bool  # whether this rank's own parameters are overwritten
 
 
 class LocalStepsHandler(OptimizerStateHandler):
@@ -370,7 +371,7 @@ class LocalStepsHandler(OptimizerStateHandler):
         super().sync()
 
     def _load_round(self, state: Mapping[str, Any] | None, root: int) -> None:
-        if world.rank() != root and state is not None:  # the root may agree with nobody
+        if world.rank() != root and state is not None:  # the root may have no round
             self.value._rounds.load(state)
 
     def reset(self) -> None:
@@ -379,14 +380,14 @@ class LocalStepsHandler(OptimizerStateHandler):
         self.value._rounds.follow_world()
 
     def find_roots(self, *, has_own: bool, steps: int) -> _Roots:
-        """Find the ranks whose round and parameters count. Collective.
+        """Find the ranks whose round and parameters the others take. Collective.
 
-        The round is that of a rank that has ended the most. Of ranks that average their gradients,
-        the farthest counts.
+        The round is that of the rank that has ended the most rounds. Among ranks that average their
+        gradients, the parameters are those of the farthest.
 
         Args:
-            has_own: whether the parameters of this rank are those of its own steps.
-            steps: that this rank has taken.
+            has_own: whether this rank's parameters come from its own steps.
+            steps: the number of steps that this rank has taken.
         """
         rounds = self.value._rounds
         ended = rounds.ended if has_own else []
@@ -402,14 +403,14 @@ class LocalStepsHandler(OptimizerStateHandler):
         return _Roots(root, neighbour, ended, is_behind or neighbour not in (None, world.rank()))
 
     def take_from(self, roots: _Roots) -> None:
-        """Let all ranks go on in one round. Collective.
+        """Bring all ranks into the same round. Collective.
 
-        A rank that has ended as many rounds as the root keeps its parameters, so that the steps of
-        this round count. Others take the agreed ones. Ranks that average their gradients take all
-        from their root.
+        A rank that has ended as many rounds as the root keeps its parameters, so that its steps in
+        this round count. Others take the agreed parameters. Ranks that average their gradients take
+        everything from the root among them.
 
         Args:
-            roots: what `find_roots` has returned.
+            roots: the result of `find_roots`.
         """
         rounds, root = self.value._rounds, roots.round
         state = broadcast_nested(rounds.state(), root)
@@ -439,12 +440,12 @@ class OptimizerCopy:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
         self._settings = settings_of(optimizer)
-        # As it is: load_state_dict() would cast it to the parameters' dtypes.
+        # A plain copy: load_state_dict() would cast it to the parameters' dtypes.
         self._state = copy.deepcopy(dict(optimizer.state), {id(p): p for p in parameters})
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to that moment; once."""
+        """Restore that moment. Call it once."""
         for parameter, value in self._parameters:
             parameter.copy_(value)
         set_settings(self._optimizer, self._settings)
@@ -461,7 +462,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def set_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
-    """Give the groups these hyper-parameters, and no others; to each group that had some then."""
+    """Replace the hyper-parameters of the groups that have an entry in `settings`."""
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         for key in group.keys() - values.keys() - {"params"}:
             del group[key]
@@ -504,16 +505,16 @@ class SamplerStateHandler(StateHandler):
 
 
 class StatefulHandler(StateHandler):
-    """Handles what has ``state_dict()`` and ``load_state_dict()``: a scheduler, say.
+    """Handles objects with ``state_dict()`` and ``load_state_dict()``, such as schedulers.
 
-    It stays the program's object, which may hold the optimizer or the model.
+    The object itself stays: it may refer to the optimizer or the model.
     """
 
     is_small = True
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._beginning: Any = None  # of the batch
+        self._beginning: Any = None  # state at the beginning of the batch
         self.save()
 
     def save(self) -> None:
@@ -534,7 +535,7 @@ class StatefulHandler(StateHandler):
             self.value.load_state_dict(state)
 
     def note_beginning(self) -> None:
-        """See `StateHandler`. Something large is not copied, and not taken back."""
+        """See `StateHandler`. A large state is not copied, and so not rewound."""
         if not self._is_large:
             self._beginning = copy.deepcopy(self.value.state_dict())
 
@@ -562,12 +563,12 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Use other handlers, for states that are made from now on."""
+    """Use other handlers for states that are made from now on."""
     _registry[:] = registry
 
 
 def handler_of(value: Any) -> StateHandler | None:
-    """Return a handler of a value; None: it is a plain attribute."""
+    """Return a handler of a value; None: the value is a plain attribute."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
@@ -579,11 +580,11 @@ def handler_of(value: Any) -> StateHandler | None:
 
 _log = logging.getLogger("torch_ring")
 
-_MOST_MARK_BYTES = 1 << 16  # of an attribute that is looked at in each step
+_MOST_MARK_BYTES = 1 << 16  # largest pickle of an attribute to compare in each step
 
 
 class StateLostError(RingError):
-    """All ranks that had the state have died, and others have a part of it only."""
+    """All ranks with the whole state have died, and the others have only a part of it."""
 
 
 class _Saved(NamedTuple):
@@ -597,16 +598,16 @@ class _Saved(NamedTuple):
 class _BegunStep(NamedTuple):
     """A step of an optimizer that has begun."""
 
-    name: str  # of the optimizer
-    steps: int  # that had been taken by then
-    before: OptimizerCopy | None  # what to go back to, if it was copied
-    is_taken: bool  # it has been taken already, and is to change nothing
+    name: str  # the optimizer's name
+    steps: int  # number of steps taken before it
+    before: OptimizerCopy | None  # the state before it, if it was copied
+    is_taken: bool  # taken already: this repetition must change nothing
 
 
 class _Progress(NamedTuple):
-    """The description of its state that a rank sends to the others."""
+    """A rank's description of its state, for the other ranks."""
 
-    progress: tuple[bool, int, int, int]  # whole; steps; less those the state does not say; changes
+    progress: tuple[bool, int, int, int]  # is whole; steps; minus unrecorded steps; changes
     taken: dict[str, int]
     is_at_saved_place: bool
     saved: tuple[tuple[int, int], dict[str, int]] | None
@@ -618,29 +619,29 @@ class TorchState(ObjectState):
     """The state of a training with torch, for `run`.
 
     After a death the survivors usually copy nothing. Gradients are averaged before ``step()``, so a
-    failed pass leaves parameters and optimizer as they were before it, and the survivors go on with
-    that step. Where some have taken it already, the others take their state. So at most one step is
-    lost, whenever the last `commit` was.
+    failed pass leaves parameters and optimizer unchanged, and the survivors repeat that step. If
+    some ranks have taken the step already, the others copy their state. So at most one step is
+    lost, no matter how long ago the last `commit` was.
 
-    The training begins again at its place: where the attributes say that the function reads before
-    its first step (all of them, if it reads none), and the samplers. Steps that were taken since
-    the place last changed, of one or several optimizers, are not taken twice: either all ranks go
-    back to the last commit, if that was made at this place, or the function does them again, and
-    ``step()`` leaves parameters and optimizer as they are. docs/elastic.md says what that loses.
+    The training begins again at its place, which is given by the samplers and by the attributes
+    that the function reads before its first step (all of them, if it reads none). Steps that one or
+    several optimizers have taken since the place last changed are not taken twice: either all ranks
+    go back to the last commit, if it was made at this place, or the function does them again, and
+    ``step()`` then leaves parameters and optimizer unchanged. docs/elastic.md describes the losses.
 
     Args:
         model: a module, or None.
         optimizer: an optimizer, wrapped or not, or None.
-        **kwargs: other modules, optimizers and ElasticSamplers; schedulers and others with
+        **kwargs: other modules, optimizers and ElasticSamplers; schedulers and other objects with
             ``state_dict()`` and ``load_state_dict()``; and plain attributes, which must be
             picklable.
 
     Raises:
-        ValueError: an attribute holds a module or an optimizer, of which it would keep a copy; or
-            an optimizer has ``op=Adasum``.
+        ValueError: an attribute holds a module or an optimizer, which the state would copy; or an
+            optimizer has ``op=Adasum``.
     """
 
-    _is_beginning = False  # the function is called, and has taken no step
+    _is_beginning = False  # the function has been called, and has taken no step yet
 
     def __init__(
         self,
@@ -649,16 +650,16 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         self._handlers: dict[str, StateHandler] = {}
-        self._changes = 0  # of plain attributes
-        self._steps = 0  # taken by all optimizers
-        self._is_whole = False  # nothing of another state is mixed into this one
-        self._is_mixed = False  # a part of another state is, and the rest has not come
-        self._saved: _Saved | None = None  # a whole state
+        self._changes = 0  # number of changes of plain attributes
+        self._steps = 0  # number of steps of all optimizers
+        self._is_whole = False  # whether all parts belong to the same state
+        self._is_mixed = False  # whether parts of another state have come, but not all
+        self._saved: _Saved | None = None  # the last whole state saved
         self._taken: dict[str, int] = {}  # steps of each optimizer since the place changed
-        self._again: dict[str, int] = {}  # those of them that the function is still to do again
-        self._begun: list[_BegunStep] = []  # that have not ended
-        self._last_hooks: dict[str, tuple[Any, int]] = {}  # of optimizers, before their steps
-        self._place: dict[str, Any] = {}  # at the last step: of each attribute and sampler
+        self._again: dict[str, int] = {}  # those of them that the function must still repeat
+        self._begun: list[_BegunStep] = []  # steps that have not ended
+        self._last_hooks: dict[str, tuple[Any, int]] = {}  # pre-step hooks, by optimizer
+        self._place: dict[str, Any] = {}  # marks of attributes and samplers at the last step
         self._reads: set[str] = set()  # attributes that the function has read before a first step
         plain = {}
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
@@ -705,7 +706,7 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """See `State`."""
-        for optimizer, hook in self._last_hooks.values():  # what fails before it has moved nothing
+        for optimizer, hook in self._last_hooks.values():  # behind hooks that may fail
             optimizer._optimizer_step_pre_hooks.move_to_end(hook)
         self._is_whole = False
         for handler in self._in_order():
@@ -725,25 +726,25 @@ class TorchState(ObjectState):
         self._is_whole, self._saved = False, None
 
     def on_reset(self) -> None:
-        """See `State`. Changes by the callbacks are no other place."""
+        """See `State`. Changes by the callbacks do not change the place."""
         self._is_beginning = False
         super().on_reset()
         self._place = self._find_place()
         self._is_beginning = True
 
     def resume(self) -> None:
-        """Go on from where the farthest rank is, or from the last commit. Collective.
+        """Go on from the farthest rank's state, or from the last commit. Collective.
 
-        Only a rank whose state is whole counts: one that has come, or that a failure has kept from
-        taking a whole state, has none. If there is none at all, what one has saved before counts.
+        Only whole states count. A newcomer has none, nor has a rank that a failure has interrupted
+        while it copied a state. If no rank has a whole state, the farthest saved one counts.
 
         Raises:
-            StateLostError: on all ranks: there is a part of a state only.
+            StateLostError: on all ranks: only parts of a state are left.
         """
         self._is_beginning = False
         self._undo_begun_steps()
         self._forget_known_steps()
-        if not self._place:  # nothing says where the training is, so nothing is done again
+        if not self._place:  # nothing records the place, so no step is repeated
             self._taken = {}
         own = _Progress(
             (self._is_whole, self._steps, -sum(self._taken.values()), self._changes),
@@ -768,7 +769,7 @@ class TorchState(ObjectState):
     def _begin_again(
         self, saved: list[tuple[tuple[int, int], dict[str, int]] | None], some_are_mixed: bool
     ) -> None:
-        """Go on from the farthest saved state; without one, as at the start."""
+        """Go on from the farthest saved state; without one, synchronise as at the start."""
         there = [each[0] for each in saved if each is not None]
         if there:
             root = [each and each[0] for each in saved].index(max(there))
@@ -789,12 +790,13 @@ class TorchState(ObjectState):
             self.sync()  # the first sync failed
 
     def _go_back(self, root: int, theirs: _Progress) -> None:
-        """Go on from the last commit of a rank, which was made at the place where it is."""
+        """Go on from the last commit of the root, which was made at its present place."""
         _warn(
             f"all ranks go back to the last commit: since then {_steps(theirs.taken)} taken, and "
-            "the state says of no step how far the training is"
+            "the state shows the progress of none"
         )
-        # Others take the root's, whose memory they may share; with local steps each has its own.
+        # Other ranks copy the root's state, and may share its memory; with local steps each rank
+        # restores its own.
         if self._is_whole and (world.rank() == root or self._local_handlers):
             self.restore()
             if self._saved is not None:
@@ -805,7 +807,7 @@ class TorchState(ObjectState):
         self.save()
 
     def _follow(self, root: int, ranks: list[_Progress]) -> None:
-        """Take the state of the rank that is farthest, as far as this one's is another."""
+        """Take the parts of the farthest rank's state that differ from this rank's."""
         theirs = ranks[root]
         _, steps, _, changes = theirs.progress
         some_are_behind = any(rank.progress[:2] != theirs.progress[:2] for rank in ranks)
@@ -814,8 +816,8 @@ class TorchState(ObjectState):
         is_behind = (self._is_whole, self._steps) != theirs.progress[:2]
         if theirs.taken:
             _warn(
-                f"{_steps(theirs.taken)} taken already that the state does not say: the training "
-                "does the batch again without them. Let an attribute or a sampler say so right "
+                f"{_steps(theirs.taken)} taken already that the state does not show: the training "
+                "repeats the batch without them. Let an attribute or a sampler change right "
                 "after step(), before check_host_updates(), commit() and other collectives "
                 "(docs/elastic.md)"
             )
@@ -825,7 +827,7 @@ class TorchState(ObjectState):
     def _copy_place_from(
         self, root: int, taken: dict[str, int], *, models: bool, had_it: bool = False
     ) -> None:
-        """Take the root's state, in which `taken` steps are taken of the batch that begins."""
+        """Take the root's state, in which `taken` steps of the beginning batch are done already."""
         if taken:
             for handler in self._in_order():
                 handler.rewind()
@@ -835,18 +837,19 @@ class TorchState(ObjectState):
         self._begin_at(taken)
 
     def _begin_at(self, taken: dict[str, int]) -> None:
-        """Note that the function begins now, where `taken` steps have been taken already."""
+        """Note that the function begins now, and that `taken` steps are done already."""
         self._taken, self._again, self._begun = dict(taken), dict(taken), []
         self._place = self._find_place()
         self._is_beginning = True
 
     def _copy_from(self, root: int, *, models: bool, had_it: bool = False) -> None:
-        """Take attributes and samplers of the root's, and with `models` everything.
+        """Take the root's attributes and samplers, and with `models` everything.
 
-        All that has come is compared with the root's, before it counts. A rank that had the same
-        model already is spared the time. It gets the bits that it has, so its state stays whole: if
-        the root dies meanwhile, the others take that rank's. With LocalSGD or DiLoCo a rank keeps
-        the parameters and the optimizer that its own steps have made, also if a copy fails halfway.
+        The received state is compared with the root's before it counts; a rank that had the same
+        model already skips the comparison. Such a rank receives the bits that it has, so its state
+        stays whole: if the root dies meanwhile, the others take that rank's. With LocalSGD or
+        DiLoCo a rank keeps the parameters and the optimizer of its own steps, even if a copy fails
+        halfway.
         """
         local = self._local_handlers
         optimizers = [e for e in self._handlers.values() if isinstance(e, OptimizerStateHandler)]
@@ -862,9 +865,9 @@ class TorchState(ObjectState):
             plain = broadcast_checked_object(plain, root, "elastic.attributes")
             if models:
                 self._require_undamaged(root, is_compared=not had_it or world.rank() == root)
-            # The root's, which go with its schedulers.
+            # The root's hyper-parameters: they belong to its schedulers.
             rates = [settings_of(each.value) for each in local]
-        finally:  # if another rank has died meanwhile, too
+        finally:  # even if another rank has died meanwhile
             for own in kept:
                 own.restore()
         for _, each, settings in zip(kept, local, rates, strict=False):
@@ -879,7 +882,7 @@ class TorchState(ObjectState):
         self._is_whole, self._is_mixed = True, False
 
     def _mix_if(self, takes_another: bool) -> None:
-        """Note that a part of another state comes into this one, until the rest has come."""
+        """Note that this state has a part of another one, until the rest has come."""
         self._is_whole = self._is_whole and not takes_another
         self._is_mixed = self._is_mixed or takes_another
 
@@ -888,7 +891,7 @@ class TorchState(ObjectState):
         return [each for each in self._handlers.values() if isinstance(each, LocalStepsHandler)]
 
     def _require_undamaged(self, root: int, *, is_compared: bool) -> None:
-        """Raise StateDamagedError on all ranks if one of them has not got what the root has."""
+        """Raise StateDamagedError on all ranks if one of them has not received the root's state."""
         things = [
             Thing(f"{name}: {part}", value)
             for name, handler in self._handlers.items()
@@ -902,31 +905,31 @@ class TorchState(ObjectState):
             )
 
     def _in_order(self) -> list[StateHandler]:
-        """Return the handlers; what sets the rates of an optimizer comes after that."""
+        """Return the handlers; schedulers, which set an optimizer's rates, come after it."""
         return sorted(self._handlers.values(), key=lambda handler: handler.is_small)
 
-    # --- the place where the training is, and the steps that it does not tell of
+    # --- the training's place, and the steps taken since it last changed
 
     def _find_place(self) -> dict[str, Any]:
         place = {name: _mark_of(self.__dict__[name]) for name in self._saved_state}
         return place | {name: _mark_of(value.state_dict()) for name, value in self._samplers()}
 
     def _is_same(self, place: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Return whether the function begins alike at two places, as far as is known."""
+        """Return whether two places are equal in all attributes and samplers that matter."""
         if place.keys() != other.keys():
             return False
         ignored = self._saved_state.keys() - self._reads if self._reads else ()
         return all(place[name] == other[name] for name in place if name not in ignored)
 
     def _forget_known_steps(self) -> None:
-        """Forget the steps that the state tells of by now."""
+        """Forget the counted steps if the place has changed: the state now includes them."""
         now = self._find_place()
         if self._is_same(now, self._place):
             return
         if any(self._again.values()):
             _warn(
                 f"{_steps(self._again)} to be done again that had been taken already, and the "
-                "state has changed before: it may say less than what was done"
+                "state has changed before: it may show too little progress"
             )
         self._taken, self._again, self._place = {}, {}, now
         for handler in self._handlers.values():
@@ -936,7 +939,7 @@ class TorchState(ObjectState):
         self._saved = _Saved((self._steps, self._changes), dict(self._taken), self._find_place())
 
     def _is_at_saved_place(self) -> bool:
-        """Return whether the last commit was made here, before any step from here."""
+        """Return whether the last commit was made at this place, before any step."""
         saved = self._saved
         return saved is not None and not saved.taken and self._is_same(saved.place, self._place)
 
@@ -969,13 +972,13 @@ class TorchState(ObjectState):
         hooks: Any = value
         self._last_hooks[name] = hooks, value.register_step_pre_hook(before_step).id
         hook = value.register_step_post_hook(after_step)
-        # First: a hook that compares the ranks' weights, and fails, comes after the step.
+        # First, so that the step is counted even if a later hook fails in comparing the weights.
         hooks._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
 
     def _begin_step(
         self, name: str, optimizer: torch.optim.Optimizer, arguments: Sequence[Any]
     ) -> None:
-        """Note that a step begins; called twice for one step if a `step` calls its base class's."""
+        """Note that a step begins; called twice if `step` calls the base class's `step`."""
         self._is_beginning = False
         self._forget_known_steps()
         if not self._taken:
@@ -983,7 +986,7 @@ class TorchState(ObjectState):
         is_taken = self._again.get(name, 0) > 0
         moves = any(map(callable, arguments)) and _moves_between_passes(optimizer)
         before = OptimizerCopy(optimizer) if is_taken or moves else None
-        # Those of which others have counted steps since have ended, by an error of the program.
+        # If steps have been counted since one began, that one has ended with a program error.
         self._begun = [each for each in self._begun if each.steps == self._steps]
         self._begun.append(_BegunStep(name, self._steps, before, is_taken))
 
@@ -995,12 +998,12 @@ class TorchState(ObjectState):
             return
         self._steps += 1
         self._taken[name] = self._taken.get(name, 0) + 1
-        self._place = self._find_place()  # which a closure may have changed
+        self._place = self._find_place()  # a closure may have changed it
         if self._has_stateful:
             self._handlers[name].note_step()
 
     def _undo_begun_steps(self) -> None:
-        """Take back what a step has done that has failed; without a copy nobody can."""
+        """Undo failed steps of which a copy was made; otherwise the state is no longer whole."""
         for begun in reversed(self._begun):
             if begun.steps == self._steps:
                 if begun.before is not None:
@@ -1011,9 +1014,9 @@ class TorchState(ObjectState):
 
 
 def _mark_of(value: Any) -> Any:
-    """Return something that is another one when the value is, also if it changes in place.
+    """Return a mark that changes with the value, even if the value changes in place.
 
-    Of something large only the length counts.
+    For a large value it is only the identity and the length.
     """
     if value is None or isinstance(value, (int, float, complex, str, bytes)):
         return value
@@ -1022,13 +1025,13 @@ def _mark_of(value: Any) -> Any:
     pickled = _Bounded()
     try:
         pickle.Pickler(pickled, pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception:  # any, of the value's own
+    except Exception:  # any: pickling calls the value's own methods
         return id(value), len(value) if isinstance(value, Sized) else 0
     return bytes(pickled.content)
 
 
 class _Bounded:
-    """A file that takes little."""
+    """A file in memory of at most `_MOST_MARK_BYTES`."""
 
     def __init__(self) -> None:
         self.content = bytearray()
@@ -1041,16 +1044,16 @@ class _Bounded:
 
 
 def _moves_between_passes(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step(closure)` may change parameters, and then call the closure.
+    """Return whether `step(closure)` may change parameters before it calls the closure.
 
-    Those of torch call it once, first, but for LBFGS.
+    torch's optimizers call it once, first, except LBFGS.
     """
     module = getattr(type(optimizer), "_user_class", type(optimizer)).step.__module__
     return not module.startswith("torch.optim.") or module == "torch.optim.lbfgs"
 
 
 def _steps(taken: Mapping[str, int]) -> str:
-    """Return "2 steps of 'optimizer' were", say."""
+    """Return a text such as "2 steps of 'optimizer' were"."""
     parts = [f"{n} step{'s' if n != 1 else ''} of '{name}'" for name, n in taken.items() if n]
     return f"{' and '.join(parts)} {'was' if sum(taken.values()) == 1 else 'were'}"
 
@@ -1063,8 +1066,8 @@ def _warn(text: str) -> None:
 def _require_averaged_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Wait for gradients on a device, and raise PeerLostError if a rank was lost meanwhile.
 
-    The host does not wait for collectives on a device: a step that is enqueued behind one which is
-    aborted would take what is there, and count as taken.
+    The host does not wait for collectives on a device: a step enqueued after an aborted collective
+    would use the unfinished gradients, and count as taken.
     """
     accelerator = torch.accelerator.current_accelerator()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -38,42 +38,41 @@ class BackwardSync:
     is reduced on all, in the order of the optimizers' indices. The agreement is one allgather, of a
     few bytes an optimizer and a bit a parameter.
 
-    A step must not begin before the gradients of all ranks are reduced, whoever made them. Usually
-    the passes since the last step have reduced a gradient of every parameter; their agreements have
-    told all ranks, and `reduce_pending` does nothing. Otherwise (accumulation, a rank that skipped
+    A step must not begin before all gradients of all ranks are reduced. Usually the passes since
+    the last step have reduced a gradient of every parameter; all ranks know this from the
+    agreements, and `reduce_pending` does nothing. Otherwise (accumulation, a rank that skipped
     backward, a parameter without a gradient, which the program may have set itself) it agrees once
-    more. So it does if another optimizer has stepped since: a rank that skips backward does not
-    know which optimizers the others' passes touch. If only this rank has accumulated since, the
+    more. It also does so if another optimizer has stepped since: a rank that skips backward does
+    not know which optimizers the others' passes touch. If only this rank has accumulated since, the
     next agreement finds the ranks in different steps.
 
-    A bucket may have been sent during the pass when another gradient comes for it (of a layer that
-    is used in a reentrant checkpoint, too). Its rank says so in its report: as soon as the pass is
-    reduced, all ranks agree once more, and reduce what has come again.
+    Another gradient may arrive for a bucket that was already sent during the pass (a layer may be
+    used in a reentrant checkpoint, too). The rank reports it: as soon as the pass is reduced, all
+    ranks agree once more, and reduce the late gradients.
 
-    A rank's first gradients for an optimizer travel with a digest of its weights, so that somebody
-    who has forgotten broadcast_parameters() hears of it, and seldom later ones do, so that somebody
-    whose ranks drift apart hears of that (`WeightComparison`).
+    A rank's first report with gradients for an optimizer has a digest of its weights, which reveals
+    a forgotten broadcast_parameters(). A few later reports have one, too, which reveals ranks that
+    drift apart (`WeightComparison`).
 
-    Ranks that have called join() take no part in agreements; reductions count them as zeros. A
-    gradient that is averaged already, and gets more added, is scaled so that it counts once. The
-    first pass after a rank has joined could not know that: the others ask it for that gradient,
-    which it has kept, and add what their sum lacks.
+    Ranks that have called join() take no part in agreements; reductions count them as zeros. If
+    gradients are added to one that is averaged already, that one is scaled so that it counts once.
+    The first pass after a rank has joined could not know the right scale: the others ask the joined
+    rank for its copy of the averaged gradient, and add the part that is missing in their sum.
 
-    Ctrl-C may end the wait for an agreement: this rank's next pass then goes on from there, with
-    the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C waits
-    until they have reduced.
+    Ctrl-C may interrupt the wait for an agreement: this rank's next pass then continues it, with
+    the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C takes
+    effect after the reduction.
 
     Thread: the one that runs backward(), at most one at a time. Two passes at the same time end the
-    job: the ranks could not tell which of their passes belong together. Blocking: until every rank
-    has agreed.
+    job: the ranks could not match their passes. Blocking: until every rank has agreed.
 
     Args:
         process_set: the ranks.
 
     Attributes:
-        agreement: the next agreement of the ranks, or the one under way.
+        agreement: the next agreement of the ranks, or the present one.
         run_ahead: passes that end without an agreement.
-        steps: steps that the optimizers have taken, all together.
+        steps: total number of steps of all optimizers.
 
     Agreements and steps are counted since the start, or since join().
     """
@@ -81,7 +80,7 @@ class BackwardSync:
     def __init__(self, process_set: ProcessSet) -> None:
         self.agreement = PassAgreement()
         self.steps = 0
-        self._since = ""  # how errors say since when
+        self._since = ""  # "" or " since join()", for errors
         self._process_set = process_set
         self._record = membership(process_set)
         self._engine = engine_of(process_set)
@@ -91,7 +90,7 @@ class BackwardSync:
         self._active = self._size  # ranks that had not joined in the last agreement
         self._added = 0  # reducers so far
         self._has_advised = False
-        # Its objects must not keep it: a world ends also where Python collects no garbage.
+        # These objects must not refer to this one: the world must end without garbage collection.
         self._reducers = Reducers(self._rank, self._engine.end)
         self._weights = WeightReports(self._engine, self._reducers.comparison)
         self.run_ahead = RunAhead(
@@ -110,13 +109,14 @@ class BackwardSync:
     def on_backward_end(self) -> None:
         """End a backward pass on all process sets. Autograd calls it for each optimizer.
 
-        It calls in an order that may differ between ranks, so the first call does it all, in the
-        order of the sets' ids: two ranks with two sets in common never wait for each other. If this
-        set has been removed, its closed engine raises: these gradients would not be averaged. A set
-        of the same ranks that was added since, and has an optimizer, takes its place.
+        The order of these calls may differ between ranks. So the first call ends the pass on all
+        sets, in the order of their ids: then two ranks with two sets in common never wait for each
+        other. If this set has been removed, its closed engine raises: these gradients would not be
+        averaged. If a set of the same ranks has been added since, and has an optimizer, that set
+        takes its place.
 
-        After shutdown() this is left to the next step(), which will fail: the parameters may belong
-        to an optimizer of a newer world by now.
+        After shutdown() this does nothing, and the next step() fails: the parameters may belong to
+        an optimizer of a newer world.
         """
         world = current.find_world()
         if world is None:
@@ -132,7 +132,7 @@ class BackwardSync:
 
     @property
     def number(self) -> int:
-        """Agreements so far; a part of the names of the operations up to the next one."""
+        """The number of agreements so far; a part of the operations' names up to the next one."""
         return self.agreement.number
 
     def add(
@@ -144,7 +144,7 @@ class BackwardSync:
     ) -> Reducer:
         """Make the reducer of an optimizer's parameters. Collective.
 
-        All ranks add theirs in the same order, for the same parameters.
+        All ranks add their reducers in the same order, for the same parameters.
 
         Args:
             parameters: leaves, whether they require grad now or not.
@@ -177,7 +177,7 @@ class BackwardSync:
         for record in current.world().process_sets.records:
             sync: BackwardSync | None = record.owned.get(BackwardSync)
             for other in sync._reducers.values() if sync else ():
-                reducer.hooks.share(other.hooks)  # they may be on the same parameters
+                reducer.hooks.share(other.hooks)  # they may have the same parameters
         self._reducers.add(index, reducer)
         return reducer
 
@@ -189,13 +189,13 @@ class BackwardSync:
 
     @property
     def _base_scale(self) -> float:
-        """By how much a reduced gradient is to grow so that the ranks left give all of it."""
+        """The factor by which the remaining ranks scale a reduced gradient to give all of it."""
         return self._size / self._active
 
     def _start_bucket(self, index: int, bucket: int) -> None:
-        """Start to reduce a bucket. Called by autograd when all of it is due here."""
+        """Start to reduce a bucket. Called by autograd when all its gradients are due here."""
         found = self._reducers.get(index)
-        if found is None:  # Python has collected it in the middle of a pass
+        if found is None:  # garbage-collected in the middle of a pass
             return
         try:
             found.start_bucket(bucket)
@@ -204,7 +204,7 @@ class BackwardSync:
             raise
 
     def finalize(self) -> None:
-        """End a backward pass: agree with the other ranks, and reduce what is due on any."""
+        """End a backward pass: agree with the other ranks, and reduce all gradients due on any."""
         self._begin_ending()
         try:
             reducers = self._reducers.hold()
@@ -215,7 +215,7 @@ class BackwardSync:
             reports = self._reports()
             for report in reports:
                 reducer = self._reducers[report.optimizer]
-                # Until they are reduced; under no_sync(), say, only this rank knows of them.
+                # The gradients are pending until reduced. Under no_sync() only this rank knows.
                 reducer.nothing_pending = False
                 reducer.comparison.note_gradients(self.number)
             if any(report.due for report in reports):
@@ -235,7 +235,7 @@ class BackwardSync:
         self.agreement.stop_ending()
 
     def _finalize_dense(self, reducer: Reducer) -> bool:
-        """Take the fast path if all gradients are due here; return whether the pass has ended."""
+        """Take the fast path if all gradients are due; return whether the pass has ended."""
         if reducer.fast_path is None or not reducer.comparison.is_idle:
             return False
         finalizer, report = reducer.fast_path
@@ -247,7 +247,7 @@ class BackwardSync:
         except RingError as error:
             self._raise_explained(error)
             raise
-        except BaseException:  # Ctrl-C, which the end of the pass may have deferred
+        except BaseException:  # Ctrl-C, perhaps deferred to the end of the pass
             reducer.nothing_pending = self.number != number
             raise
         if differing is None:
@@ -257,13 +257,13 @@ class BackwardSync:
             self._reduce_all(list(BackwardReport.decode_all(memoryview(differing))))
         else:
             reducer.nothing_pending = True
-            reducer.not_finite = {}  # as all gradients are new
+            reducer.not_finite = {}  # all gradients are new
         return True
 
     def reduce_pending(self, reducer: Reducer) -> None:
-        """Reduce whatever a rank has for `reducer`: accumulated, or set by the program."""
+        """Reduce the gradients of `reducer` that a rank has accumulated, or its program has set."""
         if reducer.nothing_pending:
-            # Else every parameter has been reduced.
+            # In other cases every parameter has been reduced.
             if not (self.run_ahead.is_planned and reducer.hooks.set_by_hand()):
                 return
             reducer.nothing_pending = False
@@ -303,7 +303,7 @@ class BackwardSync:
             _log.warning("%s", line)
 
     def drop_gradients(self, reducer: Reducer) -> None:
-        """Drop what an optimizer has accumulated: its gradients are zero or gone."""
+        """Drop an optimizer's accumulated gradients: they are zero or None now."""
         reducer.nothing_pending = False
         reducer.not_finite = {}
         reducer.hooks.reset(gradients=True)
@@ -311,7 +311,7 @@ class BackwardSync:
             self._follow_parameters(reducer)
 
     def _follow_parameters(self, reducer: Reducer) -> None:
-        """Give the parameters that have moved to another device memory there."""
+        """Make new buckets for parameters that have moved to another device."""
         if reducer.has_started or self.run_ahead.has_launched:
             self._engine.end(
                 "parameters have moved to another device, and part of the gradients had been sent "
@@ -321,7 +321,7 @@ class BackwardSync:
         reducer.follow_parameters()
 
     def resynchronize(self) -> None:
-        """Reset what the ranks may have counted differently: join() returns on all of them."""
+        """Reset the counters that may differ between ranks: join() returns on all of them."""
         self.agreement.restart(0)
         self.run_ahead.forget()
         self.steps = 0
@@ -352,17 +352,17 @@ class BackwardSync:
         return reducer.report(pending, is_stepping=is_stepping)
 
     def _agree(self, reports: tuple[GradientReport, ...], stepping: Reducer | None = None) -> bool:
-        """Tell the other ranks, and reduce the gradients that are due on any of them.
+        """Exchange reports, and reduce the gradients that are due on any rank.
 
         Returns:
-            Whether `stepping` has nothing more to wait for: all ranks are about to step.
+            Whether `stepping` need not wait any more: all ranks are about to step.
         """
         reports = self._with_aside(reports, stepping)
         report = BackwardReport(
             self.steps, self._weights.added_to(reports, self.number, self._reducers.comparisons())
         )
         own = report.encode()
-        goes_on = self.agreement.is_open  # with an earlier report, of a pass that was interrupted
+        goes_on = self.agreement.is_open  # with the earlier report of an interrupted pass
         try:
             gathered = self.agreement.gather(self._engine, own)
         except RingError as error:
@@ -375,7 +375,7 @@ class BackwardSync:
         if self._reduce_all(ranks):
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
-            for rest in self._reports():  # of which the earlier report did not know
+            for rest in self._reports():  # gradients that the earlier report did not have
                 self._reducers[rest.optimizer].nothing_pending = False
         distinct = _distinct(ranks)
         return all(rank.is_of_step for rank in distinct) and not any(
@@ -387,11 +387,12 @@ class BackwardSync:
     def _with_aside(
         self, reports: tuple[GradientReport, ...], stepping: Reducer | None
     ) -> tuple[GradientReport, ...]:
-        """Return the reports with what planned passes have put aside, for optimizers in use now.
+        """Return the reports, with the gradients that planned passes have put aside.
 
-        Another one's gradients would not live until it steps: its zero_grad() may come first. But
-        the other ranks hear of them in this report, and not before: till then this rank's steps
-        must be those of ranks that know of none.
+        Those of optimizers in use now are due. An unused optimizer's zero_grad() may come before
+        its next step, and would drop them: so they stay aside, and this report only mentions them.
+        The other ranks hear of them here for the first time: until then this rank must step like
+        ranks that do not know of them.
         """
         used = [
             report.optimizer
@@ -408,10 +409,10 @@ class BackwardSync:
         )
 
     def _reduce_all(self, ranks: Sequence[BackwardReport]) -> bool:
-        """Reduce, and end the agreement; Ctrl-C waits for that.
+        """Reduce, and end the agreement; Ctrl-C is deferred until then.
 
         Returns:
-            Whether the ranks agree once more at once, as gradients have come again.
+            Whether the ranks agree again at once, since some gradients came late.
         """
         with interrupt_deferred():
             self.agreement.begin_reduction()
@@ -428,7 +429,7 @@ class BackwardSync:
         return agrees_again
 
     def _raise_explained(self, error: RingError, name: str = "") -> None:
-        """Raise the error of an agreement with what its user may have done wrong, if that helps."""
+        """Raise the error of an agreement again, with the likely mistake of the program, if any."""
         purpose = f"rank {self._rank}: {in_words(name or backward_name(self.number))}"
         done = f"{self.number} backward pass{'es' if self.number != 1 else ''}{self._since}"
         better = explained(error, purpose, done)
@@ -436,13 +437,13 @@ class BackwardSync:
             raise better from error
 
     def _follow_joins(self, ranks: Sequence[BackwardReport], touched: Mapping[int, int]) -> None:
-        """Take note of the ranks that have joined, if some have since the pass before.
+        """Take note of the ranks that have joined since the pass before, if any.
 
-        This pass did not know: a gradient that it has added to an averaged one is a sum of fewer.
-        So ask them for what they have kept of those.
+        This pass has not allowed for them: where it has added to an averaged gradient, the sum
+        lacks the parts of the joined ranks. So ask them for the averaged gradients that they keep.
 
         Args:
-            ranks: the reports of the others.
+            ranks: the reports of the ranks that have not joined.
             touched: the gradients that are about to be reduced, by optimizer.
         """
         if len(ranks) == self._active:
@@ -456,7 +457,7 @@ class BackwardSync:
             if problem:
                 self._engine.end(
                     f"rank {self._rank}: a rank has joined, and this backward pass has added its "
-                    "gradients to others that are averaged already, of which that rank has a part: "
+                    "gradients to averaged ones, to which that rank contributed: "
                     f"{problem}. Call zero_grad() in each step; to add up several passes, use "
                     "backward_passes_per_step or no_sync(), or call join() between two steps only"
                 )
@@ -464,7 +465,7 @@ class BackwardSync:
             reducer.hooks.set_base_scale(self._base_scale)
 
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
-        """Reduce the gradients that are due on any rank, by the reports of all of them."""
+        """Reduce the gradients that are due on any rank, according to the reports of all ranks."""
         number = self.number
         require_same_steps([rank.steps for rank in ranks], self._size)
         self._weights.differ(ranks, number)
@@ -487,11 +488,11 @@ class BackwardSync:
             is_here = touched.get(index, 0)
             if is_here:
                 dense[index] |= is_here & report.due & ~report.sparse
-            # Gradients that only stepping ranks have wait for the step of those that are in a pass:
-            # their programs may set the same gradient by hand after it.
+            # A gradient that only stepping ranks have waits until the ranks in a pass step, too:
+            # their programs may set the same gradient by hand after the pass.
             if report.accumulating or report.again or report.due & ~is_here:
                 accumulating.add(index)
-        # A rank that has joined does not hear of an order, and must keep the same plan.
+        # A joined rank is not told the order, and all must keep the same plan.
         everybody = len(ranks) == self._size
         orders = {r.optimizer: r.order for r in ranks[0].gradients} if everybody else {}
         reduced = [
@@ -509,15 +510,15 @@ class BackwardSync:
             reducer.start(number)
         for index, reducer, _ in reduced:
             reducer.finish(orders.get(index, ()))
-        if reduced or not is_of_step:  # else no pass, and no gradient that one has left
+        if reduced or not is_of_step:  # otherwise it was no pass, and no gradient was left over
             is_steady = everybody and not (accumulating or is_of_step) and dense == touched
             self.run_ahead.learn(number, touched if is_steady else {})
         covered = {index for index, reducer, due in reduced if reducer.is_all(due)}
         lacking = {report.optimizer for report in told if report.incomplete}
         incomplete = lacking - covered
         left = accumulating if self.run_ahead.is_planned else accumulating | incomplete
-        # An optimizer whose gradients only accumulate may be here no more, and elsewhere still: one
-        # that a program has dropped is told of until Python collects garbage.
+        # A report may mention an accumulating optimizer that is gone here: after a program has
+        # dropped it, ranks report it until Python collects garbage.
         for report in told:
             known = self._reducers.get(report.optimizer)
             if known is not None and (report.due or report.accumulating or report.stepping):
@@ -525,7 +526,7 @@ class BackwardSync:
 
 
 def _distinct(ranks: Sequence[BackwardReport]) -> list[BackwardReport]:
-    """Return the reports once each: as a rule those of all ranks are equal, and one object."""
+    """Return the distinct reports: usually those of all ranks are one and the same object."""
     return list({id(rank): rank for rank in ranks}.values())
 
 

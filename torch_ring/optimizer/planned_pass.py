@@ -1,53 +1,56 @@
 """RunAhead: backward passes on devices that end without an agreement of the ranks' hosts.
 
-The plan is the last agreed pass, if that has repeated the one before: the gradients that any rank
-had. In a *planned* pass no host waits for what another one does in it:
+The plan is the set of gradients that any rank had in the last agreed pass, if that pass has
+repeated the one before. In a *planned* pass no host waits for another host's part of it:
 
-1. C++ launches each bucket when its gradients are there, in the plan's order; the end of the pass
+1. C++ launches each bucket when its gradients are ready, in the plan's order; the end of the pass
    launches the rest, with zeros (or the old value) for gradients that this rank does not have.
 2. The rank sends a report of the gradients that it really had: an allgather that all read later.
-3. It reads the reports of the pass *before*. If the ranks' gradients together were those of the
-   plan, that goes on. Otherwise it has ended: the ranks read this pass's reports, too, and agree on
-   the next pass.
+3. It reads the reports of the pass *before*. If the gradients of all ranks together were those of
+   the plan, the plan continues. Otherwise it has ended: the ranks read this pass's reports, too,
+   and agree on the next pass.
 
 **No rank hangs.** Passes are numbered: a rank's next pass with due gradients, or its next step()
-without one, is pass N. It launches all of a planned pass and sends its report before it waits for
-anything, and waits only for reports of passes that it has entered. A host is at most one pass ahead
-of the slowest one.
+without one, is pass N. It launches all of a planned pass and sends its report before any wait, and
+waits only for reports of passes that it has entered. A host is at most one pass ahead of the
+slowest one.
 
-**No ranks differ.** Which passes are planned follows from the reports alone, which are the same on
-all ranks, and from how late a rank has read them nothing follows: a pass is agreed if the reports
-of the pass two before it have ended the plan, or if *every* rank had other gradients than planned
-in the pass before it, as all have read those reports at once then. The same program gives the same
-bits. A plan that has ended soon makes the next one need twice as many equal passes.
+**No ranks differ.** The choice between planned and agreed passes depends on the reports alone,
+which are the same on all ranks, and not on the time when a rank reads them: a pass is agreed if the
+reports of the pass two before it have ended the plan, or if *every* rank had other gradients than
+planned in the pass before it, since then all ranks have read those reports at once. The same
+program gives the same bits. After a plan that has ended soon, the next one needs twice as many
+equal passes.
 
 A rank whose gradients are not those of the plan waits for the others' reports of that pass:
 
-- It *lacks* some. If no rank has had them, ``grad`` is again what it was (None, say), so no weight
-  moves by momentum or decay; else the mean is there.
-- It has *extra* ones. If every rank has extra ones (a layer was unfrozen), the ranks reduce these
-  at once, in this pass. If only some have, the others do not know yet: these ranks put theirs
-  aside, ``grad`` is as it was before, and they add them to the optimizer's gradients in its next
-  agreed pass, which is two passes later with a single optimizer.
+- It *lacks* some. If no rank has had them, ``grad`` is restored (to None, for example), so that no
+  weight moves by momentum or decay; otherwise ``grad`` gets the mean.
+- It has *extra* ones. If every rank has extra ones (a layer was unfrozen), the ranks reduce them at
+  once, in this pass. If only some ranks have, the others do not know yet: these ranks put theirs
+  aside and restore ``grad``. They add them to the optimizer's gradients in its next agreed pass,
+  which with a single optimizer is two passes later.
 
 Special cases:
 
 - *A rank without data* enters the pass in step(), as it enters an agreement. It counts as zeros.
 - *A gradient that the program sets itself* before step() makes that step a pass, in the same way.
-  If a rank alone does so, the ranks are in different steps.
+  If only one rank does so, the ranks are in different steps.
 - *Accumulation.* When a gradient is due after ``backward_passes_per_step`` passes, a planned pass
-  takes all that have begun. Ranks that left gradients for step() in agreed passes make no plan.
+  takes all gradients that have begun. Agreed passes that leave gradients for step() make no plan.
 - *Steps* and digests of *weights* are in the reports, too. If steps differ, every rank raises
-  MismatchError when it reads that, and so does the next agreed pass; a pass that fails reads the
-  reports that have come before it says that a rank is missing. If weights differ, the next agreed
-  pass finds out in what.
+  MismatchError when it reads the reports, and so does the next agreed pass. A failing pass first
+  reads the reports that have arrived, before it blames a missing rank. If weights differ, the next
+  agreed pass gathers the details.
 - *join().* The engine tells a joined rank of each report of the others, and it launches zeros for
-  that pass (csrc/gradients/run_ahead.h). The others see that it is gone, as of any other change.
+  that pass (csrc/gradients/run_ahead.h). The others notice its absence in the reports, as they do
+  any other change.
 - *New optimizers, other process sets, moved models* end the plan on all ranks between the same
-  passes. A changed dtype is refused by the hooks.
-- *Ctrl-C* waits for the launches of a planned pass, not for the reports of the one before.
-- *An exception during backward().* If part of the pass was launched, the next one, or step(), ends
-  the job on all ranks. Otherwise that is this pass.
+  passes. The hooks refuse a changed dtype.
+- *Ctrl-C* takes effect after the launches of a planned pass; it interrupts the wait for the reports
+  of the pass before.
+- *An exception during backward().* If part of the pass was launched, the next pass, or step(), ends
+  the job on all ranks. Otherwise the next one counts as this pass.
 - *A dead rank* ends the world, and so all waits. *shutdown()* waits until the others have entered
   this rank's passes.
 """
@@ -75,19 +78,19 @@ from torch_ring.world.join import World
 __all__ = ["Gradients", "RunAhead", "union_of", "without"]
 
 Gradients = Mapping[int, int]
-"""The gradients of one pass: by optimizer, a bitmap of its parameters."""
+"""The gradients of one pass: a bitmap of parameters for each optimizer."""
 
 T = TypeVar("T")
 
 _log = logging.getLogger("torch_ring")
 
 _FEWEST, _MOST = 2, 256  # equal passes that make a plan
-_LONG_LIVED = 64  # passes of a plan that are no sign of a changing program
+_LONG_LIVED = 64  # passes: a plan that lasts so long is no sign of a changing program
 _SET_ALONE = (
     "If the program has set a gradient itself before step(), it must do so on all ranks, or wrap "
     "the optimizer with run_ahead=False"
 )
-_PLAN_BYTES = 4  # a digest of the plan comes before each report
+_PLAN_BYTES = 4  # size of the digest of the plan before each report
 
 
 def union_of(ranks: Iterable[Gradients]) -> dict[int, int]:
@@ -107,16 +110,16 @@ def without(gradients: Gradients, planned: Gradients) -> dict[int, int]:
 
 @dataclass
 class Entered:
-    """A planned pass that this rank has entered; not all others may have.
+    """A planned pass that this rank has entered; others may not have entered it yet.
 
     Attributes:
-        number: the pass's.
-        report: this rank's.
-        encoded: the same, as it was sent.
+        number: the number of the pass.
+        report: this rank's report.
+        encoded: the bytes of the report, as sent.
         work: the allgather of the reports.
         has_base: whether gradients were added to others, reduced before.
         ranks: the reports of all ranks that had not joined; empty until they are read.
-        ends_plan: whether these end the plan; None until they are judged.
+        ends_plan: whether the reports end the plan; None until they are judged.
     """
 
     number: int
@@ -129,21 +132,21 @@ class Entered:
 
 
 class RunAhead:
-    """The planned passes of a process set: of the world, others have none.
+    """The planned passes of the global process set; other sets have none.
 
-    Thread: the one that runs backward(). Blocking: as above says. Errors: RingError.
+    Thread: the one that runs backward(). Blocking: see the module's docstring. Errors: RingError.
 
     Args:
-        engine: of the process set.
+        engine: the engine of the process set.
         agreement: numbers the passes, planned or agreed.
         size: the number of ranks.
-        reducers: those of the wrapped optimizers.
-        weights: what reports say of their weights.
-        explain: raises an error of the operation of this name again, with what its user may have
-            done wrong.
+        reducers: the reducers of the wrapped optimizers.
+        weights: the digests of weights in the reports.
+        explain: raises the error of a named operation again, with the likely mistake of the
+            program.
 
     Attributes:
-        aside: the optimizers of which gradients were put aside on this rank.
+        aside: the optimizers whose gradients were put aside on this rank.
     """
 
     def __init__(
@@ -163,41 +166,41 @@ class RunAhead:
         self._weights = weights
         self._explain = explain
         self._world: World | None = None
-        self._agreed: Gradients = {}  # the last agreed pass,
-        self._equal = 0  # and how many in a row were equal to it
+        self._agreed: Gradients = {}  # the last agreed pass
+        self._equal = 0  # number of consecutive passes equal to it
         self._needed = _FEWEST  # equal passes before they are a plan
         self._plan: Gradients = {}
         self._first = 0  # the plan's first pass
-        self._passes: list[Entered] = []  # the last two of the plan
-        self._is_concluded = True  # whether the last one has told how to go on
+        self._passes: list[Entered] = []  # the last two planned passes
+        self._is_concluded = True  # whether the kind of the next pass is decided
         self._difference: MismatchError | None = None
         self._has_warned = False
         self.aside: set[int] = set()
 
     @property
     def hooks(self) -> NativeRunAhead | None:
-        """The launcher that the hooks of an optimizer need; None: no pass will ever be planned."""
+        """The launcher for the hooks of an optimizer; None: no pass will ever be planned."""
         return None if self._world is None else self._native
 
     def add(self, optimizer: int, hooks: GradientHooks) -> None:
-        """Take note of an optimizer, of whose gradients this rank gives copies once it has joined.
+        """Take note of an optimizer. Once this rank has joined, it gives copies of its gradients.
 
-        Other ranks ask for them that have added to those.
+        The ranks that have added to those gradients ask for them.
         """
         self._native.add(optimizer, hooks)
 
     @property
     def is_planned(self) -> bool:
-        """Whether the next pass is a planned one, as far as all ranks know."""
+        """Whether the next pass is a planned one, as all ranks know it now."""
         return bool(self._plan)
 
     @property
     def has_launched(self) -> bool:
-        """Whether a part of the pass that is under way has been launched."""
+        """Whether a part of the present pass has been launched."""
         return self._native.has_launched()
 
     def watch(self, world: World) -> None:
-        """Let this object, which is of the world, make plans."""
+        """Enable plans: this object belongs to the global process set."""
         self._world = world
         world.on_leave.append(self._await_others)
         world.process_sets.on_change.append(self.stop)
@@ -208,8 +211,8 @@ class RunAhead:
         """Take note of an agreed pass, and make it the plan if the last ones were equal.
 
         Args:
-            number: the pass's.
-            gradients: which any rank had; empty if a plan cannot have such a pass.
+            number: the number of the pass.
+            gradients: the gradients that any rank had; empty if such a pass cannot be planned.
         """
         gradients = without(gradients, {})
         self._equal = self._equal + 1 if gradients == self._agreed else 1
@@ -230,7 +233,7 @@ class RunAhead:
             reducer.hooks.expect(reducer.bitmap(gradients.get(index, 0)))
 
     def _is_possible(self, gradients: Gradients) -> bool:
-        """Return whether planned passes are possible; all ranks come to the same answer."""
+        """Return whether planned passes are possible, the same on all ranks."""
         if self._world is None or self._size == 1:
             return False
         others = (record for record in self._world.process_sets.records if record.id != 0)
@@ -241,7 +244,7 @@ class RunAhead:
         return all(reducer is not None and reducer.runs_ahead for reducer in used)
 
     def stop(self) -> None:
-        """Agree on the next pass, and make no plan before passes have repeated themselves.
+        """Agree on the next pass, and make no plan before passes have repeated.
 
         All ranks call it between the same passes.
         """
@@ -251,7 +254,7 @@ class RunAhead:
         self._drop_plan()
 
     def begin_anew(self) -> None:
-        """As stop(): a new optimizer makes what passes did before say less."""
+        """As stop(), and reset the number of equal passes needed: the program has changed."""
         self.stop()
         self._needed = _FEWEST
 
@@ -277,7 +280,7 @@ class RunAhead:
         """End a backward pass, or begin a step, if the pass is planned; return whether it is.
 
         Args:
-            steps: of all optimizers on this rank.
+            steps: the total number of steps of all optimizers on this rank.
             stepping: the optimizer that is about to step.
 
         Raises:
@@ -286,10 +289,10 @@ class RunAhead:
         if self._agreement.is_open:
             return False
         try:
-            self._conclude()  # goes on where Ctrl-C has ended the wait
+            self._conclude()  # continues a wait that Ctrl-C has interrupted
             is_planned = bool(self._plan) and self._ends_pass(steps, stepping)
             self._conclude()
-        except PeerLostError:  # it may have raised the difference, which this rank has not read yet
+        except PeerLostError:  # unread reports may show that the lost rank has raised MismatchError
             with contextlib.suppress(RingError):
                 for entered in self._passes:
                     if entered.work.done():
@@ -306,7 +309,7 @@ class RunAhead:
             for index, reducer in self._reducers.items()
         }
         if any(unready for _, _, _, unready, *_ in pending.values()):
-            return False  # the ranks agree: parameters have moved, or the pass is refused
+            return False  # an agreement follows: parameters have moved, or the pass is refused
         self._note_accumulation(pending, {})
         if stepping is None and not any(any(due) for due, *_ in pending.values()):
             return True
@@ -323,10 +326,10 @@ class RunAhead:
     def _started_gradients(
         self, pending: Mapping[int, Pending]
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the gradients that a planned pass takes: those that are due, or accumulate.
+        """Return the gradients that a planned pass takes: due or accumulating ones.
 
         Args:
-            pending: what the hooks' `pending()` of each has returned.
+            pending: the result of `hooks.pending()` for each optimizer.
 
         Returns:
             Bitmaps of the gradients by optimizer, and of those that are sparse.
@@ -398,7 +401,7 @@ class RunAhead:
         return entered
 
     def _explaining(self, number: int, call: Callable[[], T]) -> T:
-        """Call an operation of a pass; its errors say what the program may have done wrong."""
+        """Call an operation of a pass; add the likely mistake of the program to its errors."""
         try:
             return call()
         except RingError as error:
@@ -406,7 +409,7 @@ class RunAhead:
             raise
 
     def _reduce_extra(self, ranks: Sequence[BackwardReport], extra: Gradients, number: int) -> None:
-        """Reduce gradients that are not planned, as all ranks know. Collective."""
+        """Reduce unplanned gradients, when all ranks know of them. Collective."""
         dense = dict.fromkeys(extra, 0)
         for report in (report for rank in ranks for report in rank.gradients):
             if report.optimizer in dense:
@@ -438,7 +441,7 @@ class RunAhead:
             )
 
     def take_up_aside(self, index: int) -> bool:
-        """Add what was put aside to an optimizer's gradients; return whether there was some."""
+        """Add the gradients put aside to an optimizer's; return whether there were any."""
         if index not in self.aside:
             return False
         self.aside.discard(index)
@@ -446,15 +449,16 @@ class RunAhead:
         return True
 
     def _note_accumulation(self, pending: Mapping[int, Pending], taken: Gradients) -> None:
-        """Take note of the optimizers that have gradients which this pass does not take."""
+        """Take note of the optimizers that keep gradients for a later pass."""
         for index, (_, _, accumulating, *_) in pending.items():
             if accumulating and index not in taken:
                 self._reducers[index].nothing_pending = False
 
     def _note_reduction(self, ranks: Sequence[BackwardReport]) -> None:
-        """Take note of the optimizers that have nothing left to reduce, on any rank.
+        """Take note of the optimizers that have nothing left to reduce on any rank.
 
-        They are those in a report, of which all ranks know: in the plan, or after it failed on all.
+        These are the optimizers in the reports that all ranks know: those in the plan, or, if no
+        rank had the planned gradients, all.
         """
         all_know = self._all_deviate(ranks)
         for index in {report.optimizer for rank in ranks for report in rank.gradients}:
@@ -476,16 +480,16 @@ class RunAhead:
         return entered.ranks
 
     def _all_deviate(self, ranks: Sequence[BackwardReport]) -> bool:
-        """Return whether no rank had the planned gradients: so all have read the reports."""
+        """Return whether no rank had the planned gradients; then all have read the reports."""
         return all(rank.due != self._plan for rank in ranks)
 
     def _conclude(self) -> None:
-        """Begin the next pass after the last one, with the plan or without it."""
+        """Decide whether the next pass is planned, by the reports of the passes before."""
         if self._is_concluded:
             return
         *before, last = self._passes
         ends = any(self._judge(entered) for entered in before)
-        if ends or last.report.due != self._plan:  # the reports have been read, or must be
+        if ends or last.report.due != self._plan:  # then the last reports count, too
             ends = (self._judge(last) and self._all_deviate(last.ranks)) or ends
         self._is_concluded = True
         if ends:
@@ -497,19 +501,19 @@ class RunAhead:
         self._raise_difference()
 
     def _judge(self, entered: Entered) -> bool:
-        """Return whether the reports of a pass end the plan, which all ranks find alike."""
+        """Return whether the reports of a pass end the plan, the same on all ranks."""
         if entered.ends_plan is not None:
             return entered.ends_plan
         ranks = self._read(entered)
         if entered.has_base and len(ranks) != self._size:
             self._engine.end(
-                "a rank has joined, and a planned backward pass has added its gradients to others "
-                "that are averaged already, of which that rank has a part: call zero_grad() before "
+                "a rank has joined, and a planned backward pass has added its gradients to "
+                "averaged ones, to which that rank contributed: call zero_grad() before "
                 "each backward pass, or wrap the optimizer with run_ahead=False"
             )
         is_planned = union_of(rank.due for rank in ranks) == self._plan
         is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)
-        # The next agreed pass gathers what differs in the weights.
+        # The next agreed pass gathers the differing weights.
         are_same = not self._weights.differ(ranks, entered.number)
         entered.ends_plan = not (is_planned and is_dense and are_same and len(ranks) == self._size)
         try:
@@ -527,12 +531,12 @@ class RunAhead:
             raise difference
 
     def _await_others(self) -> None:
-        """Before this rank leaves: wait until the others have entered the passes that it has."""
+        """Before this rank leaves: wait until the others have entered its last passes."""
         try:
             for entered in self._passes:
                 self._judge(entered)
             self._raise_difference()
-        except RingError as error:  # there is no pass any more to raise it
+        except RingError as error:  # no later pass can raise it
             _log.error("the last backward passes: %s", error)
         finally:
             self._passes.clear()

@@ -1,13 +1,13 @@
-"""ShardedState: the ranks step a part of the parameters each, and keep the state of that part only.
+"""ShardedState: each rank steps a part of the parameters, and keeps only the state of that part.
 
 ZeRO-1: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", SC 2020. On CPUs the ranks of a host have the parameters and the state of the optimizer in
-memory that they share (`Segment`), once: each writes its part there, and nothing is sent. Between
-hosts gradients are averaged, so each host has a whole copy. Elsewhere (devices, ranks that share no
-memory) the parts are divided among all ranks, and broadcast after each step.
+Models", SC 2020. On CPUs the ranks of a host have one copy of the parameters and of the optimizer's
+state, in memory that they share (`Segment`): each rank writes its part there, and nothing is sent.
+Each host has a whole copy, since gradients are averaged between hosts. Elsewhere (devices, ranks
+that share no memory) the parts are divided among all ranks, and broadcast after each step.
 
-Cost of a step besides its own: two allreduces of some bytes, of which the first waits until no rank
-reads the parameters any more, and the second until all parts are written.
+Additional cost of a step: two allreduces of some bytes. The first waits until no rank reads the
+parameters any more, and the second until all parts are written.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ _ELEMENTWISE = (
     ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
 )  # fmt: skip
 _BY_TENSOR = (Adafactor, Muon)
-_CUT = 1024  # elements: parts begin where whole vectors of a kernel do, and cache lines
-_LEAST_CUT = 16  # a tensor of a smaller fraction of a rank's fair part stays in one piece
+_CUT = 1024  # elements: parts begin at whole vectors of a kernel, and at cache lines
+_LEAST_CUT = 16  # a tensor smaller than this fraction of a rank's fair part stays in one piece
 _LINE = 64  # bytes
-_AT_ONCE = 1 << 20  # bytes that the system finds in one call: a signal undoes what that has done
+_AT_ONCE = 1 << 20  # bytes allocated in one call: a signal makes the system undo the call
 
 
 def can_cut(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may step a part of a tensor; else it takes whole tensors only.
+    """Return whether an optimizer may step a part of a tensor; if not, it needs whole tensors.
 
     Raises:
-        ValueError: it cannot step some of its tensors without the others.
+        ValueError: it cannot step tensors independently.
     """
     cls = type(optimizer)
     kinds: list[Any] = [*_ELEMENTWISE, *_BY_TENSOR]
@@ -109,14 +109,14 @@ class Part(NamedTuple):
 
 
 def plan_parts(sizes: Sequence[tuple[int, int]], ranks: int, *, may_cut: bool) -> list[Part]:
-    """Divide parameters among ranks: consecutive ones, as many bytes for each rank as can be.
+    """Divide consecutive parameters among ranks, with bytes as equal as possible.
 
-    A parameter that reaches over a border between two ranks' fair parts is cut there, if it may be
-    and is not small; else it belongs to the rank in whose fair part its middle lies.
+    A parameter that crosses the border between two ranks' fair parts is cut there, if it may be cut
+    and is not small; otherwise it belongs to the rank whose fair part has its middle.
 
     Args:
-        sizes: the elements of each parameter, and the bytes of an element.
-        ranks: their number.
+        sizes: for each parameter, the number of elements and the bytes of an element.
+        ranks: the number of ranks.
         may_cut: whether parameters may be cut.
     """
     fair = sum(numel * itemsize for numel, itemsize in sizes) / ranks
@@ -138,7 +138,7 @@ def plan_parts(sizes: Sequence[tuple[int, int]], ranks: int, *, may_cut: bool) -
 
 
 class Spec(NamedTuple):
-    """Shape, strides and dtype of a tensor, as ranks tell each other."""
+    """Shape, strides and dtype of a tensor, as the ranks exchange them."""
 
     shape: list[int]
     stride: list[int]
@@ -146,12 +146,12 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Spec:
-        """Return those of a tensor; its elements fill their memory."""
+        """Return the spec of a tensor whose elements fill their memory."""
         stride = torch.empty_like(tensor, device="meta").stride()
         return Spec(list(tensor.shape), list(stride), str(tensor.dtype).removeprefix("torch."))
 
     def in_memory(self, memory: mmap.mmap, offset: int) -> Tensor:
-        """Return a tensor in that memory, which it keeps."""
+        """Return a tensor in the memory, and keep the memory alive."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         count = math.prod(self.shape)
         if not count:
@@ -161,20 +161,20 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return math.prod(self.shape) * dtype.itemsize
 
 
 class Segment:
-    """Memory of a host that a rank makes and the others open: a memfd, which has no name.
+    """Shared memory of a host, which one rank makes and the others open: a memfd without a name.
 
-    It lives until the last process has let go of the last tensor in it, however processes end. It
-    begins with a token that tells it from any other.
+    The system frees it with the last tensor of the last process, even if processes are killed. It
+    begins with a unique token.
 
     Args:
-        fd: the rank's own descriptor; closed with this object. The mapping has one of its own.
-        token: of the memory.
+        fd: the rank's descriptor, to be closed by `close`. The mapping has its own.
+        token: the memory's token.
     """
 
     def __init__(self, fd: int, token: bytes) -> None:
@@ -198,7 +198,7 @@ class Segment:
             raise
 
     def offer(self) -> tuple[int, int, str]:
-        """Return how another process of this user finds it."""
+        """Return the arguments of `open` for another process of this user."""
         return os.getpid(), self._fd, self.token.hex()
 
     @staticmethod
@@ -223,15 +223,15 @@ _NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 class _Told(NamedTuple):
-    """The description of its parameters and state that a rank sends to the others."""
+    """A rank's description of its parameters and state, for the other ranks."""
 
     steps: int
     on_cpu: bool
-    has_lost: bool  # the parts of ranks of a world before
+    has_lost: bool  # the parts of ranks of an earlier world are lost
     is_new: bool  # the whole state has been replaced
-    has_parts: bool  # of the state
+    has_parts: bool  # the rank has parts of the state
     things: list[list[Any]]  # number of the parameter, key of its state or "", spec or value
-    homes: list[tuple[str, int] | None]  # of the tensors among them in shared memory
+    homes: list[tuple[str, int] | None]  # token and offset, for tensors in shared memory
 
     def parameters(self) -> list[list[Any]]:
         """Return the specs of the parameters."""
@@ -246,12 +246,12 @@ class _Told(NamedTuple):
 class ShardedState:
     """The division of an optimizer's parameters among the ranks, and the memory where they lie.
 
-    Between steps ``optimizer.state`` is whole on each rank if the memory is shared, in the format
-    of an optimizer that is not sharded; else it is empty, and each rank has the state of its part
-    here. Whatever replaces it, or the memory of a parameter (load_state_dict(), model.to()), counts
-    from the next step on: its first allreduce tells all ranks, which divide everything anew.
+    Between steps, if the memory is shared, ``optimizer.state`` is whole on each rank, in the format
+    of an unsharded optimizer; otherwise it is empty, and each rank has the state of its part here.
+    The program may replace it, or the memory of a parameter (load_state_dict(), model.to()): the
+    first allreduce of the next step tells all ranks, which divide everything anew.
 
-    Thread: the one that steps. Errors: RingError, of the collectives.
+    Thread: the one that steps. Errors: RingError of the collectives.
 
     Args:
         process_set: the ranks.
@@ -260,14 +260,14 @@ class ShardedState:
     Attributes:
         is_shared: whether the ranks of a host have the parameters in shared memory.
         is_active: whether there is more than one rank.
-        has_moved: whether a rank of this host had begun to write its part of a step that has failed
-            since. It is known when `place` or `leave` has been called: no rank is in that step.
+        has_moved: whether a rank of this host had begun to write its part of a failed step. Valid
+            after `place` or `leave`: then no rank is in that step any more.
     """
 
     def __init__(self, process_set: ProcessSet, *, may_cut: bool) -> None:
         self._process_set = process_set
         self._may_cut = may_cut
-        self._steps = 0  # that this rank has taken
+        self._steps = 0  # number of this rank's steps
         self.is_shared = False
         self.is_active = False
         self.has_moved = False
@@ -275,35 +275,36 @@ class ShardedState:
         self._ranks: list[int] = []
         self._owners: Sequence[int] = []  # the ranks that divide the parameters
         self._parameters: list[Tensor] = []
-        self._pointers: list[int] = []  # of their memory
+        self._pointers: list[int] = []  # addresses of their memory
         self._whole: dict[Tensor, dict[str, Any]] = {}  # the state in shared memory
-        self._homes: dict[int, tuple[str, int]] = {}  # of tensors, by address: token and offset
+        self._homes: dict[int, tuple[str, int]] = {}  # token and offset of tensors, by address
         self._kept: list[Tensor] = []  # those tensors, so that no other gets their addresses
         self._parts: list[tuple[Part, Tensor]] = []  # all; or this rank's, if memory is shared
         self._mine: list[tuple[Part, Tensor]] = []
-        self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # of this rank's parts
+        self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # state of this rank's parts
         self._hosts = 0
-        self._versions: list[int] = []  # of the parameters, after the last step
+        self._versions: list[int] = []  # versions of the parameters after the last step
         self._has_warned = False
-        self._written = _NONE  # by rank of the host: its steps times two, odd while it writes
-        self._steps_here = 0  # since that began
-        self._is_replaced = False  # the whole state, as far as is known
-        self._known: dict[Tensor, tuple[int, ...]] = {}  # ids of those of them in shared memory
+        self._written = _NONE  # for each rank of the host: its steps times two, odd while it writes
+        self._steps_here = 0  # steps since `_written` was made
+        self._is_replaced = False  # whether the whole state is known to be replaced
+        self._known: dict[Tensor, tuple[int, ...]] = {}  # ids of the state's tensors, by part
 
     # --- where parameters and state lie
 
     def place(self, optimizer: Optimizer, index: int) -> None:
         """Divide parameters and state among the ranks. Collective.
 
-        Within a host, those of one rank count: one that has them in shared memory already (others
-        are new), and has taken most steps. If all have them there, nothing is copied.
+        A host takes the parameters and state of one of its ranks: preferably one that has them in
+        shared memory already (others are new), with the most steps. If all ranks have them there,
+        nothing is copied.
 
         Args:
-            optimizer: whose parameters and state they are; another one's parameters come last.
-            index: of the optimizer on the process set.
+            optimizer: the optimizer that owns parameters and state.
+            index: the index of the optimizer on the process set.
 
         Raises:
-            MismatchError: on all ranks: they have other parameters.
+            MismatchError: on all ranks: their parameters differ.
         """
         self._name, self._count = f"sharded.{index}", 0
         self._look_for_writes()
@@ -348,15 +349,15 @@ class ShardedState:
         self.is_active = True
         self._hosts = len({host_of[rank] for rank in self._ranks})
         self._versions = [parameter._version for parameter in self._parameters]
-        self._sum([0], "placed")  # no rank steps before all have taken what is theirs
+        self._sum([0], "placed")  # no rank steps before all have their parts
 
     @property
     def is_divided(self) -> bool:
-        """Whether each rank has the state of its part only."""
+        """Whether each rank has only the state of its part."""
         return self.is_active and not self.is_shared
 
     def _warn_of_views(self, alone: Sequence[Tensor]) -> None:
-        """Warn of other tensors in the memory of parameters that are about to get another one."""
+        """Warn of other tensors in the old memory of parameters that are about to be moved."""
         kept = set(map(id, alone))
         tied = [
             index
@@ -372,7 +373,7 @@ class ShardedState:
             )
 
     def note_replaced(self) -> None:
-        """Note that ``optimizer.state`` is another one now, or empty."""
+        """Note that ``optimizer.state`` has been replaced, or is empty."""
         self._is_replaced = True
 
     def leave(self, optimizer: Optimizer) -> None:
@@ -387,9 +388,9 @@ class ShardedState:
         self.is_active = False
 
     def _look_for_writes(self) -> None:
-        """Find out whether the ranks of a host are in one step, between two of them.
+        """Set `has_moved` if a rank of this host has not finished the same step as this one.
 
-        The ranks that are left may have ended it in different places, and the dead ones anywhere.
+        The surviving ranks may have ended at different points of a step, and dead ones anywhere.
         """
         if any(written != 2 * self._steps_here for written in self._written.tolist()):
             self.has_moved = True
@@ -399,7 +400,7 @@ class ShardedState:
         return allgather_object(value, process_set=self._process_set)
 
     def _things(self, optimizer: Optimizer) -> list[tuple[tuple[int, str], Any, Tensor | None]]:
-        """Return parameters and state: key, spec or other value, and the tensor."""
+        """Return parameters and state as (key, spec or other value, tensor)."""
         things: list[tuple[tuple[int, str], Any, Tensor | None]] = []
         for index, parameter in enumerate(self._parameters):
             things.append(((index, ""), Spec.of(parameter), parameter.detach()))
@@ -411,12 +412,12 @@ class ShardedState:
 
     @staticmethod
     def _spec_of_state(parameter: Tensor, value: Tensor) -> Spec:
-        """Return the spec of a state, whose elements lie as those of its parameter."""
+        """Return the spec of a state's tensor, with the memory layout of its parameter."""
         like = parameter.detach() if value.shape == parameter.shape else value
         return Spec.of(like)._replace(dtype=Spec.of(value).dtype)
 
     def _is_dirty(self, optimizer: Optimizer) -> bool:
-        """Return whether somebody has replaced the state of a parameter."""
+        """Return whether the program has replaced the state of a parameter."""
         state = optimizer.state
         if self._is_replaced or not self.is_shared:
             return self._is_replaced or any(state.values())
@@ -430,7 +431,7 @@ class ShardedState:
         host: Mapping[int, _Told],
         things: list[tuple[tuple[int, str], Any, Tensor | None]],
     ) -> None:
-        """Move parameters and state into shared memory, where they do not lie on all ranks."""
+        """Move parameters and state into shared memory, unless all ranks have them there."""
         holder = max(host, key=lambda rank: (any(host[rank].homes), host[rank].steps, -rank))
         described, homes = host[holder].things, host[holder].homes
         own = {key: tensor for key, _, tensor in things}
@@ -444,7 +445,7 @@ class ShardedState:
                 state.setdefault(key[0], {})[key[1]] = line[2]
                 continue
             if key[1]:
-                state.setdefault(key[0], {})[key[1]] = None  # in this order
+                state.setdefault(key[0], {})[key[1]] = None  # keeps the order
             tensor = own.get(key)
             if tensor is not None and home and all(each.get(key) == home for each in at):
                 shared[key] = tensor
@@ -474,8 +475,8 @@ class ShardedState:
         self._show(optimizer)
 
     def _show(self, optimizer: Optimizer) -> None:
-        """Let the optimizer have the state in shared memory."""
-        for parameter in self._parameters:  # in the order that it would have
+        """Set ``optimizer.state`` to the state in shared memory."""
+        for parameter in self._parameters:  # in the order of an unsharded optimizer
             optimizer.state.pop(parameter, None)
             if parameter in self._whole:
                 optimizer.state[parameter] = self._whole[parameter]
@@ -486,12 +487,13 @@ class ShardedState:
         """Return tensors in memory that the rank `holder` makes for its host. Collective.
 
         Args:
-            layout: the same on all ranks of the host.
-            holder: of this host.
-            values: of the tensors, on the holder; None: they are undefined.
+            layout: the specs of the tensors, the same on all ranks of the host.
+            holder: a rank of this host.
+            values: on the holder, the values of the tensors; None: undefined values.
 
         Returns:
-            Each with its token and offset; None, on all ranks of the set: one has no such memory.
+            Each tensor with its token and offset; None on all ranks of the set if one of them
+            cannot share memory.
         """
         offsets = []
         end = _LINE
@@ -536,7 +538,7 @@ class ShardedState:
         return None
 
     def _divide(self, optimizer: Optimizer, group: Sequence[int]) -> None:
-        """Give each rank of the group its parts, and this one the state of its own."""
+        """Assign parts to the ranks of the group, and take the state of this rank's parts."""
         sizes = [(p.numel(), p.element_size()) for p in self._parameters]
         plan = plan_parts(sizes, len(group), may_cut=self._may_cut)
         self._owners = group
@@ -564,11 +566,11 @@ class ShardedState:
                 optimizer.state.pop(parameter, None)
 
     def _own(self, value: Tensor, part: Part, parameter: Tensor) -> Tensor:
-        """Return a part's state, of the state of the whole parameter."""
+        """Return a part's share of a state's tensor, given that of the whole parameter."""
         if not part.is_whole and value.shape == parameter.shape:
             own = _cut(value.detach(), part, parameter)
             return own if self.is_shared else own.clone()
-        # The first part's number of steps, say, is that of the whole parameter.
+        # The first part uses the whole parameter's own tensor, such as its number of steps.
         return value if part.begin == 0 else value.clone()
 
     # --- a step
@@ -579,14 +581,15 @@ class ShardedState:
         """Step this rank's part, and wait for the others'. Collective.
 
         Args:
-            optimizer: whose gradients are reduced.
+            optimizer: the optimizer, with reduced gradients.
             raw: the ``step`` of its class, without hooks.
-            closure: computes and reduces gradients, and returns the loss; None: they are there.
+            closure: computes and reduces gradients, and returns the loss; None: the gradients are
+                there already.
 
         Raises:
-            MismatchError: on all ranks: they have other gradients or hyper-parameters.
+            MismatchError: on all ranks: their gradients or hyper-parameters differ.
             InvalidArgumentError: on all ranks: one of them cannot step.
-            RingError: on all other ranks: a step has failed on one, parts of which are taken.
+            RingError: on all other ranks: a rank has failed in the step, which is half done.
         """
         loss = None
         if closure is not None:
@@ -616,7 +619,7 @@ class ShardedState:
         return loss
 
     def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the groups with this rank's parts, with their gradients, as parameters."""
+        """Return the groups with this rank's parts, and their gradients, as parameters."""
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         for part, tensor in self._mine:
@@ -641,7 +644,7 @@ class ShardedState:
         return total
 
     def _enter(self, optimizer: Optimizer) -> None:
-        """Wait until all ranks are about to step: none of them reads the parameters then."""
+        """Wait until all ranks are about to step, so that none reads the parameters any more."""
         problem = self._problem(optimizer)
         lines = self._lines(optimizer)
         digest = zlib.crc32(repr(lines).encode()) >> 8
@@ -664,7 +667,7 @@ class ShardedState:
         if problems:
             others = f"rank {who} cannot step" if problems == 1 else f"{problems} ranks cannot step"
             self._refuse(problem or f"{others}: see the error there")
-        if digests * digests != size * squares:  # equal only if all digests are
+        if digests * digests != size * squares:  # equality holds only if all digests are equal
             require_same(lines, "the ranks step differently", self._process_set)
         if writers > self._hosts and not self._has_warned:
             self._has_warned = True
@@ -679,15 +682,15 @@ class ShardedState:
             self.place(optimizer, int(self._name.rpartition(".")[2]))
 
     def _warn_of_writers(self, writers: int, versions: Sequence[int]) -> None:
-        """Warn that several ranks of a host have changed parameters, which are one in memory."""
+        """Warn that several ranks of a host have changed parameters, which they share."""
         if self._rank == self._ranks[0]:
             pairs = zip(versions, self._versions, strict=True)
             written = [index for index, (now, before) in enumerate(pairs) if now != before]
             _log.warning(
                 "%d ranks have written to parameters between two steps (here to %s of the "
-                "optimizer). With shard_state=True those of a host are one in memory: let one rank "
-                "of the host write, between two barriers, unless it does not matter how often it "
-                "is done (docs/sharding.md)",
+                "optimizer). With shard_state=True the ranks of a host share their memory: let one "
+                "rank of the host write, between two barriers, unless repeated writes do no harm "
+                "(docs/sharding.md)",
                 writers,
                 written,
             )
@@ -696,7 +699,7 @@ class ShardedState:
         raise InvalidArgumentError(f"rank {self._rank}: {why}")
 
     def _problem(self, optimizer: Optimizer) -> str:
-        """Return why this rank cannot step; "" if it can."""
+        """Return the reason why this rank cannot step; "" if it can."""
         present = [p for group in optimizer.param_groups for p in group["params"]]
         if list(map(id, present)) != list(map(id, self._parameters)):
             return (
@@ -718,7 +721,7 @@ class ShardedState:
         return ""
 
     def _lines(self, optimizer: Optimizer) -> list[str]:
-        """Return what must be the same on all ranks: a part is stepped by one of them only."""
+        """Return the settings that must be the same on all ranks, since each part has one owner."""
         without = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
         settings = [f"{each.name} is {each.describe()}" for each in hyper_parameters_of(optimizer)]
         return [f"parameters {without} of the optimizer have no gradient", *settings]
@@ -787,7 +790,7 @@ class ShardedState:
                     continue
                 before = whole.get(key)
                 if not isinstance(before, Tensor) or Spec.of(before) != Spec(*spec):
-                    whole[key] = None  # in this order
+                    whole[key] = None  # keeps the order
                     new.append((index, key, Spec(*spec)))
         made = self._segment([spec for *_, spec in new], self._owners[0], None)
         if made is None:
@@ -815,8 +818,8 @@ class ShardedState:
         """Context in which ``optimizer.state`` is whole. Collective, if memory is not shared.
 
         Args:
-            optimizer: as of `place`.
-            is_replaced: whether all ranks get another state there, which counts from then on.
+            optimizer: as for `place`.
+            is_replaced: whether all ranks replace the state there; the new one is used afterwards.
         """
         if not self.is_active or (self.is_shared and not is_replaced):
             yield
@@ -840,12 +843,12 @@ class ShardedState:
         """Give ``optimizer.state`` the parts of all ranks, unless it has been replaced. Collective.
 
         Args:
-            optimizer: as of `place`.
-            dirty: whether each rank's has been replaced.
-            to_cpu: whether it is to lie on the CPU; else where the parts do.
+            optimizer: as for `place`.
+            dirty: for each rank, whether its state has been replaced.
+            to_cpu: whether to put the state on the CPU rather than on the parts' device.
 
         Returns:
-            Whether it has them now.
+            Whether ``optimizer.state`` has the parts now.
         """
         if any(dirty):
             return False
@@ -895,19 +898,19 @@ class ShardedState:
 
 
 def _has_views(parameter: Tensor) -> bool:
-    """Return whether other tensors lie in the memory of a parameter, as far as torch tells."""
+    """Return whether other tensors share the memory of a parameter, as far as torch tells."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    # Two are the parameter and the object of Python that is asked.
+    # Two uses are the parameter and the Python object of `untyped_storage()`.
     return count is not None and count(parameter.untyped_storage()._cdata) > 2
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in the order of memory, which they fill."""
+    """Return the elements in the order of memory, without gaps."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _cut(tensor: Tensor, part: Part, like: Tensor | None = None) -> Tensor:
-    """Return a part of a tensor, whose elements lie as those of `like`, or are copied to lie so."""
+    """Return a part of a tensor in the memory layout of `like`: a view if possible, or a copy."""
     if part.is_whole:
         return tensor
     if like is not None and tensor.stride() != like.stride():
@@ -916,5 +919,5 @@ def _cut(tensor: Tensor, part: Part, like: Tensor | None = None) -> Tensor:
 
 
 def _ids(state: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Return what changes when a tensor of a state is another one."""
+    """Return the ids of a state's tensors, which show whether one was replaced."""
     return tuple(id(value) for value in (state or {}).values() if isinstance(value, Tensor))

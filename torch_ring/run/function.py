@@ -68,22 +68,23 @@ def run(
             none.
         min_num_proc: the fewest ranks that go on when others have failed, for a function that uses
             torch_ring.elastic; None: a rank that fails ends the job.
-        max_num_proc: ranks that have failed are started again, up to this number; None: they are
+        max_num_proc: failed ranks are started again, up to this number of ranks; None: they are
             not.
-        slots: of a host for which `host_discovery_script` gives no number; None: 1.
-        reset_limit: how often the ranks may change; None: no limit.
-        cooldown_range: the shortest and the longest time in seconds for which a host is left out
-            whose ranks keep failing; None: for good, and only with a script.
+        slots: the slots of a host for which `host_discovery_script` gives no number; None: 1.
+        reset_limit: the most changes of the ranks; None: no limit.
+        cooldown_range: the shortest and the longest time in seconds for which a host is left out if
+            its ranks keep failing; None: for good, and only with a script.
         hosts: as in ``"host1:4,host2:4"``. None: the hosts of the job of Slurm, Kubernetes, PBS or
             LSF in which this process runs, or this one.
         hostfile: a file with lines such as ``host1 slots=4``, in place of `hosts`.
         start_timeout: seconds in which all hosts must be reached; None: HOROVOD_START_TIMEOUT, or
             30.
         ssh_port: of other hosts; None: ssh's own choice.
-        ssh_identity_file: of the private key for them; None: ssh's own choice.
-        disable_cache: changes nothing, and one line says so, as for the next three.
-        output_filename: a folder for what each rank prints, as in ``rank.3/stdout``.
-        verbose: whether more is said of how the ranks are started.
+        ssh_identity_file: the file of the private key for them; None: ssh's own choice.
+        disable_cache: has no effect, and a line says so; likewise `use_gloo`, `use_mpi`,
+            `mpi_args`.
+        output_filename: a folder for each rank's output, as in ``rank.3/stdout``.
+        verbose: whether to print more about the start of the ranks.
         use_gloo: changes nothing: the ranks find one another in one way only.
         use_mpi: changes nothing: the ranks are started without MPI.
         mpi_args: changes nothing.
@@ -94,19 +95,19 @@ def run(
         min_np: the same as `min_num_proc`.
         max_np: the same as `max_num_proc`.
         network_interfaces: the same as `network_interface`.
-        host_discovery_script: a command that prints a line ``host`` or ``host:slots`` for each host
-            there is, and is run every second; in place of `hosts`.
-        prefix_output_with_timestamp: whether the time goes in front of each line.
+        host_discovery_script: a command that prints a line ``host`` or ``host:slots`` for each
+            available host, and is run every second; in place of `hosts`.
+        prefix_output_with_timestamp: whether to put the time in front of each line.
         env: variables for all ranks, in addition to those of this process.
 
     Returns:
-        A list with the result of each rank, in the order of ranks. Where ranks may fail, or come
-        and go, the list has those that have finished.
+        A list with the result of each rank, in the order of ranks. In an elastic job, the list has
+        the results of the ranks that have finished.
 
     Raises:
-        RuntimeError: a rank has raised an error; has its traceback, and the error as its cause if
-            that can be pickled. Or a rank has ended without a result, or with one that cannot be
-            pickled, or a host was not reached.
+        RuntimeError: a rank has raised an error; its text has the rank's traceback, and its cause
+            is that error if it can be pickled. Or a rank has ended without a result, or with one
+            that cannot be pickled, or a host was not reached.
         InvalidArgumentError: an argument is wrong, or the function cannot be pickled.
     """
     environment = without_launchers()
@@ -160,7 +161,7 @@ def run(
     if job.failure is not None:
         _raise(str(job.failure), bytes(job.results[job.failure.rank]))
     if code:
-        raise RuntimeError(f"the job has ended with exit code {code}: see what was printed")
+        raise RuntimeError(f"the job has ended with exit code {code}: see the output of its ranks")
     finished = sorted(job.finished, key=lambda slot: slot.rank)
     return [
         _result(f"rank {slot.rank} on {slot.host}", bytes(job.results[slot.rank]))
@@ -177,7 +178,7 @@ def _one_of(**values: Any) -> Any:
 
 
 def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Return what a rank reads: its program, where modules are, and the pickled call."""
+    """Return a rank's input: its program, the folders of modules, and the pickled call."""
     call = (func, tuple(args), dict(kwargs))
     try:
         pickler = importlib.import_module("cloudpickle")
@@ -190,7 +191,7 @@ def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             ) from None
     try:
         pickled = pickler.dumps(call)
-    except Exception as error:  # whatever the objects raise
+    except Exception as error:  # any error of the objects
         raise InvalidArgumentError(
             f"{func!r} or its arguments cannot be pickled: {error}: make in the function what only "
             "a process of its own can have"

@@ -1,4 +1,4 @@
-"""parse_options: the command line of ``python -m torch_ring.run``, which is horovodrun's."""
+"""parse_options: parses the command line of ``python -m torch_ring.run``, as horovodrun's."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class GrowthSettings:
 
     Attributes:
         least: the fewest ranks that go on when others have failed; None: none may fail.
-        most: the most ranks to which the job grows; None: no limit with a script, and without one
-            ranks that fail are not replaced.
-        script: a command that prints the hosts there are; None: they stay the same.
-        slots_per_host: of hosts for which the script gives no number.
-        reset_limit: how often the ranks may change; None: no limit.
-        cooldown_s: the shortest and the longest time for which a host is left out whose ranks keep
+        most: the most ranks to which the job grows; None: no limit with a script; without one,
+            failed ranks are not replaced.
+        script: a command that prints the available hosts; None: the hosts stay the same.
+        slots_per_host: the slots of hosts for which the script gives no number.
+        reset_limit: the most changes of the ranks; None: no limit.
+        cooldown_s: the shortest and the longest time for which a host is left out if its ranks keep
             failing; None: for good, and only with a script.
-        standbys: processes that wait with torch imported, to take the place of a rank.
+        standbys: the number of processes that wait with torch imported, to replace a rank.
     """
 
     least: int | None = None
@@ -82,12 +82,12 @@ class GrowthSettings:
         return self.most is not None or self.script is not None
 
     def variables(self) -> Mapping[str, str]:
-        """Return the variables that tell the ranks."""
+        """Return the variables by which the ranks get these settings."""
         counts = {"TORCH_RING_MIN_RANKS": self.least, "TORCH_RING_MAX_RANKS": self.most}
         return {name: str(number) for name, number in counts.items() if number is not None}
 
     def check(self, size: int) -> None:
-        """Raise InvalidArgumentError if a job cannot begin with so many ranks."""
+        """Raise InvalidArgumentError if a job cannot begin with `size` ranks."""
         if self.least is not None and self.least > size:
             raise InvalidArgumentError(
                 f"--min-np {self.least}: there are {size} ranks: begin with more (-np), "
@@ -195,7 +195,7 @@ def growth_settings(args: argparse.Namespace) -> GrowthSettings:
     return settings
 
 
-# Section -> what goes before its keys in the names of the options.
+# Section -> prefix of its keys in the names of the options.
 _SECTIONS = {
     "params": "",
     "autotune": "autotune_",
@@ -210,7 +210,7 @@ def read_config(path: str) -> dict[str, Any]:
     """Return the values of options by their names, such as "cycle_time_ms".
 
     Raises:
-        InvalidArgumentError: PyYAML is missing, or the file, or it has something else.
+        InvalidArgumentError: PyYAML or the file is missing, or the file has another format.
     """
     try:
         yaml = importlib.import_module("yaml")
@@ -233,7 +233,7 @@ def read_config(path: str) -> dict[str, Any]:
         elif section in _SECTIONS and isinstance(content, dict):
             for key, value in content.items():
                 values |= _option(section, str(key).replace("-", "_"), value)
-        elif section != "controller":  # there is one only
+        elif section != "controller":  # torch_ring has only one
             raise InvalidArgumentError(
                 f"--config-file {path!r}: {section!r} is not a section (they are "
                 f"{', '.join(_SECTIONS)})"
@@ -257,22 +257,23 @@ class Options:
     """The options of a command line.
 
     Attributes:
-        command: of each rank.
-        size: the number of ranks; None: as many as there are slots.
-        growth: what becomes of the job when ranks fail, and when hosts come and go.
-        hosts, hostfile: where; None: the hosts of the job in which this process runs, or this one.
-        ssh_port, ssh_identity_file, ssh_arguments: how other hosts are reached.
-        start_timeout_s: for all hosts to be reached.
-        grace_s: for the ranks after SIGINT, SIGTERM or SIGHUP, until they are ended.
-        requeues: whether Slurm is to run the job again after SIGUSR1 or SIGUSR2.
-        output_folder: where the ranks' output is kept; None: nowhere.
+        command: the command of each rank.
+        size: the number of ranks; None: one for each slot.
+        growth: the settings for failing ranks, and for hosts that come and go.
+        hosts, hostfile: the hosts; None: those of the cluster's job in which this process runs, or
+            this one.
+        ssh_port, ssh_identity_file, ssh_arguments: the options of ssh for other hosts.
+        start_timeout_s: the time limit for reaching all hosts.
+        grace_s: the grace period for the ranks after SIGINT, SIGTERM or SIGHUP.
+        requeues: whether Slurm runs the job again after SIGUSR1 or SIGUSR2.
+        output_folder: a folder for the ranks' output; None: it is not kept.
         interface: the network interface for the ranks, or several with commas; empty: they choose.
-        variables: that the ranks get, with None for the launcher's own.
-        with_time: whether the time goes before each line.
-        is_verbose: whether more is said.
-        shows: "build" or "version" if that is all that is wanted; empty: a job.
-        notes: lines about options that change nothing.
-        numa_binding: how ranks are bound to CPUs, one of numa.MODES; empty: they are not.
+        variables: the variables for the ranks; None stands for the launcher's value.
+        with_time: whether to put the time before each line.
+        is_verbose: whether to print more.
+        shows: "build" or "version" to print only that; empty: run a job.
+        notes: lines about options without effect.
+        numa_binding: the mode of binding ranks to CPUs, one of numa.MODES; empty: no binding.
     """
 
     command: Sequence[str] = ()
@@ -346,7 +347,7 @@ _OPPOSITES = {  # the option that switches the other one off
 }
 _SAME = {"--log-with-timestamp": ("--no-log-hide-timestamp",)}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-# Options that choose what torch_ring has only one of.
+# Options that choose among alternatives of which torch_ring has only one.
 _WITHOUT_MEANING = {
     "--gloo": "the ranks find one another in one way only",
     "--mpi": "the ranks are started without MPI; mpirun starts them as well",
@@ -367,7 +368,7 @@ def parse_options(
 
     Raises:
         InvalidArgumentError: an option lacks another one; or the file or a value is wrong.
-        SystemExit: as argparse, after it has told how the command is used.
+        SystemExit: as argparse, after it has printed the usage.
     """
     args = _parser(prog).parse_args(arguments)
     growth = growth_settings(args)
@@ -414,7 +415,7 @@ def parse_options(
 
 
 def changes_nothing(option: str) -> str:
-    """Return the line about an option without a meaning, or an argument of `run` of that kind."""
+    """Return the line about an option, or an argument of `run`, without effect."""
     reasons = _WITHOUT_MEANING | _WITHOUT_MEANING_VALUED
     name = "--" + option.lstrip("-").removeprefix("use_").replace("_", "-")
     return f"{option} changes nothing: {reasons[name]}"
@@ -436,7 +437,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         dest="shows",
         action="store_const",
         const="build",
-        help="say what torch_ring was built with, and what it can use here",
+        help="show the build of torch_ring, and the libraries that it can use here",
     )
     add = parser.add_argument
     add("-np", "--num-proc", type=count, help="ranks; default: as many as there are slots")
@@ -522,7 +523,7 @@ def _add_others(parser: argparse.ArgumentParser) -> None:
 
 
 class _Set(argparse.Action):
-    """Puts a value into the dictionary of tunables; of two the last one counts."""
+    """Puts a value into the dictionary of tunables; the last of several values counts."""
 
     def __call__(
         self,
@@ -536,7 +537,7 @@ class _Set(argparse.Action):
 
 
 class _Remark(argparse.Action):
-    """Remembers an option that changes nothing."""
+    """Remembers an option without effect."""
 
     def __call__(
         self,
@@ -553,7 +554,7 @@ def _name(option: str) -> str:
 
 
 def _text_of(tunable: _Tunable, value: Any) -> str:
-    """Return the text of a variable, checked as torch_ring will read it."""
+    """Return the text of a variable, after torch_ring's own check of it."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
         raise InvalidArgumentError(f"{tunable.option} {value}: must be 0 or more")
     try:
@@ -577,7 +578,7 @@ def _variable(text: str) -> tuple[str, str | None]:
 
 
 def start_timeout_of(environment: Mapping[str, str]) -> float:
-    """Return the seconds in which hosts must be reached, unless the user has said."""
+    """Return the default time limit for reaching hosts, in seconds."""
     text = environment.get("HOROVOD_START_TIMEOUT", "")
     try:
         return seconds(text) if text else _DEFAULT_START_TIMEOUT_S

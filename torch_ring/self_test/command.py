@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 Facts = dict[str, Any]
 
-# As shells count: 128 and the signal.
+# Exit codes as in a shell: 128 plus the signal.
 _INTERRUPTED = 128 + signal.SIGINT
 _ENDED = 128 + signal.SIGTERM
 _UNREAD = 128 + signal.SIGPIPE
@@ -28,13 +28,13 @@ _UNREAD = 128 + signal.SIGPIPE
 def main(arguments: list[str] | None = None) -> int:
     """Run the self-test; return 0 if it has passed, 1 if not, more if it was ended by a signal."""
     args = _parse(arguments)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED))  # it ends its ranks first
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED))  # to end the ranks first
     try:
         is_first = not _is_not_first()
         if args.launched:
             return _run_launched(args, is_first)
         return _run(args) if is_first else 0  # under a launcher one process is enough
-    except BrokenPipeError:  # `| head`; what else is written must not fail at exit, too
+    except BrokenPipeError:  # `| head`: the flush at exit must not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _UNREAD
     except KeyboardInterrupt:
@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m torch_ring",
-        description="Says what this machine can do with torch_ring, and tries it on local ranks. "
-        "Put its output in a bug report.",
+        description="Shows the capabilities of torch_ring on this machine, and tries it on local "
+        "ranks. Put its output in a bug report.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     ranks_help = "the number of ranks to start; default: 2"
@@ -81,7 +81,7 @@ def _seconds(text: str) -> float:
 def _is_not_first() -> bool:
     try:
         return discover().rank != 0
-    except InvalidArgumentError:  # the report says it
+    except InvalidArgumentError:  # the report has the error
         return False
 
 
@@ -126,12 +126,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_launched(args: argparse.Namespace, is_first: bool) -> int:
-    """Be one of the launched ranks; the first prints."""
+    """Run as one of the launched ranks; the first prints."""
     run: Facts = {}
     problem = None
     try:
         run = run_launched()
-    except RuntimeError as error:  # RingError is one
+    except RuntimeError as error:  # includes RingError
         problem = first_line(error)
     if is_first and args.json:
         runs = [run] if run else []
@@ -145,7 +145,7 @@ def _run_launched(args: argparse.Namespace, is_first: bool) -> int:
 
 
 def _in_words(facts: Facts, indent: str = "") -> list[str]:
-    """Return the facts as lines ``name  value``; below a name, those of its room."""
+    """Return the facts as lines ``name  value``, with nested facts below their name."""
     lines = []
     for name, value in facts.items():
         if isinstance(value, dict) and value:

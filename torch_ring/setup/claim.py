@@ -1,16 +1,15 @@
-"""Claim: a living world's ranks hold their names on their hosts, so that no rank is there twice.
+"""Claim: each rank of a living world holds a name on its host, so that no rank exists twice.
 
-Two scripts may have the same MASTER_ADDR and MASTER_PORT, which a user need not have set. The
-ranks of one job are started by one process as a rule (`Start`): by a script, a shell, or the parent
-of multiprocessing. But a user may start them in several terminals, too, and one process may start
-two jobs: two ranks may have met that belong to different ones. So each rank of a world listens at a
-name for as long as the world lives. A process that comes to be the same rank asks there
-(`csrc/control/rank_claim.h` answers):
+Two scripts may have the same MASTER_ADDR and MASTER_PORT, perhaps by default. Usually one process
+starts all ranks of a job (`Start`): a script, a shell, or the parent of multiprocessing. But a user
+may start them in several terminals, and one process may start two jobs: then ranks of different
+jobs may have met. So each rank of a world listens at a name for as long as the world lives. A
+process with the same rank asks there (`csrc/control/rank_claim.h` answers):
 
-- one that was on its way when that world began may have been meant for it: it is refused, and the
+- if it was starting when that world began, it may have been meant for it: it is refused, and the
   world ends, too, unless it is older than a minute;
-- any other is a rank of another job, and takes the next name;
-- a child of that rank has inherited its variables.
+- if it is a child of that rank, it has inherited the rank's variables, and is refused;
+- any other process is a rank of another job, and takes the next name.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Start:
     """The start of a job to which this process belongs.
 
     Attributes:
-        name: the process that has started its ranks; empty: the job's own name tells jobs apart,
-            or nothing does.
+        name: the process that has started the ranks; empty: the job's own name tells jobs apart, or
+            nothing does.
         launcher: a key of `LAUNCHERS`.
         port: MASTER_PORT.
     """
@@ -51,10 +50,10 @@ class Start:
     port: str = ""
 
     def lacks(self, starts: Collection[str], here: Collection[int]) -> bool:
-        """Return whether a process of one of `starts` is on its way that looks like those `here`.
+        """Return whether a process of one of `starts` is starting that looks like those `here`.
 
-        It has their command line but for the numbers, and is no child or parent of theirs. Cost: a
-        look at all processes of the host.
+        Such a process has the same command line except for numbers, and is no child or parent of
+        theirs. Cost: a look at all processes of the host.
         """
         alike = {_command(pid) for pid in here} - {b""}
         related = {*here}.union(*map(ancestors, here))
@@ -84,11 +83,11 @@ def start_of(identity: Identity) -> Start:
 def starter(launcher: str, pid: int) -> str:
     """Return the process that started all ranks of this host, as "<pid>.<start time>".
 
-    That is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
+    It is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
     daemon, a script.
 
     Raises:
-        RingError: it cannot be seen.
+        RingError: the process cannot be seen.
     """
     known = LAUNCHERS.get(launcher)
     prefix = known.rank.encode() + b"=" if known else None
@@ -97,7 +96,7 @@ def starter(launcher: str, pid: int) -> str:
             try:
                 environment = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
             except PermissionError:
-                continue  # a wrapper such as sudo, which runs as another user
+                continue  # a wrapper of another user, such as sudo
             if prefix is None or not any(entry.startswith(prefix) for entry in environment):
                 return f"{parent}.{_stat(parent)[19]}"
     raise RingError(f"the process that started process {pid} cannot be seen")
@@ -111,14 +110,14 @@ def ancestors(pid: int) -> Iterator[int]:
 
 
 def started_ms() -> int:
-    """Return when this process was started, in milliseconds since the boot; 0: nobody knows."""
+    """Return this process's start time in milliseconds since the boot; 0: unknown."""
     with contextlib.suppress(OSError):
         return int(_stat(os.getpid())[19]) * 1000 // os.sysconf("SC_CLK_TCK")
     return 0
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is seen to be stopped, by a signal or a debugger."""
+    """Return whether a process is stopped, by a signal or a debugger; False if it is unseen."""
     with contextlib.suppress(OSError):
         return _stat(pid)[0] in "Tt"
     return False
@@ -130,7 +129,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _command(pid: int) -> bytes:
-    """Return the command line with all numbers made equal; empty: it has ended, or is unseen."""
+    """Return the command line with all numbers made equal; empty: the process has ended."""
     with contextlib.suppress(OSError):
         return re.sub(rb"\d+", b"0", Path(f"/proc/{pid}/cmdline").read_bytes())
     return b""
@@ -152,11 +151,11 @@ class Claim:
     Thread: one at a time. Blocking: `require_free` and `take`, until the deadline.
 
     Args:
-        name: that at which the ranks of this host meet.
-        start: what else tells its jobs apart.
-        rank, size: this process; the number of ranks.
-        is_new: whether this process has not been in a world yet. One that has been in one may have
-            another rank in the next while others are still in the last.
+        name: the name at which the ranks of this host meet.
+        start: the name of the start, which also tells jobs of that name apart.
+        rank, size: this process's rank, and the number of ranks.
+        is_new: whether this process has not been in a world yet. If it has been in one, it may have
+            another rank in the next, while others are still in the last.
     """
 
     def __init__(self, name: str, start: str, rank: int, size: int, *, is_new: bool) -> None:
@@ -165,7 +164,7 @@ class Claim:
         self._rank, self._size, self._is_new = rank, size, is_new
 
     def require_free(self, deadline: Deadline) -> None:
-        """Raise RingError if a process is this rank already. Cost: a connection that is refused."""
+        """Raise RingError if another process is this rank already. Cost: a refused connection."""
         for number in itertools.count() if self._is_new else ():
             if self._is_free(number, deadline):
                 return
@@ -174,8 +173,8 @@ class Claim:
         """Return the listening socket of the claim.
 
         Raises:
-            RingError: a process is this rank already.
-            TimeoutError: one that has the name does not answer.
+            RingError: another process is this rank already.
+            TimeoutError: the holder of the name does not answer.
         """
         number = 0
         while True:
@@ -188,7 +187,7 @@ class Claim:
                 number += 1
 
     def _is_free(self, number: int, deadline: Deadline) -> bool:
-        """Return whether nobody has a name; False: a rank of another job has it."""
+        """Return whether a name is free; False: a rank of another job has it."""
         while not deadline.passed():
             try:
                 with socket.socket(socket.AF_UNIX) as question:
@@ -214,7 +213,7 @@ class Claim:
             if answer == _IS_SAME:
                 raise RingError(
                     f"two processes are rank {self._rank} of {self._size}: process {holder} is, in "
-                    "a world that began when this process was on its way. Two jobs of one name "
+                    "a world that began while this process was joining. Two jobs of one name "
                     "that start together cannot be told apart: give each its own MASTER_PORT, "
                     "with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
                 )

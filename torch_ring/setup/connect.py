@@ -70,27 +70,27 @@ __all__ = [
 _log = logging.getLogger("torch_ring")
 
 
-_answer: Callable[[], str] = str  # nothing
+_answer: Callable[[], str] = str  # returns ""
 
 
 def answer_with(answer: Callable[[], str]) -> None:
-    """Set what tells other ranks what this process does. Another thread calls it than the trainer.
+    """Set the function that answers other ranks' questions about this process's activity.
 
     Args:
-        answer: tells what it does, in 4096 bytes of UTF-8 at most.
+        answer: returns a text of 4096 bytes of UTF-8 at most. Thread: not the trainer's.
     """
     global _answer
     _answer = answer
 
 
 class Queries:
-    """Answers the questions of other ranks, and asks them. Logs an answer that nobody awaits.
+    """Answers the questions of other ranks, and asks them. Logs answers to the engine's questions.
 
-    The engine asks the ranks for which it has waited long. Another thread answers than the one that
-    trains, which may be the one that is asked about; it lives while there is something to answer.
+    The engine asks late ranks. A thread of its own answers, since the question may be about the
+    trainer's thread; it lives while there are questions.
 
     Args:
-        plane: of this process. When it stops, nothing is answered any more.
+        plane: this process's control plane. When it stops, no question is answered any more.
         labels: the name of each rank in messages.
     """
 
@@ -101,7 +101,7 @@ class Queries:
         plane.read_queries(self._read)
 
     def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str]:
-        """Return what ranks do, of those that answer within `timeout_s` seconds."""
+        """Return the activities of the ranks that answer within `timeout_s` seconds."""
         numbers = {rank: self._ask(rank) for rank in ranks}
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -134,34 +134,35 @@ class Queries:
 def _answer_of(answer: Callable[[], str]) -> str:
     try:
         text = answer()
-    except Exception as error:  # of no importance but to the one who asks
-        text = f"cannot tell what it does: {error}"
+    except Exception as error:  # it matters only to the rank that asks
+        text = f"cannot tell its activity: {error}"
     return text.encode(errors="replace").decode()  # a path may be no UTF-8
 
 
-# TCP sends a segment that is lost five times again in 6 s, and six times in 13 s.
+# TCP retransmits a lost segment five times within 6 s, and six times within 13 s.
 FAREWELL_S = 10.0
 
 
 @dataclass(eq=False)
 class Connections:
-    """One process's way to the other ranks of its world, for all of its process sets.
+    """One process's connections to the other ranks of its world, for all of its process sets.
 
     Attributes:
-        rank: this process.
-        peers: what every rank has said of itself.
+        rank: this process's rank.
+        peers: every rank's description of itself.
         host_of: the host index of each rank.
         labels: the name of each rank in messages.
-        token: the same on the ranks of this world, and of no other; anybody may know it.
-        plane: who lives and who has left, and connections for data; None in a world of one.
-        is_private: whether nobody but the ranks can know the key with which they connect.
-        queries: what the ranks ask one another; None in a world of one.
+        token: an identifier shared by the ranks of this world alone; not secret.
+        plane: the control plane, which knows the living ranks and makes connections for data; None
+            in a world of one.
+        is_private: whether only the ranks can know the key with which they connect.
+        queries: the questions between ranks; None in a world of one.
         memory: the memory that the ranks of this host share; None if no host has several ranks.
-        ucx_library: the UCX over which data travel between hosts; None: they travel over TCP.
-        launch_order: in which the process sets use this process's devices.
-        farewell_s: how long a rank that leaves waits for peers that do not hear its goodbye.
-        engines: those of the process sets that run.
-        on_engine: what is called with each new one of them.
+        ucx_library: the UCX library for data between hosts; None: they travel over TCP.
+        launch_order: the order in which the process sets use this process's devices.
+        farewell_s: seconds for which a leaving rank waits for peers that do not hear its goodbye.
+        engines: the engines of the running process sets.
+        on_engine: functions that are called with each new engine.
     """
 
     rank: int = 0
@@ -199,17 +200,17 @@ class Connections:
             self.on_engine(engine)
 
     def close(self) -> None:
-        """Tell the other ranks that this one leaves, and close all connections."""
+        """Say goodbye to the other ranks, and close all connections."""
         plane, self.plane, self.memory = self.plane, None, None
         if plane is not None:
             plane.stop(self.farewell_s)
         self.queries = None
 
     def abandon(self) -> None:
-        """Let go of the parent's connections and memory in a forked child.
+        """Abandon the parent's connections and memory in a forked child.
 
         While a child holds the connections, no other rank notices the parent's death; while it
-        holds the memory, that of all ranks of the host stays although they have ended.
+        holds the memory, the host's shared memory stays allocated after its ranks have ended.
         """
         if self.plane is not None:
             self.plane.abandon()
@@ -217,19 +218,19 @@ class Connections:
             self.memory.abandon()
 
 
-# Those that nobody has closed, from when they are made: another thread may fork during init().
+# All unclosed connections, from their construction on: another thread may fork during init().
 _open: WeakSet[Connections] = WeakSet()
 
 
 def before_fork() -> None:
-    """Take note of what a child is about to inherit."""
+    """Take note of the resources that a child is about to inherit."""
     for connections in list(_open):
         if connections.plane is not None:
             connections.plane.before_fork()
 
 
 def abandon_all_in_child() -> None:
-    """Let go of the parent's connections. Call in a forked child."""
+    """Abandon the parent's connections. Call in a forked child."""
     for connections in list(_open):
         connections.abandon()
     _open.clear()
@@ -237,12 +238,12 @@ def abandon_all_in_child() -> None:
 
 @dataclass
 class Listeners:
-    """Where the other ranks find this one.
+    """The listening sockets of this rank.
 
     Attributes:
         info: this rank's description of itself, with the names of the listeners.
-        tcp: for ranks of other hosts, one for each network interface.
-        unix: for those of this host.
+        tcp: the sockets for ranks of other hosts, one for each network interface.
+        unix: the socket for ranks of this host.
     """
 
     info: PeerInfo
@@ -260,7 +261,7 @@ def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[
         towards: a host to which the route leads to the other ranks, if known.
 
     Raises:
-        InvalidArgumentError, RingError: the settings do not allow it, or it lacks something.
+        InvalidArgumentError, RingError: the settings do not allow it, or a resource is missing.
     """
     _raise_descriptor_limit()
     shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
@@ -283,19 +284,17 @@ def connect(
 
     Args:
         config: the settings.
-        table: of all ranks, on the leader of this machine; empty on others.
-        listeners: of this rank.
-        path: of failures, on other ranks and on this one. Over its exchange of this host the leader
-            passes the memory.
-        claim: this rank's, for as long as the world lives; None: its name tells the job from all
-            others.
+        table: the table of all ranks, on the leader of this machine; empty on other ranks.
+        listeners: this rank's listening sockets.
+        path: the path of failures. The leader passes the memory over its exchange of this host.
+        claim: this rank's claim, held while the world lives; None: the job's name is unique.
 
     Returns:
-        The connections: the control plane's are made.
+        The connections; those of the control plane are established.
 
     Raises:
         TimeoutError: ranks did not connect before the deadline; names them.
-        RingError: another rank has failed, or this one has.
+        RingError: this rank or another one has failed.
         InvalidArgumentError: the settings do not allow it.
     """
     rank, size = path.identity.rank, path.identity.size
@@ -317,11 +316,11 @@ def connect(
         _open.add(connections)
         here = [other for other in range(size) if host_of[other] == host_of[rank]]
         with contextlib.ExitStack() as unless_connected:
-            # Otherwise the traceback of the error would keep the memory.
+            # Without this, the traceback of the error would keep the memory.
             unless_connected.callback(connections.close)
             if fd >= 0:
                 connections.memory = HostMemory(os.dup(fd), here, rank)
-            # From here on all ranks are here, so that nobody who comes later is one of them.
+            # All ranks are here now: a process that comes later belongs to another world.
             held = cleanup.enter_context(claim.take(path.deadline)) if claim else None
             watched = watched_launcher(path.identity) if config.exit_with_launcher else (-1, "")
             connections.plane = ControlPlane(
@@ -373,7 +372,7 @@ def _wait_for_neighbours(connections: Connections, plane: ControlPlane, path: Fa
 
 
 def _bytes_to_share(rank: int, config: Config) -> int:
-    """Return how many bytes of its host's memory this process can map; 0: it shares none."""
+    """Return the number of bytes of shared memory that this process can map; 0: it shares none."""
     try:
         memory = make_memory(1, b"", least_memory(1))
         try:
@@ -434,10 +433,10 @@ def _share_memory(
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit of descriptors: ranks and strangers need some each."""
+    """Raise the soft limit of descriptors: each rank or stranger that connects needs some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # without it, what lacks one says so
+        with contextlib.suppress(OSError, ValueError):  # a lack of descriptors is reported later
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -501,7 +500,7 @@ def _listen_tcp(address: str, identity: Identity, config: Config) -> socket.sock
 
 
 def _require_addresses(peers: Sequence[PeerInfo]) -> None:
-    """Raise RingError if addresses lead other hosts elsewhere, or do not pair; on all ranks."""
+    """Raise RingError on all ranks if addresses do not reach other hosts, or do not pair up."""
     for peer in peers:
         counts = [len(each.addresses) for each in (peers[0], peer)]
         if counts[0] != counts[1]:
