@@ -256,13 +256,13 @@ def test_a_step_counts_when_the_comparison_after_it_fails(transport: str) -> Non
 
 def test_the_batch_that_is_done_again_is_told() -> None:
     *_, lines = check(metric_after_step, 2, "shm", 1, "metric", 4)
-    told = [line for line in lines if "does the batch again" in line]
+    told = [line for line in lines if "repeats the batch" in line]
     assert len(told) == 1
     assert told[0].startswith(
         "1 step of 'optimizer' was taken already that the state does not show"
     )
     *_, lines = check(metric_after_step, 2, "shm", 1, "pass 0", 4)
-    assert not any("again" in line for line in lines)
+    assert not any("repeats the batch" in line for line in lines)
 
 
 def test_no_step_is_taken_twice_when_a_process_comes() -> None:

@@ -182,10 +182,11 @@ class ElasticJob:
         self._listener.dismiss_strangers()
         self._tell_directory()
         if current.rank() == 0:
-            _log.warning(
-                "%d ranks go on, of %d, after %.0f ms: %s",
-                *(len(self.members), before, 1e3 * (time.monotonic() - began), cause),
-            )
+            ranks = f"{len(self.members)} rank{'s go' if len(self.members) != 1 else ' goes'} on"
+            # The advice of an ended world is for programs without elastic.run.
+            reason = str(cause).removesuffix(". Call shutdown() and init(), or exit")
+            waited_ms = 1e3 * (time.monotonic() - began)
+            _log.warning("%s, of %d, after %.0f ms: %s", ranks, before, waited_ms, reason)
 
     def _restore_process_sets(self, members: Sequence[Member]) -> None:
         kept = self._process_sets

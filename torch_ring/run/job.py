@@ -229,7 +229,7 @@ class Job:
         left = len(self._processes.living()) + len(self.finished)
         least = self._spec.growth.least
         if not self._is_ending() and least is not None and left >= least:
-            self._screen.say(f"{failure}: the other {left} go on")
+            self._screen.say(f"{failure}: the other {left} go{'es' if left == 1 else ''} on")
             return
         self.failure = failure
         if not self._signal:
