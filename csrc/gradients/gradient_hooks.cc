@@ -787,8 +787,10 @@ std::vector<Worst> GradientHooks::worst_numbers(std::vector<at::Tensor> gradient
 /// never sent before the end of the pass.
 void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& looks) const {
   const at::NoGradGuard no_grad;
+  looks.checked.resize(parameters_.size());
   looks.worst.resize(parameters_.size());
   for (const std::size_t i : parameters) {
+    looks.checked[i] = true;
     looks.worst[i] = Worst::kFinite;
     at::Tensor values = parameters_[i].to_send();
     if (!values.defined()) continue;

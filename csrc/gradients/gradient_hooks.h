@@ -287,9 +287,10 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
       std::vector<at::Tensor> largest;  // magnitudes; of the first ones
     };
 
-    bool has(std::size_t i) const { return i < worst.size() && worst[i]; }
+    bool has(std::size_t i) const { return i < checked.size() && checked[i]; }
 
-    std::vector<std::optional<Worst>> worst;  // by parameter
+    std::vector<bool> checked;                // by parameter: also those in on_device
+    std::vector<std::optional<Worst>> worst;  // by parameter; not yet of those in on_device
     std::map<at::ScalarType, OnDevice> on_device;
   };
 

@@ -202,6 +202,35 @@ def name_the_culprit(device: str) -> None:
             assert all(bool(p.isfinite().all()) for p in parameters)
 
 
+def name_the_culprit_alone(device: str) -> None:
+    """Gradients are checked before they are sent: the sum has the infinity on all ranks."""
+    parameters = make_parameters(device, 2)
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, named, nan_check=True)
+
+    def wait_for_the_bucket(_: torch.Tensor) -> None:
+        # It was sent when p0's gradient came. Collectives of a communicator run one after another.
+        assert hvd.allreduce(torch.ones(1, device=device), name="after the bucket").item() == 1
+
+    (other,) = make_parameters(device, 1)  # of no optimizer
+    other.register_hook(wait_for_the_bucket)
+    last = hvd.size() - 1
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        value = float("inf") if step % 2 == 0 and hvd.rank() == last else 1.0
+        # Autograd goes from the last term to the first.
+        loss = zero_loss([other]) + zero_loss(parameters[:1]) + zero_loss(parameters[1:], value)
+        loss.backward()
+        if step % 2:
+            optimizer.step()
+            continue
+        with pytest.raises(hvd.NonFiniteGradientError) as raised:
+            optimizer.step()
+        name = f"rank {last}: the gradient of 'p1' has an infinity, step {step // 2 + 1}"
+        assert str(raised.value).startswith(name), raised.value
+
+
 GRADIENTS: list[Callable[[str], None]] = [
     keep_gradients,
     accumulate_gradients,
@@ -211,4 +240,5 @@ GRADIENTS: list[Callable[[str], None]] = [
     lay_out_gradients,
     leave_gradients_out,
     name_the_culprit,
+    name_the_culprit_alone,
 ]
