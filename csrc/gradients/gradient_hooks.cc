@@ -765,7 +765,7 @@ std::vector<GradientHooks::NotFinite> GradientHooks::not_finite(const Bitmap& du
   std::vector<NotFinite> found;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(due, i) || !looks.has(i) || looks.worst[i] == Worst::kFinite) continue;
-    found.push_back({i, *looks.worst[i], parameters_[i].on_base});
+    found.push_back({i, looks.worst[i], parameters_[i].on_base});
   }
   return found;
 }
@@ -788,14 +788,15 @@ std::vector<Worst> GradientHooks::worst_numbers(std::vector<at::Tensor> gradient
 void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& looks) const {
   const at::NoGradGuard no_grad;
   looks.checked.resize(parameters_.size());
-  looks.worst.resize(parameters_.size());
+  looks.worst.resize(parameters_.size(), Worst::kFinite);
   for (const std::size_t i : parameters) {
     looks.checked[i] = true;
-    looks.worst[i] = Worst::kFinite;
     at::Tensor values = parameters_[i].to_send();
     if (!values.defined()) continue;
-    looks.worst[i] = worst_on_host(values, *options_.largest);
-    if (looks.worst[i]) continue;
+    if (const auto worst = worst_on_host(values, *options_.largest)) {
+      looks.worst[i] = *worst;
+      continue;
+    }
     Looks::OnDevice& others = looks.on_device[values.scalar_type()];
     others.parameters.push_back(i);
     others.gradients.push_back(values);

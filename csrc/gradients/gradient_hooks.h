@@ -289,8 +289,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
 
     bool has(std::size_t i) const { return i < checked.size() && checked[i]; }
 
-    std::vector<bool> checked;                // by parameter: also those in on_device
-    std::vector<std::optional<Worst>> worst;  // by parameter; not yet of those in on_device
+    std::vector<bool> checked;  // by parameter: also those in on_device
+    std::vector<Worst> worst;   // by parameter; not yet of those in on_device
     std::map<at::ScalarType, OnDevice> on_device;
   };
 

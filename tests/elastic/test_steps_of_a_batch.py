@@ -76,6 +76,18 @@ def metric_after_step(training: Training, state: Any) -> None:
         state.check_host_updates()
 
 
+def metric_that_is_tried_again(training: Training, state: Any) -> None:
+    while state.batch < BATCHES:
+        loss = training.step(state.batch, 0)
+        training.at("metric")
+        try:
+            state.total += state.average(loss)
+        except hvd.PeerLostError:
+            state.total += state.average(loss)  # fails, too: the world has ended
+        state.batch += 1
+        state.check_host_updates()
+
+
 def loop_over_the_attribute(training: Training, state: Any) -> None:
     for state.batch in range(state.batch, BATCHES):
         training.step(state.batch, 0)
@@ -262,7 +274,15 @@ def test_the_batch_that_is_done_again_is_told() -> None:
         "1 step of 'optimizer' was taken already that the state does not show"
     )
     *_, lines = check(metric_after_step, 2, "shm", 1, "pass 0", 4)
-    assert not any("repeats the batch" in line for line in lines)
+    assert not any("again" in line or "repeats the batch" in line for line in lines)
+
+
+def test_the_log_of_survivors_advises_no_other_program() -> None:
+    *_, lines = check(metric_that_is_tried_again, 2, "shm", 1, "metric", 4)
+    (goes_on,) = [line for line in lines if " on, of 2, after " in line]
+    assert goes_on.startswith("1 rank goes on, of 2, after ")
+    assert "this world has ended" in goes_on
+    assert "Call shutdown()" not in goes_on
 
 
 def test_no_step_is_taken_twice_when_a_process_comes() -> None:
