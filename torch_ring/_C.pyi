@@ -1015,6 +1015,12 @@ class PassAgreement:
     is_reducing: bool
     """Whether gradients are being reduced, or an interrupt has ended that; read-only."""
 
+    failure: str
+    """The error of a pass that this rank has given up since the last agreement; read-only."""
+
+    has_sent_in_vain: bool
+    """Whether gradients of such a pass have been sent; read-only."""
+
     def __init__(self) -> None: ...
     def gather(self, engine: Engine, report: bytes, /) -> bytes:
         """Return the reports of all ranks, one after the other.
@@ -1031,8 +1037,8 @@ class PassAgreement:
     def restart(self, number: int) -> None:
         """Drop what is under way; the next agreement has this number."""
 
-    def begin_ending(self) -> bool:
-        """Take the end of a pass for this thread; return whether no other has it."""
+    def begin_ending(self, *, of_step: bool) -> bool:
+        """Take the end of a pass, or a step, for this thread; return whether no other has it."""
 
     def stop_ending(self) -> None: ...
 

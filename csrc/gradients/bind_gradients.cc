@@ -218,10 +218,12 @@ void bind_gradients(py::module_& module) {
       .def_property_readonly("number", &PassAgreement::number)
       .def_property_readonly("is_open", &PassAgreement::is_open)
       .def_property_readonly("is_reducing", &PassAgreement::is_reducing)
+      .def_property_readonly("failure", &PassAgreement::failure)
+      .def_property_readonly("has_sent_in_vain", &PassAgreement::has_sent_in_vain)
       .def("begin_reduction", &PassAgreement::begin_reduction)
       .def("finish", &PassAgreement::finish)
       .def("restart", &PassAgreement::restart, py::arg("number"))
-      .def("begin_ending", &PassAgreement::begin_ending)
+      .def("begin_ending", &PassAgreement::begin_ending, py::kw_only(), py::arg("of_step"))
       .def("stop_ending", &PassAgreement::stop_ending);
 
   py::class_<DenseFinalizer>(module, "DenseFinalizer")

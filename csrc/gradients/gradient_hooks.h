@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <atomic>
 #include <cstddef>
@@ -33,6 +34,7 @@ struct BackwardPass {
   std::thread::id thread;
   bool on_device;           // identified in a device's thread, which runs all passes
   bool has_nested = false;  // a nested one has produced gradients in it, and may do so again
+  c10::intrusive_ptr<c10::ivalue::Future> end;  // of its graph; null unless it is under way
 
   static BackwardPass current();
 
@@ -158,7 +160,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   static std::vector<Worst> worst_numbers(std::vector<at::Tensor> gradients);
 
   /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
-  /// failed after it had sent a bucket.
+  /// failed after gradients had been sent.
   void refuse_others_pass();
 
   /// Whether a parameter is on another device than its bucket: then call set_buckets() before any
@@ -339,7 +341,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::optional<BackwardPass> pass_;  // the present pass, from its first gradient on
   std::uint64_t passes_ = 0;          // that have begun: the number of the last one
   bool sent_ = false;                 // a bucket has been sent in this pass
-  bool sent_in_vain_ = false;         // ... and the pass has failed
   std::vector<HookedParameter> parameters_;
   std::vector<at::Tensor> buckets_;
   std::vector<std::vector<std::size_t>> members_;  // by bucket: its parameters

@@ -68,7 +68,7 @@ def train_with_a_peer_by_hand(path: str) -> None:
     engine = hvd.world.current.engine()
     steps, reports, optimizer_index, due = 1, 1, 0, b"\x03"
     body = struct.pack("<I?III", optimizer_index, False, len(due), 0, 0) + due
-    report = struct.pack("<IQI", 16 + len(body), steps, reports) + body
+    report = struct.pack("<IQI?", 17 + len(body), steps, reports, False) + body
     own = torch.frombuffer(bytearray(report), dtype=torch.uint8)
     gathered = engine.allgather(own, "backward.1", blocking=True, joinable=True).wait()
     assert bytes(gathered.numpy()) == 2 * report
@@ -98,8 +98,8 @@ def test_bytes_of_a_report():
     not_finite = 64
     body += struct.pack("<IBIII", 4, not_finite, 2, 0, 0) + b"\x01\x01"
     body += struct.pack("<IIIB?IIB?", 2, 0, 5, 3, True, 8, 5, 2, False)
-    encoded = struct.pack("<IQI", 16 + len(body), 7, 3) + body
-    report = BackwardReport(7, (first, later, spoilt))
+    encoded = struct.pack("<IQI?", 17 + len(body), 7, 3, True) + body
+    report = BackwardReport(7, (first, later, spoilt), gave_up=True)
     assert report.encode() == encoded
     other = BackwardReport(8)
     assert list(BackwardReport.decode_all(memoryview(encoded + other.encode()))) == [report, other]
