@@ -522,6 +522,9 @@ class BackwardSync:
             reducer.start(number)
         for index, reducer, _ in reduced:
             reducer.finish(orders.get(index, ()))
+        if is_of_step:
+            for _, reducer, _ in reduced:
+                reducer.comparison.note_averaging_step()
         if reduced or not is_of_step:  # otherwise it was no pass, and no gradient was left over
             is_steady = everybody and not (accumulating or is_of_step) and dense == touched
             self.run_ahead.learn(number, touched if is_steady else {})

@@ -77,7 +77,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
     ``step()`` averages the gradients that no backward pass has averaged since the last step: those
     that the program has set (``p.grad = ...``) or written itself. After a pass has averaged a
-    gradient, the program may change it, as in clipping; such changes are not averaged.
+    gradient, the program may change it, as in clipping; such changes are not averaged. So before
+    clipping gradients that only ``step()`` would average, call ``synchronize()``: otherwise each
+    rank clips by a norm of its own.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;

@@ -325,6 +325,8 @@ class RunAhead:
             self._run(self._agreement.number, steps, gradients, sparse, stepping)
             if stepping is not None:
                 stepping.nothing_pending = True
+                if any(gradients.values()):
+                    stepping.comparison.note_averaging_step()
             self._note_accumulation(pending, gradients)
             self._agreement.finish()
         return True

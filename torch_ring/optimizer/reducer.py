@@ -45,7 +45,7 @@ from torch_ring.optimizer.gradient_report import (
     refuse_sharded,
     warn_of_ddp,
 )
-from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
+from torch_ring.optimizer.weight_comparison import WeightComparison
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
@@ -259,17 +259,14 @@ class Reducer:
         self.not_finite = {}
         self.hooks.reset(gradients=False)
         is_alone, self._steps_alone = self._steps_alone, False
-        if not self.comparison.has_begun:
-            self.comparison.snapshot = None  # it was of the weights before this step
-        elif is_compared(self.steps) and not is_alone:
-            self.comparison.take(self.steps, self._agreement.number)
+        self.comparison.step_ended(self.steps, self._agreement.number, is_alone=is_alone)
 
     def begin_unreduced_step(self) -> None:
         """Note whether this step uses gradients of this rank alone.
 
         The weights after such a step (in local SGD, for example) are not compared.
         """
-        if is_compared(self.steps + 1):
+        if self.comparison.is_due(self.steps + 1):
             due, _, accumulating, *_ = self.hooks.pending(Due.everything)
             self._steps_alone = accumulating or any(due)
 
