@@ -36,6 +36,7 @@ __all__ = [
     "gather_lines",
     "gather_lines_if_different",
     "hyper_parameters_of",
+    "require_consistent",
     "require_same",
     "require_same_lines",
     "start_lines",
@@ -236,7 +237,7 @@ def verify_consistency(
     things += [Thing(f"buffer '{name}'", value) for name, value in model.named_buffers()]
     if optimizer is not None:
         things += things_of(optimizer, names)
-    _compare(things, engine_of(process_set), "")
+    require_consistent(start_lines(things)(), process_set)
 
 
 def verify_step(
@@ -268,7 +269,7 @@ def verify_step(
     things = [Thing(f"parameter '{name}'", parameter) for parameter, name in names.items()]
     if with_state:
         things += things_of(optimizer, names)
-    _compare(things, engine_of(process_set), f"after step {step}: ")
+    require_consistent(start_lines(things)(), process_set, f"after step {step}: ")
 
 
 def require_same(
@@ -400,9 +401,9 @@ def _leaves(name: str, value: Any) -> Iterator[Thing]:
             yield from _leaves(f"{name}, {index}", item)
 
 
-def _compare(things: Sequence[Thing], engine: Engine, when: str) -> None:
-    """Raise MismatchError on all ranks that have not joined, if their things differ."""
-    _, every = gather_lines_if_different(start_lines(things)(), engine)
+def require_consistent(lines: Sequence[Line], process_set: ProcessSet, when: str = "") -> None:
+    """Raise MismatchError on all ranks that have not joined, if their lines differ. Collective."""
+    _, every = gather_lines_if_different(lines, engine_of(process_set))
     found = find_difference(every)
     if found is not None:
         raise MismatchError(
