@@ -562,7 +562,7 @@ class Rounds:
                 rounds._agree_on_present()
                 rounds._first = rounds._start_weights()
 
-        hooks += [parameter.register_hook(note) for parameter in self._parameters]
+        hooks += [parameter.register_hook(note) for parameter in self._parameters]  # type: ignore[no-untyped-call]
 
     def _start_weights(self) -> Callable[[], list[Line]]:
         """Start to read the present weights; return a function that waits for their lines."""
