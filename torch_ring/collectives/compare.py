@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ring._C import Engine, all_sent
@@ -36,6 +37,7 @@ __all__ = [
     "gather_lines",
     "gather_lines_if_different",
     "hyper_parameters_of",
+    "refuse_lazy",
     "require_consistent",
     "require_same",
     "require_same_lines",
@@ -230,6 +232,7 @@ def verify_consistency(
             "verify_consistency takes the optimizer itself, or None, not "
             f"{type(optimizer).__name__}"
         )
+    refuse_lazy([*model.named_parameters(), *model.named_buffers()])
     names: dict[Tensor, str] = {
         parameter: name for name, parameter in reversed([*model.named_parameters()])
     }
@@ -345,6 +348,16 @@ def find_damage(
     return find_difference(
         {rank: [line for line in lines if line[0] in sent] for rank, lines in every.items()}, root
     )
+
+
+def refuse_lazy(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError for a parameter or buffer of a lazy module that has no shape yet."""
+    for name, value in named:
+        if is_lazy(value):
+            raise InvalidArgumentError(
+                f"'{name}' belongs to a lazy module (as LazyLinear) and has no shape yet: run one "
+                "forward pass first, on all ranks"
+            )
 
 
 class Thing(NamedTuple):

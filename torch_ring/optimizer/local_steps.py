@@ -29,6 +29,7 @@ from torch_ring.collectives.compare import (
     Line,
     Thing,
     digests_of,
+    refuse_lazy,
     require_consistent,
     require_same,
     start_lines,
@@ -46,7 +47,7 @@ from torch_ring.optimizer.bucket_wire import (
 )
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.distributed_optimizer import _DistributedOptimizer, _ShardedOptimizer
-from torch_ring.optimizer.gradient_report import refuse_sharded
+from torch_ring.optimizer.gradient_report import require_usable
 from torch_ring.optimizer.wrapping import (
     Copied,
     Wrapped,
@@ -397,8 +398,8 @@ class Rounds:
         self._index = 0
         self._warned = False
         current.config()  # raises NotInitializedError
+        require_usable((name, p) for p, name in self._names.items())
         self._fragments = self._cut()
-        refuse_sharded((name, p) for p, name in self._names.items())
         self._require_same()
         self.agrees = bool(self._sets())
         self._make_outer()
@@ -508,6 +509,7 @@ class Rounds:
     def add(self, names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
         """Add further parameters of the optimizer to the last fragment. Collective."""
         added = {p: name for p, name in names.items() if p.requires_grad}
+        refuse_lazy((name, p) for p, name in added.items())
         for each in self._sets():
             lines = [_line(p, name) for p, name in added.items()]
             require_same(lines, "the ranks add different parameters", each)
