@@ -94,8 +94,10 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
     return Average if average else Sum
 
 
-def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> ReduceOp:
-    """Return an operator that a user has given, by name or by Horovod's number.
+def checked_op(
+    op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp), argument: str = "op"
+) -> ReduceOp:
+    """Return an operator that a user has given as `argument`, by name or by Horovod's number.
 
     Raises:
         InvalidArgumentError: the operator is not allowed; for example another library's, whose
@@ -107,7 +109,7 @@ def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> Red
     meant = _meant(op)
     advice = f": use hvd.{meant.name}" if meant is not None and meant in allowed else ""
     raise InvalidArgumentError(
-        f"op must be {', '.join(names[:-1])} or {names[-1]}; got {_described(op)}{advice}"
+        f"{argument} must be {', '.join(names[:-1])} or {names[-1]}; got {_described(op)}{advice}"
     )
 
 

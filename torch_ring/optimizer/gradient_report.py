@@ -14,6 +14,7 @@ import torch.distributed
 from torch import Tensor
 
 from torch_ring._C import Engine, Worst
+from torch_ring.collectives.compare import refuse_lazy
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 
 __all__ = [
@@ -21,8 +22,8 @@ __all__ = [
     "GradientReport",
     "end_if_given_up",
     "explained",
-    "refuse_sharded",
     "require_same_steps",
+    "require_usable",
     "warn_of_ddp",
 ]
 
@@ -234,13 +235,15 @@ def _of_ddp() -> Iterator[Tensor]:
             yield from found.parameters()
 
 
-def refuse_sharded(names: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that every parameter is whole on this rank.
+def require_usable(names: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that every parameter has a shape and is whole on this rank.
 
     Raises:
-        ValueError: for a parameter of which FSDP or tensor parallelism gives each rank a part.
+        ValueError: for a parameter of a lazy module, or one of which FSDP or tensor parallelism
+            gives each rank a part.
     """
     for name, parameter in names:
+        refuse_lazy([(name, parameter)])
         is_dtensor = hasattr(parameter, "device_mesh") and hasattr(parameter, "placements")
         if is_dtensor or getattr(parameter, "_fsdp_flattened", False):
             kind = "a DTensor" if is_dtensor else "a parameter of FullyShardedDataParallel"

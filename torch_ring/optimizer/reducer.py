@@ -42,7 +42,7 @@ from torch_ring.optimizer.gradient_report import (
     GradientReport,
     NotFinite,
     culprit,
-    refuse_sharded,
+    require_usable,
     warn_of_ddp,
 )
 from torch_ring.optimizer.weight_comparison import WeightComparison
@@ -124,7 +124,7 @@ def require_same_parameters(
         MismatchError: the ranks differ; names the first parameter that differs between two ranks.
         InvalidArgumentError: one process cannot reduce the gradients.
     """
-    refuse_sharded(zip(names, parameters, strict=True))
+    require_usable(zip(names, parameters, strict=True))
     problem = device_problem(parameters)
     lines = [problem or settings.describe()]
     group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}

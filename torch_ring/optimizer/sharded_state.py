@@ -46,7 +46,7 @@ from torch.optim import (
 )
 
 from torch_ring._C import Engine
-from torch_ring.collectives.compare import hyper_parameters_of, require_same
+from torch_ring.collectives.compare import hyper_parameters_of, refuse_lazy, require_same
 from torch_ring.collectives.objects import allgather_object
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
@@ -90,6 +90,7 @@ def can_cut(optimizer: Optimizer) -> bool:
 
 def require_dense(names: Mapping[Tensor, str]) -> None:
     """Raise ValueError for a parameter whose elements overlap, or do not fill their memory."""
+    refuse_lazy((name, parameter) for parameter, name in names.items())
     for parameter, name in names.items():
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             raise ValueError(
