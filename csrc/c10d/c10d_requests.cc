@@ -3,8 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/trunc.h>
 #include <torch/version.h>
 #include <unistd.h>
 
@@ -200,9 +200,17 @@ at::Tensor part_for(const c10d::ReduceOp& op, const at::Tensor& tensor, const ch
   check_tensor(tensor, what);
   check_op(dtype_of(tensor), ReduceOp::kSum, what, 1);
   const at::NoGradGuard no_grad;
-  const bool is_whole = at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
-  if (!is_whole) return tensor.detach().mul(factor);
-  return tensor.detach().to(at::kDouble).mul_(factor).trunc_().to(tensor.scalar_type());
+  if (is_tensor && at::isIntegralType(supplement->tensor_factor.scalar_type(), false) &&
+      (!is_whole(factor) ||
+       static_cast<std::int64_t>(factor) != supplement->tensor_factor.item<std::int64_t>())) {
+    refuse(std::string(what) + ": PREMUL_SUM's factor is not exact in float64");
+  }
+  if (!at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false)) {
+    return tensor.detach().mul(factor);
+  }
+  at::Tensor part = at::empty_like(tensor);
+  scale(part, tensor.detach(), {.prescale = factor});
+  return part;
 }
 
 void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin(), from.end()); }
