@@ -438,6 +438,13 @@ class RecordStream:
     def dropped(self) -> int:
         """The number of records that found no room so far."""
 
+class Words:
+    """See torch_ring.config.Words."""
+
+    def __init__(
+        self, *, whole: str, members: str, leave: str, remedy: str, threads: str
+    ) -> None: ...
+
 class Engine:
     """Runs the collectives of a process set.
 
@@ -480,6 +487,7 @@ class Engine:
         stall_warning_s: float,
         fusion_window_s: float,
         fusion_threshold_bytes: int,
+        words: Words,
         nccl_library: str,
         nccl_blocking: bool,
         log: Callable[[str], None],

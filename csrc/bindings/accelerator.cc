@@ -415,6 +415,13 @@ at::Tensor truncated(const at::Tensor& values, at::ScalarType type) {
   return inside.masked_fill_(values.ge(0x1p63), Limits::max());
 }
 
+/// Integers that may have wrapped around, by their float64 values: these where the integers are out
+/// of range. An integer between 2^63 and 1.5 * 2^63 wraps around to one of the other sign.
+at::Tensor clamped(const at::Tensor& integers, const at::Tensor& values) {
+  const at::Tensor wraps = values.abs().gt(0x1.8p63).logical_or_(integers.lt(0).ne(values.lt(0)));
+  return at::where(wraps, truncated(values, integers.scalar_type()), integers);
+}
+
 bool is_float(const at::Tensor& tensor) {
   return tensor.is_floating_point() || tensor.is_complex();
 }
@@ -431,7 +438,10 @@ void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& sca
     at::Tensor target = output;
     at::mul_out(target, input, at::native::wrapped_scalar_tensor(factor));
   } else {
-    output.copy_(truncated(input.to(at::kDouble) * factor, input.scalar_type()));
+    const at::Tensor values = input.to(at::kDouble) * factor;
+    const bool is_exact = input.scalar_type() == at::kLong && is_whole(factor);
+    output.copy_(is_exact ? clamped(input * at::Scalar(static_cast<std::int64_t>(factor)), values)
+                          : truncated(values, input.scalar_type()));
   }
 }
 
@@ -452,19 +462,23 @@ void narrow(const at::Tensor& output, const at::Tensor& wide, const Reduction& r
   }
   const at::Scalar ranks(scaling.divisor);
   const bool is_pair = output.scalar_type() == at::kLong;
-  if (scaling.postscale != 1.0) {
+  const auto in_float64 = [&] {
     const at::Tensor values = wide.to(at::kDouble);
     const at::Tensor sum = is_pair ? values.select(1, 0) * ranks + values.select(1, 1) : values;
-    output.copy_(truncated(sum * scaling.postscale / static_cast<double>(scaling.divisor),
-                           output.scalar_type()));
-  } else if (!is_pair) {
-    output.copy_(at::div(wide, ranks, "trunc"));
-  } else {
+    return sum * scaling.postscale / static_cast<double>(scaling.divisor);
+  };
+  if (is_pair && is_whole(scaling.postscale) && std::abs(scaling.postscale) < 0x1p31) {
     // The average rounded down, from the quotients and the remainders; then toward zero.
-    const at::Tensor rest = wide.select(1, 1);
-    const at::Tensor down = wide.select(1, 0) + at::div(rest, ranks, "floor");
+    const at::Scalar factor(static_cast<std::int64_t>(scaling.postscale));
+    const at::Tensor rest = wide.select(1, 1) * factor;
+    const at::Tensor down = wide.select(1, 0) * factor + at::div(rest, ranks, "floor");
     const at::Tensor is_inexact = at::remainder(rest, ranks).ne(0);
-    output.copy_(down + down.lt(0).logical_and_(is_inexact).to(at::kLong));
+    const at::Tensor average = down + down.lt(0).logical_and_(is_inexact).to(at::kLong);
+    output.copy_(scaling.postscale == 1.0 ? average : clamped(average, in_float64()));
+  } else if (scaling.postscale != 1.0) {
+    output.copy_(truncated(in_float64(), output.scalar_type()));
+  } else {
+    output.copy_(at::div(wide, ranks, "trunc"));
   }
 }
 

@@ -133,9 +133,9 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
 
 /// output = input * scaling.prescale * scaling.postscale / scaling.divisor. Floating-point and
 /// complex numbers are multiplied by one factor, 16-bit floats in float32, and rounded once.
-/// Integers, which have no divisor here, are scaled in float64, truncated toward zero and clamped
-/// to the range of the dtype. Booleans are copied. `output` may be `input`, or another tensor over
-/// the same memory.
+/// Integers, which have no divisor here, are scaled as in reduce.h, truncated toward zero and
+/// clamped to the range of the dtype. Booleans are copied. `output` may be `input`, or another
+/// tensor over the same memory.
 void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& scaling);
 
 /// `tensor`, one-dimensional integers, converted to int32 or int64 for a reduction that would wrap

@@ -72,7 +72,8 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
     messages_ = std::make_shared<PointToPoint>(
         *plane_, set, members,
         MessagesWorld{rank_, world.labels, world.width, world.checksums, config.transfer_timeout(),
-                      config.stall_warning, log_line, config.timeout_name, message_recorder_});
+                      config.stall_warning, log_line, config.timeout_name, config.words.leave,
+                      message_recorder_});
   }
   Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
                           world.waits, has_other_threads, log_line,     {},  std::move(order)};

@@ -394,10 +394,14 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
       on_host(operation.outputs)) {
     // Copies are made when it begins, because earlier operations may write to the same memory.
     const Tensors outputs = operation.outputs;
-    pending = defer(outputs, [this, timeout, inputs, outputs, make, ... given = given] {
+    const auto thread = std::this_thread::get_id();
+    pending = defer(outputs, [this, timeout, thread, inputs, outputs, make, ... given = given] {
       await_memory(inputs, outputs);
       C10dOperation begun = make(given...);
-      for (Request& request : begun.requests) request.timeout = timeout;
+      for (Request& request : begun.requests) {
+        request.timeout = timeout;
+        request.thread = thread;
+      }
       return submit(std::move(begun), inputs);
     });
   } else {

@@ -86,7 +86,7 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
       launch_order_(options.launch_order ? std::move(options.launch_order)
                                          : std::make_shared<LaunchOrder>()),
       set_(options.set),
-      agreement_(labels_),
+      agreement_(labels_, config_.words),
       executor_(communicator, host_buffers_, config_.fusion_threshold_bytes),
       device_(std::move(options.make_device), config_.fusion_threshold_bytes, abort,
               config_.transfer_timeout()),
@@ -154,6 +154,7 @@ void Driver::announce_outbox(bool blocked) {
     const Request& request = work.request();
     Announcement announcement = announce(request, alone, communicator_, fingerprint_);
     announcement.launches = work.launches_;
+    announcement.among_threads = work.among_threads_;
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
     // An announcement that is alone in its entry may be longer, since all ranks usually post the
     // same one.
@@ -282,7 +283,7 @@ void Driver::run_on_device(const Round& round, std::span<const Decision* const> 
       round.runs, [](const Run& run) { return EntryReader(run.common, run.own).shares_device(); });
   std::optional<LaunchOrder::Place> place;
   if (is_ordered) {
-    place.emplace(*launch_order_, set_, set_name(labels_));
+    place.emplace(*launch_order_, set_, set_name(labels_, config_.words.members));
     place->settle(communicator_);
     place->wait(abort_, config_.transfer_timeout() + kGrace);
   }

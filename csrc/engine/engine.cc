@@ -32,10 +32,10 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
       config_(options.config),
       follow_(std::move(options.follow)),
       name_(name_in(at(options.labels, communicator_->rank()))),
-      is_world_(options.set == 0),
       board_(communicator_->board()),
       queue_(name_, options.set, options.transport),
-      watchdog_(options.plane, options.set, std::move(options.members), options.labels, *abort_,
+      watchdog_(options.plane, options.set, std::move(options.members), options.labels,
+                config_.words.leave, *abort_,
                 [this] {
                   const Lock lock = queue_.lock();
                   changed_.notify_all();
@@ -132,10 +132,9 @@ void Engine::require_world() const {
   try {
     abort_->check();
   } catch (const Error& cause) {
-    const std::string ended = is_world_ ? ": this world has ended: " : ": this set has ended: ";
-    throw Error(cause.kind(), name_ + ended + cause.what() + (is_world_ ? "" : ". Remove it, or") +
-                                  (is_world_ ? ". Call" : " call") +
-                                  " shutdown() and init(), or exit");
+    const Words& words = config_.words;
+    throw Error(cause.kind(), name_ + ": this " + words.whole + " has ended: " + cause.what() +
+                                  ". " + words.remedy);
   }
 }
 

@@ -253,7 +253,6 @@ class Engine final : private Driver::Callbacks {
   const EngineConfig config_;
   const std::function<void(Request&)> follow_;
   const std::string name_;  // "rank 2"
-  const bool is_world_;     // and not a process set of it
   const ::pid_t pid_ = ::getpid();
   Board& board_;
 

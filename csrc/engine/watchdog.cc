@@ -57,11 +57,13 @@ constexpr std::chrono::seconds kUnknownGrace{30};
 }  // namespace
 
 Watchdog::Watchdog(ControlPlane* plane, std::uint64_t set, std::vector<int> members,
-                   std::vector<std::string> labels, Abort& abort, std::function<void()> raised)
+                   std::vector<std::string> labels, std::string leave, Abort& abort,
+                   std::function<void()> raised)
     : plane_(plane),
       set_(set),
       members_(std::move(members)),
       labels_(std::move(labels)),
+      leave_(std::move(leave)),
       abort_(abort),
       raised_(std::move(raised)) {
   // The last statement: the plane may call this object from here on.
@@ -152,7 +154,7 @@ Error Watchdog::departed(const Departure& departure) const {
   const std::string& who = label(departure.rank);
   if (!departure.why.empty()) return {ErrorKind::kPeerLost, who + " left: " + departure.why};
   return {ErrorKind::kPeerLost,
-          who + " has left: it called shutdown() or exited. " + kAllRanksMustCall};
+          who + " has left: it called " + leave_ + " or exited. " + kAllRanksMustCall};
 }
 
 const std::string& Watchdog::label(int rank) const {

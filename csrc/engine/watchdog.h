@@ -64,10 +64,12 @@ class Lateness {
 class Watchdog final : private ControlObserver {
  public:
   /// `plane`: null in a world of one; it outlives stop(). `set`: the set's number in the plane.
-  /// `members`: its ranks in the world, by their rank in the set; `labels` likewise. The plane's
+  /// `members`: its ranks in the world, by their rank in the set; `labels` likewise. `leave`:
+  /// Words::leave. The plane's
   /// thread calls `raised` after it has raised `abort`, noticed a departure, or made a connection.
   Watchdog(ControlPlane* plane, std::uint64_t set, std::vector<int> members,
-           std::vector<std::string> labels, Abort& abort, std::function<void()> raised);
+           std::vector<std::string> labels, std::string leave, Abort& abort,
+           std::function<void()> raised);
   ~Watchdog() override { stop(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -123,6 +125,7 @@ class Watchdog final : private ControlObserver {
   const std::uint64_t set_;
   const std::vector<int> members_;
   const std::vector<std::string> labels_;
+  const std::string leave_;
   Abort& abort_;
   const std::function<void()> raised_;
 

@@ -259,7 +259,7 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
     const std::string& who = at(world_.labels, peer);
     if (!it.departure) return *side.error;
     if (!it.departure->empty()) return Error(ErrorKind::kPeerLost, who + " left: " + *it.departure);
-    return Error(ErrorKind::kPeerLost, who + " has left: it called shutdown() or exited");
+    return Error(ErrorKind::kPeerLost, who + " has left: it called " + world_.leave + " or exited");
   };
   if (it.departure && !it.sends.error) it.sends.error = cause(it.sends);  // it takes no more
   if (is_over(it.sends)) {

@@ -55,7 +55,7 @@ def differing_operators() -> tuple[str, str]:
     [
         (differing_shapes, ("float32 [1]", "float32 [2]")),
         (differing_dtypes, ("float32 [2]", "float64 [2]")),
-        (differing_operations, ("allreduce", "broadcast")),
+        (differing_operations, ("all_reduce", "broadcast")),
         (differing_roots, ("root 0", "root 1")),
         (differing_operators, ("Sum", "Max")),
     ],

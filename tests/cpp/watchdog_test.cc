@@ -17,7 +17,8 @@ const std::string kLeft =
 /// The watchdog of one rank, and its effects.
 struct Watched {
   Watched(ControlPlane* plane, std::uint64_t set, std::vector<int> members)
-      : watchdog(plane, set, members, labels_of(members), abort, [this] { ++raised; }) {}
+      : watchdog(plane, set, members, labels_of(members), "shutdown()", abort,
+                 [this] { ++raised; }) {}
 
   /// In the order of the set, not of the world.
   static std::vector<std::string> labels_of(const std::vector<int>& members) {

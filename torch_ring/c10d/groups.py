@@ -35,7 +35,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
 from torch_ring.c10d.reconfiguration import ReconfigureStore, in_order
-from torch_ring.config import Config
+from torch_ring.config import DEFAULT_GROUP, GROUP, Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
 from torch_ring.setup.network import Deadline
@@ -193,6 +193,7 @@ class Group:
             config,
             timeout_s=timeout_s,
             timeout_name=_TIMEOUT_NAME,
+            words=DEFAULT_GROUP if is_default else GROUP,
             fusion_window_s=0.0,  # all ranks submit in the same order: nothing to wait for
         )
         self._home: _SharedWorld | None = None  # the world in which its parts are process sets
@@ -325,7 +326,8 @@ class Group:
                 self.rank, self.size = ranks.index(self._own_store.handle), len(ranks)
                 self._global_ranks = tuple(range(self.size))
                 self._store = PrefixStore("torch_ring", store)
-                self._config = replace(self._config, init_timeout_s=timeout_s)
+                words = replace(self._config.words, join="reconfigure()")
+                self._config = replace(self._config, init_timeout_s=timeout_s, words=words)
                 self._shared = self._home = self._make_world()
                 self._is_connected, self._is_deferred = True, False
         finally:
@@ -451,7 +453,9 @@ class Group:
     def _make_world(self) -> _SharedWorld:
         given = {"rank": self.rank, "size": self.size, "local_rank": None, "local_size": None}
         config = self._config
-        self._deadline = Deadline(config.init_timeout_s, config.init_timeout_name)
+        self._deadline = Deadline(
+            config.init_timeout_s, config.init_timeout_name, config.words.join
+        )
         self._check_member()  # from now on, _leave() ends the deadline
         world = join_world(
             None, None, given, self._store, config, of_init=False, deadline=self._deadline

@@ -29,11 +29,11 @@ class ReduceOp(IntEnum):
 
     Average divides the sum by the number of ranks. An average of integers truncates toward zero,
     and its sum does not wrap around: it is kept in a wider dtype. Sum wraps around, as torch's sums
-    do. Factors multiply integers in float64; each product is truncated toward zero, and clamped to
-    the range of the dtype. Adasum is adaptive summation (S. Maleki et al., MLSys 2021). It takes
-    floating point, on a power of two of ranks. Band, Bor and Bxor are the bitwise and, or and
-    exclusive or of integers, and the logical ones of bools; on a GPU they run on a copy on the CPU,
-    as Adasum does.
+    do. Whole factors multiply integers exactly, others in float64; each product is truncated toward
+    zero, and clamped to the range of the dtype. Adasum is adaptive summation (S. Maleki et al.,
+    MLSys 2021). It takes floating point, on a power of two of ranks. Band, Bor and Bxor are the
+    bitwise and, or and exclusive or of integers, and the logical ones of bools; on a GPU they run
+    on a copy on the CPU, as Adasum does.
     """
 
     Average = 0

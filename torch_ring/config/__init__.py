@@ -16,12 +16,18 @@ from torch_ring.config.settings import (
     threads_are_chosen,
     variables_set,
 )
+from torch_ring.config.words import DEFAULT_GROUP, GROUP, PROCESS_SET, WORLD, Words
 
 __all__ = [
+    "DEFAULT_GROUP",
+    "GROUP",
     "GROUPS",
+    "PROCESS_SET",
     "SETTINGS",
+    "WORLD",
     "Config",
     "Setting",
+    "Words",
     "failpoints",
     "let_ddp_ask_for_memory",
     "let_programs_find_horovod",

@@ -238,10 +238,16 @@ class Deadline:
     Args:
         timeout_s: seconds from now.
         name: the name of the setting with the timeout.
+        call: the call of the program that gives up then, for errors.
+
+    Attributes:
+        timeout_s, call: as the arguments.
     """
 
-    def __init__(self, timeout_s: float, name: str = "TORCH_RING_INIT_TIMEOUT") -> None:
-        self.timeout_s, self._name = timeout_s, name
+    def __init__(
+        self, timeout_s: float, name: str = "TORCH_RING_INIT_TIMEOUT", call: str = "init()"
+    ) -> None:
+        self.timeout_s, self._name, self.call = timeout_s, name, call
         self._at = time.monotonic() + timeout_s
 
     def left_s(self) -> float:

@@ -170,7 +170,9 @@ def join_world(
             )
     begin = _begin if of_init else []
     if identity.size > 1:
-        deadline = deadline or Deadline(config.init_timeout_s, config.init_timeout_name)
+        deadline = deadline or Deadline(
+            config.init_timeout_s, config.init_timeout_name, config.words.join
+        )
         world = _connect(identity, config, deadline, comm, store, sets, begin, missed)
     else:
         world = _start_engine(Connections(), config, begin)

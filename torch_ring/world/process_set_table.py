@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch_ring._C import Engine
-from torch_ring.config import Config
+from torch_ring.config import PROCESS_SET, Config
 from torch_ring.errors import (
     InvalidArgumentError,
     MismatchError,
@@ -86,10 +87,13 @@ class ProcessSetRecord:
             )
         with self._making:
             if self._closed:
-                raise InvalidArgumentError(f"the process set {list(self.ranks)} has been removed")
+                raise InvalidArgumentError(
+                    f"the {self._config.words.members} {list(self.ranks)} has been removed"
+                )
             if self._failure:  # the other members have given the set up
                 raise RingError(
-                    f"the process set {list(self.ranks)} has ended: {self._failure}. Remove it"
+                    f"the {self._config.words.members} {list(self.ranks)} has ended: "
+                    f"{self._failure}. {self._config.words.remedy}"
                 )
             if self._engine is None:
                 self._engine = self._make_engine()
@@ -250,7 +254,7 @@ class ProcessSetTable:
                     next(number for number in range(1, len(ids) + 1) if number not in ids),
                     ranks,
                     self._connections,
-                    self._config,
+                    replace(self._config, words=PROCESS_SET),
                     number=self._numbers,
                     slots=[slots[rank] for rank in ranks],
                 )
