@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from optimizer_writes import WRITES
 from pool import DEADLINE_S, error_of, run
+from slow import slow
 from test_sharded_state import (
     assert_equal,
     assert_equal_states,
@@ -152,3 +154,84 @@ def write_on_one_rank() -> None:
 @on_both_transports
 def test_a_write_of_one_rank_is_an_error_on_all(transport: str) -> None:
     run(write_on_one_rank, 3, transport=transport)
+
+
+def compile_step() -> None:
+    models = make_model(), make_model()
+    optimizers = plain(models[0]), sharded(models[1])
+    steps = optimizers[0].step, torch.compile(lambda: optimizers[1].step(), backend="eager")
+    for batch in joined_batches(3):
+        for model, optimizer, take in zip(models, optimizers, steps, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, part(batch)).backward()
+            take()
+        assert_equal(models[1], models[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
+def test_a_step_within_a_compiled_function(transport: str) -> None:
+    run(compile_step, 2, transport=transport, deadline_s=3 * DEADLINE_S)
+
+
+def convert() -> None:
+    """The weights change their memory format, whose state is cut: it is not mixed up."""
+    models = [torch.nn.Sequential(torch.nn.Conv2d(16, 64, 3), torch.nn.Conv2d(64, 9, 3))]
+    models.append(copy.deepcopy(models[0]))
+    hvd.broadcast_parameters(models[0].state_dict(), 0)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = plain(models[0]), sharded(models[1])
+    torch.manual_seed(hvd.rank())
+    for number in range(4):
+        batch = torch.randn(2, 16, 8, 8)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            if number == 2:
+                model.to(memory_format=torch.channels_last)
+            for place, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, place) + parameter * batch.sum()
+            optimizer.step()
+        assert_equal(models[1], models[0])
+    hvd.verify_consistency(models[1], optimizers[1])
+
+
+@on_both_transports
+def test_a_model_in_another_memory_format_keeps_its_state(transport: str) -> None:
+    run(convert, 2, transport=transport, env={"TORCH_RING_CHECK_EVERY": "1"})
+
+
+def put_what_cannot_be_divided() -> None:
+    model = make_model()
+    optimizer = sharded(model)
+    step(model, optimizer, joined_batches(1)[0])
+    loss_of(model, part(joined_batches(1)[0])).backward()
+    if hvd.rank() == 0:
+        optimizer.state[model[2].weight]["exp_avg"] = torch.zeros(7, 7)
+    own = "optimizer.state has a tensor of shape [7, 7] as 'exp_avg' of parameter 2"
+    text = own if hvd.rank() == 0 else "rank 0 cannot"
+    for use in (optimizer.step, optimizer.state_dict):
+        kind, message = error_of(use)
+        assert (kind, text in message) == ("InvalidArgumentError", True), message
+
+
+def test_a_value_that_cannot_be_divided_is_an_error_on_all_ranks() -> None:
+    run(put_what_cannot_be_divided, 2, transport="tcp")
+
+
+def have_no_page_table() -> None:
+    """Without /proc/self/pagemap all pages are compared."""
+    opened = os.open
+
+    def open_other(path: Any, *args: Any, **more: Any) -> int:
+        if path == "/proc/self/pagemap":
+            raise PermissionError(path)
+        return opened(path, *args, **more)
+
+    os.open = open_other  # type: ignore[assignment]
+    try:
+        write("multiply", "zero adam", "Average")
+    finally:
+        os.open = opened
+
+
+def test_writes_are_seen_without_a_page_table() -> None:
+    run(have_no_page_table, 2)
