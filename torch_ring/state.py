@@ -220,7 +220,8 @@ def copy_optimizer_state(
         "the ranks have different optimizers",
         process_set,
     )
-    with getattr(optimizer, "_replaced_state", contextlib.nullcontext)():  # of a sharded optimizer
+    replaced = getattr(optimizer, "_replaced_state", contextlib.nullcontext)  # of a sharded one
+    with replaced(root_rank):
         if world.rank() == root_rank:
             tensors: list[Tensor] = []
             packed = _pack(_contents(optimizer, parameters), tensors)

@@ -380,8 +380,13 @@ class Thing(NamedTuple):
 
 
 def things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[Thing]:
-    """Yield the hyper-parameters and the state of an optimizer, in the order of its parameters."""
+    """Yield the hyper-parameters and the state of an optimizer, in the order of its parameters.
+
+    A state that is divided among the ranks (``shard_state=True``) is left out.
+    """
     yield from hyper_parameters_of(optimizer)
+    if getattr(optimizer, "_has_divided_state", False):
+        return
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             name = names.get(parameter, f"{number}.{index}")

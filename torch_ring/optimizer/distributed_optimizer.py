@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from torch_ring._C import GradientHooks, Worst
 from torch_ring.collectives.compare import verify_step
@@ -469,6 +470,12 @@ class _ShardedOptimizer(_DistributedOptimizer):
 
     _shards: ShardedState
 
+    @property
+    def _has_divided_state(self) -> bool:
+        """Whether ``state`` has this rank's parts only."""
+        return self._shards.is_divided
+
+    @_disable_dynamo  # it waits for other ranks: not in a graph
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's part of the parameters, and wait for the others'. Collective."""
@@ -489,13 +496,9 @@ class _ShardedOptimizer(_DistributedOptimizer):
             found = self._user_class.state_dict(self)
         return found if root_rank in (None, current.rank()) else {**found, "state": {}}
 
-    def _after_load_state_dict(self) -> None:
-        super()._after_load_state_dict()
-        self._shards.note_replaced()
-
-    def _replaced_state(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the state is whole, and all ranks replace it. Collective."""
-        return self._shards.whole(self, is_replaced=True)
+    def _replaced_state(self, root: int) -> contextlib.AbstractContextManager[None]:
+        """Context in which the root has its whole state, and all ranks take it. Collective."""
+        return self._shards.replaced(self, root)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self._shards.is_divided:
@@ -529,7 +532,7 @@ class _ShardedOptimizer(_DistributedOptimizer):
         if self._reducer is None:
             self._shards.leave(self)
         else:
-            self._shards.place(self, self._reducer.index)
+            self._shards.place(self, self._reducer.index, self._parameter_names)
 
 
 def _leave(sync: BackwardSync, reference: weakref.ref[Reducer], _owner: object) -> None:
