@@ -20,7 +20,7 @@ from torch_ring.optimizer.weight_comparison import is_compared
 
 def test_the_steps_after_which_ranks_compare():
     compared = [step for step in range(4001) if is_compared(step)]
-    assert compared == [10, 100, 1000, 2000, 3000, 4000]
+    assert compared == [1, 10, 100, 1000, 2000, 3000, 4000]
 
 
 def wrapped(model: nn.Module, **arguments: object) -> torch.optim.Optimizer:
@@ -48,7 +48,7 @@ def drift(op: hvd.ReduceOp) -> list[str]:
 
 
 REMEDY = (
-    "at the first gradients all had the same. "
+    "after step 1 all had the same. "
     "Gradients are averaged, weights are not, so they stay different: call broadcast_parameters("
     "model.state_dict(), root_rank=0) and look for what one rank alone does: a gradient that it "
     "sets or changes after the average, a learning rate of its own, a write into a weight. "
@@ -122,7 +122,7 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
     assert others == []
     told, *drifted = messages
     when = "after step 10 " if change_at else ""
-    since = "; at the first gradients all had the same" if change_at else ""
+    since = "; after step 1 all had the same" if change_at else ""
     assert re.sub(r"1 of \d+ of", "1 of all of", told) == (
         f"{when}the ranks train with different hyper-parameters: 'lr' of group 0 on rank 1 (0.01) "
         f"is not that on rank 0 (0.1); 1 of all of this optimizer differ{since}. Each rank steps "
@@ -131,7 +131,45 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
         "optimizer, root_rank=0)"
     )
     assert [message.partition(": ")[0] for message in drifted] == [
-        "after step 10 the ranks train different weights"
+        f"after step {10 if change_at else 1} the ranks train different weights"
+    ]
+
+
+class Private(SGD):
+    """Replaces each rank's gradients in step(), as Opacus' DPOptimizer does."""
+
+    def step(self, closure=None):
+        replace_gradients(self)
+        return super().step(closure)
+
+
+def replace_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, hvd.rank() + 1.0)
+
+
+def train_privately(around: bool) -> list[str]:
+    model = make_model()
+    cls = SGD if around else Private
+    optimizer = hvd.DistributedOptimizer(cls(model.parameters(), lr=0.1), model.named_parameters())
+    with logged() as messages:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+            if around:
+                replace_gradients(optimizer)
+            optimizer.step()
+    return messages
+
+
+@on_both_transports
+@pytest.mark.parametrize("around", [True, False])
+def test_gradients_replaced_after_the_average_are_told_at_the_first_step(transport, around):
+    messages, others = run(train_privately, 2, args=(around,), transport=transport)
+    assert others == []
+    assert [message.partition(": ")[0] for message in messages] == [
+        "after step 1 the ranks train different weights"
     ]
 
 

@@ -3,7 +3,7 @@
 Gradients are averaged, weights are not. So a rank that starts from other weights, steps with a
 gradient or a learning rate of its own, or writes into a weight trains another model from then on.
 The ranks compare weights and hyper-parameters at an optimizer's first gradients, and then seldom:
-after its steps 10 and 100, and every 1000th one.
+after its steps 1, 10 and 100, and every 1000th one.
 
 A comparison takes an 8-byte digest of all weights. It travels in the ranks' reports of a backward
 pass (`BackwardSync`), so it needs no collective and no wait of its own. If the digests differ, the
@@ -46,7 +46,7 @@ __all__ = ["WeightComparison", "WeightReports", "is_compared"]
 _log = logging.getLogger("torch_ring")
 
 _SUMMARY_BYTES = 8
-_FIRST_STEPS, _EVERY = (10, 100), 1000
+_FIRST_STEPS, _EVERY = (1, 10, 100), 1000
 _DEVICE_DELAY = 4  # passes: if a device is further behind, a wait of its host costs nothing
 
 
