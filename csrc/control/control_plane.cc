@@ -92,11 +92,14 @@ std::string ControlPlane::trouble() const {
   return trouble ? trouble->what() : dials_.trouble();
 }
 
-void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience) {
+void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience, std::string why) {
   {
     const std::scoped_lock lock(mutex_);
-    if (!farewell_) patience_ = patience;
-    if (!farewell_) farewell_ = farewell;
+    if (!farewell_) {
+      farewell_ = farewell;
+      patience_ = patience;
+      why_ = std::move(why);
+    }
   }
   ::eventfd_write(wake_.get(), 1);
   queries_.close();
@@ -223,11 +226,6 @@ void ControlPlane::fail(std::uint64_t set, const Error& cause) {
   ::eventfd_write(wake_.get(), 1);
 }
 
-void ControlPlane::give_reason(std::string why) {
-  const std::scoped_lock lock(mutex_);
-  why_ = std::move(why);
-}
-
 template <class Make>
 void ControlPlane::tell(Make&& make) {
   {
@@ -237,8 +235,15 @@ void ControlPlane::tell(Make&& make) {
   ::eventfd_write(wake_.get(), 1);
 }
 
-void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds, int members) {
-  tell([&] { return Message::left(rank_, set, rounds, members, why_); });
+void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds, int members, std::string why) {
+  tell([&] { return Message::left(rank_, set, rounds, members, reason(std::move(why))); });
+}
+
+/// The reason to leave: `why`, or else the loss that this rank knows.
+std::string ControlPlane::reason(std::string why) const {
+  const Message* const loss = why.empty() ? news_.first_loss_besides(rank_) : nullptr;
+  if (loss == nullptr) return why;
+  return "it knows that " + at(options_.labels, loss->rank) + ' ' + loss->text;
 }
 
 std::uint64_t ControlPlane::ask(int rank) {
@@ -522,7 +527,7 @@ std::list<ControlLink> ControlPlane::say_goodbye() {
   const auto now = Clock::now();
   links_.remove_if([&](const ControlLink& link) { return news_.lost(link.peer()); });
   for (ControlLink& link : links_) {
-    link.queue(Message::departed(rank_, why_), now);
+    link.queue(goodbye, now);
     link.flush(now);
   }
   if (failpoint("departed", rank_)) return {};
@@ -533,6 +538,7 @@ void ControlPlane::add_link(int peer, Fd socket, Clock::time_point now) {
   if (!news_.alive(peer)) return;
   // A peer that connects again has given up its former connection.
   links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });
+  const Message goodbye = Message::departed(rank_, reason(why_));
   ControlLink& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
   for (const Message& news : news_.known()) link.queue(news, now);
   dials_.remove(peer);

@@ -110,15 +110,12 @@ class ControlPlane {
   /// failed, for the message of a timeout; empty if there is none.
   std::string trouble() const;
 
-  /// Sets the reason why this process leaves, for the other ranks' errors: "ValueError: ... at
-  /// train.py:41". Later calls of leave() and stop() tell it.
-  void give_reason(std::string why);
-
   /// Tells the other ranks that this one leaves a set in peace, after it has completed `rounds`
   /// rounds of the set's board. Call it before the set's data connections close. When all of its
-  /// `members` have left, the set has ended: nobody uses the memory of its slots any more.
-  /// Blocking: no.
-  void leave(std::uint64_t set, std::uint64_t rounds, int members);
+  /// `members` have left, the set has ended: nobody uses the memory of its slots any more. `why`:
+  /// the reason for the other ranks' errors, "ValueError: ... at train.py:41"; without one they
+  /// read which rank this one knows to be lost. Blocking: no.
+  void leave(std::uint64_t set, std::uint64_t rounds, int members, std::string why = {});
   /// Precondition: leave() was called for the set.
   bool has_ended(std::uint64_t set) const;
 
@@ -138,13 +135,14 @@ class ControlPlane {
   }
 
   /// Says goodbye, waits until the neighbours have heard it (`patience` at most), joins the thread
-  /// and closes all connections, including those that no SocketSource has taken.
-  void stop(std::chrono::milliseconds patience = kGoodbyePatience) {
-    end(Farewell::kGoodbye, patience);
+  /// and closes all connections, including those that no SocketSource has taken. `why`: as in
+  /// leave(), for the sets that this rank has not used.
+  void stop(std::chrono::milliseconds patience = kGoodbyePatience, std::string why = {}) {
+    end(Farewell::kGoodbye, patience, std::move(why));
   }
 
   /// Like stop(), but without a goodbye: the other ranks presume this one dead.
-  void die() { end(Farewell::kNone, kGoodbyePatience); }
+  void die() { end(Farewell::kNone, kGoodbyePatience, {}); }
 
   /// Tells `observer` of the ranks `members`, until unsubscribe() returns. Earlier news arrives at
   /// once. `set`: the set's number, the same on all ranks, never used twice; or the number of its
@@ -207,7 +205,8 @@ class ControlPlane {
   class Sockets;
   class Waits;
 
-  void end(Farewell farewell, std::chrono::milliseconds patience);
+  void end(Farewell farewell, std::chrono::milliseconds patience, std::string why);
+  std::string reason(std::string why) const;
   /// SocketSource::take() for a peer of a set.
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
   /// Sends news of this rank, which make() builds under the lock.
@@ -259,7 +258,6 @@ class ControlPlane {
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
   std::vector<Message> own_news_;      // news of this rank, not sent yet
-  std::string why_;                    // the reason why this rank leaves
   std::uint64_t points_ = 0;           // passed by this rank
   std::optional<std::uint64_t> stop_;  // the point after which all ranks stop
   bool told_points_ = false;           // to the others; it passes no more until all have
@@ -276,6 +274,7 @@ class ControlPlane {
   Clock::time_point next_heartbeat_;
 
   std::thread thread_;  // the last member: the thread uses all of the above
+  std::string why_;                       // the reason in the goodbye
 };
 
 }  // namespace torch_ring

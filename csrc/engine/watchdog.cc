@@ -77,8 +77,9 @@ void Watchdog::announce(const Error& cause) {
   if (plane_ != nullptr) plane_->fail(set_, cause);
 }
 
-void Watchdog::leave(std::uint64_t rounds) {
-  if (plane_ != nullptr) plane_->leave(set_, rounds, static_cast<int>(members_.size()));
+void Watchdog::leave(std::uint64_t rounds, std::string why) {
+  if (plane_ == nullptr) return;
+  plane_->leave(set_, rounds, static_cast<int>(members_.size()), std::move(why));
 }
 
 void Watchdog::check_departures(std::uint64_t round) const {
