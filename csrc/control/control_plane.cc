@@ -255,7 +255,7 @@ std::uint64_t ControlPlane::ask(int rank) {
 std::uint64_t ControlPlane::probe(int rank) {
   std::uint64_t number = 0;
   tell([&] {
-    probes_.insert(number = ++asked_);
+    probes_.emplace(number = ++asked_, rank);
     return Message::asks(rank_, rank, number, kProbe);
   });
   return number;
@@ -363,7 +363,7 @@ void ControlPlane::run() {
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
     if (!found.empty()) {  // all their earlier messages have been passed on
       lock.lock();
-      for (const std::uint64_t probe : found) probes_.erase(probe);
+      for (const std::uint64_t probe : found) forget_probes(probe);
       lock.unlock();
     }
     if (!farewell) continue;
@@ -433,7 +433,14 @@ void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
       link.close();
       lose(link.peer(), error.what(), now);
     }
-    if (link.ended()) lose(link.peer(), "died: its connection closed; see its output", now);
+    if (!link.ended()) continue;
+    const int peer = link.peer();
+    const bool same_host = at(options_.host_of, peer) == at(options_.host_of, rank_);
+    if (!link.was_reset() || same_host) {
+      lose(peer, "died: its connection closed; see its output", now);
+    } else if (news_.alive(peer) && judges()) {
+      dials_.renew(peer, now);
+    }
   }
 }
 
@@ -473,6 +480,12 @@ void ControlPlane::connect(const PollSet& polls, Clock::time_point now) {
     } else {
       lose(peer, "died: nobody listens at its address any more; see its output", now);
     }
+  }
+  for (const int peer : outcome.gone) {
+    lose(peer,
+         "died: its connection closed, and nobody listens at its address any more; see its output, "
+         "or whether a firewall rejects its connections",
+         now);
   }
   for (const int peer : outcome.silent) lose(peer, silence(), now);
   for (const std::uint64_t set : data_.advance(polls, now)) connected_.insert(set);
@@ -525,6 +538,7 @@ void ControlPlane::send(Clock::time_point now) {
 std::list<ControlLink> ControlPlane::say_goodbye() {
   if (failpoint("departure", rank_)) return {};
   const auto now = Clock::now();
+  const Message goodbye = Message::departed(rank_, reason(why_));
   links_.remove_if([&](const ControlLink& link) { return news_.lost(link.peer()); });
   for (ControlLink& link : links_) {
     link.queue(goodbye, now);
@@ -538,11 +552,24 @@ void ControlPlane::add_link(int peer, Fd socket, Clock::time_point now) {
   if (!news_.alive(peer)) return;
   // A peer that connects again has given up its former connection.
   links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });
-  const Message goodbye = Message::departed(rank_, reason(why_));
   ControlLink& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
   for (const Message& news : news_.known()) link.queue(news, now);
+  const auto asks = [&](const auto& probe) { return probe.second == peer; };
+  if (std::ranges::any_of(probes_, asks)) {  // the former connection may have lost them
+    probes_.emplace(++asked_, peer);
+    own_news_.push_back(Message::asks(rank_, peer, asked_, kProbe));
+  }
   dials_.remove(peer);
   awaited_.erase(peer);
+}
+
+/// Forgets a probe that its rank has answered, and earlier ones of that rank.
+void ControlPlane::forget_probes(std::uint64_t answered) {
+  const auto found = probes_.find(answered);
+  if (found == probes_.end()) return;
+  std::erase_if(probes_, [&, rank = found->second](const auto& probe) {
+    return probe.second == rank && probe.first <= answered;
+  });
 }
 
 ControlLink* ControlPlane::link_to(int peer) {

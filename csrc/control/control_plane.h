@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -80,7 +81,7 @@ void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds pa
 /// in both directions, 2 log2(n) of them at most. News is flooded through it: each rank passes on
 /// each message once, when it first hears it. When a rank is lost, its neighbours on the ring
 /// connect to the next living ones and tell them all that they know, so the survivors stay
-/// connected and miss no news.
+/// connected and miss no news. A connection that the network resets is made again.
 ///
 /// The thread sleeps in poll(), then takes a turn under the lock, then notifies the observers
 /// without it. News of a loss or a failure is sent on in the turn in which it arrives. Departures
@@ -227,6 +228,7 @@ class ControlPlane {
   std::list<ControlLink> say_goodbye();
 
   void add_link(int peer, Fd socket, Clock::time_point now);
+  void forget_probes(std::uint64_t answered);
   ControlLink* link_to(int peer);
   void lose(int peer, const std::string& how, Clock::time_point now);
   void presume_departed(int peer);
@@ -263,7 +265,8 @@ class ControlPlane {
   bool told_points_ = false;           // to the others; it passes no more until all have
   std::uint64_t waits_told_ = 0;       // by this rank
   std::uint64_t asked_ = 0;            // questions, likewise
-  std::set<std::uint64_t> probes_;     // without an answer, or with one of this turn
+  // The ranks asked, by question: probes without an answer, or with one of this turn.
+  std::map<std::uint64_t, int> probes_;
   std::vector<std::uint64_t> found_;   // probes answered in this turn
   std::vector<Message> pending_news_;  // for the observers
   std::vector<std::uint64_t> ended_;   // sets, whose news they need no more
@@ -271,10 +274,10 @@ class ControlPlane {
   std::set<std::uint64_t> connected_;  // sets whose observers must be notified
   std::optional<Farewell> farewell_;
   std::chrono::milliseconds patience_{};  // with peers that do not read the goodbye
+  std::string why_;                       // the reason in the goodbye
   Clock::time_point next_heartbeat_;
 
   std::thread thread_;  // the last member: the thread uses all of the above
-  std::string why_;                       // the reason in the goodbye
 };
 
 }  // namespace torch_ring

@@ -103,7 +103,7 @@ Watchdog::Cause Watchdog::root_cause(const Error& error, std::uint64_t round) co
     const bool has_answered = probe != 0 && plane_->has_answered(probe);
     if (auto cause = departure_before(round, kDepartureGrace)) return {std::move(*cause), true};
     if (abort_.raised() || Clock::now() >= deadline) return {error, false};
-    if (has_answered && !departure_before(round, {})) return {error, false};
+    if (has_answered && !departure_before(round, {})) return {cut_by_network(error), false};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
