@@ -122,7 +122,7 @@ void bind_engine(py::module_& module) {
       .def("observe", &PyEngine::observe, py::arg("stream"))
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)
-      .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false)
+      .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false, py::arg("why") = "")
       .def("abandon", &PyEngine::abandon);
   module.def(
       "sparse_message",

@@ -309,7 +309,7 @@ void PyEngine::end(const std::string& why) const {
   engine->end(Error(ErrorKind::kInternal, why));
 }
 
-void PyEngine::shutdown(bool removed) {
+void PyEngine::shutdown(bool removed, std::string why) {
   if (::getpid() != pid_) return abandon();
   if (!engine_) return;
   const std::shared_ptr<Engine> engine = engine_;  // another thread may be here, too
@@ -317,7 +317,7 @@ void PyEngine::shutdown(bool removed) {
   {
     const py::gil_scoped_release no_gil;  // the engine's threads may be about to log
     if (messages_) messages_->close();
-    engine->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves);
+    engine->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves, std::move(why));
   }
   engine_.reset();
   communicator_.reset();

@@ -624,9 +624,10 @@ void RingBackend::abort() {
     const std::scoped_lock lock(replacing_);
     if (is_connected_) engine = engine_;
   }
-  if (!engine) return membership_.leave();
+  const std::string why = "the group was aborted by abort()";
+  if (!engine) return membership_.leave(why);
   try {
-    engine->end(Error(ErrorKind::kInternal, "the group was aborted by abort()"));
+    engine->end(Error(ErrorKind::kInternal, why));
   } catch (const Error&) {
     // end() throws the cause, which the operations report.
   }
@@ -634,7 +635,7 @@ void RingBackend::abort() {
 
 void RingBackend::shutdown() {
   if (::getpid() != pid_) return abandon();
-  membership_.leave();
+  membership_.leave({});
   // The callbacks of the pool's threads need the GIL, which the destructor's caller may hold.
   // PyGILState_Check() returns true after the interpreter has ended.
   if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {

@@ -48,7 +48,7 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
                             options.set}),
       thread_([this] { run(); }) {}
 
-void Engine::close(Ending ending) {
+void Engine::close(Ending ending, std::string why) {
   Lock lock = queue_.lock();
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
@@ -71,7 +71,7 @@ void Engine::close(Ending ending) {
     lock.unlock();
     if (!closed_) turn.driver().abort_device();
     turn.driver().reset_device();
-    if (ending == Ending::kLeaves) watchdog_.leave(turn.driver().rounds());
+    if (ending == Ending::kLeaves) watchdog_.leave(turn.driver().rounds(), std::move(why));
     lock.lock();
   }
   lock.unlock();

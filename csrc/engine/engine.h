@@ -154,7 +154,8 @@ class Engine final : private Driver::Callbacks {
   };
   /// Fails all pending and all later requests, and joins the thread. First it waits for the device,
   /// which may still write results, except in an interrupt. A second caller waits for the first.
-  void close(Ending ending = Ending::kLeaves);
+  /// `why`: the reason for the others, see ControlPlane::leave().
+  void close(Ending ending = Ending::kLeaves, std::string why = {});
 
   enum class Mode {
     kAsynchronous,  // the engine's thread starts it after the fusion window

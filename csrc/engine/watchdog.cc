@@ -79,8 +79,9 @@ void Watchdog::announce(const Error& cause) {
   if (plane_ != nullptr) plane_->fail(set_, cause);
 }
 
-void Watchdog::leave(std::uint64_t rounds) {
-  if (plane_ != nullptr) plane_->leave(set_, rounds, static_cast<int>(members_.size()));
+void Watchdog::leave(std::uint64_t rounds, std::string why) {
+  if (plane_ == nullptr) return;
+  plane_->leave(set_, rounds, static_cast<int>(members_.size()), std::move(why));
 }
 
 void Watchdog::check_departures(std::uint64_t round) const {
@@ -104,7 +105,7 @@ Watchdog::Cause Watchdog::root_cause(const Error& error, std::uint64_t round) co
     const bool has_answered = probe != 0 && plane_->has_answered(probe);
     if (auto cause = departure_before(round, kDepartureGrace)) return {std::move(*cause), true};
     if (abort_.raised() || Clock::now() >= deadline) return {error, false};
-    if (has_answered && !departure_before(round, {})) return {error, false};
+    if (has_answered && !departure_before(round, {})) return {cut_by_network(error), false};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }

@@ -80,8 +80,9 @@ class Watchdog final : private ControlObserver {
   /// Tells the other ranks of the set the cause of a local failure.
   void announce(const Error& cause);
 
-  /// Tells them that this rank leaves in peace, after `rounds` rounds of the board.
-  void leave(std::uint64_t rounds);
+  /// Tells them that this rank leaves in peace, after `rounds` rounds of the board. `why`: see
+  /// ControlPlane::leave().
+  void leave(std::uint64_t rounds, std::string why = {});
 
   /// Throws Error(kPeerLost) if a rank left some time ago, before it completed `round`, counted
   /// from 1. The delay lets the program submit everything that it is about to wait for.

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/at.h"
+#include "core/connection_lost.h"
 
 namespace torch_ring {
 
@@ -285,6 +286,7 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
     if (!side->lives || !side->lives()) continue;
     side->patience_ends = now + kGoodbyeGrace;
     side->lives = nullptr;
+    side->error = cut_by_network(*side->error);
   }
 }
 

@@ -199,11 +199,11 @@ class Connections:
         if self.on_engine is not None:
             self.on_engine(engine)
 
-    def close(self) -> None:
-        """Say goodbye to the other ranks, and close all connections."""
+    def close(self, why: str = "") -> None:
+        """Say goodbye to the other ranks, with the reason `why`, and close all connections."""
         plane, self.plane, self.memory = self.plane, None, None
         if plane is not None:
-            plane.stop(self.farewell_s)
+            plane.stop(self.farewell_s, why)
         self.queries = None
 
     def abandon(self) -> None:

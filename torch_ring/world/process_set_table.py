@@ -109,10 +109,11 @@ class ProcessSetRecord:
         """The set's number: the same on all ranks, and never reused."""
         return self._number
 
-    def shutdown(self, *, removed: bool = False) -> None:
+    def shutdown(self, why: str = "", *, removed: bool = False) -> None:
         """End the engine, and fail its operations in flight.
 
         Args:
+            why: the reason for the other members, if the program has failed.
             removed: whether all members end it; if not, they are told that this one leaves.
         """
         with self._making:
@@ -122,12 +123,12 @@ class ProcessSetRecord:
 
         plane = self._connections.plane
         if engine is not None:
-            engine.shutdown(removed)
+            engine.shutdown(removed, why)
         elif is_first and self._number and plane is not None:
             # Members that have used the set may have connected to this one. If the plane learns of
             # the end of every set, it need not remember all numbers.
             if self.id < 0:
-                plane.leave_unused(self._number, len(self.ranks))
+                plane.leave_unused(self._number, len(self.ranks), why)
             else:
                 plane.close_set(self._number)
 
@@ -317,17 +318,22 @@ class ProcessSetTable:
             self._groups.append(record)
         return record
 
-    def leave_group(self, record: ProcessSetRecord) -> None:
-        """Leave a set of `add_group`. Other members may use its memory until it `has_ended`."""
+    def leave_group(self, record: ProcessSetRecord, why: str) -> None:
+        """Leave a set of `add_group`. Other members may use its memory until it `has_ended`.
+
+        Args:
+            record: the set.
+            why: the reason for the other members; "": none.
+        """
         with self._changing:
             if record in self._groups:
                 self._groups.remove(record)
-        record.shutdown()
+        record.shutdown(why)
 
-    def leave_unused_group(self, number: int, size: int) -> None:
+    def leave_unused_group(self, number: int, size: int, why: str) -> None:
         """Tell the other members of a group of `size` ranks that this one does not use it."""
         if self._connections.plane is not None:
-            self._connections.plane.leave_unused(number, size)
+            self._connections.plane.leave_unused(number, size, why)
 
     def has_ended(self, number: int) -> bool:
         """Return whether all members have left a group, as far as this rank knows.
@@ -348,17 +354,15 @@ class ProcessSetTable:
         Args:
             why: the reason for the other ranks, if the program has failed.
         """
-        if self._connections.plane is not None:
-            self._connections.plane.give_reason(why)
         with self._changing:
             self._closed = True
             records = [*self._groups, *self.records]
             self._groups.clear()
             self._keep([])
         with contextlib.ExitStack() as cleanup:  # runs completely, even after Ctrl-C
-            cleanup.callback(self._connections.close)
+            cleanup.callback(self._connections.close, why)
             for record in records:
-                cleanup.callback(record.shutdown)
+                cleanup.callback(record.shutdown, why)
 
     def lost_ranks(self) -> list[int]:
         """Return the ranks of the world that have died or were silent for too long."""
