@@ -984,6 +984,12 @@ class GradientHooks:
     def ready_order(self) -> list[int]:
         """Return the parameters in the order of their gradients' arrival in the current pass."""
 
+    def compiled_together(self) -> list[int]:
+        """Return the parameters whose gradients one compiled graph computes in this pass.
+
+        Of several graphs, that with the most; none outside of a pass.
+        """
+
     def reset(self, *, gradients: bool) -> None:
         """Begin the next step; with `gradients`, also forget accumulated gradients."""
 

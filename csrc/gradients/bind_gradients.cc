@@ -200,6 +200,7 @@ void bind_gradients(py::module_& module) {
       .def("put_aside", &GradientHooks::put_aside, py::arg("extra"), Release())
       .def("take_up_aside", &GradientHooks::take_up_aside, py::arg("again"), Release())
       .def("ready_order", &GradientHooks::ready_order, Release())
+      .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("restart_passes", &GradientHooks::restart_passes, Release())
       .def("set_base_scale", &GradientHooks::set_base_scale, py::arg("scale"))

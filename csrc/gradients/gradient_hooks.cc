@@ -89,6 +89,9 @@ constexpr const char* kCameAgain =
     "run ahead of: wrap the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0), or use "
     "torch.utils.checkpoint with use_reentrant=False";
 
+/// The name of the node that runs the backward graph of torch.compile (AOTAutograd's).
+constexpr const char* kCompiled = "CompiledFunctionBackward";
+
 // C++ exceptions that autograd converts to Python's.
 struct AssertionError final : torch::PyTorchError {
   using PyTorchError::PyTorchError;
@@ -910,6 +913,33 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
 std::vector<std::size_t> GradientHooks::ready_order() {
   const std::scoped_lock lock(mutex_);
   return arrived_;
+}
+
+std::vector<std::size_t> GradientHooks::compiled_together() {
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return {};
+  std::unordered_map<const Node*, std::size_t> accumulators;
+  {
+    const std::scoped_lock lock(mutex_);
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      accumulators.emplace(parameters_[i].accumulator.get(), i);
+    }
+  }
+  std::vector<std::size_t> most;
+  const Node* producer = nullptr;
+  for (const Node* const node : *nodes) {
+    std::vector<std::size_t> own;
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      const auto found = accumulators.find(edge.function.get());
+      if (found != accumulators.end()) own.push_back(found->second);
+    }
+    if (own.size() <= most.size()) continue;
+    most = std::move(own);
+    producer = node;
+  }
+  // Not one name for each node: for a node in Python it takes the GIL.
+  if (producer == nullptr || producer->name() != kCompiled) return {};
+  return most;
 }
 
 void GradientHooks::reset(bool gradients) {

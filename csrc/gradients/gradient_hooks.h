@@ -217,6 +217,10 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// Parameters in the order in which their gradients became ready in the current pass.
   std::vector<std::size_t> ready_order();
 
+  /// The parameters whose gradients one graph of torch.compile computes together in the current
+  /// backward pass: the most of any graph. Empty outside of a pass.
+  std::vector<std::size_t> compiled_together();
+
   /// Begins the next step, in which no gradient is reduced yet. With `gradients`, also forgets
   /// accumulated gradients, which are zero or gone.
   void reset(bool gradients);

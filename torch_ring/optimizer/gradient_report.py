@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_ring._C import Engine, Worst
 from torch_ring.collectives.compare import refuse_lazy
 from torch_ring.errors import MismatchError, PeerLostError, RingError
+from torch_ring.optimizer.buckets import Bucket
 
 __all__ = [
     "BackwardReport",
@@ -25,12 +26,15 @@ __all__ = [
     "require_same_steps",
     "require_usable",
     "warn_of_ddp",
+    "warn_of_one_graph",
 ]
 
 # The flags of a report.
 _ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN, _ON_BASE = 1, 2, 4, 8, 16, 32
 _NOT_FINITE = 64
 _DIGEST_BYTES = 8
+
+_NEARLY_ALL = 0.9  # of the gradients: a head outside of the graph does not matter
 
 
 class NotFinite(NamedTuple):
@@ -220,6 +224,28 @@ def warn_of_ddp(parameters: Iterable[Tensor]) -> None:
             "or do not wrap the optimizer",
             len(shared),
             len(own),
+        )
+
+
+def warn_of_one_graph(buckets: Sequence[Bucket], together: Iterable[int]) -> None:
+    """Warn if one graph of torch.compile computes the gradients of several buckets, so none early.
+
+    Args:
+        buckets: those that can be sent during backward.
+        together: the parameters whose gradients the graph computes.
+    """
+    own = set(together)
+    numel = sum(slot.numel for bucket in buckets for slot in bucket.slots)
+    filled = [[slot for slot in bucket.slots if slot.parameter in own] for bucket in buckets]
+    filled = [slots for slots in filled if slots]
+    computed = sum(slot.numel for slots in filled for slot in slots)
+    if len(filled) > 1 and computed >= _NEARLY_ALL * numel:
+        _log.warning(
+            "torch.compile has made one graph of the whole model: the first of %d buckets of "
+            "gradients is sent when backward() has computed the last. Compile the parts of the "
+            "model, so that they travel meanwhile: `for block in model.layers: block.compile()` "
+            "(docs/gpu.md)",
+            len(filled),
         )
 
 

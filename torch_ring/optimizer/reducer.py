@@ -44,6 +44,7 @@ from torch_ring.optimizer.gradient_report import (
     culprit,
     require_usable,
     warn_of_ddp,
+    warn_of_one_graph,
 )
 from torch_ring.optimizer.weight_comparison import WeightComparison
 from torch_ring.world import current
@@ -469,6 +470,8 @@ class Reducer:
             self.fast_path = self._make_fast_path()
             if self._process_set.rank() == 0:
                 warn_of_ddp(self._parameters)
+                early = [bucket for bucket in self._plan if self._overlaps(bucket.device)]
+                warn_of_one_graph(early, self.hooks.compiled_together())
             self._tuner = self._make_tuner()
         elif self._tuner is not None:
             self._tuner.pass_ended()
