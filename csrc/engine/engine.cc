@@ -182,7 +182,10 @@ std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue&
     const Lock lock = queue_.lock();
     require_world();
     if (!pass) throw Error(ErrorKind::kTimeout, name_ + ": another thread's launch hangs");
-    if (auto earlier = queue_.first_on_device(lock)) return earlier;
+    // The progress thread launches for a rank that has joined, at the place of a decision: requests
+    // that are decided later come after it.
+    const bool waits = !role_.is_mine(lock) || role_.is_paused_here(lock);
+    if (auto earlier = queue_.first_on_device(lock); earlier && waits) return earlier;
     if (!device.exists()) {
       throw Error(ErrorKind::kInternal,
                   name_ + ": a launch needs an agreed operation on the device before it");
