@@ -9,6 +9,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
@@ -405,7 +406,7 @@ void DeviceChoice::use(c10::Device device) {
                 "this process uses " + device_->str() + ", and the tensor is on " + device.str() +
                     ": one process drives one device, from its first collective on. Start a "
                     "process for each device, and choose it before: "
-                    "torch.cuda.set_device(local_rank())");
+                    "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())");
   }
 }
 
@@ -434,6 +435,25 @@ c10::Device DeviceChoice::get(c10::DeviceType type) {
   return *device_;
 }
 
+namespace {
+
+/// torch_ring.setup.gpu.place_of().
+nccl::Gpu gpu_of(c10::Device device) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const auto place = py::module_::import("torch_ring.setup.gpu")
+                           .attr("place_of")(c10::DeviceTypeName(device.type(), true),
+                                             static_cast<int>(device.index()))
+                           .cast<std::pair<std::string, std::string>>();
+    return {place.first, place.second};
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("torch_ring's look at the GPU");
+    return {};
+  }
+}
+
+}  // namespace
+
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
                                          const DevicePatience& patience,
@@ -451,10 +471,17 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     } catch (const c10::Error& error) {
       throw Error(ErrorKind::kInvalidArgument, error.what_without_backtrace());
     }
-    return nccl::load(settings.library);
+    return nccl::Loaded(nccl::load(settings.library), gpu_of(stream->device()));
   };
   const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
-  return std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
+  auto device = std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
+  try {
+    host.barrier();  // no rank's first collective meets a rank that still connects
+  } catch (const Error&) {
+    device->abort();
+    throw;
+  }
+  return device;
 }
 
 namespace {
