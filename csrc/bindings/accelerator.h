@@ -50,17 +50,23 @@ class Producers {
   std::vector<c10::Stream> streams_;  // each once
 };
 
-/// While this lives, tensors used by device work that this thread enqueues are kept alive in
-/// `kept`.
-class KeepAliveScope {
- public:
-  explicit KeepAliveScope(std::vector<at::Tensor>& kept);
-  ~KeepAliveScope();
-  KeepAliveScope(const KeepAliveScope&) = delete;
-  KeepAliveScope& operator=(const KeepAliveScope&) = delete;
+/// Work that one thread enqueues on a device's stream.
+struct EnqueuedWork {
+  std::vector<at::Tensor> kept;                      // the tensors that it uses
+  std::vector<std::shared_ptr<c10::Event>> awaited;  // events of other streams
 };
 
-/// Keeps a tensor in this thread's KeepAliveScope; does nothing without one, as on the host.
+/// While this lives, keep_for_stream() and OutputEvent note in `work` what this thread enqueues.
+class EnqueueingScope {
+ public:
+  explicit EnqueueingScope(EnqueuedWork& work);
+  ~EnqueueingScope();
+  EnqueueingScope(const EnqueueingScope&) = delete;
+  EnqueueingScope& operator=(const EnqueueingScope&) = delete;
+};
+
+/// Keeps a tensor for the work in this thread's EnqueueingScope; does nothing without one, as on
+/// the host.
 void keep_for_stream(const at::Tensor& tensor);
 
 /// An event on the collectives' stream, recorded when a request's output on a device is written.

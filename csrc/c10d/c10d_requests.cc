@@ -222,7 +222,7 @@ void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin()
 Request written_back(Request request, const JoinedTensors& output) {
   request.finish = [finish = std::move(request.finish), output] {
     finish();
-    output.write_back();
+    torch_call([&] { output.write_back(); });
   };
   return request;
 }
@@ -503,7 +503,9 @@ C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::R
   C10dOperation operation{{}, {tensor}, std::make_shared<LateError>()};
   operation.requests = sum->requests();
   for (Request& request : operation.requests) {
-    request.finish = [sum, late_error = operation.late_error] { sum->gathered(*late_error); };
+    request.finish = [sum, late_error = operation.late_error] {
+      torch_call([&] { sum->gathered(*late_error); });
+    };
   }
   return as_called(Called::kAllReduce, std::move(operation));
 }

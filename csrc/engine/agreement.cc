@@ -87,6 +87,9 @@ bool equal(ByteSpan a, ByteSpan b) {
 
 Bytes copy_of(ByteSpan bytes) { return {bytes.begin(), bytes.end()}; }
 
+/// Whether a rank launched number `a` after number `b`. Numbers wrap around.
+bool is_later(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>(a - b) > 0; }
+
 bool equal_commons(std::span<const Run> runs) {
   return std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
     return run.common.data() == runs.front().common.data() ||
@@ -275,6 +278,8 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
   const auto is_here = [](const auto& announced) { return announced != nullptr; };
   const auto reference = std::find_if(pending.by_rank.begin(), pending.by_rank.end(), is_here);
   const Bytes& first = (*reference)->fingerprint;
+  decision.launches = (*reference)->launches;
+  std::optional<std::size_t> present;  // the first rank that has announced it, and not joined
   const auto name_of_rank = [&](std::size_t rank) { return name_in(labels_[rank]); };
   for (std::size_t rank = 0; rank < pending.by_rank.size(); ++rank) {
     const auto& a = pending.by_rank[rank];
@@ -299,11 +304,15 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
               name_of_rank(rank) + ": " + other.describe() + ". " + kAllRanksMustCall +
               ", with the same shapes, dtypes and arguments" + of_threads(pending));
     }
-    if (!decision.mismatch && a->launches != (*reference)->launches) {
+    // A rank that has joined has launched more since, at the others' passes.
+    if (is_later(a->launches, decision.launches)) decision.launches = a->launches;
+    if (!present && !joined_[rank]) present = rank;
+    const auto other = [&] { return pending.by_rank[*present]->launches; };
+    if (!decision.mismatch && !joined_[rank] && a->launches != other()) {
       decision.mismatch.emplace(
           ErrorKind::kMismatch,
-          "the ranks have run ahead of it differently: " + reference_name() + " has launched " +
-              std::to_string((*reference)->launches) + " reductions on its device before it, " +
+          "the ranks have run ahead of it differently: " + name_of_rank(*present) +
+              " has launched " + std::to_string(other()) + " reductions on its device before it, " +
               name_of_rank(rank) + " " + std::to_string(a->launches) +
               ". With run_ahead=False (or TORCH_RING_RUN_AHEAD=0) they agree on each pass, and an "
               "error names the first difference");

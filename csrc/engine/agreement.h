@@ -52,6 +52,8 @@ struct Decision {
   int last_joined = -1;                      // of a join: the rank that joined last
   bool resets_numbering = false;             // every rank waits for this alone
   std::vector<int> last;  // the ranks that announced it in this round, if others had before
+  // While a rank has joined, and on a device: the launches before it, modulo 2^32.
+  std::uint32_t launches = 0;
 
   // Owns the payloads of earlier rounds; those of this round are borrowed.
   std::vector<std::shared_ptr<const void>> storage;

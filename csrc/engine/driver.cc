@@ -249,6 +249,7 @@ void Driver::run_round(const Round& round) {
 
   Batch here;
   std::vector<const Decision*> on_device;
+  const bool has_joined = pending_.contains(kJoinKey);
   for (Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
     ++decided_;
@@ -272,8 +273,23 @@ void Driver::run_round(const Round& round) {
       on_device.push_back(&decision);
     }
   }
+  if (has_joined) check_place(on_device);
   run(executor_, here);
   if (!on_device.empty()) run_on_device(round, on_device);
+}
+
+/// On a rank that has joined: throws if the others have called a decided work inside a pass, after
+/// launches that this rank makes only when it hears of the pass.
+void Driver::check_place(std::span<const Decision* const> decisions) {
+  const std::uint32_t launches = queue_.launches(queue_.lock());
+  for (const Decision* const decision : decisions) {
+    if (decision->launches == launches) continue;
+    throw Error(ErrorKind::kInternal,
+                fingerprint_of(*decision).describe() +
+                    ": it was called during a backward pass whose hosts run ahead, while this rank "
+                    "has joined: call it after backward(), or wrap the optimizer with "
+                    "run_ahead=False");
+  }
 }
 
 /// Runs the decided works on a device, in this set's turn if a rank has several sets that use its

@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -11,6 +12,9 @@ namespace torch_ring {
 namespace {
 
 using std::chrono::milliseconds;
+
+// How long close() waits for a device that still runs the program's own work before collectives.
+constexpr milliseconds kOwnWork{std::chrono::minutes(5)};
 
 // How long beyond the timeout close() waits for a device, whose calls' waits end with the timeout.
 constexpr milliseconds kFarewell{1000};
@@ -53,7 +57,8 @@ void Engine::close(Ending ending, std::string why) {
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
   if (!pausing) {  // the device may still write results
-    changed_.wait_for(lock, config_.transfer_timeout() + kFarewell,
+    // The device itself notices that it waits for other ranks for too long.
+    changed_.wait_for(lock, std::max(config_.transfer_timeout(), kOwnWork) + kFarewell,
                       [&] { return !device_busy_ || closing_; });
   }
   if (closing_) return await_close(lock);
@@ -181,7 +186,10 @@ std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue&
     const Lock lock = queue_.lock();
     require_world();
     if (!pass) throw Error(ErrorKind::kTimeout, name_ + ": another thread's launch hangs");
-    if (auto earlier = queue_.first_on_device(lock)) return earlier;
+    // The progress thread launches for a rank that has joined, at the place of a decision: requests
+    // that are decided later come after it.
+    const bool waits = !role_.is_mine(lock) || role_.is_paused_here(lock);
+    if (auto earlier = queue_.first_on_device(lock); earlier && waits) return earlier;
     if (!device.exists()) {
       throw Error(ErrorKind::kInternal,
                   name_ + ": a launch needs an agreed operation on the device before it");

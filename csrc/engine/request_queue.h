@@ -81,6 +81,9 @@ class RequestQueue {
   /// A work on a device that is not done, which means not enqueued; null if there is none.
   std::shared_ptr<Work> first_on_device(const Lock& lock);
 
+  /// The number of launches so far, modulo 2^32.
+  std::uint32_t launches(const Lock&) const { return launches_; }
+
   /// Counts a launch (Engine::launch): works on a device that are added from now on come after it.
   /// Returns its record: Recorder::launched().
   OperationRecord add_launch(const Lock&, const Fingerprint& what) {

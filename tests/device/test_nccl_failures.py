@@ -6,7 +6,9 @@ import functools
 import os
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import device_double
@@ -55,6 +57,66 @@ def test_different_nccls_are_named():
     for kind, text in run_on_double(run_with_another_nccl, 2):
         assert kind == "InvalidArgumentError"
         assert re.search(r"rank 0 \(.*\) has 2\.28\.3, rank 1 \(.*\) has 2\.27\.3", text), text
+
+
+def share_a_gpu(sharing: set[int], device: str) -> tuple[str, str]:
+    uuid = "GPU-1" if hvd.rank() in sharing else ""
+    with device_double.shared_gpu(uuid):
+        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_on_one_gpu_are_named(size):
+    sharing = {0, size - 1}
+    for kind, text in run_on_double(functools.partial(share_a_gpu, sharing), size):
+        assert kind == "InvalidArgumentError"
+        assert re.search(
+            rf"rank 0 \([^)]*\), rank {size - 1} \([^)]*\) use one GPU \(GPU-1\)", text
+        )
+        assert "rank 1 (" not in text or 1 in sharing
+        assert "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())" in text
+
+
+def share_a_gpu_on_purpose(variable: str, device: str) -> None:
+    os.environ[variable] = str(hvd.rank() + 1)
+    with device_double.shared_gpu("GPU-1"):
+        result = hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum)
+    del os.environ[variable]
+    assert result.tolist() == [hvd.size()] * 3
+
+
+@pytest.mark.parametrize("variable", ["NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"])
+def test_ranks_share_a_gpu_on_purpose(variable):
+    run_on_double(functools.partial(share_a_gpu_on_purpose, variable), 2)
+
+
+def begin_apart(folder: Path, device: str) -> None:
+    """NCCL is slow to begin on rank 1 alone."""
+    mine = torch.ones(3, device=device)
+    with device_double.faults() as faults:
+        faults.init_hangs = hvd.rank() == 1
+
+        def go_on() -> None:
+            if hvd.rank() == 0:
+                early = pool.eventually(begun.is_set, 1)
+                (folder / "seen").touch()
+                assert not early
+            else:
+                assert pool.eventually((folder / "seen").exists)
+                faults.init_hangs = 0
+
+        begun = threading.Event()
+        with ThreadPoolExecutor() as threads:
+            seen = threads.submit(go_on)
+            handle = hvd.allreduce_async(mine, op=hvd.Sum)
+            result = hvd.synchronize(handle)  # waits until it is enqueued
+            begun.set()
+            seen.result()
+    assert result.tolist() == [hvd.size()] * 3
+
+
+def test_no_rank_goes_on_before_nccl_has_begun_on_all(tmp_path):
+    run_on_double(functools.partial(begin_apart, tmp_path), 2)
 
 
 def wait_for_calls_in_progress(device: str) -> None:

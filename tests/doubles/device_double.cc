@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -48,6 +49,10 @@ thread_local c10::DeviceIndex current_index = 0;
 thread_local std::array<c10::StreamId, kDevices> current_stream{};
 
 c10::Device device_of(c10::DeviceIndex index) { return {c10::kPrivateUse1, index}; }
+
+std::atomic<bool> has_failed{false};
+
+void check() { TORCH_CHECK(!has_failed, "the double: device-side assert triggered"); }
 
 /// The streams of one device; the first is the default one. They live as long as the process.
 class Streams {
@@ -104,10 +109,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_index = device.index();
   }
   c10::Device exchangeDevice(c10::Device device) const override {
+    check();
     TORCH_CHECK(device.index() < kDevices, "the double has ", int{kDevices}, " devices");
     return device_of(std::exchange(current_index, index_of(device)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    check();
     count(counts.host_waits);
     Streams::of(device).synchronize();
   }
@@ -132,26 +139,34 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return queue_of(stream); }
   bool queryStream(const c10::Stream& stream) const override {
+    check();
     return nccl_double_stream_query(queue_of(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    check();
     count(counts.host_waits);
     nccl_double_stream_synchronize(queue_of(stream));
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    check();
     count(counts.recorded);
     if (!*event) *event = nccl_double_event_create();
     nccl_double_event_record(*event, queue_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
+    check();
     if (!event) return;
     count(counts.awaited);
     nccl_double_event_wait(event, queue_of(stream));
   }
-  bool queryEvent(void* event) const override { return !event || nccl_double_event_query(event); }
+  bool queryEvent(void* event) const override {
+    check();
+    return !event || nccl_double_event_query(event);
+  }
   void synchronizeEvent(void* event) const override {
+    check();
     if (!event) return;
     count(counts.host_waits);
     nccl_double_event_synchronize(event);
@@ -311,5 +326,7 @@ void enqueue(std::function<void()> task) { enqueue(current_queue(current_index),
 void synchronize() { nccl_double_stream_synchronize(current_queue(current_index)); }
 
 c10::Allocator& device_memory() { return memory; }
+
+void set_failed(bool failed) { has_failed = failed; }
 
 }  // namespace device_double

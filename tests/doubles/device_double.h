@@ -23,4 +23,8 @@ void synchronize();
 
 c10::Allocator& device_memory();
 
+/// Makes each call for the device fail from now on, as after a failed assertion in a kernel; or
+/// ends that. Thread: any.
+void set_failed(bool failed);
+
 }  // namespace device_double

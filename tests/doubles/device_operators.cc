@@ -280,6 +280,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 TORCH_LIBRARY(ringdouble, library) {
   library.def("delay(int milliseconds) -> ()", delay);
   library.def("close_gate() -> int", close_gate);
+  library.def("set_failed(bool failed) -> ()", set_failed);
   library.def("host_waits() -> int", [] { return counts.host_waits.load(); });
   library.def("open_gate(int gate) -> ()", open_gate);
   library.def("counts() -> int[]", all_counts);

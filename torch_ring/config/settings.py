@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import socket
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "let_ddp_ask_for_memory",
     "let_programs_find_horovod",
     "misspelt",
+    "nccl_host",
     "nccl_is_blocking",
     "number",
     "switch",
@@ -181,6 +183,16 @@ def let_programs_find_horovod(
 def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether NCCL's own variable makes its communicators blocking, without deadlines."""
     return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
+
+
+def nccl_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the host of this process for NCCL, which takes one rank for each GPU of a host.
+
+    Ranks that share a GPU on purpose have a NCCL_HOSTID each. Empty: NCCL lets ranks share GPUs.
+    """
+    if environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
+        return ""
+    return environment.get("NCCL_HOSTID") or socket.gethostname()
 
 
 def threads_are_chosen(environment: Mapping[str, str] = os.environ) -> bool:

@@ -74,7 +74,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     keeps its ``p.grad``. As in torch, a gradient tensor that you keep over ``zero_grad()`` keeps
     its value, and one that you have assigned (``p.grad = flat[a:b].view_as(p)``) stays ``p.grad``:
     the average is copied back into it. A frozen parameter of a dtype that cannot be reduced (int8,
-    say) is left alone.
+    say) is left alone. On a GPU, ``p.grad.record_stream(side)`` does nothing, as ``p.grad`` is a
+    view of memory that the next pass uses again: let the current stream wait for `side` before that
+    pass, or let `side` read a clone made on the current stream.
 
     ``step()`` averages the gradients that no backward pass has averaged since the last step: those
     that the program has set (``p.grad = ...``) or written itself. After a pass has averaged a

@@ -82,7 +82,9 @@ def device_problem(parameters: Iterable[Tensor]) -> str | None:
 
 def _instead(devices: Iterable[torch.device]) -> str:
     types = {device.type for device in devices}
-    choose = "torch.cuda.set_device(local_rank())" if types == {"cuda"} else "the current device"
+    choose = "the current device"
+    if types == {"cuda"}:
+        choose = "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())"
     return (
         "and one process drives one device. Start a process for each device, keep the model on "
         f"one of them, and choose it before the first collective, by {choose}"
