@@ -54,11 +54,7 @@ def compress_without_the_host(device: str) -> None:
         optimizer = wrapped(model, compression)
         batches = [part(batch).to(device) for batch in joined_batches(8)]
         for step, batch in enumerate(batches):
-            may_wait = step in (
-                0,
-                1,
-                5,
-            )  # the sixth pass has the digest of the weights after step 1
+            may_wait = step in (0, 1, 5)  # the sixth pass sends the digest of step 1's weights
             with contextlib.nullcontext() if may_wait else without_host_waits(device):
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
                 loss_of(model, batch).backward()

@@ -12,7 +12,9 @@ def test_settings_have_defaults():
     fields = {setting.field for setting in SETTINGS}
     # The names of timeouts come from the same settings as the timeouts.
     # The words of errors are those of the door (torch.distributed has its own).
-    assert fields | {"timeout_name", "init_timeout_name", "words"} == set(Config.__dataclass_fields__)
+    assert fields | {"timeout_name", "init_timeout_name", "words"} == set(
+        Config.__dataclass_fields__
+    )
 
 
 @pytest.mark.parametrize(
