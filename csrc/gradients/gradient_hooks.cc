@@ -498,6 +498,7 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
   if (!pass_) {
     pass_ = current;
     pass_->end = current_end();
+    pass_->agreement = options_.agreement->number();
     const std::uint64_t number = ++passes_;
     lock.unlock();
     queue_end(number);
@@ -505,9 +506,10 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
   }
   pass_->has_nested = pass_->has_nested || is_nested();
   const bool two_threads = options_.agreement->is_ending_elsewhere() || pass_->is_beside(current);
-  if (!two_threads && !options_.agreement->has_sent_in_vain()) return;
+  if (!two_threads && !has_sent_in_vain()) return;
+  const std::string why = two_threads ? kTwoThreads : failure();
   lock.unlock();
-  options_.fail(two_threads ? kTwoThreads : options_.agreement->failure());
+  options_.fail(why);
 }
 
 /// Makes autograd end pass `number` when its present graph in this thread ends.
@@ -685,7 +687,14 @@ void GradientHooks::close_failed() {
 }
 
 void GradientHooks::close(bool failed) {
-  if (failed) options_.agreement->give_up(pass_ ? failure_in(pass_->end) : "", sent_);
+  // An error of the agreed reduction is one on all ranks, which are in the next pass together: but
+  // these buckets may be in flight.
+  const bool is_agreed = pass_ && pass_->agreement != options_.agreement->number();
+  if (failed && is_agreed) {
+    sent_in_vain_ = sent_in_vain_ || sent_;
+  } else if (failed) {
+    options_.agreement->give_up(pass_ ? failure_in(pass_->end) : "", sent_);
+  }
   sent_ = false;
   pass_.reset();
   arrived_.clear();
@@ -726,13 +735,13 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
 }
 
 void GradientHooks::refuse_others_pass() {
-  bool is_beside = false;
+  std::string why;
   {
     const std::scoped_lock lock(mutex_);
-    is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+    const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+    if (is_beside || has_sent_in_vain()) why = is_beside ? kTwoThreads : failure();
   }
-  if (is_beside) options_.fail(kTwoThreads);
-  if (options_.agreement->has_sent_in_vain()) options_.fail(options_.agreement->failure());
+  if (!why.empty()) options_.fail(why);
 }
 
 bool GradientHooks::parameters_moved() {
@@ -747,7 +756,7 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   if (everything) close_failed();
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
-  const bool unready = is_beside || (everything && options_.agreement->has_sent_in_vain());
+  const bool unready = is_beside || (everything && has_sent_in_vain());
   Pending pending{none, none, false, true, again_, unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];

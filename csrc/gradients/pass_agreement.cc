@@ -65,8 +65,7 @@ void PassAgreement::give_up(const std::string& why, bool sent) {
                 "), and the program has caught that and gone on, while the other ranks are in that "
                 "pass. A batch can be left out or repeated by all ranks together: call backward() "
                 "in `with optimizer.no_sync():`, then zero_grad() if any_rank(failed), else step()"
-          : "a backward pass failed or was interrupted after part of its gradients had been sent, "
-            "which only shutdown() and init() can mend";
+          : kSentInVain;
 }
 
 std::string PassAgreement::failure() const {

@@ -32,6 +32,10 @@ namespace torch_ring {
 /// Error(kInternal) if the pass before was interrupted during its reduction.
 class PassAgreement {
  public:
+  static constexpr const char* kSentInVain =
+      "a backward pass failed or was interrupted after part of its gradients had been sent, which "
+      "only shutdown() and init() can mend";
+
   /// The number of the next agreement, or of the one under way: a part of the operations' names.
   std::uint64_t number() const { return number_; }
 

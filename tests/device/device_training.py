@@ -232,7 +232,7 @@ def train_sharded(device: str) -> None:
 
 
 def write_to_sharded_state(device: str) -> None:
-    """What a program writes to the state and the weights counts as without shard_state."""
+    """A program's writes to the state and the weights count as without shard_state."""
     kinds: dict[str, Callable[..., Any]] = {
         "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),

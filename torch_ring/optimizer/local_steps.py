@@ -244,8 +244,8 @@ def _wrap(
             raise ValueError(f"{kind} does not go with op=Adasum")
         if isinstance(optimizer, _ShardedOptimizer):
             raise ValueError(
-                f"{kind} does not go with shard_state=True: a parameter lies in the memory of "
-                "several ranks, and each of them would take the agreed one"
+                f"{kind} does not go with shard_state=True: a parameter is stepped once for "
+                "several ranks, and within a round their parameters differ"
             )
         names = dict(optimizer._parameter_names)
     else:
