@@ -19,7 +19,7 @@
 #include <utility>
 
 #include "bindings/dtypes.h"
-#include "bindings/requests.h"
+#include "bindings/torch_call.h"
 #include "core/clock.h"
 #include "nccl/loader.h"
 #include "nccl/nccl_communicator.h"
@@ -438,7 +438,7 @@ c10::Device DeviceChoice::get(c10::DeviceType type) {
 namespace {
 
 /// torch_ring.setup.gpu.place_of().
-nccl::Gpu gpu_of(c10::Device device) {
+nccl::GpuPlace gpu_of(c10::Device device) {
   const py::gil_scoped_acquire gil;
   try {
     const auto place = py::module_::import("torch_ring.setup.gpu")

@@ -158,7 +158,8 @@ class Device {
   /// Calls `enqueue` while this device and its stream are the calling thread's current ones.
   virtual void use(const std::function<void()>& enqueue) = 0;
 
-  /// Whether enqueued work is pending. Throws the error of failed work.
+  /// Whether enqueued work is pending. Throws the error of failed work, and Error(kTimeout) if work
+  /// has waited for other ranks for longer than EngineConfig::timeout.
   virtual bool busy() = 0;
 
   /// Ends enqueued work that waits for other ranks. Nothing can be enqueued afterwards. If a thread

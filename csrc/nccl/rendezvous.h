@@ -18,16 +18,16 @@ struct Rendezvous {
 };
 
 /// The GPU of a rank. NCCL takes one rank for each GPU of a host. Empty: unknown.
-struct Gpu {
+struct GpuPlace {
   std::string host;
   std::string uuid;
 };
 
 /// A rank's own NCCL and GPU.
 struct Loaded {
-  Loaded(Api api, Gpu gpu = {}) : api(std::move(api)), gpu(std::move(gpu)) {}
+  Loaded(Api api, GpuPlace gpu = {}) : api(std::move(api)), gpu(std::move(gpu)) {}
   Api api;
-  Gpu gpu;
+  GpuPlace gpu;
 };
 
 /// Loads NCCL on every rank of `host` and compares versions, because NCCL itself hangs, or worse,
