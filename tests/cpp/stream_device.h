@@ -18,24 +18,24 @@ namespace torch_ring::test {
 class StreamDevice final : public Device, public Buffers {
  public:
   StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
-               std::chrono::milliseconds timeout, int gpu = 0)
-      : api_(rendezvous.api),
-        stream_(gpu),
-        communicator_(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
-                      {stream_.handle, {}}) {}
+               std::chrono::milliseconds timeout, int gpu)
+      : api_(rendezvous.api), stream_(gpu), communicator_(on_gpu(gpu, [&] {
+          return std::make_unique<nccl::NcclCommunicator>(
+              api_, rendezvous.id, host.rank(), host.size(), abort, timeout, device_of(stream_));
+        })) {}
 
-  Communicator& communicator() override { return communicator_; }
+  Communicator& communicator() override { return *communicator_; }
   Buffers& buffers() override { return *this; }
   void use(const std::function<void()>& enqueue) override {
-    enqueue();
+    on_gpu(stream_.gpu, enqueue);
     ++enqueued_;
     stream_.enqueue([this] { ++done_; });
   }
   bool busy() override {
-    communicator_.check();
+    communicator_->check();
     return done_ < enqueued_;
   }
-  void abort() noexcept override { communicator_.abort(); }
+  void abort() noexcept override { communicator_->abort(); }
 
   // Memory lives as long as the stream, which may use it.
   std::shared_ptr<void> allocate(std::size_t bytes) override {
@@ -61,7 +61,7 @@ class StreamDevice final : public Device, public Buffers {
   int enqueued_ = 0;
   std::atomic<int> done_{0};
   Stream stream_;
-  nccl::NcclCommunicator communicator_;
+  std::unique_ptr<nccl::NcclCommunicator> communicator_;
 };
 
 }  // namespace torch_ring::test

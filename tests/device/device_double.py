@@ -113,6 +113,9 @@ class Counts:
     awaited: int = 0  # events, by a stream
     host_waits: int = 0
     collectives: int = 0  # launches of NCCL: calls, or groups of them
+    threads: int = 0  # of NCCL, for launches
+    polls: int = 0  # of launches in progress
+    sleeps: int = 0  # of threads that poll
 
     @classmethod
     def now(cls) -> Counts:
@@ -122,6 +125,16 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Counts(*(mine - earlier for mine, earlier in pairs))
+
+
+@contextlib.contextmanager
+def failed_device() -> Iterator[None]:
+    """Let a kernel fail on the current stream: all calls fail until the block ends."""
+    torch.ops.ringdouble.set_failed(True)
+    try:
+        yield
+    finally:
+        torch.ops.ringdouble.set_failed(False)
 
 
 def delay(milliseconds: int) -> None:
