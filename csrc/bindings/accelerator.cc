@@ -168,6 +168,16 @@ struct StreamScope {
   c10::StreamGuard guard;
 };
 
+/// Calls `function`; errors of the device become ours, without torch's C++ frames.
+template <class Function>
+auto in_words(Function&& function) {
+  try {
+    return function();
+  } catch (const c10::Error& error) {
+    throw Error(ErrorKind::kInternal, error.what_without_backtrace());
+  }
+}
+
 class Accelerator final : public Device, public Buffers {
  public:
   Accelerator(c10::Stream stream, Communicator& host, const Abort& abort, DevicePatience patience,
@@ -179,7 +189,6 @@ class Accelerator final : public Device, public Buffers {
   }
 
   ~Accelerator() override {
-    const StreamScope now(stream_);
     if (communicator_->close()) return;
     // NCCL hangs, and may still write: the memory that it uses is leaked with it.
     new std::deque<Batch>(std::move(batches_));
@@ -190,30 +199,31 @@ class Accelerator final : public Device, public Buffers {
   Buffers& buffers() override { return *this; }
 
   void use(const std::function<void()>& enqueue) override {
-    const StreamScope now(stream_);
-    if (batches_.empty()) progress_ = Clock::now();
-    Batch& batch = batches_.emplace_back(stream_.device_type());
-    const KeepAliveScope keeping(batch.kept);
-    enqueue();  // after an error the stream is given up; the batch stays
-    batch.done.record(stream_);
+    in_words([&] {
+      const StreamScope now(stream_);
+      if (batches_.empty()) progress_ = Clock::now();
+      Batch& batch = batches_.emplace_back(stream_.device_type());
+      const KeepAliveScope keeping(batch.kept);
+      enqueue();  // after an error the stream is given up; the batch stays
+      batch.done.record(stream_);
+    });
   }
 
   bool busy() override {
     if (batches_.empty()) return false;
-    const StreamScope now(stream_);
-    communicator_->check();
-    while (!batches_.empty() && batches_.front().done.query()) {
-      batches_.pop_front();
-      progress_ = Clock::now();
-    }
-    if (!batches_.empty()) check_stall(Clock::now());
-    return !batches_.empty();
+    return in_words([&] {
+      const StreamScope now(stream_);
+      communicator_->check();
+      while (!batches_.empty() && batches_.front().done.query()) {
+        batches_.pop_front();
+        progress_ = Clock::now();
+      }
+      if (!batches_.empty()) check_stall(Clock::now());
+      return !batches_.empty();
+    });
   }
 
-  void abort() noexcept override {
-    const StreamScope now(stream_);
-    communicator_->abort();
-  }
+  void abort() noexcept override { communicator_->abort(); }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {
     const StreamScope now(stream_);
@@ -257,7 +267,11 @@ class Accelerator final : public Device, public Buffers {
     };
     nccl::Device device{static_cast<nccl::Stream>(stream_.native_handle())};
     device.use = [stream = stream_](const std::function<void()>& call) {
-      const StreamScope now(stream);
+      std::optional<StreamScope> now;
+      try {
+        now.emplace(stream);
+      } catch (const c10::Error&) {  // the device has failed, and NCCL ends all the same
+      }
       call();
     };
     device.log = patience_.log;
@@ -396,7 +410,8 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     return nccl::load(settings.library);
   };
   const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
-  return std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
+  return in_words(
+      [&] { return std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous); });
 }
 
 namespace {
