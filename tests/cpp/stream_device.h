@@ -21,22 +21,24 @@ namespace torch_ring::test {
 class StreamDevice final : public Device, public Buffers {
  public:
   StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
-               std::chrono::milliseconds timeout, int gpu = 0)
+               std::chrono::milliseconds timeout, int gpu)
       : api_(rendezvous.api),
         timeout_(timeout),
         stream_(gpu),
-        communicator_(api_, rendezvous.id, host.rank(), host.size(), abort, timeout,
-                      {stream_.handle, {}}) {}
+        communicator_(on_gpu(gpu, [&] {
+          return std::make_unique<nccl::NcclCommunicator>(
+              api_, rendezvous.id, host.rank(), host.size(), abort, timeout, device_of(stream_));
+        })) {}
 
-  Communicator& communicator() override { return communicator_; }
+  Communicator& communicator() override { return *communicator_; }
   Buffers& buffers() override { return *this; }
   void use(const std::function<void()>& enqueue) override {
-    enqueue();
+    on_gpu(stream_.gpu, enqueue);
     if (done_ == enqueued_++) since_ = Clock::now();
     stream_.enqueue([this] { ++done_; });
   }
   bool busy() override {
-    communicator_.check();
+    communicator_->check();
     const int done = done_;
     if (std::exchange(seen_, done) != done) since_ = Clock::now();
     const bool is_busy = done < enqueued_;
@@ -45,7 +47,7 @@ class StreamDevice final : public Device, public Buffers {
     }
     return is_busy;
   }
-  void abort() noexcept override { communicator_.abort(); }
+  void abort() noexcept override { communicator_->abort(); }
 
   // Memory lives as long as the stream, which may use it.
   std::shared_ptr<void> allocate(std::size_t bytes) override {
@@ -74,7 +76,7 @@ class StreamDevice final : public Device, public Buffers {
   Clock::time_point since_;  // of the last progress
   std::atomic<int> done_{0};
   Stream stream_;
-  nccl::NcclCommunicator communicator_;
+  std::unique_ptr<nccl::NcclCommunicator> communicator_;
 };
 
 }  // namespace torch_ring::test

@@ -121,6 +121,9 @@ class Counts:
     awaited: int = 0  # events, by a stream
     host_waits: int = 0
     collectives: int = 0  # launches of NCCL: calls, or groups of them
+    threads: int = 0  # of NCCL, for launches
+    polls: int = 0  # of launches in progress
+    sleeps: int = 0  # of threads that poll
 
     @classmethod
     def now(cls) -> Counts:
@@ -130,6 +133,16 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Counts(*(mine - earlier for mine, earlier in pairs))
+
+
+@contextlib.contextmanager
+def failed_device(fails: bool = True) -> Iterator[None]:
+    """Let each call for the device fail until the block ends, as after an error in a kernel."""
+    torch.ops.ringdouble.set_failed(fails)
+    try:
+        yield
+    finally:
+        torch.ops.ringdouble.set_failed(False)
 
 
 def delay(milliseconds: int) -> None:
@@ -167,15 +180,6 @@ def shared_gpu(uuid: str) -> Iterator[None]:
         yield
     finally:
         _uuid = ""
-
-
-@contextlib.contextmanager
-def failed_device() -> Iterator[None]:
-    """Make each call for the device fail, from `ringdouble.set_failed(True)` to the block's end."""
-    try:
-        yield
-    finally:
-        torch.ops.ringdouble.set_failed(False)
 
 
 @contextlib.contextmanager

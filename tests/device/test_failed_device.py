@@ -28,10 +28,9 @@ def fail_in_an_agreed_job(passed: Path, device: str) -> tuple[str, str]:
     """Rank 1's device fails after its submission, before the ranks have agreed."""
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
-    with device_double.failed_device():
-        if hvd.rank() == 1:
-            hvd.allreduce_async_(mine, name="m")
-            torch.ops.ringdouble.set_failed(True)
+    if hvd.rank() == 1:
+        hvd.allreduce_async_(mine, name="m")
+    with device_double.failed_device(hvd.rank() == 1):
         all_have_passed(passed, hvd.size())
 
         def agree() -> None:
@@ -49,13 +48,13 @@ def fail_while_work_is_pending(passed: Path, device: str) -> tuple[str, str]:
     """Rank 1's device fails while a collective waits there; the engine's thread finds it."""
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
-    with device_double.faults() as faults, device_double.failed_device():
+    with device_double.faults() as faults:
         faults.hang = 1
         hvd.allreduce_async_(mine)
         all_have_passed(passed, hvd.size())
-        torch.ops.ringdouble.set_failed(hvd.rank() == 1)
-        failure = error_of(until_noticed)
-        hvd.shutdown()
+        with device_double.failed_device(hvd.rank() == 1):
+            failure = error_of(until_noticed)
+            hvd.shutdown()
     return failure
 
 

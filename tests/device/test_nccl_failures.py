@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -15,8 +16,9 @@ import device_double
 import pool
 import pytest
 import torch
-from device_double import NCCL_LIBRARY
+from device_double import NCCL_LIBRARY, Counts
 from device_runs import call_on_double, run_on_double
+from logs import logged
 from pool import error_of
 
 import torch_ring as hvd
@@ -258,15 +260,47 @@ def test_a_collective_on_a_stream_has_a_deadline():
         assert "has not ended within 2" in text, text
 
 
-def end_well(device: str) -> None:
-    with device_double.faults() as faults:
-        hvd.allreduce(torch.ones(3, device=device))
-        hvd.shutdown()
-        assert (faults.aborted, faults.destroyed) == (0, 1)
+def end_one_by_one(passed: Path, device: str) -> None:
+    """The ranks end and begin again, each while the others still use the device."""
+    size, own = hvd.size(), hvd.rank()
+    mine = torch.ones(3, device=device)
+    with device_double.faults() as faults, logged() as log:
+        for world in (1, 2):
+            assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [size] * 3
+            for rank in reversed(range(size)):
+                ended = passed / f"{world}.{rank}"
+                if rank == own:
+                    assert faults.destroyed == world - 1
+                    hvd.shutdown()
+                    ended.touch()
+                assert pool.eventually(ended.exists)
+                assert (mine + rank).tolist() == [1 + rank] * 3
+            assert pool.eventually(lambda world=world: faults.freed == world)
+            assert (faults.aborted, faults.destroyed) == (0, world)
+            hvd.init()
+    assert "left behind" not in " ".join(log)
 
 
-def test_a_job_that_ends_well_aborts_nothing():
-    run_on_double(end_well, 2)
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_end_waits_for_no_rank_that_goes_on(size, tmp_path):
+    run_on_double(functools.partial(end_one_by_one, tmp_path), size)
+
+
+def remove_a_set(device: str) -> None:
+    with device_double.faults() as faults, logged() as log:
+        mine = torch.ones(3, device=device)
+        some = hvd.add_process_set([0, 1])
+        if some.included():
+            assert hvd.allreduce(mine, op=hvd.Sum, process_set=some).tolist() == [2] * 3
+        hvd.remove_process_set(some)
+        assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
+        assert pool.eventually(lambda: faults.destroyed == (hvd.rank() < 2))
+        assert faults.aborted == 0
+    assert "left behind" not in " ".join(log)
+
+
+def test_a_removed_set_ends_its_communicator():
+    run_on_double(remove_a_set, 3)
 
 
 def use_blocking_nccl(device: str) -> tuple[str, str]:

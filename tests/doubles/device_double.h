@@ -2,7 +2,7 @@
 //
 // Its memory is the host's; its streams are the NCCL double's, and a stream's native_handle() is
 // one. Unsynchronised accesses really race, and memory that is freed too early really becomes
-// garbage.
+// garbage, or another tensor's.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -21,10 +21,12 @@ void enqueue(std::function<void()> task);
 /// Waits for the current stream of the current device.
 void synchronize();
 
-c10::Allocator& device_memory();
+/// Whether all calls fail from now on, as after an error in a kernel. Thread: any.
+void fail(bool fails);
 
-/// Makes each call for the device fail from now on, as after a failed assertion in a kernel; or
-/// ends that. Thread: any.
-void set_failed(bool failed);
+/// The most bytes of the current device, with those of freed memory.
+void limit_memory(std::size_t bytes);
+
+c10::Allocator& device_memory();
 
 }  // namespace device_double
