@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -16,7 +15,7 @@ import device_double
 import pool
 import pytest
 import torch
-from device_double import NCCL_LIBRARY, Counts
+from device_double import NCCL_LIBRARY
 from device_runs import call_on_double, run_on_double
 from logs import logged
 from pool import error_of
