@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # the same for every number of ranks
     device = torch.device(args.device)
     if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank())
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     workers = default_num_workers() if args.workers is None else args.workers
     length = args.epoch_steps * args.batch_size * hvd.size()
     dataset = Jpegs(length, args.image_size, args.augment)

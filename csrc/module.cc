@@ -4,10 +4,10 @@
 #include <torch/version.h>
 
 #include <string>
-#include <system_error>
 
 #include "bindings/accelerator.h"
 #include "bindings/blocking_call.h"
+#include "bindings/errors.h"
 #include "bindings/py_engine.h"
 #include "bindings/py_timeline.h"
 #include "bindings/py_world.h"
@@ -23,48 +23,6 @@
 #include "ucx/worker.h"
 
 namespace py = pybind11;
-
-namespace torch_ring {
-
-namespace {
-
-const char* python_name(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kInvalidArgument:
-      return "InvalidArgumentError";
-    case ErrorKind::kMismatch:
-      return "MismatchError";
-    case ErrorKind::kPeerLost:
-      return "PeerLostError";
-    case ErrorKind::kTimeout:
-      return "TimeoutError";
-    case ErrorKind::kInternal:
-      break;
-  }
-  return "RingError";
-}
-
-void translate(std::exception_ptr pointer) {
-  try {
-    if (pointer) std::rethrow_exception(pointer);
-  } catch (const Error& error) {
-    const auto errors = py::module_::import("torch_ring.errors");
-    std::string text = error.what();
-    // Python may add to the error of a failed collective, such as the file with the last
-    // operations.
-    if (error.kind() != ErrorKind::kInvalidArgument) {
-      text += errors.attr("note_for_error")().cast<std::string>();
-    }
-    PyErr_SetString(py::object(errors.attr(python_name(error.kind()))).ptr(), text.c_str());
-  } catch (const std::system_error& error) {  // a thread could not be started
-    const auto text = "cannot start a thread: " + std::string(error.what());
-    PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), text).ptr());
-  }
-}
-
-}  // namespace
-
-}  // namespace torch_ring
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace torch_ring;

@@ -220,7 +220,7 @@ class ControlPlane:
     def close_set(self, number: int) -> None:
         """Close the data connections of a process set that has ended, and refuse later ones."""
 
-    def leave_unused(self, number: int, members: int) -> None:
+    def leave_unused(self, number: int, members: int, why: str) -> None:
         """Tell the others that this rank has left a set of so many members without using it.
 
         Close it then, as `close_set` does.
@@ -231,9 +231,6 @@ class ControlPlane:
 
         Then none of them uses its memory any more. Only of a set that this rank has left.
         """
-
-    def give_reason(self, why: str) -> None:
-        """Say why this process leaves, in the other ranks' errors; at most 1000 characters."""
 
     def lost(self) -> list[int]:
         """Return the ranks that have died or were silent for too long, as far as this one knows."""
@@ -269,8 +266,11 @@ class ControlPlane:
     def connections(self) -> int:
         """Return how many data connections this rank has made or accepted."""
 
-    def stop(self, patience_s: float) -> None:
-        """Say goodbye until it is heard, or for so long; close all connections. Idempotent."""
+    def stop(self, patience_s: float, why: str) -> None:
+        """Say goodbye until it is heard, or for so long; close all connections. Idempotent.
+
+        `why`: the reason in the other ranks' errors; "": none.
+        """
 
     def before_fork(self) -> None:
         """Take note of the descriptors that a child inherits."""
@@ -438,6 +438,13 @@ class RecordStream:
     def dropped(self) -> int:
         """The number of records that found no room so far."""
 
+class Words:
+    """See torch_ring.config.Words."""
+
+    def __init__(
+        self, *, whole: str, members: str, leave: str, remedy: str, threads: str
+    ) -> None: ...
+
 class Engine:
     """Runs the collectives of a process set.
 
@@ -480,6 +487,7 @@ class Engine:
         stall_warning_s: float,
         fusion_window_s: float,
         fusion_threshold_bytes: int,
+        words: Words,
         nccl_library: str,
         nccl_blocking: bool,
         log: Callable[[str], None],
@@ -684,10 +692,11 @@ class Engine:
     def overlaps(self) -> bool:
         """Whether reducing during backward can pay, because data crosses a network."""
 
-    def shutdown(self, removed: bool = False) -> None:
+    def shutdown(self, removed: bool = False, why: str = "") -> None:
         """Stop the thread, free everything. Idempotent.
 
-        `removed`: all members do it at once; otherwise they are told that this one leaves.
+        `removed`: all members do it at once; otherwise they are told that this one leaves, and
+        `why`, in at most 1000 characters.
         """
 
     def abandon(self) -> None:
@@ -727,8 +736,11 @@ class _Membership(Protocol):
         that of the operation, and it is called again.
         """
 
-    def leave(self) -> None:
-        """Leave the group. It is called when the group ends, and may be called again."""
+    def leave(self, why: str) -> None:
+        """Leave the group. It is called when the group ends, and may be called again.
+
+        `why`: the reason for the other ranks, unless an exception is being handled; "": none.
+        """
 
     def handle(self) -> str:
         """Return what other ranks need to know for `reconfigure`."""
@@ -972,6 +984,12 @@ class GradientHooks:
     def ready_order(self) -> list[int]:
         """Return the parameters in the order of their gradients' arrival in the current pass."""
 
+    def compiled_together(self) -> list[int]:
+        """Return the parameters whose gradients one compiled graph computes in this pass.
+
+        Of several graphs, that with the most; none outside of a pass.
+        """
+
     def reset(self, *, gradients: bool) -> None:
         """Begin the next step; with `gradients`, also forget accumulated gradients."""
 
@@ -1015,6 +1033,12 @@ class PassAgreement:
     is_reducing: bool
     """Whether gradients are being reduced, or an interrupt has ended that; read-only."""
 
+    failure: str
+    """The error of a pass that this rank has given up since the last agreement; read-only."""
+
+    has_sent_in_vain: bool
+    """Whether gradients of such a pass have been sent; read-only."""
+
     def __init__(self) -> None: ...
     def gather(self, engine: Engine, report: bytes, /) -> bytes:
         """Return the reports of all ranks, one after the other.
@@ -1031,8 +1055,8 @@ class PassAgreement:
     def restart(self, number: int) -> None:
         """Drop what is under way; the next agreement has this number."""
 
-    def begin_ending(self) -> bool:
-        """Take the end of a pass for this thread; return whether no other has it."""
+    def begin_ending(self, *, of_step: bool) -> bool:
+        """Take the end of a pass, or a step, for this thread; return whether no other has it."""
 
     def stop_ending(self) -> None: ...
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_ring import world
 from torch_ring.collectives.broadcast import broadcast_, broadcast_async_
-from torch_ring.collectives.compare import require_same
+from torch_ring.collectives.compare import refuse_lazy, require_same
 from torch_ring.collectives.objects import broadcast_object
 from torch_ring.collectives.plain_pickle import PlainData
 from torch_ring.world.process_set import ProcessSet, global_process_set
@@ -50,6 +50,7 @@ def broadcast_parameters(
     """
     pairs = params.items() if isinstance(params, Mapping) else _named(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    refuse_lazy(tensors)
     require_same(
         sorted(f"parameter '{name}' {value.dtype} {list(value.shape)}" for name, value in tensors),
         "the ranks have different parameters",
@@ -115,6 +116,7 @@ def broadcast_buffers(
         InvalidArgumentError: `root_rank` or this rank is not in the process set.
     """
     named = dict(model.named_buffers())
+    refuse_lazy(named.items())
     require_same(
         [f"buffer '{name}' {buffer.dtype} {list(buffer.shape)}" for name, buffer in named.items()],
         "the ranks have different models",
@@ -218,7 +220,8 @@ def copy_optimizer_state(
         "the ranks have different optimizers",
         process_set,
     )
-    with getattr(optimizer, "_replaced_state", contextlib.nullcontext)():  # of a sharded optimizer
+    replaced = getattr(optimizer, "_replaced_state", contextlib.nullcontext)  # of a sharded one
+    with replaced(root_rank):
         if world.rank() == root_rank:
             tensors: list[Tensor] = []
             packed = _pack(_contents(optimizer, parameters), tensors)

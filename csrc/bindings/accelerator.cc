@@ -9,14 +9,17 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
 #include <deque>
 #include <limits>
+#include <thread>
 #include <utility>
 
 #include "bindings/dtypes.h"
+#include "bindings/torch_call.h"
 #include "core/clock.h"
 #include "nccl/loader.h"
 #include "nccl/nccl_communicator.h"
@@ -97,14 +100,14 @@ void Producers::join(c10::Stream stream) {
 }
 
 namespace {
-thread_local std::vector<at::Tensor>* kept_now = nullptr;
+thread_local EnqueuedWork* enqueued_now = nullptr;
 }  // namespace
 
-KeepAliveScope::KeepAliveScope(std::vector<at::Tensor>& kept) { kept_now = &kept; }
-KeepAliveScope::~KeepAliveScope() { kept_now = nullptr; }
+EnqueueingScope::EnqueueingScope(EnqueuedWork& work) { enqueued_now = &work; }
+EnqueueingScope::~EnqueueingScope() { enqueued_now = nullptr; }
 
 void keep_for_stream(const at::Tensor& tensor) {
-  if (kept_now) kept_now->push_back(tensor);
+  if (enqueued_now) enqueued_now->kept.push_back(tensor);
 }
 
 OutputEvent::OutputEvent(c10::Device device)
@@ -116,11 +119,12 @@ void OutputEvent::follow(Request& request) {
   if (!request.allocate) home_ = current_stream(device_);
   request.begin = [ready, device = device_, begin = std::move(request.begin)] {
     if (begin) begin();
-    ready->block(current_stream(device));
+    torch_call([&] { ready->block(current_stream(device)); });
+    if (enqueued_now) enqueued_now->awaited.push_back(ready);
   };
   request.finish = [event = event_, device = device_, finish = std::move(request.finish)] {
     if (finish) finish();
-    event->record(current_stream(device));
+    torch_call([&] { event->record(current_stream(device)); });
   };
 }
 
@@ -138,6 +142,19 @@ at::Tensor view_of(void* data, std::size_t count, DType dtype, c10::Device devic
   return at::from_blob(data, {static_cast<std::int64_t>(count)}, [](void*) {}, options, device);
 }
 
+/// cuThreadExchangeStreamCaptureMode, or its sibling on AMD's GPUs; null without either. CUDA's
+/// driver is loaded by the runtime, AMD's runtime with torch.
+auto* capture_mode_exchange() {
+  using Exchange = int(int* mode);
+  static auto* const function = [] {
+    void* const cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = cuda ? dlsym(cuda, "cuThreadExchangeStreamCaptureMode") : nullptr;
+    if (!symbol) symbol = dlsym(RTLD_DEFAULT, "hipThreadExchangeStreamCaptureMode");
+    return reinterpret_cast<Exchange*>(symbol);
+  }();
+  return function;
+}
+
 /// While this lives, this thread may make the calls that another thread's capture into a CUDA graph
 /// forbids: the engine's thread polls collectives while the user's thread captures.
 class RelaxedCaptureScope {
@@ -149,16 +166,10 @@ class RelaxedCaptureScope {
 
  private:
   void exchange() {
-    using Exchange = int(int* mode);  // cuThreadExchangeStreamCaptureMode
-    static auto* const function = [] {
-      void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-      void* symbol = cuda ? dlsym(cuda, "cuThreadExchangeStreamCaptureMode") : nullptr;
-      return reinterpret_cast<Exchange*>(symbol);
-    }();
-    if (function) function(&mode_);
+    if (auto* const function = capture_mode_exchange()) function(&mode_);
   }
 
-  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then the previous mode
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, or HIP's; then the previous mode
 };
 
 /// While this lives, a device and its stream are this thread's current ones.
@@ -168,20 +179,28 @@ struct StreamScope {
   c10::StreamGuard guard;
 };
 
+// How long a device may take to run its work after an abort.
+constexpr std::chrono::milliseconds kLastWork{5000};
+
+/// Errors of torch leave as Error, without C++ frames: other ranks read them.
 class Accelerator final : public Device, public Buffers {
  public:
   Accelerator(c10::Stream stream, Communicator& host, const Abort& abort, DevicePatience patience,
               const nccl::Rendezvous& rendezvous)
       : stream_(stream), patience_(std::move(patience)), api_(rendezvous.api) {
-    const StreamScope now(stream_);
-    communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort,
-                          patience_.config.transfer_timeout(), arithmetic());
+    torch_call([&] {
+      const StreamScope now(stream_);
+      communicator_.emplace(api_, rendezvous.id, host.rank(), host.size(), abort,
+                            patience_.config.transfer_timeout(), arithmetic());
+    });
   }
 
   ~Accelerator() override {
-    const StreamScope now(stream_);
-    if (communicator_->close()) return;
-    // NCCL hangs, and may still write: the memory that it uses is leaked with it.
+    const bool released = communicator_->close();
+    // Arithmetic may stand behind aborted collectives.
+    const auto patience = std::min(patience_.config.transfer_timeout(), kLastWork);
+    if (released && (batches_.empty() || has_drained(patience))) return;
+    // NCCL hangs, or the device does: the memory that they may still write to is leaked.
     new std::deque<Batch>(std::move(batches_));
     new at::Tensor(std::move(buffer_));
   }
@@ -190,34 +209,37 @@ class Accelerator final : public Device, public Buffers {
   Buffers& buffers() override { return *this; }
 
   void use(const std::function<void()>& enqueue) override {
-    const StreamScope now(stream_);
-    if (batches_.empty()) progress_ = Clock::now();
-    Batch& batch = batches_.emplace_back(stream_.device_type());
-    const KeepAliveScope keeping(batch.kept);
-    enqueue();  // after an error the stream is given up; the batch stays
-    batch.done.record(stream_);
+    torch_call([&] {
+      const StreamScope now(stream_);
+      if (batches_.empty()) begin_next(Clock::now());
+      Batch& batch = batches_.emplace_back(stream_.device_type());
+      const EnqueueingScope enqueueing(batch.work);
+      enqueue();  // after an error the stream is given up; the batch stays
+      batch.done.record(stream_);
+    });
   }
 
   bool busy() override {
     if (batches_.empty()) return false;
-    const StreamScope now(stream_);
-    communicator_->check();
-    while (!batches_.empty() && batches_.front().done.query()) {
-      batches_.pop_front();
-      progress_ = Clock::now();
-    }
-    if (!batches_.empty()) check_stall(Clock::now());
+    torch_call([&] {
+      const StreamScope now(stream_);
+      communicator_->check();
+      while (!batches_.empty() && batches_.front().done.query()) {
+        batches_.pop_front();
+        begin_next(Clock::now());
+      }
+      if (!batches_.empty()) check_stall(Clock::now());
+    });
     return !batches_.empty();
   }
 
-  void abort() noexcept override {
-    const StreamScope now(stream_);
-    communicator_->abort();
-  }
+  void abort() noexcept override { communicator_->abort(); }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {
-    const StreamScope now(stream_);
-    at::Tensor tensor = empty(bytes);
+    at::Tensor tensor = torch_call([&] {
+      const StreamScope now(stream_);
+      return empty(bytes);
+    });
     void* data = tensor.mutable_data_ptr();
     return {data, [tensor = std::move(tensor)](void*) {}};
   }
@@ -241,11 +263,13 @@ class Accelerator final : public Device, public Buffers {
   }
 
   void fill_identity(void* data, std::size_t count, DType dtype, ReduceOp op) override {
-    const StreamScope now(stream_);
     alignas(16) std::array<std::byte, 16> one{};
     torch_ring::fill_identity(one.data(), 1, dtype, op);
-    const at::Tensor value = view_of(one.data(), 1, dtype, at::kCPU);
-    view_of(data, count, dtype, stream_.device()).fill_(value.item());
+    torch_call([&] {
+      const StreamScope now(stream_);
+      const at::Tensor value = view_of(one.data(), 1, dtype, at::kCPU);
+      view_of(data, count, dtype, stream_.device()).fill_(value.item());
+    });
   }
 
  private:
@@ -257,7 +281,11 @@ class Accelerator final : public Device, public Buffers {
     };
     nccl::Device device{static_cast<nccl::Stream>(stream_.native_handle())};
     device.use = [stream = stream_](const std::function<void()>& call) {
-      const StreamScope now(stream);
+      std::optional<StreamScope> now;
+      try {
+        now.emplace(stream);
+      } catch (const c10::Error&) {  // the device has failed: NCCL ends without it
+      }
       call();
     };
     device.log = patience_.log;
@@ -285,27 +313,56 @@ class Accelerator final : public Device, public Buffers {
     return device;
   }
 
-  /// The work that one use() enqueued: its end, and the tensors that it uses.
+  /// The work that one use() enqueued, and its end.
   struct Batch {
     explicit Batch(c10::DeviceType type) : done(type) {}
     c10::Event done;
-    std::vector<at::Tensor> kept;
+    EnqueuedWork work;
   };
 
+  /// The device goes on to the next batch.
+  void begin_next(Clock::time_point now) {
+    since_ = now;
+    reached_.reset();
+  }
+
+  /// A batch is late from the time on when the device has run the program's own work before it:
+  /// only then does the batch wait for other ranks.
   void check_stall(Clock::time_point now) {
+    const auto ready = [](const auto& event) { return event->query(); };
+    const auto& awaited = batches_.front().work.awaited;
+    if (!reached_ && std::all_of(awaited.begin(), awaited.end(), ready)) reached_ = now;
     const auto timeout = patience_.config.timeout;
     const auto warning = patience_.config.stall_warning;
     const std::string collective = "a collective on " + stream_.device().str();
-    if (timeout.count() > 0 && now - progress_ > timeout) {
+    if (timeout.count() > 0 && reached_ && now - *reached_ > timeout) {
       throw Error(ErrorKind::kTimeout, collective + " has not ended within " + in_seconds(timeout) +
                                            ": another rank's device does not get to it");
     }
-    if (warning.count() > 0 && now - std::max(progress_, warned_) > warning) {
+    if (warning.count() > 0 && now - std::max(since_, warned_) > warning) {
       warned_ = now;
-      const auto waited = std::chrono::floor<std::chrono::seconds>(now - progress_);
+      const auto waited = std::chrono::floor<std::chrono::seconds>(now - since_);
       patience_.log("rank " + std::to_string(communicator_->rank()) + ": " + collective +
                     " has not ended for " + in_seconds(waited) +
-                    ": another rank's device, or this one's, does not get to it");
+                    (reached_ ? ": another rank's device does not get to it"
+                              : ": this rank's device has not got to it yet, for it still runs "
+                                "work of the program that comes before"));
+    }
+  }
+
+  /// Whether the stream has run all its work; waits for that for `patience` at most. No: the device
+  /// hangs, or has failed.
+  bool has_drained(std::chrono::milliseconds patience) const noexcept {
+    try {
+      const StreamScope now(stream_);
+      const auto deadline = Clock::now() + patience;
+      while (!stream_.query()) {
+        if (Clock::now() >= deadline) return false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      return true;
+    } catch (const std::exception&) {
+      return false;
     }
   }
 
@@ -317,9 +374,11 @@ class Accelerator final : public Device, public Buffers {
   const c10::Stream stream_;
   const DevicePatience patience_;
   const nccl::Api api_;
-  std::deque<Batch> batches_;   // pending ones, in the order of the stream
-  Clock::time_point progress_;  // when the last one ended, or the first began
-  Clock::time_point warned_;    // when a stall was logged last
+  std::deque<Batch> batches_;  // pending ones, in the order of the stream
+  // Of the first batch: when it became the first, and when the device was seen to have reached it.
+  Clock::time_point since_;
+  std::optional<Clock::time_point> reached_;
+  Clock::time_point warned_;  // when a stall was logged last
   std::optional<nccl::NcclCommunicator> communicator_;
   at::Tensor buffer_;
 };
@@ -347,7 +406,7 @@ void DeviceChoice::use(c10::Device device) {
                 "this process uses " + device_->str() + ", and the tensor is on " + device.str() +
                     ": one process drives one device, from its first collective on. Start a "
                     "process for each device, and choose it before: "
-                    "torch.cuda.set_device(local_rank())");
+                    "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())");
   }
 }
 
@@ -376,6 +435,25 @@ c10::Device DeviceChoice::get(c10::DeviceType type) {
   return *device_;
 }
 
+namespace {
+
+/// torch_ring.setup.gpu.place_of().
+nccl::GpuPlace gpu_of(c10::Device device) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const auto place = py::module_::import("torch_ring.setup.gpu")
+                           .attr("place_of")(c10::DeviceTypeName(device.type(), true),
+                                             static_cast<int>(device.index()))
+                           .cast<std::pair<std::string, std::string>>();
+    return {place.first, place.second};
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("torch_ring's look at the GPU");
+    return {};
+  }
+}
+
+}  // namespace
+
 std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType type,
                                          Communicator& host, const Abort& abort,
                                          const DevicePatience& patience,
@@ -393,10 +471,17 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
     } catch (const c10::Error& error) {
       throw Error(ErrorKind::kInvalidArgument, error.what_without_backtrace());
     }
-    return nccl::load(settings.library);
+    return nccl::Loaded(nccl::load(settings.library), gpu_of(stream->device()));
   };
   const nccl::Rendezvous rendezvous = nccl::rendezvous(host, labels, load);
-  return std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
+  auto device = std::make_unique<Accelerator>(*stream, host, abort, patience, rendezvous);
+  try {
+    host.barrier();  // no rank's first collective meets a rank that still connects
+  } catch (const Error&) {
+    device->abort();
+    throw;
+  }
+  return device;
 }
 
 namespace {
@@ -415,6 +500,13 @@ at::Tensor truncated(const at::Tensor& values, at::ScalarType type) {
   return inside.masked_fill_(values.ge(0x1p63), Limits::max());
 }
 
+/// Integers that may have wrapped around, by their float64 values: these where the integers are out
+/// of range. An integer between 2^63 and 1.5 * 2^63 wraps around to one of the other sign.
+at::Tensor clamped(const at::Tensor& integers, const at::Tensor& values) {
+  const at::Tensor wraps = values.abs().gt(0x1.8p63).logical_or_(integers.lt(0).ne(values.lt(0)));
+  return at::where(wraps, truncated(values, integers.scalar_type()), integers);
+}
+
 bool is_float(const at::Tensor& tensor) {
   return tensor.is_floating_point() || tensor.is_complex();
 }
@@ -431,7 +523,10 @@ void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& sca
     at::Tensor target = output;
     at::mul_out(target, input, at::native::wrapped_scalar_tensor(factor));
   } else {
-    output.copy_(truncated(input.to(at::kDouble) * factor, input.scalar_type()));
+    const at::Tensor values = input.to(at::kDouble) * factor;
+    const bool is_exact = input.scalar_type() == at::kLong && is_whole(factor);
+    output.copy_(is_exact ? clamped(input * at::Scalar(static_cast<std::int64_t>(factor)), values)
+                          : truncated(values, input.scalar_type()));
   }
 }
 
@@ -452,19 +547,23 @@ void narrow(const at::Tensor& output, const at::Tensor& wide, const Reduction& r
   }
   const at::Scalar ranks(scaling.divisor);
   const bool is_pair = output.scalar_type() == at::kLong;
-  if (scaling.postscale != 1.0) {
+  const auto in_float64 = [&] {
     const at::Tensor values = wide.to(at::kDouble);
     const at::Tensor sum = is_pair ? values.select(1, 0) * ranks + values.select(1, 1) : values;
-    output.copy_(truncated(sum * scaling.postscale / static_cast<double>(scaling.divisor),
-                           output.scalar_type()));
-  } else if (!is_pair) {
-    output.copy_(at::div(wide, ranks, "trunc"));
-  } else {
+    return sum * scaling.postscale / static_cast<double>(scaling.divisor);
+  };
+  if (is_pair && is_whole(scaling.postscale) && std::abs(scaling.postscale) < 0x1p31) {
     // The average rounded down, from the quotients and the remainders; then toward zero.
-    const at::Tensor rest = wide.select(1, 1);
-    const at::Tensor down = wide.select(1, 0) + at::div(rest, ranks, "floor");
+    const at::Scalar factor(static_cast<std::int64_t>(scaling.postscale));
+    const at::Tensor rest = wide.select(1, 1) * factor;
+    const at::Tensor down = wide.select(1, 0) * factor + at::div(rest, ranks, "floor");
     const at::Tensor is_inexact = at::remainder(rest, ranks).ne(0);
-    output.copy_(down + down.lt(0).logical_and_(is_inexact).to(at::kLong));
+    const at::Tensor average = down + down.lt(0).logical_and_(is_inexact).to(at::kLong);
+    output.copy_(scaling.postscale == 1.0 ? average : clamped(average, in_float64()));
+  } else if (scaling.postscale != 1.0) {
+    output.copy_(truncated(in_float64(), output.scalar_type()));
+  } else {
+    output.copy_(at::div(wide, ranks, "trunc"));
   }
 }
 

@@ -50,17 +50,23 @@ class Producers {
   std::vector<c10::Stream> streams_;  // each once
 };
 
-/// While this lives, tensors used by device work that this thread enqueues are kept alive in
-/// `kept`.
-class KeepAliveScope {
- public:
-  explicit KeepAliveScope(std::vector<at::Tensor>& kept);
-  ~KeepAliveScope();
-  KeepAliveScope(const KeepAliveScope&) = delete;
-  KeepAliveScope& operator=(const KeepAliveScope&) = delete;
+/// Work that one thread enqueues on a device's stream.
+struct EnqueuedWork {
+  std::vector<at::Tensor> kept;                      // the tensors that it uses
+  std::vector<std::shared_ptr<c10::Event>> awaited;  // events of other streams
 };
 
-/// Keeps a tensor in this thread's KeepAliveScope; does nothing without one, as on the host.
+/// While this lives, keep_for_stream() and OutputEvent note in `work` what this thread enqueues.
+class EnqueueingScope {
+ public:
+  explicit EnqueueingScope(EnqueuedWork& work);
+  ~EnqueueingScope();
+  EnqueueingScope(const EnqueueingScope&) = delete;
+  EnqueueingScope& operator=(const EnqueueingScope&) = delete;
+};
+
+/// Keeps a tensor for the work in this thread's EnqueueingScope; does nothing without one, as on
+/// the host.
 void keep_for_stream(const at::Tensor& tensor);
 
 /// An event on the collectives' stream, recorded when a request's output on a device is written.
@@ -133,9 +139,9 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
 
 /// output = input * scaling.prescale * scaling.postscale / scaling.divisor. Floating-point and
 /// complex numbers are multiplied by one factor, 16-bit floats in float32, and rounded once.
-/// Integers, which have no divisor here, are scaled in float64, truncated toward zero and clamped
-/// to the range of the dtype. Booleans are copied. `output` may be `input`, or another tensor over
-/// the same memory.
+/// Integers, which have no divisor here, are scaled as in reduce.h, truncated toward zero and
+/// clamped to the range of the dtype. Booleans are copied. `output` may be `input`, or another
+/// tensor over the same memory.
 void scale(const at::Tensor& output, const at::Tensor& input, const Scaling& scaling);
 
 /// `tensor`, one-dimensional integers, converted to int32 or int64 for a reduction that would wrap

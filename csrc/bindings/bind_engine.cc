@@ -27,11 +27,12 @@ std::unique_ptr<PyEngine> make_engine(
     const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
     std::shared_ptr<LaunchOrder> launch_order, bool checksums,
     const std::optional<std::string>& ucx_library, double timeout_s, std::string timeout_name,
-    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes,
+    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes, Words words,
     std::string nccl_library, bool nccl_blocking, py::function log) {
   const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
-  const EngineConfig config = engine_config_of(timeout_s, std::move(timeout_name), stall_warning_s,
-                                               fusion_window_s, fusion_threshold_bytes);
+  EngineConfig config = engine_config_of(timeout_s, std::move(timeout_name), stall_warning_s,
+                                         fusion_window_s, fusion_threshold_bytes);
+  config.words = std::move(words);
   World world = world_of(rank, members, std::move(host_of), std::move(labels), may_spin, control,
                          set, width, memory, slots, checksums, ucx_library, config);
   return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
@@ -48,6 +49,10 @@ void bind_engine(py::module_& module) {
       .def("wait", &PyWork::wait)
       .def("received_splits", &PyWork::received_splits);
   bind_messages(module);
+  py::class_<Words>(module, "Words")
+      .def(py::init<std::string, std::string, std::string, std::string, std::string>(),
+           py::kw_only(), py::arg("whole"), py::arg("members"), py::arg("leave"), py::arg("remedy"),
+           py::arg("threads"));
   py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
@@ -55,8 +60,8 @@ void bind_engine(py::module_& module) {
            py::arg("width"), py::arg("memory"), py::arg("slots"), py::arg("launch_order"),
            py::kw_only(), py::arg("checksums"), py::arg("ucx_library"), py::arg("timeout_s"),
            py::arg("timeout_name"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
-           py::arg("fusion_threshold_bytes"), py::arg("nccl_library"), py::arg("nccl_blocking"),
-           py::arg("log"))
+           py::arg("fusion_threshold_bytes"), py::arg("words"), py::arg("nccl_library"),
+           py::arg("nccl_blocking"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
@@ -117,7 +122,7 @@ void bind_engine(py::module_& module) {
       .def("observe", &PyEngine::observe, py::arg("stream"))
       .def("has_shared_memory", &PyEngine::has_shared_memory)
       .def("overlaps", &PyEngine::overlaps)
-      .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false)
+      .def("shutdown", &PyEngine::shutdown, py::arg("removed") = false, py::arg("why") = "")
       .def("abandon", &PyEngine::abandon);
   module.def(
       "sparse_message",

@@ -72,7 +72,8 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
     messages_ = std::make_shared<PointToPoint>(
         *plane_, set, members,
         MessagesWorld{rank_, world.labels, world.width, world.checksums, config.transfer_timeout(),
-                      config.stall_warning, log_line, config.timeout_name, message_recorder_});
+                      config.stall_warning, log_line, config.timeout_name, config.words.leave,
+                      message_recorder_});
   }
   Engine::Options options{config,      world.labels,      plane_.get(), set, std::move(members),
                           world.waits, has_other_threads, log_line,     {},  std::move(order)};
@@ -308,7 +309,7 @@ void PyEngine::end(const std::string& why) const {
   engine->end(Error(ErrorKind::kInternal, why));
 }
 
-void PyEngine::shutdown(bool removed) {
+void PyEngine::shutdown(bool removed, std::string why) {
   if (::getpid() != pid_) return abandon();
   if (!engine_) return;
   const std::shared_ptr<Engine> engine = engine_;  // another thread may be here, too
@@ -316,7 +317,7 @@ void PyEngine::shutdown(bool removed) {
   {
     const py::gil_scoped_release no_gil;  // the engine's threads may be about to log
     if (messages_) messages_->close();
-    engine->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves);
+    engine->close(removed ? Engine::Ending::kRemoved : Engine::Ending::kLeaves, std::move(why));
   }
   engine_.reset();
   communicator_.reset();

@@ -183,7 +183,7 @@ class PyEngine {
 
   void end(const std::string& why) const;
 
-  void shutdown(bool removed = false);
+  void shutdown(bool removed = false, std::string why = {});
 
   /// In a forked child: leaks the parent's threads, locks and memory without touching them.
   void abandon();

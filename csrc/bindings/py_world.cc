@@ -157,13 +157,9 @@ void PyControlPlane::close_set(std::uint64_t set) {
   for (const std::uint64_t number : numbers_of(set)) plane_->unsubscribe(number);
 }
 
-void PyControlPlane::leave_unused(std::uint64_t set, int members) {
-  if (plane_ && ::getpid() == pid_) plane_->leave(set, 0, members);
+void PyControlPlane::leave_unused(std::uint64_t set, int members, std::string why) {
+  if (plane_ && ::getpid() == pid_) plane_->leave(set, 0, members, std::move(why));
   close_set(set);  // members that use it may have connected to this rank
-}
-
-void PyControlPlane::give_reason(std::string why) {
-  if (plane_ && ::getpid() == pid_) plane_->give_reason(std::move(why));
 }
 
 void PyControlPlane::read_queries(py::function reader) {
@@ -183,11 +179,11 @@ void PyControlPlane::read_queries(py::function reader) {
   });
 }
 
-void PyControlPlane::stop(std::chrono::milliseconds patience) {
+void PyControlPlane::stop(std::chrono::milliseconds patience, std::string why) {
   if (::getpid() != pid_) return abandon();
   if (!plane_) return;
   const py::gil_scoped_release no_gil;
-  plane_->stop(patience);
+  plane_->stop(patience, std::move(why));
 }
 
 void PyControlPlane::before_fork() {
@@ -232,9 +228,9 @@ void bind_control_plane(py::module_& module) {
       .def("trouble", &PyControlPlane::trouble)
       .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))
       .def("close_set", &PyControlPlane::close_set, py::arg("number"))
-      .def("leave_unused", &PyControlPlane::leave_unused, py::arg("number"), py::arg("members"))
+      .def("leave_unused", &PyControlPlane::leave_unused, py::arg("number"), py::arg("members"),
+           py::arg("why"))
       .def("has_ended", &PyControlPlane::has_ended, py::arg("number"))
-      .def("give_reason", &PyControlPlane::give_reason, py::arg("why"))
       .def("lost", &PyControlPlane::lost)
       .def("ask", &PyControlPlane::ask, py::arg("rank"))
       .def("answer", &PyControlPlane::answer, py::arg("rank"), py::arg("number"), py::arg("text"))
@@ -245,10 +241,11 @@ void bind_control_plane(py::module_& module) {
       .def("connections", &PyControlPlane::connections)
       .def(
           "stop",
-          [](PyControlPlane& plane, double patience_s) {
-            plane.stop(std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)));
+          [](PyControlPlane& plane, double patience_s, std::string why) {
+            plane.stop(std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)),
+                       std::move(why));
           },
-          py::arg("patience_s"))
+          py::arg("patience_s"), py::arg("why"))
       .def("before_fork", &PyControlPlane::before_fork)
       .def("abandon", &PyControlPlane::abandon);
 }

@@ -75,11 +75,9 @@ class PyControlPlane {
   /// Closes the data connections of a set that no engine has taken, and refuses later ones.
   void close_set(std::uint64_t set);
   /// Tells the others that this rank has left a set of `members` members without using it.
-  void leave_unused(std::uint64_t set, int members);
+  void leave_unused(std::uint64_t set, int members, std::string why);
   /// Whether all members have left a set: then none of them uses its memory.
   bool has_ended(std::uint64_t set) const { return plane_ && plane_->has_ended(set); }
-  /// Sets the reason why this process leaves, for the other ranks' errors.
-  void give_reason(std::string why);
   /// The ranks that are lost.
   std::vector<int> lost() const { return plane_->lost(); }
   std::uint64_t ask(int rank) { return plane_ ? plane_->ask(rank) : 0; }
@@ -95,7 +93,7 @@ class PyControlPlane {
   std::string why_stop() const { return plane_ ? plane_->why_stop() : ""; }
   /// The number of data connections so far.
   std::uint64_t connections() const { return plane_->connections(); }
-  void stop(std::chrono::milliseconds patience = kGoodbyePatience);
+  void stop(std::chrono::milliseconds patience = kGoodbyePatience, std::string why = {});
 
   /// Records the descriptors that a child is about to inherit.
   void before_fork();

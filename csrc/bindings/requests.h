@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <cstddef>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "bindings/accelerator.h"
+#include "bindings/torch_call.h"
 #include "collective/communicator.h"
 #include "core/error.h"
 #include "engine/request.h"
@@ -61,16 +61,6 @@ class ForCaller {
   c10::InferenceMode inference_;
   at::NoGradGuard no_grad_;
 };
-
-/// Calls `function`; an error of torch's becomes Error(kInternal), without its C++ stack.
-template <typename Function>
-auto torch_call(const Function& function) {
-  try {
-    return function();
-  } catch (const c10::Error& error) {
-    throw Error(ErrorKind::kInternal, error.what_without_backtrace());
-  }
-}
 
 /// An uninitialised contiguous tensor of this shape for a result, with the dtype and device of
 /// `like`. On the host, from 4 MiB on, its memory comes from a pool of pages, and returns there

@@ -65,10 +65,10 @@ c10::intrusive_ptr<RingBackend> make_ring_backend(int rank, int size, py::object
       throw;
     }
   };
-  membership.leave = [group] {
+  membership.leave = [group](const std::string& why) {
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire gil;
-    group->attr("leave")();
+    group->attr("leave")(why);
   };
   membership.split = [split = shared(std::move(split))](
                          const c10::intrusive_ptr<c10d::Store>& of_part,

@@ -3,8 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/trunc.h>
 #include <torch/version.h>
 #include <unistd.h>
 
@@ -48,13 +48,6 @@ void require_parts(const char* what, const Tensors& parts, const at::Tensor& own
     if (part.numel() == own.numel()) continue;
     refuse(std::string(what) + ": a tensor of the list has " + std::to_string(part.numel()) +
            " elements, and the other one " + std::to_string(own.numel()));
-  }
-}
-
-void group(std::vector<Request>& requests) {
-  if (requests.size() < 2) return;
-  for (Request& request : requests) {
-    request.fingerprint.group = static_cast<std::uint32_t>(requests.size());
   }
 }
 
@@ -155,6 +148,16 @@ bool may_overlap(const at::Tensor& one, const at::Tensor& other) {
 
 namespace {
 
+/// The requests, as those of one operation that the program has called so: they run together.
+C10dOperation as_called(Called called, C10dOperation operation) {
+  const auto size = static_cast<std::uint32_t>(operation.requests.size());
+  for (Request& request : operation.requests) {
+    request.fingerprint.called = called;
+    if (size > 1) request.fingerprint.group = size;
+  }
+  return operation;
+}
+
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
 using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;  // its name before torch 2.13
 #else
@@ -197,12 +200,20 @@ at::Tensor part_for(const c10d::ReduceOp& op, const at::Tensor& tensor, const ch
   const bool is_tensor = supplement->tensor_factor.defined();
   const double factor =
       is_tensor ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+  if (is_tensor && at::isIntegralType(supplement->tensor_factor.scalar_type(), false) &&
+      (!is_whole(factor) ||
+       static_cast<std::int64_t>(factor) != supplement->tensor_factor.item<std::int64_t>())) {
+    refuse(std::string(what) + ": PREMUL_SUM's factor is not exact in float64");
+  }
   check_tensor(tensor, what);
   check_op(dtype_of(tensor), ReduceOp::kSum, what, 1);
   const at::NoGradGuard no_grad;
-  const bool is_whole = at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
-  if (!is_whole) return tensor.detach().mul(factor);
-  return tensor.detach().to(at::kDouble).mul_(factor).trunc_().to(tensor.scalar_type());
+  if (!at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false)) {
+    return tensor.detach().mul(factor);
+  }
+  at::Tensor part = at::empty_like(tensor);
+  scale(part, tensor.detach(), {.prescale = factor});
+  return part;
 }
 
 void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin(), from.end()); }
@@ -211,7 +222,7 @@ void append(Tensors& to, const Tensors& from) { to.insert(to.end(), from.begin()
 Request written_back(Request request, const JoinedTensors& output) {
   request.finish = [finish = std::move(request.finish), output] {
     finish();
-    output.write_back();
+    torch_call([&] { output.write_back(); });
   };
   return request;
 }
@@ -245,8 +256,7 @@ C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& 
     const at::Tensor part = part_for(op, tensor, "all_reduce");
     operation.requests.push_back(allreduce_request(part, tensor, "", kind, 1.0, 1.0, size));
   }
-  group(operation.requests);
-  return operation;
+  return as_called(Called::kAllReduce, std::move(operation));
 }
 
 C10dOperation broadcast_operation(const Tensors& tensors, int root, int size) {
@@ -254,8 +264,7 @@ C10dOperation broadcast_operation(const Tensors& tensors, int root, int size) {
   for (const at::Tensor& tensor : tensors) {
     operation.requests.push_back(broadcast_request(tensor, tensor, root, size, ""));
   }
-  group(operation.requests);
-  return operation;
+  return as_called(Called::kOwn, std::move(operation));
 }
 
 C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
@@ -307,8 +316,7 @@ C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inp
         gather_whole(inputs[i], JoinedTensors::outputs(outputs[i], kWhat, &inputs[i])));
     append(operation.outputs, outputs[i]);
   }
-  group(operation.requests);
-  return operation;
+  return as_called(Called::kAllGather, std::move(operation));
 }
 
 C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& inputs, int size) {
@@ -326,8 +334,7 @@ C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& in
     operation.requests.push_back(
         gather_whole(inputs[i], JoinedTensors::outputs({outputs[i]}, kWhat, &inputs[i])));
   }
-  group(operation.requests);
-  return operation;
+  return as_called(Called::kAllGatherIntoTensor, std::move(operation));
 }
 
 C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists& inputs,
@@ -343,8 +350,7 @@ C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists
     operation.requests.push_back(
         reduce_scatter(JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, kind, place));
   }
-  group(operation.requests);
-  return operation;
+  return as_called(Called::kReduceScatter, std::move(operation));
 }
 
 C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensors& inputs,
@@ -364,14 +370,13 @@ C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensor
     operation.requests.push_back(
         reduce_scatter(JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, kind, place));
   }
-  group(operation.requests);
-  return operation;
+  return as_called(Called::kReduceScatterTensor, std::move(operation));
 }
 
 C10dOperation barrier_operation() {
   C10dOperation operation;
   operation.requests.emplace_back().fingerprint.collective = Collective::kFence;
-  return operation;
+  return as_called(Called::kBarrier, std::move(operation));
 }
 
 namespace {
@@ -425,7 +430,7 @@ C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, 
   C10dOperation operation{{}, outputs};
   operation.requests.push_back(scatter_rows(JoinedTensors::outputs(outputs, kWhat, &input), input,
                                             {}, {counts(inputs), counts(outputs)}));
-  return operation;
+  return as_called(Called::kAllToAll, std::move(operation));
 }
 
 C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor& input,
@@ -443,7 +448,7 @@ C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor
   C10dOperation operation{{}, {output}};
   operation.requests.push_back(scatter_rows(JoinedTensors::outputs({output}, kWhat, &values),
                                             values, row, {std::move(sent), std::move(received)}));
-  return operation;
+  return as_called(Called::kAllToAllSingle, std::move(operation));
 }
 
 namespace {
@@ -498,10 +503,11 @@ C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::R
   C10dOperation operation{{}, {tensor}, std::make_shared<LateError>()};
   operation.requests = sum->requests();
   for (Request& request : operation.requests) {
-    request.finish = [sum, late_error = operation.late_error] { sum->gathered(*late_error); };
+    request.finish = [sum, late_error = operation.late_error] {
+      torch_call([&] { sum->gathered(*late_error); });
+    };
   }
-  group(operation.requests);
-  return operation;
+  return as_called(Called::kAllReduce, std::move(operation));
 }
 
 }  // namespace torch_ring

@@ -35,9 +35,6 @@ void require_like(const char* what, const at::Tensor& part, const at::Tensor& wh
 /// One part for each rank, each with the dtype, device and number of elements of `own`.
 void require_parts(const char* what, const Tensors& parts, const at::Tensor& own, int size);
 
-/// Makes the requests members of one operation, so that they run together.
-void group(std::vector<Request>& requests);
-
 /// Several tensors of one dtype and device as one flat tensor: over their own memory if they lie
 /// there one after the other, otherwise over new memory.
 class JoinedTensors {

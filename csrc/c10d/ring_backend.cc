@@ -394,10 +394,14 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
       on_host(operation.outputs)) {
     // Copies are made when it begins, because earlier operations may write to the same memory.
     const Tensors outputs = operation.outputs;
-    pending = defer(outputs, [this, timeout, inputs, outputs, make, ... given = given] {
+    const auto thread = std::this_thread::get_id();
+    pending = defer(outputs, [this, timeout, thread, inputs, outputs, make, ... given = given] {
       await_memory(inputs, outputs);
       C10dOperation begun = make(given...);
-      for (Request& request : begun.requests) request.timeout = timeout;
+      for (Request& request : begun.requests) {
+        request.timeout = timeout;
+        request.thread = thread;
+      }
       return submit(std::move(begun), inputs);
     });
   } else {
@@ -620,9 +624,10 @@ void RingBackend::abort() {
     const std::scoped_lock lock(replacing_);
     if (is_connected_) engine = engine_;
   }
-  if (!engine) return membership_.leave();
+  const std::string why = "the group was aborted by abort()";
+  if (!engine) return membership_.leave(why);
   try {
-    engine->end(Error(ErrorKind::kInternal, "the group was aborted by abort()"));
+    engine->end(Error(ErrorKind::kInternal, why));
   } catch (const Error&) {
     // end() throws the cause, which the operations report.
   }
@@ -630,7 +635,7 @@ void RingBackend::abort() {
 
 void RingBackend::shutdown() {
   if (::getpid() != pid_) return abandon();
-  membership_.leave();
+  membership_.leave({});
   // The callbacks of the pool's threads need the GIL, which the destructor's caller may hold.
   // PyGILState_Check() returns true after the interpreter has ended.
   if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {

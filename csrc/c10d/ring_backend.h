@@ -73,7 +73,8 @@ class RingBackend final : public c10d::Backend {
     std::shared_ptr<void> group;  // the Python object with the functions below
     /// Called once, at the first use. It throws torch_ring's exceptions as Errors, for any thread.
     std::function<std::shared_ptr<const PyEngine>()> connect;
-    std::function<void()> leave;  // may be called again
+    /// May be called again. `why`: the reason for the other ranks, if no exception is handled.
+    std::function<void(const std::string& why)> leave;
     /// A backend for some of the ranks, this one included, in their order.
     std::function<c10::intrusive_ptr<c10d::Backend>(
         const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&, std::chrono::milliseconds)>

@@ -12,6 +12,7 @@
 
 #include "bindings/accelerator.h"
 #include "bindings/blocking_call.h"
+#include "bindings/errors.h"
 #include "bindings/py_engine.h"
 #include "c10d/c10d_requests.h"
 #include "core/clock.h"
@@ -357,7 +358,13 @@ c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
 /// Called by the pool, after await(): the future's callbacks may wait for other operations.
 void RingWork::complete_future() {
   if (const std::exception_ptr error = exception()) {
-    future_->setError(error);
+    try {
+      std::rethrow_exception(error);
+    } catch (const Error& known) {
+      future_->setError(through_torch(known));
+    } catch (...) {
+      future_->setError(error);
+    }
     return;
   }
   try {

@@ -73,7 +73,9 @@ void HierarchicalBoard::gather() {
 /// Hands the runs of all hosts to this host's ranks.
 void HierarchicalBoard::publish() {
   write_slot(world_slot(host_.own_slot(), local_.round_number()), leaders_->runs());
-  // Relaxed: published before the counter, whose store releases it.
+  // Relaxed: the store to `published` releases both values to the other ranks. Their loads come
+  // before their next post(), which this rank has acquired (local_.complete()) when it stores the
+  // values of the next round.
   host_.own().last_of_previous.store(leaders_->least_wait().last(), std::memory_order_relaxed);
   host_.own().most_us.store(leaders_->least_wait().most_us, std::memory_order_relaxed);
   host_.publish(host_.own().published, local_.round_number());
@@ -89,6 +91,7 @@ void HierarchicalBoard::read() {
 Round HierarchicalBoard::round() {
   const Round local = local_.round();
   entries_.assign(runs_, order_);
+  // Relaxed: complete() has acquired `published`, and publish() stores again after the next post().
   return {entries_.runs(), local.locals, local.host_ranks,
           host_.header(0).last_of_previous.load(std::memory_order_relaxed),
           host_.header(0).most_us.load(std::memory_order_relaxed)};

@@ -92,11 +92,14 @@ std::string ControlPlane::trouble() const {
   return trouble ? trouble->what() : dials_.trouble();
 }
 
-void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience) {
+void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience, std::string why) {
   {
     const std::scoped_lock lock(mutex_);
-    if (!farewell_) patience_ = patience;
-    if (!farewell_) farewell_ = farewell;
+    if (!farewell_) {
+      farewell_ = farewell;
+      patience_ = patience;
+      why_ = std::move(why);
+    }
   }
   ::eventfd_write(wake_.get(), 1);
   queries_.close();
@@ -223,11 +226,6 @@ void ControlPlane::fail(std::uint64_t set, const Error& cause) {
   ::eventfd_write(wake_.get(), 1);
 }
 
-void ControlPlane::give_reason(std::string why) {
-  const std::scoped_lock lock(mutex_);
-  why_ = std::move(why);
-}
-
 template <class Make>
 void ControlPlane::tell(Make&& make) {
   {
@@ -237,8 +235,15 @@ void ControlPlane::tell(Make&& make) {
   ::eventfd_write(wake_.get(), 1);
 }
 
-void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds, int members) {
-  tell([&] { return Message::left(rank_, set, rounds, members, why_); });
+void ControlPlane::leave(std::uint64_t set, std::uint64_t rounds, int members, std::string why) {
+  tell([&] { return Message::left(rank_, set, rounds, members, reason(std::move(why))); });
+}
+
+/// The reason to leave: `why`, or else the loss that this rank knows.
+std::string ControlPlane::reason(std::string why) const {
+  const Message* const loss = why.empty() ? news_.first_loss_besides(rank_) : nullptr;
+  if (loss == nullptr) return why;
+  return "it knows that " + at(options_.labels, loss->rank) + ' ' + loss->text;
 }
 
 std::uint64_t ControlPlane::ask(int rank) {
@@ -250,7 +255,7 @@ std::uint64_t ControlPlane::ask(int rank) {
 std::uint64_t ControlPlane::probe(int rank) {
   std::uint64_t number = 0;
   tell([&] {
-    probes_.insert(number = ++asked_);
+    probes_.emplace(number = ++asked_, rank);
     return Message::asks(rank_, rank, number, kProbe);
   });
   return number;
@@ -358,7 +363,7 @@ void ControlPlane::run() {
     for (const std::uint64_t set : connected) subscriptions_.tell_connected(set);
     if (!found.empty()) {  // all their earlier messages have been passed on
       lock.lock();
-      for (const std::uint64_t probe : found) probes_.erase(probe);
+      for (const std::uint64_t probe : found) forget_probes(probe);
       lock.unlock();
     }
     if (!farewell) continue;
@@ -428,7 +433,14 @@ void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
       link.close();
       lose(link.peer(), error.what(), now);
     }
-    if (link.ended()) lose(link.peer(), "died: its connection closed; see its output", now);
+    if (!link.ended()) continue;
+    const int peer = link.peer();
+    const bool same_host = at(options_.host_of, peer) == at(options_.host_of, rank_);
+    if (!link.was_reset() || same_host) {
+      lose(peer, "died: its connection closed; see its output", now);
+    } else if (news_.alive(peer) && judges()) {
+      dials_.renew(peer, now);
+    }
   }
 }
 
@@ -468,6 +480,12 @@ void ControlPlane::connect(const PollSet& polls, Clock::time_point now) {
     } else {
       lose(peer, "died: nobody listens at its address any more; see its output", now);
     }
+  }
+  for (const int peer : outcome.gone) {
+    lose(peer,
+         "died: its connection closed, and nobody listens at its address any more; see its output, "
+         "or whether a firewall rejects its connections",
+         now);
   }
   for (const int peer : outcome.silent) lose(peer, silence(), now);
   for (const std::uint64_t set : data_.advance(polls, now)) connected_.insert(set);
@@ -520,9 +538,10 @@ void ControlPlane::send(Clock::time_point now) {
 std::list<ControlLink> ControlPlane::say_goodbye() {
   if (failpoint("departure", rank_)) return {};
   const auto now = Clock::now();
+  const Message goodbye = Message::departed(rank_, reason(why_));
   links_.remove_if([&](const ControlLink& link) { return news_.lost(link.peer()); });
   for (ControlLink& link : links_) {
-    link.queue(Message::departed(rank_, why_), now);
+    link.queue(goodbye, now);
     link.flush(now);
   }
   if (failpoint("departed", rank_)) return {};
@@ -535,8 +554,22 @@ void ControlPlane::add_link(int peer, Fd socket, Clock::time_point now) {
   links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });
   ControlLink& link = links_.emplace_back(peer, std::move(socket), options_.size(), now);
   for (const Message& news : news_.known()) link.queue(news, now);
+  const auto asks = [&](const auto& probe) { return probe.second == peer; };
+  if (std::ranges::any_of(probes_, asks)) {  // the former connection may have lost them
+    probes_.emplace(++asked_, peer);
+    own_news_.push_back(Message::asks(rank_, peer, asked_, kProbe));
+  }
   dials_.remove(peer);
   awaited_.erase(peer);
+}
+
+/// Forgets a probe that its rank has answered, and earlier ones of that rank.
+void ControlPlane::forget_probes(std::uint64_t answered) {
+  const auto found = probes_.find(answered);
+  if (found == probes_.end()) return;
+  std::erase_if(probes_, [&, rank = found->second](const auto& probe) {
+    return probe.second == rank && probe.first <= answered;
+  });
 }
 
 ControlLink* ControlPlane::link_to(int peer) {

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -80,7 +81,7 @@ void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds pa
 /// in both directions, 2 log2(n) of them at most. News is flooded through it: each rank passes on
 /// each message once, when it first hears it. When a rank is lost, its neighbours on the ring
 /// connect to the next living ones and tell them all that they know, so the survivors stay
-/// connected and miss no news.
+/// connected and miss no news. A connection that the network resets is made again.
 ///
 /// The thread sleeps in poll(), then takes a turn under the lock, then notifies the observers
 /// without it. News of a loss or a failure is sent on in the turn in which it arrives. Departures
@@ -110,15 +111,12 @@ class ControlPlane {
   /// failed, for the message of a timeout; empty if there is none.
   std::string trouble() const;
 
-  /// Sets the reason why this process leaves, for the other ranks' errors: "ValueError: ... at
-  /// train.py:41". Later calls of leave() and stop() tell it.
-  void give_reason(std::string why);
-
   /// Tells the other ranks that this one leaves a set in peace, after it has completed `rounds`
   /// rounds of the set's board. Call it before the set's data connections close. When all of its
-  /// `members` have left, the set has ended: nobody uses the memory of its slots any more.
-  /// Blocking: no.
-  void leave(std::uint64_t set, std::uint64_t rounds, int members);
+  /// `members` have left, the set has ended: nobody uses the memory of its slots any more. `why`:
+  /// the reason for the other ranks' errors, "ValueError: ... at train.py:41"; without one they
+  /// read which rank this one knows to be lost. Blocking: no.
+  void leave(std::uint64_t set, std::uint64_t rounds, int members, std::string why = {});
   /// Precondition: leave() was called for the set.
   bool has_ended(std::uint64_t set) const;
 
@@ -138,13 +136,14 @@ class ControlPlane {
   }
 
   /// Says goodbye, waits until the neighbours have heard it (`patience` at most), joins the thread
-  /// and closes all connections, including those that no SocketSource has taken.
-  void stop(std::chrono::milliseconds patience = kGoodbyePatience) {
-    end(Farewell::kGoodbye, patience);
+  /// and closes all connections, including those that no SocketSource has taken. `why`: as in
+  /// leave(), for the sets that this rank has not used.
+  void stop(std::chrono::milliseconds patience = kGoodbyePatience, std::string why = {}) {
+    end(Farewell::kGoodbye, patience, std::move(why));
   }
 
   /// Like stop(), but without a goodbye: the other ranks presume this one dead.
-  void die() { end(Farewell::kNone, kGoodbyePatience); }
+  void die() { end(Farewell::kNone, kGoodbyePatience, {}); }
 
   /// Tells `observer` of the ranks `members`, until unsubscribe() returns. Earlier news arrives at
   /// once. `set`: the set's number, the same on all ranks, never used twice; or the number of its
@@ -207,7 +206,8 @@ class ControlPlane {
   class Sockets;
   class Waits;
 
-  void end(Farewell farewell, std::chrono::milliseconds patience);
+  void end(Farewell farewell, std::chrono::milliseconds patience, std::string why);
+  std::string reason(std::string why) const;
   /// SocketSource::take() for a peer of a set.
   std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
   /// Sends news of this rank, which make() builds under the lock.
@@ -228,6 +228,7 @@ class ControlPlane {
   std::list<ControlLink> say_goodbye();
 
   void add_link(int peer, Fd socket, Clock::time_point now);
+  void forget_probes(std::uint64_t answered);
   ControlLink* link_to(int peer);
   void lose(int peer, const std::string& how, Clock::time_point now);
   void presume_departed(int peer);
@@ -259,13 +260,13 @@ class ControlPlane {
   std::set<int> awaited_;  // first neighbours without a connection so far
   std::optional<Error> setup_error_;
   std::vector<Message> own_news_;      // news of this rank, not sent yet
-  std::string why_;                    // the reason why this rank leaves
   std::uint64_t points_ = 0;           // passed by this rank
   std::optional<std::uint64_t> stop_;  // the point after which all ranks stop
   bool told_points_ = false;           // to the others; it passes no more until all have
   std::uint64_t waits_told_ = 0;       // by this rank
   std::uint64_t asked_ = 0;            // questions, likewise
-  std::set<std::uint64_t> probes_;     // without an answer, or with one of this turn
+  // The ranks asked, by question: probes without an answer, or with one of this turn.
+  std::map<std::uint64_t, int> probes_;
   std::vector<std::uint64_t> found_;   // probes answered in this turn
   std::vector<Message> pending_news_;  // for the observers
   std::vector<std::uint64_t> ended_;   // sets, whose news they need no more
@@ -273,6 +274,7 @@ class ControlPlane {
   std::set<std::uint64_t> connected_;  // sets whose observers must be notified
   std::optional<Farewell> farewell_;
   std::chrono::milliseconds patience_{};  // with peers that do not read the goodbye
+  std::string why_;                       // the reason in the goodbye
   Clock::time_point next_heartbeat_;
 
   std::thread thread_;  // the last member: the thread uses all of the above

@@ -38,6 +38,7 @@ void ControlLink::flush(Clock::time_point now) {
     } else if (errno != EINTR) {
       // The peer's last messages, maybe its goodbye, are still to be received: receive() judges.
       deaf_ = true;
+      if (errno != EPIPE) was_reset_ = true;  // receive() finds only an end then
       done = outgoing_.size();
     }
   }
@@ -54,6 +55,7 @@ std::vector<Message> ControlLink::receive(Clock::time_point now) {
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
     if (bytes <= 0) {
+      if (bytes < 0) was_reset_ = true;
       close();
       break;
     }

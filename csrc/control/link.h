@@ -76,8 +76,10 @@ class ControlLink {
   /// The messages that have arrived; call it when ready(). Errors: Error(kPeerLost) if the bytes
   /// are not a message.
   std::vector<Message> receive(Clock::time_point now);
-  /// Whether the stream has ended: the peer has closed it.
+  /// Whether the stream has ended: the peer has closed it, or it was reset.
   bool ended() const noexcept { return ended_; }
+  /// Whether the connection has failed, and the peer has not ended its stream before.
+  bool was_reset() const noexcept { return was_reset_; }
 
   /// Sends no more: the peer receives the end of the stream after all that was sent. Idempotent.
   void end_sending() noexcept;
@@ -100,6 +102,7 @@ class ControlLink {
   bool blocked_ = false;  // the socket takes no more for now
   bool ended_ = false;
   bool deaf_ = false;  // the peer receives no more; its last bytes may still be here
+  bool was_reset_ = false;
   bool sends_ = true;
   std::size_t slot_ = PollSet::kNone;
 };

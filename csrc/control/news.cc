@@ -136,9 +136,20 @@ std::optional<std::uint64_t> News::furthest_point() const {
 }
 
 const Message* News::first_signal() const {
-  const auto found = std::ranges::find_if(known_, [](const Message& message) {
+  return first([](const Message& message) {
     return message.kind == Message::Kind::kStops && !message.text.empty();
   });
+}
+
+const Message* News::first_loss_besides(int rank) const {
+  return first([=](const Message& message) {
+    return message.kind == Message::Kind::kLost && message.rank != rank;
+  });
+}
+
+template <class Is>
+const Message* News::first(Is&& is) const {
+  const auto found = std::ranges::find_if(known_, is);
   return found == known_.end() ? nullptr : &*found;
 }
 

@@ -190,12 +190,16 @@ class News {
   std::optional<std::uint64_t> furthest_point() const;
   /// The first kStops with a signal; null if there is none.
   const Message* first_signal() const;
+  /// The first kLost of a rank other than `rank`; null if there is none.
+  const Message* first_loss_besides(int rank) const;
 
   /// The messages for a new neighbour: all that were new, in order, and the present waits.
   std::vector<Message> known() const;
 
  private:
   void end(std::uint64_t set);
+  template <class Is>
+  const Message* first(Is&& is) const;
 
   enum class Fate : std::uint8_t { kAlive, kPresumedDeparted, kDeparted, kLost };
 

@@ -42,8 +42,8 @@ Outgoing::Outgoing(const ControlOptions& options, const Hello& hello)
       hello_(hello) {}
 
 Outgoing::Outgoing(const ControlOptions& options, int peer, std::chrono::milliseconds interval,
-                   Clock::time_point now)
-    : way_(way_to(options, peer, Hello::kControl)), probe_(interval), retry_(now + interval) {}
+                   Clock::time_point first)
+    : way_(way_to(options, peer, Hello::kControl)), probe_(interval), retry_(first) {}
 
 Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
   if (socket_ ? !polls.ready(slot_) : now < retry_) return State::kPending;
@@ -142,15 +142,25 @@ bool is_local(int error) {
 }
 
 void DialRequests::add(int peer, Clock::time_point now, bool setup) {
-  if (dials_.contains(peer)) return;
+  const auto interval = setup ? std::chrono::milliseconds(kSetupProbe) : kProbe;
+  emplace(peer, now, interval, now + interval);
+}
+
+void DialRequests::renew(int peer, Clock::time_point now) {
+  emplace(peer, now, Outgoing::kRetry, now).renews = true;
+}
+
+DialRequests::DialRequest& DialRequests::emplace(int peer, Clock::time_point now,
+                                                 std::chrono::milliseconds interval,
+                                                 Clock::time_point first) {
   const int rank = options_.rank;
-  if (rank > peer) {
-    const Hello hello{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(peer), 0,
-                      Hello::kControl};
-    dials_.try_emplace(peer, now, Outgoing(options_, hello));
-  } else {
-    dials_.try_emplace(peer, now, Outgoing(options_, peer, setup ? kSetupProbe : kProbe, now));
-  }
+  const Hello hello{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(peer), 0,
+                    Hello::kControl};
+  return dials_
+      .try_emplace(
+          peer, now,
+          rank > peer ? Outgoing(options_, hello) : Outgoing(options_, peer, interval, first))
+      .first->second;
 }
 
 DialRequests::Outcome DialRequests::advance(const PollSet& polls, Clock::time_point now,
@@ -177,7 +187,9 @@ DialRequests::Outcome DialRequests::advance(const PollSet& polls, Clock::time_po
       dial = dials_.erase(dial);
       continue;
     }
-    if (it.refused_since && (setup || now >= *it.refused_since + kGrace)) {
+    if (it.refused_since && it.renews) {
+      outcome.gone.push_back(peer);
+    } else if (it.refused_since && (setup || now >= *it.refused_since + kGrace)) {
       outcome.refused.push_back(peer);
     } else if (!setup && now >= it.since + options_.heartbeat_timeout) {
       outcome.silent.push_back(peer);

@@ -40,13 +40,13 @@ Way way_to(const ControlOptions& options, int peer, std::uint32_t channel);
 class Outgoing {
  public:
   enum class State { kPending, kRefused, kDone };
-  static constexpr std::chrono::milliseconds kRetry{50};
+  static constexpr std::chrono::milliseconds kRetry{10};
 
   /// To rank `hello.to`.
   Outgoing(const ControlOptions& options, const Hello& hello);
-  /// A probe every `interval`; the first one after an `interval`.
+  /// A probe every `interval`, from `first` on.
   Outgoing(const ControlOptions& options, int peer, std::chrono::milliseconds interval,
-           Clock::time_point now);
+           Clock::time_point first);
 
   /// Makes the progress that is possible now. kRefused: nobody listens there; it keeps trying.
   /// kDone: take() has the socket; a probe has found a listener, and continues.
@@ -103,6 +103,7 @@ class DialRequests {
   struct Outcome {
     std::vector<std::pair<int, Fd>> connected;   // by rank
     std::vector<int> refused;                    // nobody listens there
+    std::vector<int> gone;                       // the same, after renew()
     std::vector<int> silent;                     // no connection for the heartbeat timeout
     std::optional<std::pair<int, Error>> error;  // of this process, or its key
   };
@@ -112,6 +113,9 @@ class DialRequests {
 
   /// Requests a connection to `peer`, unless one is requested already.
   void add(int peer, Clock::time_point now, bool setup);
+  /// Requests a connection in place of one that was reset. A process that dies closes its listener
+  /// a moment before or after its connections: so a refusal counts at once, and is sought often.
+  void renew(int peer, Clock::time_point now);
   void remove(int peer) { dials_.erase(peer); }
 
   /// `setup`: all ranks listened a moment ago, so a refusal counts at once; and the owner decides
@@ -132,9 +136,13 @@ class DialRequests {
   struct DialRequest {
     DialRequest(Clock::time_point now, Outgoing first) : since(now), outgoing(std::move(first)) {}
     Clock::time_point since;
+    bool renews = false;
     std::optional<Clock::time_point> refused_since;
     Outgoing outgoing;
   };
+
+  DialRequest& emplace(int peer, Clock::time_point now, std::chrono::milliseconds interval,
+                       Clock::time_point first);
 
   const ControlOptions& options_;
   std::map<int, DialRequest> dials_;  // by rank

@@ -84,7 +84,10 @@ void Subscriptions::tell(std::uint64_t set, const Subscription& subscription,
 
 std::string Subscriptions::describe(const Message& lost) const {
   const std::string what = at(labels_, lost.rank) + ' ' + lost.text;
-  return lost.reporter == rank_ ? what : at(labels_, lost.reporter) + " says that " + what;
+  if (lost.reporter == rank_) return what;
+  const std::string& reporter = at(labels_, lost.reporter);
+  if (lost.rank != rank_) return reporter + " says that " + what;
+  return reporter + " has given up this rank, which lives; it says that " + what;
 }
 
 }  // namespace torch_ring

@@ -32,7 +32,8 @@ class Subscriptions {
   void tell_presumed(int rank);
   void tell_connected(std::uint64_t set);
 
-  /// "rank 3 (pid 7) died", or "rank 1 (pid 5) says that rank 3 (pid 7) died".
+  /// "rank 3 (pid 7) died", or "rank 1 (pid 5) says that rank 3 (pid 7) died". Of this rank itself:
+  /// "rank 1 (pid 5) has given up this rank, which lives; it says that rank 3 (pid 7) died".
   std::string describe(const Message& lost) const;
 
  private:

@@ -10,6 +10,16 @@
 
 namespace torch_ring {
 
+/// The words of errors: the names by which the program calls things. By default those of a world of
+/// torch_ring's own functions; torch_ring/config/words.py has the others.
+struct Words {
+  std::string whole = "world";          // the ranks of the engine, in "this world has ended"
+  std::string members = "process set";  // the same, in "the process set of rank 0, rank 1"
+  std::string leave = "shutdown()";     // the call by which a rank leaves
+  std::string remedy = "Call shutdown() and init(), or exit";  // after the end
+  std::string threads = "give them names";                     // to threads that use one engine
+};
+
 struct EngineConfig {
   std::chrono::milliseconds timeout{0};             // a rank that is later is an error; 0: never
   std::string timeout_name = "TORCH_RING_TIMEOUT";  // its name in errors
@@ -20,6 +30,7 @@ struct EngineConfig {
   // before this is a mismatch.
   std::chrono::milliseconds other_threads_grace{10'000};
   std::size_t arena_bytes = 0;  // a rank's address space for buckets; 0: the host's memory
+  Words words;
 
   /// The timeout in errors: "300 s (TORCH_RING_TIMEOUT)".
   std::string timeout_text() const { return in_seconds(timeout) + " (" + timeout_name + ")"; }

@@ -21,4 +21,11 @@ class ConnectionLost : public Error {
   int rank_;
 };
 
+/// The error of a connection that was lost although its peer lives.
+inline Error cut_by_network(const Error& lost) {
+  return {lost.kind(), std::string(lost.what()) +
+                           ", although both ranks live: a firewall, NAT or another device of the "
+                           "network may have cut it"};
+}
+
 }  // namespace torch_ring

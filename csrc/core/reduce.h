@@ -5,10 +5,11 @@
 // in the accumulation dtype. Complex numbers are reduced as their two parts.
 //
 // A sum of integers wraps around, as torch's does. An Average does not: its sum is kept in a wider
-// dtype, and divided there, toward zero. Factors multiply integers in float64; the product is
-// truncated toward zero, and clamped to the range of the dtype.
+// dtype, and divided there, toward zero. Whole factors multiply integers exactly, others in
+// float64; the product is truncated toward zero, and clamped to the range of the dtype.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -30,6 +31,11 @@ struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   Scaling scaling;
 };
+
+/// Whether a factor multiplies integers exactly.
+inline bool is_whole(double factor) {
+  return std::trunc(factor) == factor && std::abs(factor) < 0x1p63;
+}
 
 /// Whether the reduction is an Average of integers.
 constexpr bool averages_integers(const Reduction& reduction) {

@@ -87,6 +87,9 @@ bool equal(ByteSpan a, ByteSpan b) {
 
 Bytes copy_of(ByteSpan bytes) { return {bytes.begin(), bytes.end()}; }
 
+/// Whether a rank launched number `a` after number `b`. Numbers wrap around.
+bool is_later(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>(a - b) > 0; }
+
 bool equal_commons(std::span<const Run> runs) {
   return std::all_of(runs.begin(), runs.end(), [&](const Run& run) {
     return run.common.data() == runs.front().common.data() ||
@@ -98,8 +101,11 @@ bool equal_commons(std::span<const Run> runs) {
 
 std::string name_in(const std::string& label) { return label.substr(0, label.find(" (")); }
 
-Agreement::Agreement(std::vector<std::string> labels)
-    : size_(static_cast<int>(labels.size())), labels_(std::move(labels)), joined_(labels_.size()) {}
+Agreement::Agreement(std::vector<std::string> labels, Words words)
+    : size_(static_cast<int>(labels.size())),
+      labels_(std::move(labels)),
+      words_(std::move(words)),
+      joined_(labels_.size()) {}
 
 std::string key_of(const Fingerprint& fingerprint) {
   if (fingerprint.collective == Collective::kJoin) return kJoinKey;
@@ -210,7 +216,7 @@ void Agreement::announce(const Run& run, const Announcement& a, std::size_t shar
   }
   const auto announced = std::make_shared<const Announced>(
       Announced{copy_of(a.fingerprint), copy_of(a.payload), copy_of(a.rows), a.launches,
-                a.is_shared, a.is_inline});
+                a.is_shared, a.is_inline, a.called, a.among_threads});
   for (int rank = run.first; rank < end; ++rank) {
     auto& place = at(pending.by_rank, rank);
     if (place) throw twice();
@@ -272,6 +278,8 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
   const auto is_here = [](const auto& announced) { return announced != nullptr; };
   const auto reference = std::find_if(pending.by_rank.begin(), pending.by_rank.end(), is_here);
   const Bytes& first = (*reference)->fingerprint;
+  decision.launches = (*reference)->launches;
+  std::optional<std::size_t> present;  // the first rank that has announced it, and not joined
   const auto name_of_rank = [&](std::size_t rank) { return name_in(labels_[rank]); };
   for (std::size_t rank = 0; rank < pending.by_rank.size(); ++rank) {
     const auto& a = pending.by_rank[rank];
@@ -285,20 +293,26 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
       return name_of_rank(static_cast<std::size_t>(reference - pending.by_rank.begin()));
     };
     if (!decision.mismatch && a != *reference && !equal(first, a->fingerprint)) {
-      const Fingerprint one = decode(first);
-      const Fingerprint other = decode(a->fingerprint);
+      Fingerprint one = decode(first);
+      one.called = (*reference)->called;
+      Fingerprint other = decode(a->fingerprint);
+      other.called = a->called;
       if (one.group != other.group) decision.ended_groups = {group_of(one), group_of(other)};
-      decision.mismatch.emplace(ErrorKind::kMismatch,
-                                "the ranks disagree: " + reference_name() + ": " + one.describe() +
-                                    "; " + name_of_rank(rank) + ": " + other.describe() + ". " +
-                                    kAllRanksMustCall +
-                                    ", with the same shapes, dtypes and arguments");
-    }
-    if (!decision.mismatch && a->launches != (*reference)->launches) {
       decision.mismatch.emplace(
           ErrorKind::kMismatch,
-          "the ranks have run ahead of it differently: " + reference_name() + " has launched " +
-              std::to_string((*reference)->launches) + " reductions on its device before it, " +
+          "the ranks disagree: " + reference_name() + ": " + one.describe() + "; " +
+              name_of_rank(rank) + ": " + other.describe() + ". " + kAllRanksMustCall +
+              ", with the same shapes, dtypes and arguments" + of_threads(pending));
+    }
+    // A rank that has joined has launched more since, at the others' passes.
+    if (is_later(a->launches, decision.launches)) decision.launches = a->launches;
+    if (!present && !joined_[rank]) present = rank;
+    const auto other = [&] { return pending.by_rank[*present]->launches; };
+    if (!decision.mismatch && !joined_[rank] && a->launches != other()) {
+      decision.mismatch.emplace(
+          ErrorKind::kMismatch,
+          "the ranks have run ahead of it differently: " + name_of_rank(*present) +
+              " has launched " + std::to_string(other()) + " reductions on its device before it, " +
               name_of_rank(rank) + " " + std::to_string(a->launches) +
               ". With run_ahead=False (or TORCH_RING_RUN_AHEAD=0) they agree on each pass, and an "
               "error names the first difference");
@@ -326,6 +340,16 @@ Decision Agreement::decide(const std::string& key, Pending pending) const {
     }
   }
   return decision;
+}
+
+/// The advice to threads of one rank that have requested this, and others without a name, at once;
+/// empty if there are none.
+std::string Agreement::of_threads(const Pending& pending) const {
+  const auto found = std::ranges::find_if(
+      pending.by_rank, [](const auto& announced) { return announced && announced->among_threads; });
+  if (found == pending.by_rank.end()) return "";
+  return ". Operations of this " + words_.whole + " come from two threads of " +
+         name_in(at(labels_, found - pending.by_rank.begin())) + ": " + words_.threads;
 }
 
 /// If the ranks disagree about the size of a group, adds mismatches for its other members, of which
@@ -389,6 +413,11 @@ std::vector<Decision> Agreement::deadlock() {
     text += (rank > 0 ? "; " : " ") + at(labels_, rank) + ": " + waits_for(rank);
   }
   text.append(". ").append(kAllRanksMustCall);
+  std::string of_threads;
+  for (const auto& [key, pending] : pending_) {
+    if (of_threads.empty()) of_threads = this->of_threads(pending);
+  }
+  text += of_threads;
   std::vector<Decision> decisions;
   for (auto& [key, pending] : pending_) {
     Decision decision;
@@ -420,7 +449,9 @@ std::string Agreement::waits_for(int rank) const {
     const auto& announced = at(pending.by_rank, rank);
     if (!announced) continue;
     if (text.empty()) {
-      text = decode(announced->fingerprint).describe();
+      Fingerprint fingerprint = decode(announced->fingerprint);
+      fingerprint.called = announced->called;
+      text = fingerprint.describe();
     } else {
       ++more;
     }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/at.h"
+#include "core/config.h"
 #include "core/error.h"
 #include "engine/entry.h"
 #include "engine/request.h"
@@ -51,6 +52,8 @@ struct Decision {
   int last_joined = -1;                      // of a join: the rank that joined last
   bool resets_numbering = false;             // every rank waits for this alone
   std::vector<int> last;  // the ranks that announced it in this round, if others had before
+  // While a rank has joined, and on a device: the launches before it, modulo 2^32.
+  std::uint32_t launches = 0;
 
   // Owns the payloads of earlier rounds; those of this round are borrowed.
   std::vector<std::shared_ptr<const void>> storage;
@@ -100,7 +103,7 @@ void append_rows(std::vector<std::int64_t>& rows, ByteSpan bytes);
 class Agreement {
  public:
   /// `labels`: by rank, "rank 2 (10.0.0.7, pid 4711)".
-  explicit Agreement(std::vector<std::string> labels);
+  explicit Agreement(std::vector<std::string> labels, Words words = {});
 
   /// Takes the entries of one round. The payloads of the decisions are valid as long as the entries
   /// are.
@@ -130,6 +133,8 @@ class Agreement {
     std::uint32_t launches;
     bool is_shared;
     bool is_inline;
+    Called called;
+    bool among_threads;
   };
   struct Pending {
     std::uint64_t since = 0;  // the number of requests first announced before this one
@@ -143,6 +148,7 @@ class Agreement {
                 const Round& round);
   bool complete(const Pending& pending) const;
   Decision decide(const std::string& key, Pending pending) const;
+  std::string of_threads(const Pending& pending) const;
   std::optional<Error> misfit_of(const Fingerprint& fingerprint, Decision& decision) const;
   std::optional<Error> without_joined(const Fingerprint& fingerprint) const;
   void end_groups(std::vector<Decision>& decisions);
@@ -151,6 +157,7 @@ class Agreement {
 
   const int size_;
   const std::vector<std::string> labels_;
+  const Words words_;
   std::map<std::string, Pending> pending_;
   std::uint64_t announcements_ = 0;
   std::vector<bool> joined_;  // by rank

@@ -65,8 +65,8 @@ void LaunchOrder::Place::wait(const Abort& abort, Clock::duration timeout) const
   abort.check();
 }
 
-std::string set_name(std::span<const std::string> labels) {
-  std::string text = "the process set of ";
+std::string set_name(std::span<const std::string> labels, const std::string& members) {
+  std::string text = "the " + members + " of ";
   for (std::size_t i = 0; i < std::min(labels.size(), kMostNames); ++i) {
     text += (i == 0 ? "" : ", ") + name_in(labels[i]);
   }

@@ -108,8 +108,8 @@ class LaunchOrder {
   std::map<std::pair<std::uint64_t, std::uint64_t>, std::string> places_;  // (time, set): its name
 };
 
-/// "the process set of rank 0, rank 2", from its ranks' labels.
-std::string set_name(std::span<const std::string> labels);
+/// "the process set of rank 0, rank 2", from its ranks' labels. `members`: Words::members.
+std::string set_name(std::span<const std::string> labels, const std::string& members);
 
 /// A mutex for a device, whose calls may take long: a wait for it has a deadline, and ends when the
 /// job does. A thread that has passed may lock the engine's mutex (request_queue.h), not the other
@@ -158,7 +158,8 @@ class Device {
   /// Calls `enqueue` while this device and its stream are the calling thread's current ones.
   virtual void use(const std::function<void()>& enqueue) = 0;
 
-  /// Whether enqueued work is pending. Throws the error of failed work.
+  /// Whether enqueued work is pending. Throws the error of failed work, and Error(kTimeout) if work
+  /// has waited for other ranks for longer than EngineConfig::timeout.
   virtual bool busy() = 0;
 
   /// Ends enqueued work that waits for other ranks. Nothing can be enqueued afterwards. If a thread

@@ -86,7 +86,7 @@ Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& wat
       launch_order_(options.launch_order ? std::move(options.launch_order)
                                          : std::make_shared<LaunchOrder>()),
       set_(options.set),
-      agreement_(labels_),
+      agreement_(labels_, config_.words),
       executor_(communicator, host_buffers_, config_.fusion_threshold_bytes),
       device_(std::move(options.make_device), config_.fusion_threshold_bytes, abort,
               config_.transfer_timeout()),
@@ -154,6 +154,7 @@ void Driver::announce_outbox(bool blocked) {
     const Request& request = work.request();
     Announcement announcement = announce(request, alone, communicator_, fingerprint_);
     announcement.launches = work.launches_;
+    announcement.among_threads = work.among_threads_;
     const std::size_t needed = EntryWriter::bytes_needed(announcement);
     // An announcement that is alone in its entry may be longer, since all ranks usually post the
     // same one.
@@ -248,6 +249,7 @@ void Driver::run_round(const Round& round) {
 
   Batch here;
   std::vector<const Decision*> on_device;
+  const bool has_joined = pending_.contains(kJoinKey);
   for (Decision& decision : decisions) {
     const auto mine = pending_.find(decision.key);
     ++decided_;
@@ -271,8 +273,23 @@ void Driver::run_round(const Round& round) {
       on_device.push_back(&decision);
     }
   }
+  if (has_joined) check_place(on_device);
   run(executor_, here);
   if (!on_device.empty()) run_on_device(round, on_device);
+}
+
+/// On a rank that has joined: throws if the others have called a decided work inside a pass, after
+/// launches that this rank makes only when it hears of the pass.
+void Driver::check_place(std::span<const Decision* const> decisions) {
+  const std::uint32_t launches = queue_.launches(queue_.lock());
+  for (const Decision* const decision : decisions) {
+    if (decision->launches == launches) continue;
+    throw Error(ErrorKind::kInternal,
+                fingerprint_of(*decision).describe() +
+                    ": it was called during a backward pass whose hosts run ahead, while this rank "
+                    "has joined: call it after backward(), or wrap the optimizer with "
+                    "run_ahead=False");
+  }
 }
 
 /// Runs the decided works on a device, in this set's turn if a rank has several sets that use its
@@ -282,7 +299,7 @@ void Driver::run_on_device(const Round& round, std::span<const Decision* const> 
       round.runs, [](const Run& run) { return EntryReader(run.common, run.own).shares_device(); });
   std::optional<LaunchOrder::Place> place;
   if (is_ordered) {
-    place.emplace(*launch_order_, set_, set_name(labels_));
+    place.emplace(*launch_order_, set_, set_name(labels_, config_.words.members));
     place->settle(communicator_);
     place->wait(abort_, config_.transfer_timeout() + kGrace);
   }

@@ -133,6 +133,7 @@ class Driver {
   void write_down(Work& work, const Decision& decision);
   void settle(const Round& round);
   void run_round(const Round& round);
+  void check_place(std::span<const Decision* const> decisions);
   void run_on_device(const Round& round, std::span<const Decision* const> decisions);
   const Fingerprint& fingerprint_of(const Decision& decision) const;
   void add(Batch& batch, const Decision& decision, Buffers& buffers);

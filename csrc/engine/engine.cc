@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -11,6 +12,9 @@ namespace torch_ring {
 namespace {
 
 using std::chrono::milliseconds;
+
+// How long close() waits for a device that still runs the program's own work before collectives.
+constexpr milliseconds kOwnWork{std::chrono::minutes(5)};
 
 // How long beyond the timeout close() waits for a device, whose calls' waits end with the timeout.
 constexpr milliseconds kFarewell{1000};
@@ -32,10 +36,10 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
       config_(options.config),
       follow_(std::move(options.follow)),
       name_(name_in(at(options.labels, communicator_->rank()))),
-      is_world_(options.set == 0),
       board_(communicator_->board()),
       queue_(name_, options.set, options.transport),
-      watchdog_(options.plane, options.set, std::move(options.members), options.labels, *abort_,
+      watchdog_(options.plane, options.set, std::move(options.members), options.labels,
+                config_.words.leave, *abort_,
                 [this] {
                   const Lock lock = queue_.lock();
                   changed_.notify_all();
@@ -48,12 +52,13 @@ Engine::Engine(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<A
                             options.set}),
       thread_([this] { run(); }) {}
 
-void Engine::close(Ending ending) {
+void Engine::close(Ending ending, std::string why) {
   Lock lock = queue_.lock();
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
   if (!pausing) {  // the device may still write results
-    changed_.wait_for(lock, config_.transfer_timeout() + kFarewell,
+    // The device itself notices that it waits for other ranks for too long.
+    changed_.wait_for(lock, std::max(config_.transfer_timeout(), kOwnWork) + kFarewell,
                       [&] { return !device_busy_ || closing_; });
   }
   if (closing_) return await_close(lock);
@@ -71,7 +76,7 @@ void Engine::close(Ending ending) {
     lock.unlock();
     if (!closed_) turn.driver().abort_device();
     turn.driver().reset_device();
-    if (ending == Ending::kLeaves) watchdog_.leave(turn.driver().rounds());
+    if (ending == Ending::kLeaves) watchdog_.leave(turn.driver().rounds(), std::move(why));
     lock.lock();
   }
   lock.unlock();
@@ -132,10 +137,9 @@ void Engine::require_world() const {
   try {
     abort_->check();
   } catch (const Error& cause) {
-    const std::string ended = is_world_ ? ": this world has ended: " : ": this set has ended: ";
-    throw Error(cause.kind(), name_ + ended + cause.what() + (is_world_ ? "" : ". Remove it, or") +
-                                  (is_world_ ? ". Call" : " call") +
-                                  " shutdown() and init(), or exit");
+    const Words& words = config_.words;
+    throw Error(cause.kind(), name_ + ": this " + words.whole + " has ended: " + cause.what() +
+                                  ". " + words.remedy);
   }
 }
 
@@ -182,7 +186,10 @@ std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue&
     const Lock lock = queue_.lock();
     require_world();
     if (!pass) throw Error(ErrorKind::kTimeout, name_ + ": another thread's launch hangs");
-    if (auto earlier = queue_.first_on_device(lock)) return earlier;
+    // The progress thread launches for a rank that has joined, at the place of a decision: requests
+    // that are decided later come after it.
+    const bool waits = !role_.is_mine(lock) || role_.is_paused_here(lock);
+    if (auto earlier = queue_.first_on_device(lock); earlier && waits) return earlier;
     if (!device.exists()) {
       throw Error(ErrorKind::kInternal,
                   name_ + ": a launch needs an agreed operation on the device before it");

@@ -154,7 +154,8 @@ class Engine final : private Driver::Callbacks {
   };
   /// Fails all pending and all later requests, and joins the thread. First it waits for the device,
   /// which may still write results, except in an interrupt. A second caller waits for the first.
-  void close(Ending ending = Ending::kLeaves);
+  /// `why`: the reason for the others, see ControlPlane::leave().
+  void close(Ending ending = Ending::kLeaves, std::string why = {});
 
   enum class Mode {
     kAsynchronous,  // the engine's thread starts it after the fusion window
@@ -253,7 +254,6 @@ class Engine final : private Driver::Callbacks {
   const EngineConfig config_;
   const std::function<void(Request&)> follow_;
   const std::string name_;  // "rank 2"
-  const bool is_world_;     // and not a process set of it
   const ::pid_t pid_ = ::getpid();
   Board& board_;
 

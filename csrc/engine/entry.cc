@@ -19,6 +19,8 @@ struct EntryHeader {
 constexpr std::uint32_t kInline = 1;
 constexpr std::uint32_t kPayload = 2;  // not set for an empty payload, such as a barrier's
 constexpr std::uint32_t kShared = 4;
+constexpr std::uint32_t kAmongThreads = 8;
+constexpr std::uint32_t kCalledShift = 8;  // the bits from here on: Called
 
 struct AnnouncementHeader {
   std::uint32_t fingerprint_bytes;
@@ -166,7 +168,8 @@ void EntryWriter::clear(bool blocked, bool shares_device) {
 
 void EntryWriter::append(const Announcement& a) {
   const std::uint32_t flags = (a.is_inline ? kInline : 0) | (a.payload.empty() ? 0 : kPayload) |
-                              (a.is_shared ? kShared : 0);
+                              (a.is_shared ? kShared : 0) | (a.among_threads ? kAmongThreads : 0) |
+                              (static_cast<std::uint32_t>(a.called) << kCalledShift);
   const AnnouncementHeader header{static_cast<std::uint32_t>(a.fingerprint.size()),
                                   static_cast<std::uint32_t>(a.rows.size() / sizeof(std::int64_t)),
                                   flags, a.launches};
@@ -217,6 +220,10 @@ Announcement EntryReader::next() {
     announcement.payload = take(own_, bytes);
   }
   announcement.is_shared = (header.flags & kShared) != 0;
+  announcement.among_threads = (header.flags & kAmongThreads) != 0;
+  const std::uint32_t called = header.flags >> kCalledShift;
+  if (called > static_cast<std::uint32_t>(Called::kBarrier)) refuse();
+  announcement.called = static_cast<Called>(called);
   end_if_last();
   return announcement;
 }
@@ -259,6 +266,7 @@ Announcement announce(const Request& request, bool alone, HostCommunicator& comm
   encode(request.fingerprint, fingerprint);
   Announcement announcement;
   announcement.fingerprint = fingerprint;
+  announcement.called = request.fingerprint.called;
   announcement.is_inline = fits_inline(request, alone, communicator);
   if (!request.rows.empty()) [[unlikely]] {
     if (gathers_rows(request, communicator)) {

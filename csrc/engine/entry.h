@@ -32,12 +32,15 @@ struct Announcement {
   bool is_shared = false;           // whether it reduces a buffer in shared memory in place,
   std::int64_t shared_offset = -1;  // ... at this offset; EntryReader leaves it out
   bool is_inline = false;           // whether its data is the payload (which may be empty)
+  Called called = Called::kOwn;     // Fingerprint::called
+  bool among_threads = false;       // whether it is one of several threads' requests without a name
 };
 
 /// Writes the encoding of a fingerprint to `bytes`, in place of their content.
 void encode(const Fingerprint& fingerprint, Bytes& bytes);
 
-/// The fingerprint of an encoding. Errors: Error(kInternal) on bytes that encode() did not make.
+/// The fingerprint of an encoding, without Fingerprint::called. Errors: Error(kInternal) on bytes
+/// that encode() did not make.
 Fingerprint decode(ByteSpan fingerprint);
 
 /// The offset of a buffer in the local part of an entry that announces `before` others first.

@@ -17,6 +17,16 @@ const char* name_of(Collective collective) {
   return index < std::size(kNames) ? kNames[index] : "unknown collective";
 }
 
+namespace {
+
+constexpr const char* kCalled[] = {
+    nullptr,      "all_reduce",        "all_gather",     "all_gather_into_tensor",
+    "all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor",
+    "barrier"};
+static_assert(std::size(kCalled) == static_cast<std::size_t>(Called::kBarrier) + 1);
+
+}  // namespace
+
 std::size_t Fingerprint::count() const {
   std::size_t count = 1;
   for (const std::int64_t extent : shape) count *= static_cast<std::size_t>(extent);
@@ -28,7 +38,9 @@ std::string Fingerprint::describe() const {
   const auto purpose = in_words(name);
   if (purpose && collective == Collective::kAllgather) return *purpose;  // of bytes, or of rows
   std::ostringstream text;
-  text << purpose.value_or(std::string(name_of(collective)) + " '" + name + "'");
+  const bool is_own = called == Called::kOwn;
+  const char* const kind = is_own ? name_of(collective) : kCalled[static_cast<std::size_t>(called)];
+  text << purpose.value_or(std::string(kind) + " '" + name + "'");
   if (is_barrier(collective)) return text.str();
   text << ' ' << name_of(dtype) << " [";
   const bool ragged = collective == Collective::kAllgather || collective == Collective::kAlltoall;
@@ -39,7 +51,8 @@ std::string Fingerprint::describe() const {
   if (has_root(collective)) text << " root " << root;
   if (prescale != 1.0) text << " prescale " << prescale;
   if (postscale != 1.0) text << " postscale " << postscale;
-  if (group > 0) text << " in a group of " << group;
+  if (group > 0) text << (is_own ? " in a group of " : ", one of ") << group;
+  if (group > 0 && !is_own) text << " together";
   if (device == 1) text << " on cuda";
   if (device > 1) text << " on device type " << int{device};
   return text.str();

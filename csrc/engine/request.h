@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "core/clock.h"
@@ -36,6 +37,20 @@ enum class Collective : std::uint8_t {
 };
 
 const char* name_of(Collective collective);
+
+/// The name by which a program of torch.distributed has called a collective; kOwn: name_of(). Only
+/// for errors: the ranks may have called it differently.
+enum class Called : std::uint8_t {
+  kOwn,
+  kAllReduce,
+  kAllGather,
+  kAllGatherIntoTensor,
+  kAllToAll,
+  kAllToAllSingle,
+  kReduceScatter,
+  kReduceScatterTensor,
+  kBarrier,
+};
 
 /// Whether it consists of its agreement and moves no data.
 constexpr bool is_barrier(Collective collective) {
@@ -76,7 +91,8 @@ struct Fingerprint {
   // Of an allgather or alltoall: without the first dimension. Of a gather or scatter: of one rank's
   // part.
   std::vector<std::int64_t> shape;
-  std::string name;  // empty: numbered by the engine
+  std::string name;              // empty: numbered by the engine
+  Called called = Called::kOwn;  // not encoded: Announcement::called
 
   /// Elements of `shape`.
   std::size_t count() const;
@@ -105,6 +121,8 @@ struct Request {
   // ranks.
   const void* input = nullptr;
   void* output = nullptr;
+
+  std::thread::id thread = std::this_thread::get_id();  // the program's
 
   // How long this rank waits for late ones; none: EngineConfig::timeout.
   std::optional<std::chrono::milliseconds> timeout;
@@ -181,6 +199,7 @@ class Work {
   Request request_;
   std::string key_;             // by which the ranks match the request: key_of()
   std::uint32_t launches_ = 0;  // on a device: this rank's earlier launches, modulo 2^32
+  bool among_threads_ = false;  // Announcement::among_threads
   Clock::time_point submitted_;
   std::uint64_t number_ = 0;  // in the order of submissions: Recorder
   OperationTimes times_;

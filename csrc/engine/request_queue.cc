@@ -1,5 +1,8 @@
 #include "engine/request_queue.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "engine/agreement.h"
 
 namespace torch_ring {
@@ -7,6 +10,10 @@ namespace torch_ring {
 namespace {
 
 constexpr std::size_t kNameBytes = 4096;
+
+// Requests without a name are among those of several threads until one thread has submitted so
+// many.
+constexpr int kRecent = 100;
 
 }  // namespace
 
@@ -35,7 +42,10 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
       fingerprint.name = names_.next(fingerprint.collective);
     }
     work.key_ = key_of(fingerprint);
-    if (numbered) continue;
+    if (numbered) {
+      work.among_threads_ = are_threads(work.request_.thread);
+      continue;
+    }
     if (!in_flight_.emplace(work.key_, &work).second) {
       for (std::size_t earlier = 0; earlier < i; ++earlier) in_flight_.erase(works[earlier]->key_);
       throw Error(ErrorKind::kInvalidArgument,
@@ -54,6 +64,16 @@ void RequestQueue::add(const Lock&, std::span<const std::shared_ptr<Work>> works
   const auto self = std::this_thread::get_id();
   if (submitter_ == std::thread::id()) submitter_ = self;
   has_several_submitters_ = has_several_submitters_ || submitter_ != self;
+}
+
+/// Whether another thread than this one has submitted one of the last requests without a name.
+bool RequestQueue::are_threads(std::thread::id thread) {
+  if (numbering_ == thread) {
+    alone_ = std::min(alone_ + 1, kRecent);
+  } else if (std::exchange(numbering_, thread) != std::thread::id()) {
+    alone_ = 0;
+  }
+  return alone_ < kRecent;
 }
 
 /// Records a work on a device, and the number of launches before it, which the ranks compare.

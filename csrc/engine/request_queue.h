@@ -81,6 +81,9 @@ class RequestQueue {
   /// A work on a device that is not done, which means not enqueued; null if there is none.
   std::shared_ptr<Work> first_on_device(const Lock& lock);
 
+  /// The number of launches so far, modulo 2^32.
+  std::uint32_t launches(const Lock&) const { return launches_; }
+
   /// Counts a launch (Engine::launch): works on a device that are added from now on come after it.
   /// Returns its record: Recorder::launched().
   OperationRecord add_launch(const Lock&, const Fingerprint& what) {
@@ -90,6 +93,7 @@ class RequestQueue {
 
  private:
   void add_on_device(const std::shared_ptr<Work>& work);
+  bool are_threads(std::thread::id thread);
 
   void free_name(const Work& work) {
     if (!in_flight_.empty()) in_flight_.erase(work.key_);
@@ -112,6 +116,8 @@ class RequestQueue {
   std::uint32_t launches_ = 0;                 // of this rank, modulo 2^32
   std::thread::id submitter_;                  // the first thread that submitted anything
   bool has_several_submitters_ = false;        // another thread has done so too
+  std::thread::id numbering_;                  // the thread of the last request without a name
+  int alone_ = 100;  // the last requests without a name, up to kRecent, were its own
 };
 
 }  // namespace torch_ring

@@ -57,11 +57,13 @@ constexpr std::chrono::seconds kUnknownGrace{30};
 }  // namespace
 
 Watchdog::Watchdog(ControlPlane* plane, std::uint64_t set, std::vector<int> members,
-                   std::vector<std::string> labels, Abort& abort, std::function<void()> raised)
+                   std::vector<std::string> labels, std::string leave, Abort& abort,
+                   std::function<void()> raised)
     : plane_(plane),
       set_(set),
       members_(std::move(members)),
       labels_(std::move(labels)),
+      leave_(std::move(leave)),
       abort_(abort),
       raised_(std::move(raised)) {
   // The last statement: the plane may call this object from here on.
@@ -77,8 +79,9 @@ void Watchdog::announce(const Error& cause) {
   if (plane_ != nullptr) plane_->fail(set_, cause);
 }
 
-void Watchdog::leave(std::uint64_t rounds) {
-  if (plane_ != nullptr) plane_->leave(set_, rounds, static_cast<int>(members_.size()));
+void Watchdog::leave(std::uint64_t rounds, std::string why) {
+  if (plane_ == nullptr) return;
+  plane_->leave(set_, rounds, static_cast<int>(members_.size()), std::move(why));
 }
 
 void Watchdog::check_departures(std::uint64_t round) const {
@@ -102,7 +105,7 @@ Watchdog::Cause Watchdog::root_cause(const Error& error, std::uint64_t round) co
     const bool has_answered = probe != 0 && plane_->has_answered(probe);
     if (auto cause = departure_before(round, kDepartureGrace)) return {std::move(*cause), true};
     if (abort_.raised() || Clock::now() >= deadline) return {error, false};
-    if (has_answered && !departure_before(round, {})) return {error, false};
+    if (has_answered && !departure_before(round, {})) return {cut_by_network(error), false};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
@@ -152,7 +155,7 @@ Error Watchdog::departed(const Departure& departure) const {
   const std::string& who = label(departure.rank);
   if (!departure.why.empty()) return {ErrorKind::kPeerLost, who + " left: " + departure.why};
   return {ErrorKind::kPeerLost,
-          who + " has left: it called shutdown() or exited. " + kAllRanksMustCall};
+          who + " has left: it called " + leave_ + " or exited. " + kAllRanksMustCall};
 }
 
 const std::string& Watchdog::label(int rank) const {

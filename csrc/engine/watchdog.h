@@ -64,10 +64,12 @@ class Lateness {
 class Watchdog final : private ControlObserver {
  public:
   /// `plane`: null in a world of one; it outlives stop(). `set`: the set's number in the plane.
-  /// `members`: its ranks in the world, by their rank in the set; `labels` likewise. The plane's
+  /// `members`: its ranks in the world, by their rank in the set; `labels` likewise. `leave`:
+  /// Words::leave. The plane's
   /// thread calls `raised` after it has raised `abort`, noticed a departure, or made a connection.
   Watchdog(ControlPlane* plane, std::uint64_t set, std::vector<int> members,
-           std::vector<std::string> labels, Abort& abort, std::function<void()> raised);
+           std::vector<std::string> labels, std::string leave, Abort& abort,
+           std::function<void()> raised);
   ~Watchdog() override { stop(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -78,8 +80,9 @@ class Watchdog final : private ControlObserver {
   /// Tells the other ranks of the set the cause of a local failure.
   void announce(const Error& cause);
 
-  /// Tells them that this rank leaves in peace, after `rounds` rounds of the board.
-  void leave(std::uint64_t rounds);
+  /// Tells them that this rank leaves in peace, after `rounds` rounds of the board. `why`: see
+  /// ControlPlane::leave().
+  void leave(std::uint64_t rounds, std::string why = {});
 
   /// Throws Error(kPeerLost) if a rank left some time ago, before it completed `round`, counted
   /// from 1. The delay lets the program submit everything that it is about to wait for.
@@ -123,6 +126,7 @@ class Watchdog final : private ControlObserver {
   const std::uint64_t set_;
   const std::vector<int> members_;
   const std::vector<std::string> labels_;
+  const std::string leave_;
   Abort& abort_;
   const std::function<void()> raised_;
 

@@ -200,6 +200,7 @@ void bind_gradients(py::module_& module) {
       .def("put_aside", &GradientHooks::put_aside, py::arg("extra"), Release())
       .def("take_up_aside", &GradientHooks::take_up_aside, py::arg("again"), Release())
       .def("ready_order", &GradientHooks::ready_order, Release())
+      .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("restart_passes", &GradientHooks::restart_passes, Release())
       .def("set_base_scale", &GradientHooks::set_base_scale, py::arg("scale"))
@@ -218,10 +219,12 @@ void bind_gradients(py::module_& module) {
       .def_property_readonly("number", &PassAgreement::number)
       .def_property_readonly("is_open", &PassAgreement::is_open)
       .def_property_readonly("is_reducing", &PassAgreement::is_reducing)
+      .def_property_readonly("failure", &PassAgreement::failure)
+      .def_property_readonly("has_sent_in_vain", &PassAgreement::has_sent_in_vain)
       .def("begin_reduction", &PassAgreement::begin_reduction)
       .def("finish", &PassAgreement::finish)
       .def("restart", &PassAgreement::restart, py::arg("number"))
-      .def("begin_ending", &PassAgreement::begin_ending)
+      .def("begin_ending", &PassAgreement::begin_ending, py::kw_only(), py::arg("of_step"))
       .def("stop_ending", &PassAgreement::stop_ending);
 
   py::class_<DenseFinalizer>(module, "DenseFinalizer")

@@ -57,6 +57,7 @@ DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t
 std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgreement& agreement,
                                                const std::string& report,
                                                const Engine::Interrupt& interrupt) const {
+  if (!agreement.failure().empty()) return std::nullopt;
   const GradientHooks::Pending pending = hooks_->pending(GradientHooks::Due::kNow);
   const bool any_sparse = pending.sparse.find_first_not_of('\0') != std::string::npos;
   if (pending.due != everything_ || any_sparse || pending.accumulating || pending.unready) {

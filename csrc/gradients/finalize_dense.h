@@ -31,10 +31,11 @@ class DenseFinalizer {
 
   /// Sends `report` to the other ranks, and reduces the gradients if all ranks report the same.
   ///
-  /// Returns nullopt, and sends nothing, if a gradient is not due here, or not finite. Returns the
-  /// ranks' reports, one after the other, and reduces nothing, if they differ or a rank has joined;
-  /// Python handles these. Returns an empty string if all gradients are reduced and `agreement` has
-  /// finished, as it also has if the interrupt throws during the reduction.
+  /// Returns nullopt, and sends nothing, if a gradient is not due here, or not finite, or if this
+  /// rank has given up a pass. Returns the ranks' reports, one after the other, and reduces
+  /// nothing, if they differ or a rank has joined; Python handles these. Returns an empty string if
+  /// all gradients are reduced and `agreement` has finished, as it also has if the interrupt throws
+  /// during the reduction.
   std::optional<std::string> run(Engine& engine, int size, PassAgreement& agreement,
                                  const std::string& report,
                                  const Engine::Interrupt& interrupt) const;

@@ -27,21 +27,54 @@ BackwardPass BackwardPass::current() {
 
 namespace {
 
-/// Whether the graph that autograd runs in this thread is nested in another backward pass, as a
-/// reentrant checkpoint's is. Call it from a hook or a callback of that graph.
-///
-/// torch keeps the depth in the graph's task, and exposes only the address of that task's
-/// exec_info_.
-bool is_nested() {
+/// The task of the graph that autograd runs in this thread; null outside of hooks and callbacks.
+/// torch exposes only the address of its exec_info_.
+const torch::autograd::GraphTask* current_graph() {
   const auto* const info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr) return false;
+  if (info == nullptr) return nullptr;
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Winvalid-offsetof"
   constexpr std::size_t offset = offsetof(torch::autograd::GraphTask, exec_info_);
 #pragma GCC diagnostic pop
-  const auto* const task = reinterpret_cast<const torch::autograd::GraphTask*>(
+  return reinterpret_cast<const torch::autograd::GraphTask*>(
       reinterpret_cast<const std::byte*>(info) - offset);
-  return task->reentrant_depth_ > 0;
+}
+
+/// Whether the graph that autograd runs in this thread is nested in another backward pass, as a
+/// reentrant checkpoint's is. Call it from a hook or a callback of that graph.
+bool is_nested() {
+  const auto* const graph = current_graph();
+  return graph != nullptr && graph->reentrant_depth_ > 0;
+}
+
+/// The end of the graph that autograd runs in this thread: an exception, or its gradients.
+c10::intrusive_ptr<c10::ivalue::Future> current_end() {
+  const auto* const graph = current_graph();
+  return graph != nullptr ? graph->future_result_ : nullptr;
+}
+
+/// The exception that has ended a graph, as "ValueError: bad data"; empty if none has, or an
+/// interrupt.
+std::string failure_in(const c10::intrusive_ptr<c10::ivalue::Future>& end) {
+  if (!end || !end->hasError()) return {};
+  std::string type;
+  std::string text;
+  try {
+    std::rethrow_exception(end->exception_ptr());
+  } catch (const python_error& error) {
+    const pybind11::gil_scoped_acquire gil;
+    if (PyErr_GivenExceptionMatches(error.type, PyExc_KeyboardInterrupt) != 0) return {};
+    type = error.type != nullptr ? PyExceptionClass_Name(error.type) : "Exception";
+    text = error.what();
+  } catch (const std::exception& error) {
+    type = "RuntimeError";
+    text = error.what();
+  } catch (...) {
+    return "Exception";
+  }
+  constexpr std::size_t longest = 200;
+  text = text.substr(0, std::min(text.find('\n'), longest));
+  return text.empty() ? type : type + ": " + text;
 }
 
 constexpr const char* kTwoThreads =
@@ -56,9 +89,8 @@ constexpr const char* kCameAgain =
     "run ahead of: wrap the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0), or use "
     "torch.utils.checkpoint with use_reentrant=False";
 
-constexpr const char* kSentInVain =
-    "a backward pass failed or was interrupted after part of its gradients had been sent, which "
-    "only shutdown() and init() can mend";
+/// The name of the node that runs the backward graph of torch.compile (AOTAutograd's).
+constexpr const char* kCompiled = "CompiledFunctionBackward";
 
 // C++ exceptions that autograd converts to Python's.
 struct AssertionError final : torch::PyTorchError {
@@ -465,6 +497,8 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
   }
   if (!pass_) {
     pass_ = current;
+    pass_->end = current_end();
+    pass_->agreement = options_.agreement->number();
     const std::uint64_t number = ++passes_;
     lock.unlock();
     queue_end(number);
@@ -472,9 +506,10 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
   }
   pass_->has_nested = pass_->has_nested || is_nested();
   const bool two_threads = options_.agreement->is_ending_elsewhere() || pass_->is_beside(current);
-  if (!two_threads && !sent_in_vain_) return;
+  if (!two_threads && !has_sent_in_vain()) return;
+  const std::string why = two_threads ? kTwoThreads : failure();
   lock.unlock();
-  options_.fail(two_threads ? kTwoThreads : kSentInVain);
+  options_.fail(why);
 }
 
 /// Makes autograd end pass `number` when its present graph in this thread ends.
@@ -490,7 +525,10 @@ void GradientHooks::go_on(std::uint64_t number) {
   {
     const std::scoped_lock lock(mutex_);
     if (!pass_ || number != passes_) return;
-    if (task >= 0) pass_->task = task;
+    if (task >= 0) {
+      pass_->task = task;
+      pass_->end = current_end();
+    }
   }
   if (task < 0) return close_pass(number, /*failed=*/true);
   try {
@@ -547,6 +585,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   }
   ++parameter.passes;
   parameter.unreduced = true;
+  if (synchronizing_ && due(parameter)) options_.agreement->arrive();
   if (planned_ && !get(*planned_, index)) return false;
   parameter.arrived = true;
   arrived_.push_back(index);
@@ -648,7 +687,14 @@ void GradientHooks::close_failed() {
 }
 
 void GradientHooks::close(bool failed) {
-  sent_in_vain_ = sent_in_vain_ || (failed && sent_);
+  // An error of the agreed reduction is one on all ranks, which are in the next pass together: but
+  // these buckets may be in flight.
+  const bool is_agreed = pass_ && pass_->agreement != options_.agreement->number();
+  if (failed && is_agreed) {
+    sent_in_vain_ = sent_in_vain_ || sent_;
+  } else if (failed) {
+    options_.agreement->give_up(pass_ ? failure_in(pass_->end) : "", sent_);
+  }
   sent_ = false;
   pass_.reset();
   arrived_.clear();
@@ -689,14 +735,13 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
 }
 
 void GradientHooks::refuse_others_pass() {
-  bool is_beside = false;
-  bool sent_in_vain = false;
+  std::string why;
   {
     const std::scoped_lock lock(mutex_);
-    is_beside = pass_ && pass_->is_beside(BackwardPass::current());
-    sent_in_vain = sent_in_vain_;
+    const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+    if (is_beside || has_sent_in_vain()) why = is_beside ? kTwoThreads : failure();
   }
-  if (is_beside || sent_in_vain) options_.fail(is_beside ? kTwoThreads : kSentInVain);
+  if (!why.empty()) options_.fail(why);
 }
 
 bool GradientHooks::parameters_moved() {
@@ -711,7 +756,7 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   if (everything) close_failed();
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
-  const bool unready = is_beside || (everything && sent_in_vain_);
+  const bool unready = is_beside || (everything && has_sent_in_vain());
   Pending pending{none, none, false, true, again_, unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
@@ -877,6 +922,33 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
 std::vector<std::size_t> GradientHooks::ready_order() {
   const std::scoped_lock lock(mutex_);
   return arrived_;
+}
+
+std::vector<std::size_t> GradientHooks::compiled_together() {
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return {};
+  std::unordered_map<const Node*, std::size_t> accumulators;
+  {
+    const std::scoped_lock lock(mutex_);
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      accumulators.emplace(parameters_[i].accumulator.get(), i);
+    }
+  }
+  std::vector<std::size_t> most;
+  const Node* producer = nullptr;
+  for (const Node* const node : *nodes) {
+    std::vector<std::size_t> own;
+    for (const torch::autograd::Edge& edge : node->next_edges()) {
+      const auto found = accumulators.find(edge.function.get());
+      if (found != accumulators.end()) own.push_back(found->second);
+    }
+    if (own.size() <= most.size()) continue;
+    most = std::move(own);
+    producer = node;
+  }
+  // Not one name for each node: for a node in Python it takes the GIL.
+  if (producer == nullptr || producer->name() != kCompiled) return {};
+  return most;
 }
 
 void GradientHooks::reset(bool gradients) {

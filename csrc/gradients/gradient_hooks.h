@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <atomic>
 #include <cstddef>
@@ -33,6 +34,8 @@ struct BackwardPass {
   std::thread::id thread;
   bool on_device;           // identified in a device's thread, which runs all passes
   bool has_nested = false;  // a nested one has produced gradients in it, and may do so again
+  c10::intrusive_ptr<c10::ivalue::Future> end;  // of its graph; null unless it is under way
+  std::uint64_t agreement = 0;                  // the number of the one that will end it
 
   static BackwardPass current();
 
@@ -158,7 +161,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   static std::vector<Worst> worst_numbers(std::vector<at::Tensor> gradients);
 
   /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
-  /// failed after it had sent a bucket.
+  /// failed after gradients had been sent.
   void refuse_others_pass();
 
   /// Whether a parameter is on another device than its bucket: then call set_buckets() before any
@@ -214,6 +217,10 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
 
   /// Parameters in the order in which their gradients became ready in the current pass.
   std::vector<std::size_t> ready_order();
+
+  /// The parameters whose gradients one graph of torch.compile computes together in the current
+  /// backward pass: the most of any graph. Empty outside of a pass.
+  std::vector<std::size_t> compiled_together();
 
   /// Begins the next step, in which no gradient is reduced yet. With `gradients`, also forgets
   /// accumulated gradients, which are zero or gone.
@@ -317,6 +324,10 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void settle();
   void look(const std::vector<std::size_t>& parameters, Looks& looks) const;
   bool is_shared(std::size_t bucket) const;
+  bool has_sent_in_vain() const { return sent_in_vain_ || options_.agreement->has_sent_in_vain(); }
+  std::string failure() const {
+    return sent_in_vain_ ? PassAgreement::kSentInVain : options_.agreement->failure();
+  }
   double scale() const { return options_.reduced_scale * base_scale_; }
   void keep_sent(std::size_t index);
   void put_aside_again(std::size_t index);
@@ -339,7 +350,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::optional<BackwardPass> pass_;  // the present pass, from its first gradient on
   std::uint64_t passes_ = 0;          // that have begun: the number of the last one
   bool sent_ = false;                 // a bucket has been sent in this pass
-  bool sent_in_vain_ = false;         // ... and the pass has failed
+  bool sent_in_vain_ = false;         // ... and the agreed reduction has failed, on all ranks
   std::vector<HookedParameter> parameters_;
   std::vector<at::Tensor> buckets_;
   std::vector<std::vector<std::size_t>> members_;  // by bucket: its parameters

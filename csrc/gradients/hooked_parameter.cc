@@ -387,7 +387,11 @@ void HookedParameter::require_unchanged() const {
                     " since the optimizer was wrapped: make a new optimizer and wrap that");
   TORCH_CHECK_VALUE(variable.scalar_type() == dtype, "parameter '", name,
                     "' has changed its dtype from ", dtype, " to ", variable.scalar_type(),
-                    " since the optimizer was wrapped: make a new optimizer and wrap that");
+                    " since the optimizer was wrapped: convert the model first, on all ranks, then "
+                    "make a new optimizer and wrap that",
+                    name.starts_with("allreduce.noname.")
+                        ? " with named_parameters=model.named_parameters(), for errors with names"
+                        : "");
 }
 
 void HookedParameter::be_reduced() {

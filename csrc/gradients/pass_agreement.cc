@@ -36,7 +36,8 @@ std::string PassAgreement::gather(Engine& engine, const std::string& report,
   try {
     engine.wait(*open, interrupt);
   } catch (const Error&) {
-    restart(number_);
+    open_.reset();
+    reports_.reset();
     throw;
   }
   return reports->all;
@@ -47,6 +48,29 @@ void PassAgreement::restart(std::uint64_t number) {
   open_.reset();
   reports_.reset();
   reducing_ = false;
+  arriving_ = sent_in_vain_ = false;
+  const std::scoped_lock lock(mutex_);
+  failure_.clear();
+}
+
+void PassAgreement::give_up(const std::string& why, bool sent) {
+  const bool is_missed = arriving_.exchange(false, std::memory_order_relaxed) && !why.empty();
+  if (!is_missed && !sent) return;
+  const std::scoped_lock lock(mutex_);
+  if (sent) sent_in_vain_ = true;
+  if (!failure_.empty()) return;
+  failure_ =
+      is_missed
+          ? "backward pass " + std::to_string(number_ + 1) + " has failed (" + why +
+                "), and the program has caught that and gone on, while the other ranks are in that "
+                "pass. A batch can be left out or repeated by all ranks together: call backward() "
+                "in `with optimizer.no_sync():`, then zero_grad() if any_rank(failed), else step()"
+          : kSentInVain;
+}
+
+std::string PassAgreement::failure() const {
+  const std::scoped_lock lock(mutex_);
+  return failure_;
 }
 
 }  // namespace torch_ring

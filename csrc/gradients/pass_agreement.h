@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 
@@ -21,11 +22,20 @@ namespace torch_ring {
 /// (DenseFinalizer), which is near, because all ranks have agreed. Where it cannot be deferred, the
 /// next pass ends the job with an error on all ranks.
 ///
-/// Thread: the one that runs backward(), but is_ending_elsewhere(): any. Callers do not hold the
-/// GIL in gather(). Errors: the engine's; Error(kInternal) if the pass before was interrupted
-/// during its reduction.
+/// A pass may also fail in the program, which catches the exception and goes on. What comes next is
+/// the next batch, or the same one again, while the other ranks wait in this pass. So this rank's
+/// next report says that it has given the pass up, and the job ends, unless all ranks have: then
+/// none is ahead of another. If gradients had been sent, the job ends before others mix with them.
+///
+/// Thread: the one that runs backward(), but arrive(), give_up(), failure(), has_sent_in_vain() and
+/// is_ending_elsewhere(): any. Callers do not hold the GIL in gather(). Errors: the engine's;
+/// Error(kInternal) if the pass before was interrupted during its reduction.
 class PassAgreement {
  public:
+  static constexpr const char* kSentInVain =
+      "a backward pass failed or was interrupted after part of its gradients had been sent, which "
+      "only shutdown() and init() can mend";
+
   /// The number of the next agreement, or of the one under way: a part of the operations' names.
   std::uint64_t number() const { return number_; }
 
@@ -49,8 +59,10 @@ class PassAgreement {
   /// Makes `number` the next agreement, and drops the one under way.
   void restart(std::uint64_t number);
 
-  /// Claims the end of a pass for the calling thread; returns false if another thread has it.
-  bool begin_ending() {
+  /// Claims the end of a pass, or a step, for the calling thread; returns false if another thread
+  /// has it.
+  bool begin_ending(bool of_step) {
+    if (!of_step) arriving_.store(false, std::memory_order_relaxed);
     std::thread::id before;
     return ending_.compare_exchange_strong(before, std::this_thread::get_id()) ||
            before == std::this_thread::get_id();  // an interrupt kept it from stop_ending()
@@ -62,6 +74,20 @@ class PassAgreement {
     const std::thread::id thread = ending_.load(std::memory_order_relaxed);
     return thread != std::thread::id() && thread != std::this_thread::get_id();
   }
+
+  /// A gradient has arrived that the present pass averages.
+  void arrive() { arriving_.store(true, std::memory_order_relaxed); }
+
+  /// The present pass has failed. `why`: the program's exception; empty if there is none, or an
+  /// interrupt, after which the next pass takes the place of this one. `sent`: whether gradients
+  /// have been sent.
+  void give_up(const std::string& why, bool sent);
+
+  /// The error of a pass that this rank has given up since the last agreement; empty if none.
+  std::string failure() const;
+
+  /// Whether gradients of such a pass have been sent.
+  bool has_sent_in_vain() const { return sent_in_vain_.load(std::memory_order_relaxed); }
 
  private:
   /// Shared with the request, which stays in flight if the wait is interrupted.
@@ -75,6 +101,11 @@ class PassAgreement {
   std::shared_ptr<Reports> reports_;  // its reports
   bool reducing_ = false;
   std::atomic<std::thread::id> ending_{};  // the thread that ends a pass; guards no other data
+  // Whether a gradient to average has arrived in a pass whose end has not begun. Guards no data.
+  std::atomic<bool> arriving_{false};
+  std::atomic<bool> sent_in_vain_{false};  // guards no other data
+  mutable std::mutex mutex_;               // guards the member below
+  std::string failure_;
 };
 
 }  // namespace torch_ring

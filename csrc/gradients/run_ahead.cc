@@ -181,7 +181,7 @@ std::function<void*(std::span<const std::int64_t>)> standing_in(
                                                static_cast<std::size_t>(asked[2]),
                                                static_cast<std::size_t>(asked[3])));
     }
-    run_ahead->stand_in();
+    torch_call([&] { run_ahead->stand_in(); });
     return nullptr;
   };
 }

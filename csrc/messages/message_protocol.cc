@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/at.h"
+#include "core/connection_lost.h"
 
 namespace torch_ring {
 
@@ -259,7 +260,7 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
     const std::string& who = at(world_.labels, peer);
     if (!it.departure) return *side.error;
     if (!it.departure->empty()) return Error(ErrorKind::kPeerLost, who + " left: " + *it.departure);
-    return Error(ErrorKind::kPeerLost, who + " has left: it called shutdown() or exited");
+    return Error(ErrorKind::kPeerLost, who + " has left: it called " + world_.leave + " or exited");
   };
   if (it.departure && !it.sends.error) it.sends.error = cause(it.sends);  // it takes no more
   if (is_over(it.sends)) {
@@ -285,6 +286,7 @@ void MessageProtocol::settle(int peer, Clock::time_point now) {
     if (!side->lives || !side->lives()) continue;
     side->patience_ends = now + kGoodbyeGrace;
     side->lives = nullptr;
+    side->error = cut_by_network(*side->error);
   }
 }
 

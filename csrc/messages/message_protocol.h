@@ -71,6 +71,7 @@ struct MessagesWorld {
   std::chrono::milliseconds stall_warning{};        // 0: never
   std::function<void(const std::string&)> log;      // takes a warning
   std::string timeout_name = "TORCH_RING_TIMEOUT";  // its name in errors
+  std::string leave = "shutdown()";                 // Words::leave
   std::shared_ptr<MessageRecorder> recorder;        // null: no records
   /// Asks a rank of the set for a sign of life; the returned function tells whether it has arrived.
   /// By then all earlier news of the rank is known. Null: no probes.

@@ -61,7 +61,6 @@ struct Api {
   const char* (*get_last_error)(Comm);
   Result (*comm_init_rank_config)(Comm*, int ranks, UniqueId, int rank, Config*);
   Result (*comm_get_async_error)(Comm, Result*);
-  Result (*comm_finalize)(Comm);
   Result (*comm_destroy)(Comm);
   Result (*comm_abort)(Comm);
   Result (*all_reduce)(const void*, void*, std::size_t count, DataType, RedOp, Comm, Stream);

@@ -28,14 +28,19 @@ struct Call {
 
 }  // namespace
 
+bool call_aside(std::function<void()> function) {
+  try {
+    std::thread(std::move(function)).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
+}
+
 bool call_bounded(std::function<void()> function, std::chrono::milliseconds patience) {
   const auto call = std::make_shared<Call>();
   call->function = std::move(function);
-  try {
-    std::thread([call] { call->run(); }).detach();
-  } catch (const std::system_error&) {
-    call->run();
-  }
+  if (!call_aside([call] { call->run(); })) call->run();
   std::unique_lock lock(call->mutex);
   return call->changed.wait_for(lock, patience, [&] { return call->done; });
 }

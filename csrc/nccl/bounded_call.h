@@ -1,10 +1,14 @@
-// call_bounded(): a call that may hang, on a thread of its own.
+// call_aside(), call_bounded(): calls that may hang, on threads of their own.
 #pragma once
 
 #include <chrono>
 #include <functional>
 
 namespace torch_ring::nccl {
+
+/// Calls `function` on another thread, and does not wait for it: it must own all that it uses.
+/// Returns false if no thread can be started. Thread: any. Blocking: no.
+bool call_aside(std::function<void()> function);
 
 /// Calls `function` on another thread, and waits for it. Returns whether it has returned within
 /// `patience`. If not, that thread is left behind, so `function` must own all that it uses. If no

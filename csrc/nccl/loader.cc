@@ -62,7 +62,6 @@ Api load(const std::string& path) {
   symbols.get(api.get_last_error, "ncclGetLastError");
   symbols.get(api.comm_init_rank_config, "ncclCommInitRankConfig");
   symbols.get(api.comm_get_async_error, "ncclCommGetAsyncError");
-  symbols.get(api.comm_finalize, "ncclCommFinalize");
   symbols.get(api.comm_destroy, "ncclCommDestroy");
   symbols.get(api.comm_abort, "ncclCommAbort");
   symbols.get(api.all_reduce, "ncclAllReduce");

@@ -17,9 +17,15 @@ namespace torch_ring::nccl {
 
 namespace {
 
+// NCCL takes a call in a thread of its own, mostly within tens of microseconds; the shortest sleep
+// takes longer. So at first this thread yields, unless other threads want its processor: then a
+// yield may take milliseconds, and the next launches sleep.
+constexpr std::chrono::microseconds kYielding{500};
+constexpr std::chrono::microseconds kSlowYield{100};
+constexpr int kLaunchesWithoutYields = 64;
 constexpr std::chrono::microseconds kShortestSleep{10};
 constexpr std::chrono::microseconds kLongestSleep{1000};
-// How long close() waits for running work before it aborts it, and how long for NCCL to end.
+// How long abort() waits for NCCL.
 constexpr std::chrono::milliseconds kFarewell{5000};
 
 RedOp red_op_of(const Reduction& reduction) {
@@ -71,21 +77,6 @@ std::byte* bytes_at(void* data, std::size_t bytes) { return static_cast<std::byt
 
 bool all_equal(std::span<const std::size_t> values) {
   return std::all_of(values.begin(), values.end(), [&](auto value) { return value == values[0]; });
-}
-
-/// Ends a communicator when its work has run; aborts it if that takes longer than `patience`.
-void finalize(const Api& api, Comm comm, std::chrono::milliseconds patience) {
-  Result result = api.comm_finalize(comm);
-  const auto deadline = Clock::now() + patience;
-  while (result == Result::kInProgress && Clock::now() < deadline) {
-    std::this_thread::sleep_for(kLongestSleep);
-    if (api.comm_get_async_error(comm, &result) != Result::kSuccess) break;
-  }
-  if (result == Result::kSuccess) {
-    api.comm_destroy(comm);
-  } else {
-    api.comm_abort(comm);
-  }
 }
 
 }  // namespace
@@ -148,41 +139,38 @@ NcclCommunicator::NcclCommunicator(const Api& api, const UniqueId& id, int rank,
 }
 
 bool NcclCommunicator::close() noexcept {
-  if (failed_) {
+  if (failed_.exchange(true)) {
     abort();
-  } else {
-    failed_ = true;
-    const auto patience = std::min(timeout_, kFarewell);
-    end(&finalize, "ncclCommFinalize", 2 * patience);  // it aborts after one half
+  } else if (Comm const comm = comm_.exchange(nullptr)) {
+    // If there is no thread for it, the communicator stays until the process exits.
+    call_aside(on_device([api = api_, comm] {
+      Result state = Result::kSuccess;
+      api.comm_get_async_error(comm, &state);
+      state == Result::kSuccess ? api.comm_destroy(comm) : api.comm_abort(comm);
+    }));
   }
   return !left_behind_;
 }
 
 void NcclCommunicator::abort() noexcept {
   failed_ = true;
-  const auto abort = [](const Api& api, Comm comm, std::chrono::milliseconds) {
-    api.comm_abort(comm);
-  };
-  end(abort, "ncclCommAbort", std::min(timeout_, kFarewell));
-}
-
-/// Ends the communicator, unless it has ended before, by a function that may hang inside NCCL.
-void NcclCommunicator::end(End* function, const char* name,
-                           std::chrono::milliseconds patience) noexcept {
   Comm const comm = comm_.exchange(nullptr);
   if (comm == nullptr) return;
-  const auto call = [=, api = api_, use = device_.use] {
-    const auto now = [&] { function(api, comm, patience / 2); };
-    use ? use(now) : now();
-  };
-  if (call_bounded(call, patience)) return;
+  const auto patience = std::min(timeout_, kFarewell);
+  if (call_bounded(on_device([api = api_, comm] { api.comm_abort(comm); }), patience)) return;
   left_behind_ = true;
   if (!device_.log) return;
   try {
-    device_.log("rank " + std::to_string(rank_) + ": " + name + " has not returned within " +
+    device_.log("rank " + std::to_string(rank_) + ": ncclCommAbort has not returned within " +
                 in_seconds(patience) + "; its thread and its memory are left behind");
   } catch (...) {  // the log itself has failed
   }
+}
+
+/// `call`, which outlives this object, for another thread.
+std::function<void()> NcclCommunicator::on_device(std::function<void()> call) const {
+  if (!device_.use) return call;
+  return [use = device_.use, call = std::move(call)] { use(call); };
 }
 
 void NcclCommunicator::allreduce(const void* input, void* output, std::size_t count,
@@ -338,19 +326,27 @@ void NcclCommunicator::check() {
 
 /// Returns when NCCL has accepted the call that returned `result`.
 void NcclCommunicator::wait(Result result, const char* call) {
-  const auto deadline = Clock::now() + timeout_;
+  const auto begun = Clock::now();
   auto pause = kShortestSleep;
+  bool yields = result == Result::kInProgress && --sleeping_launches_ < 0;
   while (result == Result::kInProgress) {
     if (abort_.raised()) failed_ = true;
     abort_.check();
-    if (Clock::now() > deadline) {
+    const auto waited = Clock::now() - begun;
+    if (waited > timeout_) {
       failed_ = true;
       throw Error(ErrorKind::kTimeout,
                   std::string(call) + " was not taken within " + in_seconds(timeout_) +
                       ": another rank has not called it, or cannot be reached");
     }
-    std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, kLongestSleep);
+    if (yields && waited < kYielding) {
+      std::this_thread::yield();
+      yields = Clock::now() - begun - waited < kSlowYield;
+      sleeping_launches_ = yields ? 0 : kLaunchesWithoutYields;
+    } else {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestSleep);
+    }
     const Result asked = api_.comm_get_async_error(comm_, &result);
     if (asked != Result::kSuccess) result = asked;
   }

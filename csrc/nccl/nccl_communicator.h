@@ -52,8 +52,8 @@ bool scales_inputs(const Reduction& reduction);
 ///
 /// Thread: one at a time; no other thread is inside NCCL, except in abort(). Blocking: until NCCL
 /// has accepted the call, bounded by the timeout; the constructor until all ranks construct theirs;
-/// close() for some seconds.
-/// Errors: as Communicator's. After one, or after abort(), the destructor does not wait for work.
+/// abort() for some seconds, as does the end after an error.
+/// Errors: as Communicator's.
 class NcclCommunicator final : public Communicator {
  public:
   /// `timeout` bounds each wait.
@@ -90,21 +90,21 @@ class NcclCommunicator final : public Communicator {
   /// may be inside a call, because that call may wait for this work.
   void abort() noexcept;
 
-  /// Ends as the destructor does: waits for running work, unless something has failed. Returns
-  /// whether NCCL has released the stream and the buffers. If not, it hangs, and its thread has
-  /// been left behind, with a warning.
+  /// Ends as the destructor does. If nothing has failed, all work must have run; then NCCL ends the
+  /// communicator aside, when the other ranks of the host have ended theirs, and no thread waits
+  /// for that, nor does the exit of the process. Otherwise as abort(). Returns whether NCCL has
+  /// released the stream and the buffers. If not, it hangs, and its thread has been left behind,
+  /// with a warning.
   bool close() noexcept;
 
  private:
-  using End = void(const Api& api, Comm comm, std::chrono::milliseconds patience);
-
   class Group;  // calls that NCCL starts together
 
   void wait(Result result, const char* call);
   [[noreturn]] void fail(Result result, const char* call);
   const void* scaled(const void* input, std::size_t count, const Reduction& reduction,
                      void* output);
-  void end(End* function, const char* name, std::chrono::milliseconds patience) noexcept;
+  std::function<void()> on_device(std::function<void()> call) const;
   void finish(void* data, std::size_t count, const Reduction& reduction);
   Widened reduce_widened(const void* input, std::size_t count, const Reduction& reduction);
 
@@ -117,6 +117,7 @@ class NcclCommunicator final : public Communicator {
   std::atomic<Comm> comm_{nullptr};  // null: ended. It orders nothing: threads exchange it.
   std::atomic<bool> failed_{false};
   bool left_behind_ = false;
+  int sleeping_launches_ = 0;  // the next ones whose waits do not yield
 };
 
 }  // namespace torch_ring::nccl

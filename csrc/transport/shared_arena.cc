@@ -97,7 +97,7 @@ std::size_t SharedArena::reserve() {
     throw Error(ErrorKind::kInternal,
                 "this rank's part of the shared memory, " +
                     std::to_string(memory_->size_bytes() >> 20) +
-                    " MiB of address space, has no room for another process set: raise "
+                    " MiB of address space, has no room for another set of ranks: raise "
                     "TORCH_RING_ADDRESS_SPACE and `ulimit -v`, or remove sets");
   }
   const std::size_t offset = slot_in(*hole);

@@ -111,7 +111,8 @@ def main():
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the ranks of a host share its cores
     if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank())  # one process drives one GPU
+        # One process drives one GPU; it may see one alone, or all GPUs of the host.
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
 
     train_set, test_set = datasets()
     train_sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank())

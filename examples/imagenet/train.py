@@ -149,7 +149,8 @@ def main() -> None:
         # One process drives one GPU. A newcomer to an elastic job is rank 0 of 1 until it is let
         # in, but its launcher gives it the number of a free GPU.
         free = os.environ.get("LOCAL_RANK") if args.elastic else None
-        torch.cuda.set_device(hvd.local_rank() if free is None else int(free))
+        number = hvd.local_rank() if free is None else int(free)
+        torch.cuda.set_device(number % torch.cuda.device_count())
         torch.backends.cudnn.benchmark = True
     torch.manual_seed(args.seed + hvd.rank())  # other crops on every rank
 

@@ -163,7 +163,8 @@ def main() -> None:
     # The ranks of a host share its cores; more threads than cores would be slower.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank())  # one process drives one GPU
+        # One process drives one GPU; it may see one alone, or all GPUs of the host.
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     if args.batch_size % (hvd.size() * args.accumulate):
         passes = f"{hvd.size()} ranks x {args.accumulate} passes"
         leave(f"--batch-size {args.batch_size} cannot be divided among {passes}")

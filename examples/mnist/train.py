@@ -47,7 +47,8 @@ def main() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     torch.manual_seed(hvd.rank())  # another dropout on every rank
     if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank())  # one process drives one GPU
+        # One process drives one GPU; it may see one alone, or all GPUs of the host.
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
 
     data = load_data(args.dataset, args.data_dir)
     epochs, batch_size = args.epochs or data.epochs, args.batch_size or data.batch_size

@@ -145,7 +145,8 @@ def main() -> None:
     hvd.init()
     log = print if hvd.rank() == 0 else lambda *_, **__: None
     if args.device == "cuda":
-        torch.cuda.set_device(hvd.local_rank())  # one process drives one GPU
+        # One process drives one GPU; it may see one alone, or all GPUs of the host.
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
         torch.backends.cudnn.benchmark = True
     # The ranks of a host share its cores; more threads than cores would be slower.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from tests.support.groups import needs_torch_2_14
 from tests.support.launcher_commands import DEADLINE_S, clean_environment
+from tests.support.slow import slow
 
 SIZE = 2
 
@@ -143,3 +144,33 @@ def test_a_program_that_destroys_nothing() -> None:
     assert (status, err) == (0, "")
     assert "rank 0" in out
     assert "has left" in out  # as with destroy_process_group(): it has not died
+
+
+END = """
+import sys, torch.distributed as dist
+dist.init_process_group("ring")
+groups = [dist.new_group(), dist.group.WORLD, dist.new_group()]
+for group in groups:
+    dist.barrier(group)
+if dist.get_rank() == 1 and sys.argv[1] == "raise":
+    raise ValueError("bad data")
+if dist.get_rank() == 1:
+    sys.exit(3)
+for group in groups:
+    try:
+        dist.barrier(group)
+    except RuntimeError as error:
+        print(error)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("raise", "left: ValueError: bad data at <string>:"), slow("exit", "exit code 3")],
+)
+def test_the_end_of_a_program_is_told_in_all_groups(how: str, why: str) -> None:
+    (status, output, errors), _ = ranks_of(END, how)
+    assert status == 0, errors
+    lines = output.splitlines()
+    assert [why in line for line in lines] == [True] * 3, lines

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
+from tests.support.slow import slow
 from tests.support.worlds import on_both_transports
 from torch_ring.c10d import registration
 from torch_ring.c10d.groups import Group
@@ -55,7 +58,7 @@ def differing_operators() -> tuple[str, str]:
     [
         (differing_shapes, ("float32 [1]", "float32 [2]")),
         (differing_dtypes, ("float32 [2]", "float64 [2]")),
-        (differing_operations, ("allreduce", "broadcast")),
+        (differing_operations, ("all_reduce", "broadcast")),
         (differing_roots, ("root 0", "root 1")),
         (differing_operators, ("Sum", "Max")),
     ],
@@ -328,6 +331,68 @@ def test_a_rank_that_is_gone(how: str, transport: str, tmp_path: Path) -> None:
         kind, text = outcomes[rank]
         assert kind == "PeerLostError", text
         assert "rank 1" in text
+
+
+def leaves_for_a_reason() -> list[str]:
+    """Rank 1 leaves three groups, of which it has used two; return rank 0's errors in them."""
+    failed, ended, unused = (dist.new_group() for _ in range(3))
+    for group in (failed, ended):
+        dist.barrier(group)
+    if dist.get_rank() == 1:
+        with contextlib.suppress(ValueError):
+            try:
+                raise ValueError("bad data")
+            finally:
+                dist.destroy_process_group(failed)
+                dist.destroy_process_group(unused)
+        dist.destroy_process_group(ended)
+    else:
+        dist.barrier(unused, async_op=True)
+    dist.new_group()  # rank 1 tells now that it does not use the third one
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return []
+    return [error_of(partial(dist.barrier, group))[1] for group in (failed, ended, unused)]
+
+
+@on_both_transports
+def test_the_reason_to_leave_a_group_is_told_in_that_group(transport: str) -> None:
+    failed, ended, unused = on_ring(leaves_for_a_reason, 2, transport=transport)[0]
+    assert "left: ValueError: bad data at test_errors.py:" in failed, failed
+    assert "left: ValueError: bad data at test_errors.py:" in unused, unused
+    assert "has left: it called" in ended, ended
+
+
+def leaves_for_a_death(how: str, passed: Path) -> str:
+    """Rank 3 of a mesh dies, so rank 1 leaves; return the error of rank 0, in no group with it."""
+    dist.barrier()
+    rows, columns = (
+        [dist.new_group(ranks) for ranks in each] for each in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    )
+    rank = dist.get_rank()
+    row, column = rows[rank // 2], columns[rank % 2]
+    for group in (row, column):
+        dist.barrier(group)
+    all_have_passed(passed, dist.get_world_size())
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        return error_of(lambda: dist.barrier(row))[1]
+    if rank == 1:
+        try:
+            dist.barrier(column)
+        except RuntimeError:
+            if how == "raises":
+                dist.destroy_process_group(row)
+        if how == "goes":
+            dist.destroy_process_group(row)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["raises", slow("goes")])
+def test_a_rank_that_leaves_because_of_a_death_says_so(how: str, tmp_path: Path) -> None:
+    text = on_ring(leaves_for_a_death, 4, how, tmp_path, may_die=[3])[0]
+    assert re.search(r"rank 1 \(.*\) left: .*rank 3 \(.*\) died: its connection closed", text), text
 
 
 def future_of_lost_rank(passed: Path) -> str:

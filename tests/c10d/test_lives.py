@@ -226,7 +226,7 @@ def ends_with_a_barrier(directory: Path) -> str:
         backend = RingBackend(
             rank,
             3,
-            group=SimpleNamespace(leave=lambda: None),  # type: ignore[arg-type]
+            group=SimpleNamespace(leave=lambda _: None),  # type: ignore[arg-type]
             split=never,
             store=store,
             timeout_s=20.0,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -123,6 +125,27 @@ def reduce_with(operator: str) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_reductions(operator: str, transport: str) -> None:
     on_ring(reduce_with, 3, operator, transport=transport)
+
+
+def sum_large_integers() -> None:
+    """Between 2^60 and 2^61, float64 has only every 256th integer."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    large = [2**60 + 1, -(2**60) - 3, 2**53 + 1]
+    totals = [sum(value + r for r in range(size)) for value in large]
+    for factor in (1.0, 2.0, -3.0, torch.tensor(1), torch.tensor(2.0)):
+        tensor = torch.tensor(large) + rank
+        dist.all_reduce(tensor, premul(factor))
+        assert tensor.tolist() == [total * int(factor) for total in totals], factor
+    tensor = torch.tensor(large) + rank
+    dist.all_reduce(tensor, Op.AVG)
+    assert tensor.tolist() == [math.trunc(Fraction(total, size)) for total in totals]
+    kind, text = error_of(lambda: dist.all_reduce(tensor, premul(torch.tensor(2**60 + 1))))
+    assert kind == "InvalidArgumentError", text
+
+
+@on_both_transports
+def test_large_integers(transport: str) -> None:
+    on_ring(sum_large_integers, 2, transport=transport)
 
 
 def refused() -> list[str]:

@@ -67,6 +67,22 @@ def test_prescale_and_postscale(transport, size):
     run(check_factors, size, transport=transport)
 
 
+def check_factors_of_large_integers() -> None:
+    """Whole factors are exact, where float64 has only every 32nd integer."""
+    large, size = torch.tensor([2**57 + 1, -(2**57) - 3]), hvd.size()
+    assert hvd.allreduce(large, op=hvd.Average).tolist() == large.tolist()
+    for factors in ({"prescale_factor": 3.0}, {"postscale_factor": 3.0}):
+        got = hvd.allreduce(large, op=hvd.Average, **factors)
+        assert got.tolist() == (large * 3).tolist(), factors
+        got = hvd.allreduce(large, op=hvd.Sum, **factors)
+        assert got.tolist() == (large * 3 * size).tolist(), factors
+
+
+@on_all_worlds
+def test_factors_of_large_integers(transport, size):
+    run(check_factors_of_large_integers, size, transport=transport)
+
+
 def check_accumulation_in_float32() -> None:
     """2048 + 1 + 1 + 1 is 2051 in float32 and 2048 when float16 rounds every step."""
     value = 2048.0 if hvd.rank() == 0 else 1.0

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -255,3 +257,27 @@ def check_average() -> None:
 
 def test_average_is_a_flag():
     run(check_average, 2)
+
+
+def check_two_threads() -> None:
+    """Two operations, of which rank 1 begins one in a second thread, in another order."""
+    hvd.barrier()
+    reduce = partial(hvd.allreduce_async, torch.ones(3))
+    cast = partial(hvd.broadcast_async, torch.ones(5), 0)
+    if hvd.rank() == 1:
+        with ThreadPoolExecutor(1) as thread:
+            handles = [thread.submit(reduce).result(), cast()]
+    else:
+        handles = [cast(), reduce()]
+    for handle in handles:
+        kind, text = error_of(partial(hvd.synchronize, handle))
+        assert kind == "MismatchError", text
+        assert "Operations of this world come from two threads of rank 1: give them names" in text
+    hvd.barrier()
+    kind, text = error_of(lambda: hvd.allreduce(torch.zeros(3 + hvd.rank()), name="a"))
+    assert kind == "MismatchError"
+    assert "threads" not in text
+
+
+def test_two_threads_without_names() -> None:
+    run(check_two_threads, 2)

@@ -3,6 +3,8 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <functional>
 #include <future>
@@ -137,6 +139,108 @@ TEST(control_plane_tells_all_of_a_death) {
     }
     CHECK(first_hand > 0 && first_hand <= 10);
   }
+}
+
+std::vector<int> tcp_connections(const ControlPlane& plane) {
+  std::vector<int> fds = plane.descriptors();
+  std::erase_if(fds, [](int fd) { return !is_connection(fd); });
+  return fds;
+}
+
+/// Makes the calls of both ends fail with a reset connection, and drops what this end has not read.
+void reset(int fd) {
+  const sockaddr nowhere{};  // of AF_UNSPEC
+  // Not connect(): ThreadSanitizer takes that for a new socket, which other threads use too early.
+  CHECK_EQ(::syscall(SYS_connect, fd, &nowhere, sizeof nowhere), 0);
+}
+
+TEST(control_plane_makes_connections_again_that_were_reset) {
+  for (const int size : {2, 3}) {
+    for (int end = 0; end < size; ++end) {
+      Watched world(host_of(size, size));
+      for (const int fd : tcp_connections(*at(world.planes, end))) reset(fd);
+      at(world.planes, end)->fail(kWorld, Error(ErrorKind::kInternal, "told afterwards"));
+      for (int rank = 0; rank < size; ++rank) {
+        if (rank == end) continue;
+        const auto& recorder = at(world.recorders, rank);
+        wait_until([&] { return !recorder.events().empty(); }, "the news arrives");
+        CHECK_EQ(recorder.text(recorder.events().front()), "told afterwards");
+      }
+      for (const auto& plane : world.planes) CHECK(plane->lost().empty());
+    }
+  }
+}
+
+TEST(control_plane_asks_again_for_a_sign_of_life_that_a_reset_has_lost) {
+  for (const int end : {0, 1}) {
+    const Armed armed("control.receive:" + std::to_string(1 - end) + ":late=300");
+    Watched world(host_of(2, 2));
+    const std::uint64_t probe = at(world.planes, end)->probe(1 - end);
+    const std::vector<int> fds = tcp_connections(*at(world.planes, 1 - end));
+    CHECK_EQ(fds.size(), 1u);
+    const auto arrived = [&] {
+      char bytes[2 * Message::kHeaderBytes];
+      return ::recv(fds[0], bytes, sizeof bytes, MSG_PEEK | MSG_DONTWAIT) > 0;
+    };
+    wait_until(arrived, "the question");
+    reset(fds[0]);
+    wait_until([&] { return at(world.planes, end)->has_answered(probe); }, "the answer");
+  }
+}
+
+TEST(control_plane_tells_all_of_a_death_that_resets_the_connections) {
+  for (const int size : {2, 5}) {
+    Watched world(host_of(size, size));
+    const linger at_once{1, 0};
+    for (const int fd : tcp_connections(*at(world.planes, 1))) {
+      CHECK_EQ(::setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once), 0);
+    }
+    world.kill(1);
+    world.wait_for_all("lost 1");
+    for (int rank = 0; rank < size; ++rank) {
+      if (rank == 1) continue;
+      const std::string how = at(world.recorders, rank).text("lost 1");
+      CHECK(how.find("rank 1 (a thread) died: its connection closed") != std::string::npos);
+    }
+  }
+}
+
+TEST(control_plane_tells_a_rank_that_was_given_up_that_it_lives) {
+  Watched world(host_of(3, 3));
+  const auto named = [](const auto& call, int fd) {
+    sockaddr_in name{};
+    socklen_t bytes = sizeof name;
+    CHECK_EQ(call(fd, reinterpret_cast<sockaddr*>(&name), &bytes), 0);
+    return std::pair(name.sin_addr.s_addr, name.sin_port);
+  };
+  std::vector<int> between;
+  for (const int one : tcp_connections(*world.planes[0])) {
+    for (const int other : tcp_connections(*world.planes[1])) {
+      const bool to = named(::getpeername, one) == named(::getsockname, other);
+      if (to && named(::getsockname, one) == named(::getpeername, other)) between.push_back(one);
+    }
+  }
+  CHECK_EQ(between.size(), 1u);
+  for (const int rank : {0, 1}) {  // as behind a firewall
+    for (const int fd : at(world.planes, rank)->descriptors()) {
+      int listens = 0;
+      socklen_t bytes = sizeof listens;
+      ::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes);
+      if (listens != 0) ::shutdown(fd, SHUT_RDWR);
+    }
+  }
+  reset(between.front());
+  const auto own = [&](int rank) {
+    return at(world.recorders, rank).text("lost " + std::to_string(rank));
+  };
+  wait_until([&] { return own(0) != own(1); }, "rank 2 passes on that one of them is lost");
+  const int given_up = own(0) == "(never)" ? 1 : 0;
+  const std::string other = std::to_string(1 - given_up);
+  CHECK(own(given_up).starts_with(
+      "rank " + other + " (a thread) has given up this rank, which lives; it says that "));
+  CHECK(at(world.recorders, 1 - given_up)
+            .text("lost " + std::to_string(given_up))
+            .ends_with("see its output, or whether a firewall rejects its connections"));
 }
 
 TEST(control_plane_tells_all_of_a_departure) {

@@ -77,9 +77,9 @@ TEST(aborted_set_waits_for_its_turn_no_more) {
 
 TEST(set_is_called_by_its_ranks) {
   std::vector<std::string> labels{"rank 3 (pid 1)", "rank 5 (pid 2)"};
-  CHECK_EQ(set_name(labels), "the process set of rank 3, rank 5");
+  CHECK_EQ(set_name(labels, "process set"), "the process set of rank 3, rank 5");
   labels.resize(10, "rank 6 (pid 3)");
-  CHECK(set_name(labels).ends_with("rank 6 and 2 more"));
+  CHECK(set_name(labels, "process set").ends_with("rank 6 and 2 more"));
 }
 
 /// The exchange of one set, whose members are threads.

@@ -21,7 +21,8 @@ class OnStream final : public HostCommunicator {
  public:
   OnStream(std::shared_ptr<HostCommunicator> host, const Abort& abort,
            std::chrono::milliseconds timeout = patient().timeout)
-      : host_(std::move(host)) {
+      : host_(std::move(host)), stream_(host_->rank()) {
+    current_gpu = rank();
     nccl::UniqueId id{};
     if (rank() == 0) CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
     host_->broadcast(&id, sizeof id, 0);
@@ -56,9 +57,14 @@ class OnStream final : public HostCommunicator {
         if (count > 0) std::memcpy(output, elements.data(), elements.bytes().size());
       });
     };
-    nccl_ = std::make_unique<NcclCommunicator>(
-        double_api(), id, rank(), size(), abort, timeout,
-        nccl::Device{stream_.handle, scale, allocate, widen, narrow});
+    nccl::Device device = device_of(stream_);
+    device.scale = scale;
+    device.allocate = allocate;
+    device.widen = widen;
+    device.narrow = narrow;
+    device.log = [this](const std::string& line) { log_ += line + "\n"; };
+    nccl_ = std::make_unique<NcclCommunicator>(double_api(), id, rank(), size(), abort, timeout,
+                                               device);
   }
 
   int rank() const override { return host_->rank(); }
@@ -66,6 +72,7 @@ class OnStream final : public HostCommunicator {
   Board& board() override { return host_->board(); }
   NcclCommunicator& nccl() { return *nccl_; }
   Stream& stream() { return stream_; }
+  const std::string& log() const { return log_; }  // warnings
 
   void allreduce(const void* input, void* output, std::size_t count, const Reduction& reduction,
                  std::span<const std::int64_t>) override {
@@ -111,6 +118,7 @@ class OnStream final : public HostCommunicator {
   std::deque<std::vector<std::int64_t>> wide_;  // the stream's
   std::deque<std::vector<std::byte>> memory_;   // the stream's
   Stream stream_;
+  std::string log_;
   std::unique_ptr<NcclCommunicator> nccl_;
 };
 
@@ -256,7 +264,10 @@ TEST(nccl_asynchronous_error_is_thrown_and_aborts_the_communicator) {
     const int aborted = faults().aborted;
     std::vector<float> data = ones();  // outlives the communicators, which may use it
     run_on_double(2, [&](OnStream& rank, Abort&) {
-      rank.barrier();          // both ranks have joined
+      std::vector<float> first = ones();
+      sum(rank, first);  // connects the ranks
+      rank.stream().synchronize();
+      rank.barrier();
       if (rank.rank() == 0) {  // alone: its stream waits for rank 1 for ever
         sum(rank, data);
         faults().async_error = code;
@@ -274,12 +285,13 @@ TEST(nccl_constructor_times_out_when_ranks_are_missing) {
   faults().init_hangs = true;
   const int aborted = faults().aborted;
   run_world({"shm", one_host}, 2, [](Communicator& host, Abort& abort) {
-    const Stream stream;
+    const Stream stream(host.rank());
+    current_gpu = host.rank();
     const auto make = [&] {
       nccl::UniqueId id{};
       CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
       NcclCommunicator(double_api(), id, host.rank(), 2, abort, std::chrono::milliseconds(50),
-                       {stream.handle, nullptr});
+                       device_of(stream));
     };
     CHECK_THROWS(make(), ErrorKind::kTimeout, "ncclCommInitRankConfig was not taken within 0.05");
   });
@@ -302,7 +314,7 @@ std::unique_ptr<NcclCommunicator> alone(const Stream& stream, const Abort& abort
                                         std::string& log) {
   nccl::UniqueId id{};
   CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
-  nccl::Device device{stream.handle};
+  nccl::Device device = device_of(stream);
   device.log = [&log](const std::string& line) { log += line + "\n"; };
   return std::make_unique<NcclCommunicator>(double_api(), id, 0, 1, abort,
                                             std::chrono::milliseconds(100), device);
@@ -310,7 +322,7 @@ std::unique_ptr<NcclCommunicator> alone(const Stream& stream, const Abort& abort
 
 TEST(nccl_that_hangs_in_an_abort_is_left_behind) {
   const FaultsEnd end;
-  const Stream stream;
+  const Stream stream(0);
   const Abort abort;
   std::string log;
   std::vector<float> data = ones();
@@ -331,18 +343,53 @@ TEST(nccl_that_hangs_in_an_abort_is_left_behind) {
   wait_until([&] { return faults().freed == freed + 1; }, "the thread goes on");
 }
 
-TEST(nccl_that_hangs_at_the_end_is_left_behind) {
+TEST(nccl_ends_aside_when_the_other_ranks_do) {
   const FaultsEnd end;
-  const Stream stream;
-  const Abort abort;
-  std::string log;
-  auto communicator = alone(stream, abort, log);
-  faults().end_hangs = 1;
-  const int freed = faults().freed;
-  communicator.reset();
-  CHECK(log.starts_with("rank 0: ncclCommFinalize has not returned within 0.2 s;"));
-  faults().end_hangs = 0;
-  wait_until([&] { return faults().freed == freed + 1; }, "the thread goes on");
+  const int aborted = faults().aborted;
+  run_on_double(3, [](OnStream& rank, Abort&) {
+    std::vector<float> data = ones();
+    sum(rank, data);
+    rank.stream().synchronize();
+    rank.barrier();
+    const int freed = faults().freed;
+    rank.barrier();
+    if (rank.rank() > 0) CHECK(rank.nccl().close());
+    rank.barrier();  // rank 0 goes on meanwhile
+    CHECK_EQ(faults().freed, freed);
+    rank.barrier();
+    if (rank.rank() == 0) CHECK(rank.nccl().close());
+    wait_until([&] { return faults().freed == freed + 3; }, "all have ended");
+    CHECK_EQ(rank.log(), "");
+  });
+  CHECK_EQ(faults().aborted, aborted);
+}
+
+TEST(nccl_launch_is_polled_without_sleeps) {
+  run_on_double(1, [](OnStream& rank, Abort&) {
+    std::vector<float> data = ones();
+    // Not each of them, because on busy processors most waits sleep.
+    const auto sleeps_not = [&] {
+      const std::int64_t before[] = {counts().threads, counts().polls, counts().sleeps};
+      sum(rank, data);
+      rank.stream().synchronize();
+      CHECK_EQ(counts().threads - before[0], 1);
+      CHECK(counts().polls - before[1] >= 1);
+      return counts().sleeps == before[2];
+    };
+    wait_until(sleeps_not, "a launch has not slept");
+  });
+}
+
+TEST(nccl_launch_that_waits_for_a_late_rank_sleeps) {
+  run_on_double(2, [](OnStream& rank, Abort&) {
+    const auto before = counts().sleeps.load();
+    std::vector<float> data = ones();
+    if (rank.rank() == 1) {
+      wait_until([&] { return counts().sleeps - before > 10; }, "rank 0 sleeps");
+    }
+    sum(rank, data);
+    rank.stream().synchronize();
+  });
 }
 
 TEST(nccl_load_refuses_missing_and_old_libraries) {

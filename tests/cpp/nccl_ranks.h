@@ -29,7 +29,7 @@ inline void run_with_device(
     const auto make = [&, labels = world.labels](std::uint8_t, Communicator& host,
                                                  const Abort& abort) -> std::unique_ptr<Device> {
       const auto rendezvous = nccl::rendezvous(host, labels, [&] { return load(host.rank()); });
-      return std::make_unique<StreamDevice>(host, abort, rendezvous, config.timeout);
+      return std::make_unique<StreamDevice>(host, abort, rendezvous, config.timeout, host.rank());
     };
     Rank self(world, std::move(at(planes, rank)), config, make);
     fn(self);

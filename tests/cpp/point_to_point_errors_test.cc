@@ -133,8 +133,7 @@ TEST(a_rank_that_leaves_ends_the_requests_that_need_it_and_no_others) {
           }
           posted.arrive_and_wait();
           self.messages().close();
-          self.plane().give_reason("ValueError: bad data");
-          self.plane().stop();
+          self.plane().stop(kGoodbyePatience, "ValueError: bad data");
           return;
         }
         std::vector<std::byte> bytes(kWhole + 1);

@@ -13,7 +13,7 @@ class Alone : private Driver::Callbacks {
   Alone()
       : world_(std::move(make_worlds({0}).front())),
         communicator_(make_communicator(world_, patient(), abort_)),
-        watchdog_(nullptr, 0, {0}, world_.labels, abort_, [] {}),
+        watchdog_(nullptr, 0, {0}, world_.labels, "shutdown()", abort_, [] {}),
         role_(
             *communicator_, abort_, watchdog_, queue_, static_cast<Driver::Callbacks&>(*this),
             Driver::Options{patient(), world_.labels, nullptr, [](const std::string&) {}, {}, {}}) {

@@ -263,6 +263,13 @@ TEST(reduce_integers_wrap_divide_toward_zero_and_stay_in_range) {
   CHECK_EQ(sum_of(1, 2, {1.9, 1, 1}), 4);  // 1 + 3: each is truncated
   CHECK_EQ(sum_of(Limits::max(), 0, {1, 4, 1}), Limits::max());
   CHECK_EQ(sum_of(Limits::min(), 0, {1, 4, 1}), Limits::min());
+
+  // Whole factors are exact, where float64 has only every 256th integer.
+  constexpr std::int64_t kLarge = (std::int64_t{1} << 60) + 1;
+  CHECK_EQ(sum_of(kLarge, -kLarge - 2, {3, 1, 1}), -6);
+  CHECK_EQ(sum_of(kLarge, 2, {1, -7, 1}), -7 * (kLarge + 2));
+  CHECK_EQ(sum_of(kLarge, 0, {-8, 1, 1}), Limits::min());
+  CHECK_EQ(sum_of(Limits::max(), 0, {1, 0x1p62, 1}), Limits::max());
 }
 
 namespace {
@@ -320,6 +327,9 @@ TEST(reduce_averages_of_integers_do_not_wrap) {
   // -2^63 + 1, and no float64 between.
   const std::int64_t least = std::numeric_limits<std::int64_t>::min();
   CHECK_EQ(average_of<std::int64_t>(DType::kInt64, {least, least + 2}), least + 1);
+  const std::int64_t large = (std::int64_t{1} << 60) + 1;
+  CHECK_EQ(average_of<std::int64_t>(DType::kInt64, {large, large, large}, 5.0), 5 * large);
+  CHECK_EQ(average_of<std::int64_t>(DType::kInt64, {-large, 1 - large}, 1.0, 3.0), 2 - 3 * large);
 }
 
 TEST(reduce_complex_numbers_as_their_parts) {

@@ -65,7 +65,7 @@ TEST(slots_are_reserved_without_memory_and_read_as_zeros_again) {
     CHECK_EQ(committed(fd), before + i * Slot::kHeaderBytes);
     static_cast<void>(memory->slot(slots.back()));  // it is valid
   }
-  CHECK_THROWS(arena.reserve(), ErrorKind::kInternal, "another process set");
+  CHECK_THROWS(arena.reserve(), ErrorKind::kInternal, "another set of ranks");
   CHECK(arena.allocate(1) == nullptr);
 
   std::ranges::sort(slots);

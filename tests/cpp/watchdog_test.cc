@@ -17,7 +17,8 @@ const std::string kLeft =
 /// The watchdog of one rank, and its effects.
 struct Watched {
   Watched(ControlPlane* plane, std::uint64_t set, std::vector<int> members)
-      : watchdog(plane, set, members, labels_of(members), abort, [this] { ++raised; }) {}
+      : watchdog(plane, set, members, labels_of(members), "shutdown()", abort,
+                 [this] { ++raised; }) {}
 
   /// In the order of the set, not of the world.
   static std::vector<std::string> labels_of(const std::vector<int>& members) {
@@ -39,8 +40,8 @@ void kill(Planes& planes, int rank) {
   at(planes, rank)->die();
   at(planes, rank).reset();
 }
-void leave(Planes& planes, int rank) {
-  at(planes, rank)->stop();
+void leave(Planes& planes, int rank, const std::string& why = {}) {
+  at(planes, rank)->stop(kGoodbyePatience, why);
   at(planes, rank).reset();
 }
 
@@ -123,14 +124,14 @@ TEST(watchdog_hears_what_happened_before_it_began) {
   CHECK_EQ(dead.raised, 1);
 
   const int told = world.raised;
-  leave(planes, 3);
+  leave(planes, 3, "disk full");
   wait_until([&] { return world.raised > told; }, "the departure is known");
   const Watched departed(planes[0].get(), kSet + 2, {0, 3});
   CHECK_EQ(departed.raised, 1);
   CHECK(!departed.abort.raised());
   const Error lost(ErrorKind::kPeerLost, "connection closed");
   const auto cause = departed.watchdog.root_cause(lost, 1);
-  CHECK_EQ(std::string(cause.error.what()), "member 3" + kLeft);
+  CHECK_EQ(std::string(cause.error.what()), "member 3 left: disk full");
   CHECK(cause.is_departure);
 }
 
@@ -185,11 +186,10 @@ TEST(watchdog_says_why_a_rank_left) {
   Planes planes = make_planes({0, 0, 0});
   Watched set(planes[0].get(), kSet, {0, 1});
   Watched there(planes[1].get(), kSet, {0, 1});
-  planes[1]->give_reason("ValueError: no such file at train.py:41");
-  there.watchdog.leave(0);
-  planes[2]->give_reason("exit code 3");
+  there.watchdog.leave(0, "ValueError: no such file at train.py:41");
   there.watchdog.stop();
-  leave(planes, 2);
+  leave(planes, 1, "later, for its other sets");
+  leave(planes, 2, "exit code 3");
   wait_until([&] { return is_missed(set.watchdog, 1); }, "the departure is known");
   CHECK_THROWS(set.watchdog.check_departures(1), ErrorKind::kPeerLost,
                "member 1 left: ValueError: no such file at train.py:41");
@@ -197,6 +197,28 @@ TEST(watchdog_says_why_a_rank_left) {
   wait_until([&] { return is_missed(others.watchdog, 1); }, "the departure is known");
   CHECK_THROWS(others.watchdog.check_departures(1), ErrorKind::kPeerLost,
                "member 2 left: exit code 3");
+}
+
+TEST(watchdog_says_which_loss_a_rank_knew_when_it_left_without_a_reason) {
+  Planes planes = make_planes({0, 0, 0, 0});
+  Watched used(planes[0].get(), kSet, {0, 1});
+  Watched unused(planes[0].get(), kSet + 1, {0, 1});
+  Watched there(planes[1].get(), kSet, {0, 1});
+  kill(planes, 3);
+  wait_until([&] { return !planes[1]->lost().empty(); }, "the loss is known");
+  there.watchdog.leave(0);
+  there.watchdog.stop();
+  leave(planes, 1);
+  for (const Watched* const set : {&used, &unused}) {
+    wait_until([&] { return is_missed(set->watchdog, 1); }, "the departure is known");
+    try {
+      set->watchdog.check_departures(1);
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      const std::string why = "member 1 left: it knows that rank 3 (a thread) died: its connection";
+      CHECK(text.starts_with(why));
+    }
+  }
 }
 
 TEST(watchdog_names_the_departed_rank_as_the_cause_of_a_lost_connection) {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import types
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -46,6 +47,7 @@ class Faults(ctypes.Structure):
 
 
 _captures = 0  # number of present captures in this process
+_uuid = ""  # of this process's devices, in place of their own
 
 
 @functools.cache
@@ -58,6 +60,7 @@ def load() -> None:
         is_available=lambda: True,
         is_initialized=lambda: True,
         device_count=lambda: 2,
+        get_device_properties=_properties,
         device=_device,
         current_device=torch.accelerator.current_device_index,
         set_device=torch.accelerator.set_device_index,
@@ -74,6 +77,11 @@ def load() -> None:
     )
     torch._register_device_module(DEVICE, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _properties(index: int) -> types.SimpleNamespace:
+    """Return the properties of a device; those of other processes are other devices."""
+    return types.SimpleNamespace(uuid=_uuid or f"{os.getpid():08x}-0000-0000-0000-{index + 1:012x}")
 
 
 def _device(device: torch.device | str | int | None) -> torch.accelerator.device_index:
@@ -113,6 +121,9 @@ class Counts:
     awaited: int = 0  # events, by a stream
     host_waits: int = 0
     collectives: int = 0  # launches of NCCL: calls, or groups of them
+    threads: int = 0  # of NCCL, for launches
+    polls: int = 0  # of launches in progress
+    sleeps: int = 0  # of threads that poll
 
     @classmethod
     def now(cls) -> Counts:
@@ -122,6 +133,16 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Counts(*(mine - earlier for mine, earlier in pairs))
+
+
+@contextlib.contextmanager
+def failed_device(fails: bool = True) -> Iterator[None]:
+    """Let each call for the device fail until the block ends, as after an error in a kernel."""
+    torch.ops.ringdouble.set_failed(fails)
+    try:
+        yield
+    finally:
+        torch.ops.ringdouble.set_failed(False)
 
 
 def delay(milliseconds: int) -> None:
@@ -148,6 +169,17 @@ def held_stream() -> Iterator[None]:
         yield
     finally:
         torch.ops.ringdouble.open_gate(gate)
+
+
+@contextlib.contextmanager
+def shared_gpu(uuid: str) -> Iterator[None]:
+    """Pretend that this process's devices are one that other processes use, too."""
+    global _uuid
+    _uuid = uuid
+    try:
+        yield
+    finally:
+        _uuid = ""
 
 
 @contextlib.contextmanager

@@ -226,7 +226,7 @@ def fail_in_a_group(device: str) -> None:
         place = device if rank else "cpu"
         kind, text = error_of(lambda: dist.all_reduce(torch.ones(3, device=place)))
         assert kind == "MismatchError", text
-        assert "rank 0: allreduce" in text
+        assert "rank 0: all_reduce" in text
         kind, text = error_of(lambda: dist.all_reduce(torch.ones(1 + rank, device=device)))
         assert kind == "MismatchError", text
         work = dist.broadcast(torch.ones(1, device=device), rank, async_op=True)

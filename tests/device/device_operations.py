@@ -67,6 +67,15 @@ def check_factors(device: str) -> None:
     torch.testing.assert_close(hvd.allreduce(half.to(device)).cpu(), half)
     whole = torch.tensor([3, -3], device=device)
     assert hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5).tolist() == [size, -size]
+    large = torch.tensor([2**57 + 1, -(2**57) - 3], device=device)
+    for factors in ({}, {"prescale_factor": 3.0}, {"postscale_factor": 3.0}):
+        want = (large * (3 if factors else 1)).tolist()
+        assert hvd.allreduce(large, **factors).tolist() == want, factors
+        total = hvd.allreduce(large, op=hvd.Sum, **factors).tolist()
+        assert total == [size * value for value in want], factors
+    most = torch.tensor([2**62, -(2**62)], device=device)
+    clamped = hvd.allreduce(most, op=hvd.Max, prescale_factor=2.0)
+    assert clamped.tolist() == [2**63 - 1, -(2**63)]
     odd = torch.tensor([-3 * size - 1, 7 * size + 1], device=device)
     assert hvd.allreduce(odd).tolist() == [-3 * size - 1, 7 * size + 1]
     assert hvd.allreduce(odd, postscale_factor=0.5).tolist() == [

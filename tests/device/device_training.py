@@ -8,6 +8,7 @@ from typing import Any
 
 import device_double
 import torch
+from optimizer_writes import WRITES
 from torch import Tensor, nn
 from training import (
     assert_same_on_all_ranks,
@@ -230,10 +231,34 @@ def train_sharded(device: str) -> None:
             hvd.broadcast_optimizer_state(optimizers[1], hvd.size() - 1)
 
 
+def write_to_sharded_state(device: str) -> None:
+    """A program's writes to the state and the weights count as without shard_state."""
+    kinds: dict[str, Callable[..., Any]] = {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    }
+    for name, (kind, make_write) in WRITES.items():
+        models = [make_model().to(device) for _ in range(2)]
+        writes = [make_write() for _ in models]
+        optimizers = [
+            hvd.DistributedOptimizer(kinds[kind](model.parameters()), shard_state=is_sharded)
+            for model, is_sharded in zip(models, (False, True), strict=True)
+        ]
+        for number, batch in enumerate(joined_batches(4)):
+            for model, optimizer, write in zip(models, optimizers, writes, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, part(batch).to(device)).backward()
+                write(number, list(model.parameters()), optimizer)
+                optimizer.step()
+            for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                assert torch.equal(ours.cpu(), theirs.cpu()), (name, number)
+
+
 TRAINING: list[Callable[[str], None]] = [
     train_like_one_process,
     train_half_on_the_host,
     train_sharded,
+    write_to_sharded_state,
     train_on_two_streams,
     accumulate_and_broadcast_state,
     move_while_training,

@@ -69,7 +69,6 @@ SAME_ARGUMENTS(get_error_string, ncclGetErrorString);
 SAME_ARGUMENTS(get_last_error, ncclGetLastError);
 SAME_ARGUMENTS(comm_init_rank_config, ncclCommInitRankConfig);
 SAME_ARGUMENTS(comm_get_async_error, ncclCommGetAsyncError);
-SAME_ARGUMENTS(comm_finalize, ncclCommFinalize);
 SAME_ARGUMENTS(comm_destroy, ncclCommDestroy);
 SAME_ARGUMENTS(comm_abort, ncclCommAbort);
 SAME_ARGUMENTS(all_reduce, ncclAllReduce);

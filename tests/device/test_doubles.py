@@ -4,10 +4,16 @@ import contextlib
 import copy
 import ctypes
 import itertools
+import os
 import pickle
+import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import device_double
+import pool
+import pytest
 import torch
 from device_double import DEVICE, delay, held_stream
 from pool import run
@@ -28,6 +34,9 @@ def check_device() -> None:
     check_training()
     check_streams()
     check_freed_memory()
+    check_limit_of_memory()
+    check_pools_of_streams()
+    check_failed_device()
 
 
 def check_operators() -> None:
@@ -117,20 +126,77 @@ def check_streams() -> None:
 
 
 def check_freed_memory() -> None:
+    """The next tensor on a stream gets its freed memory at once, when other streams have passed."""
     default, stream = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     for used in (False, True):
         target, tensor = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+        memory = tensor.data_ptr()
         default.synchronize()
         with stream, held_stream():
             target.copy_(tensor)
             if used:
                 tensor.record_stream(stream)
             del tensor
-            if not used:
-                default.synchronize()
-            assert default.query() != used
+            other = torch.empty(4, device=DEVICE)  # of another stream
+            with default:
+                later = torch.full((4,), 2.0, device=DEVICE)
+            assert other.data_ptr() != memory
+            assert (later.data_ptr() == memory) != used
+            default.synchronize()
         stream.synchronize()
-        assert (target.tolist() == [1, 1, 1, 1]) == used
+        assert target.tolist() == [1 if used else 2] * 4
+        assert (torch.empty(4, device=DEVICE).data_ptr() == memory) == used
+        del other, later
+
+
+def check_limit_of_memory() -> None:
+    kept = torch.zeros(1 << 20, device=DEVICE)
+    torch.ops.ringdouble.limit_memory(64 << 20)
+    try:
+        freed = [torch.zeros(1 << 20, device=DEVICE) for _ in range(12)]
+        del freed
+        with torch.Stream(DEVICE) as stream:
+            delay(50)
+        before = device_double.Counts.now()
+        torch.zeros(6 << 20, device=DEVICE)
+        assert (device_double.Counts.now() - before).host_waits == 1
+        assert stream.query()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            torch.zeros(17 << 20, device=DEVICE)
+    finally:
+        torch.ops.ringdouble.limit_memory(2 << 30)
+    assert kept.sum() == 0
+
+
+def check_pools_of_streams() -> None:
+    for priority in (0, -1):
+        streams = [torch.Stream(DEVICE, priority=priority) for _ in range(64)]
+        assert len({stream.native_handle for stream in streams}) == 32
+        assert streams[:32] == streams[32:]
+
+
+def check_failed_device() -> None:
+    stream, event, tensor = torch.Stream(DEVICE), torch.Event(DEVICE), torch.zeros(3, device=DEVICE)
+    event.record()
+    torch.accelerator.synchronize()
+    calls: list[Callable[[], object]] = [
+        torch.accelerator.synchronize,
+        lambda: torch.accelerator.set_device_index(0),
+        torch.accelerator.current_device_index,
+        stream.query,
+        stream.synchronize,
+        event.query,
+        event.record,
+        tensor.cpu,
+        lambda: tensor.add_(1),
+        lambda: torch.empty(3, device=DEVICE),
+    ]
+    with device_double.failed_device():
+        for call in calls:
+            with pytest.raises(RuntimeError, match="device-side assert"):
+                call()
+    for call in calls:
+        call()
 
 
 # --- NCCL
@@ -173,6 +239,7 @@ def check_nccl() -> None:
     torch.accelerator.synchronize()
     with stream, held_stream() if rank == 0 else contextlib.nullcontext():
         library.ncclAllReduce(*pointers(data, data), count, FLOAT32, SUM, comm, queue)
+        await_launch(library, comm)
         hvd.barrier()
         with default:
             assert data.eq(rank).all()  # rank 0's stream has not reached it
@@ -192,13 +259,14 @@ def check_nccl() -> None:
             library.ncclSend(*pointers(mine), count, FLOAT32, peer, comm, queue)
             library.ncclRecv(*pointers(got[peer]), count, FLOAT32, peer, comm, queue)
         library.ncclGroupEnd()
+        await_launch(library, comm)
     stream.synchronize()
     assert got.sum(1).tolist() == [peer * count * (peer != rank) for peer in range(size)]
 
     with device_double.faults() as faults:
         faults.hang = 1
         library.ncclAllReduce(*pointers(data, data), count, FLOAT32, SUM, comm, queue)
-        time.sleep(0.02)
+        await_launch(library, comm)
         assert not stream.query()
         library.ncclCommAbort(comm)
         stream.synchronize()
@@ -213,16 +281,36 @@ def new_communicator(library: ctypes.CDLL) -> ctypes.c_void_p:
     if hvd.rank() == 0:
         library.ncclGetUniqueId(ctypes.byref(unique))
     unique.bytes = hvd.broadcast_object(unique.bytes, 0)
-    comm, state = ctypes.c_void_p(), ctypes.c_int(IN_PROGRESS)
+    comm = ctypes.c_void_p()
     library.ncclCommInitRankConfig(
         ctypes.byref(comm), hvd.size(), unique, hvd.rank(), ctypes.byref(Config())
     )
+    await_launch(library, comm)
+    return comm
+
+
+def await_launch(library: ctypes.CDLL, comm: ctypes.c_void_p) -> None:
+    state = ctypes.c_int(IN_PROGRESS)
     for _ in itertools.takewhile(lambda _: state.value == IN_PROGRESS, range(10_000)):
         library.ncclCommGetAsyncError(comm, ctypes.byref(state))
         time.sleep(0.001)
     assert state.value == 0
-    return comm
 
 
 def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+
+def test_nccl_ends_without_a_rank_that_has_died(tmp_path):
+    results = pool.run(end_beside_a_death, 2, args=(tmp_path,), may_die={1})
+    assert results[0] == 0
+
+
+def end_beside_a_death(passed: Path) -> int:
+    device_double.load()
+    library = device_double.nccl()
+    comm = new_communicator(library)
+    pool.all_have_passed(passed, 2)
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return library.ncclCommDestroy(comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import device_double
 import pytest
 import torch
+from ahead_training import Quiet
 from device_double import held_stream
 from device_runs import run_on_double
 from torch import Tensor, nn
@@ -96,3 +98,32 @@ def read_before_memory_is_used_again(device: str) -> None:
 )
 def test_a_bucket_of_two_streams(program):
     run_on_double(program, 2)
+
+
+def read_late(cure: str, device: str) -> None:
+    """A side stream reads a gradient after the host has made the next pass."""
+    main, side = torch.accelerator.current_stream(), torch.Stream(device)
+    training = Quiet(device)
+    training.steps(3)
+    kept = torch.zeros(5, device=device)
+    with held(side):
+        gradient = training.weights[0].grad
+        assert gradient is not None
+        if cure == "clone":
+            gradient = gradient.clone()
+        side.wait_stream(main)
+        with side:
+            kept.copy_(gradient)
+        gradient.record_stream(side)
+        del gradient
+        if cure == "wait":
+            main.wait_stream(side)
+        training.step()
+    side.synchronize()
+    assert kept.tolist() == [2 + (hvd.size() - 1) / 2] * 5
+    training.check()
+
+
+@pytest.mark.parametrize("cure", ["clone", "wait"])
+def test_a_side_stream_reads_a_gradient(cure):
+    run_on_double(functools.partial(read_late, cure), 2)

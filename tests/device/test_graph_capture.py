@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import subprocess
+from pathlib import Path
 
 import device_double
+import pool
 import pytest
 import torch
 from ahead_programs import planned_passes
 from device_double import captured
-from device_runs import run_on_double
+from device_runs import call_on_double, run_on_double
 from torch.optim import SGD
 from training import assert_same_on_all_ranks, loss_of, make_model
 
 import torch_ring as hvd
 
 pytestmark = device_double.needed
+
+
+# A library that counts in place of AMD's runtime.
+AMD = """
+static int mode_now = 0;
+static int calls = 0;
+int hipThreadExchangeStreamCaptureMode(int* mode) {
+  const int before = mode_now;
+  mode_now = *mode;
+  *mode = before;
+  return ++calls, 0;
+}
+int mode_of_amd(void) { return mode_now; }
+int calls_of_amd(void) { return calls; }
+"""
+
+
+def poll_on_amd(folder: Path, device: str) -> None:
+    """Another thread's capture does not forbid calls of the engine, and has its mode back."""
+    amd = ctypes.CDLL(str(folder / "libamd.so"), mode=ctypes.RTLD_GLOBAL)
+    hvd.allreduce(torch.ones(3, device=device))
+    assert amd.calls_of_amd() > 0
+    assert amd.calls_of_amd() % 2 == 0
+    assert amd.mode_of_amd() == 0
+
+
+def test_polls_beside_a_capture_on_amds_gpus(tmp_path):
+    source = tmp_path / "amd.c"
+    source.write_text(AMD)
+    command = ["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libamd.so")]
+    subprocess.run(command, check=True, timeout=60)
+    pool.run(  # new processes, which have not looked for AMD's runtime yet
+        call_on_double,
+        2,
+        args=(functools.partial(poll_on_amd, tmp_path),),
+        env={"TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY)},
+        initialized=False,
+    )
 
 
 def refuse_collectives(device: str) -> None:

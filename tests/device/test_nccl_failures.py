@@ -6,7 +6,9 @@ import functools
 import os
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import device_double
@@ -15,6 +17,7 @@ import pytest
 import torch
 from device_double import NCCL_LIBRARY
 from device_runs import call_on_double, run_on_double
+from logs import logged
 from pool import error_of
 
 import torch_ring as hvd
@@ -55,6 +58,66 @@ def test_different_nccls_are_named():
     for kind, text in run_on_double(run_with_another_nccl, 2):
         assert kind == "InvalidArgumentError"
         assert re.search(r"rank 0 \(.*\) has 2\.28\.3, rank 1 \(.*\) has 2\.27\.3", text), text
+
+
+def share_a_gpu(sharing: set[int], device: str) -> tuple[str, str]:
+    uuid = "GPU-1" if hvd.rank() in sharing else ""
+    with device_double.shared_gpu(uuid):
+        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_on_one_gpu_are_named(size):
+    sharing = {0, size - 1}
+    for kind, text in run_on_double(functools.partial(share_a_gpu, sharing), size):
+        assert kind == "InvalidArgumentError"
+        assert re.search(
+            rf"rank 0 \([^)]*\), rank {size - 1} \([^)]*\) use one GPU \(GPU-1\)", text
+        )
+        assert "rank 1 (" not in text or 1 in sharing
+        assert "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())" in text
+
+
+def share_a_gpu_on_purpose(variable: str, device: str) -> None:
+    os.environ[variable] = str(hvd.rank() + 1)
+    with device_double.shared_gpu("GPU-1"):
+        result = hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum)
+    del os.environ[variable]
+    assert result.tolist() == [hvd.size()] * 3
+
+
+@pytest.mark.parametrize("variable", ["NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"])
+def test_ranks_share_a_gpu_on_purpose(variable):
+    run_on_double(functools.partial(share_a_gpu_on_purpose, variable), 2)
+
+
+def begin_apart(folder: Path, device: str) -> None:
+    """NCCL is slow to begin on rank 1 alone."""
+    mine = torch.ones(3, device=device)
+    with device_double.faults() as faults:
+        faults.init_hangs = hvd.rank() == 1
+
+        def go_on() -> None:
+            if hvd.rank() == 0:
+                early = pool.eventually(begun.is_set, 1)
+                (folder / "seen").touch()
+                assert not early
+            else:
+                assert pool.eventually((folder / "seen").exists)
+                faults.init_hangs = 0
+
+        begun = threading.Event()
+        with ThreadPoolExecutor() as threads:
+            seen = threads.submit(go_on)
+            handle = hvd.allreduce_async(mine, op=hvd.Sum)
+            result = hvd.synchronize(handle)  # waits until it is enqueued
+            begun.set()
+            seen.result()
+    assert result.tolist() == [hvd.size()] * 3
+
+
+def test_no_rank_goes_on_before_nccl_has_begun_on_all(tmp_path):
+    run_on_double(functools.partial(begin_apart, tmp_path), 2)
 
 
 def wait_for_calls_in_progress(device: str) -> None:
@@ -196,15 +259,47 @@ def test_a_collective_on_a_stream_has_a_deadline():
         assert "has not ended within 2" in text, text
 
 
-def end_well(device: str) -> None:
-    with device_double.faults() as faults:
-        hvd.allreduce(torch.ones(3, device=device))
-        hvd.shutdown()
-        assert (faults.aborted, faults.destroyed) == (0, 1)
+def end_one_by_one(passed: Path, device: str) -> None:
+    """The ranks end and begin again, each while the others still use the device."""
+    size, own = hvd.size(), hvd.rank()
+    mine = torch.ones(3, device=device)
+    with device_double.faults() as faults, logged() as log:
+        for world in (1, 2):
+            assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [size] * 3
+            for rank in reversed(range(size)):
+                ended = passed / f"{world}.{rank}"
+                if rank == own:
+                    assert faults.destroyed == world - 1
+                    hvd.shutdown()
+                    ended.touch()
+                assert pool.eventually(ended.exists)
+                assert (mine + rank).tolist() == [1 + rank] * 3
+            assert pool.eventually(lambda world=world: faults.freed == world)
+            assert (faults.aborted, faults.destroyed) == (0, world)
+            hvd.init()
+    assert "left behind" not in " ".join(log)
 
 
-def test_a_job_that_ends_well_aborts_nothing():
-    run_on_double(end_well, 2)
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_end_waits_for_no_rank_that_goes_on(size, tmp_path):
+    run_on_double(functools.partial(end_one_by_one, tmp_path), size)
+
+
+def remove_a_set(device: str) -> None:
+    with device_double.faults() as faults, logged() as log:
+        mine = torch.ones(3, device=device)
+        some = hvd.add_process_set([0, 1])
+        if some.included():
+            assert hvd.allreduce(mine, op=hvd.Sum, process_set=some).tolist() == [2] * 3
+        hvd.remove_process_set(some)
+        assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
+        assert pool.eventually(lambda: faults.destroyed == (hvd.rank() < 2))
+        assert faults.aborted == 0
+    assert "left behind" not in " ".join(log)
+
+
+def test_a_removed_set_ends_its_communicator():
+    run_on_double(remove_a_set, 3)
 
 
 def use_blocking_nccl(device: str) -> tuple[str, str]:

@@ -32,7 +32,10 @@ run_on_double = functools.partial(device_runs.run_on_double, TORCH_RING_RUN_AHEA
 
 
 def compare(program: Program, device: str) -> None:
-    """Run a program in planned passes and in agreed ones; compare bit by bit."""
+    """Run a program in planned passes and in agreed ones, which may send other sizes at a time.
+
+    NCCL adds three numbers in another order for another size.
+    """
     with planned_passes() as numbers:
         agreed = program(device, False)
         assert numbers == []
@@ -42,7 +45,8 @@ def compare(program: Program, device: str) -> None:
     assert len(numbers) == 1 if differ_in_turn else len(numbers) >= 3
     assert_same_on_all_ranks(*ahead)
     for mine, other in zip(ahead, agreed, strict=True):
-        assert torch.equal(mine, other)
+        exact = {"rtol": 0, "atol": 0} if hvd.size() == 2 else {}
+        torch.testing.assert_close(mine, other, **exact)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -241,6 +241,64 @@ def test_join_after_equally_many_passes(size):
     run_ahead_on_double(join_at_once, size)
 
 
+def join_with_a_pending_collective(folder: Path, device: str) -> None:
+    """Rank 0 has called 'm' when it joins; the others call it after passes that they run ahead."""
+    training = Quiet(device)
+    training.steps(PLANNED + 2)
+    mine = torch.full((3,), hvd.rank() + 1.0, device=device)
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(mine, name="m", op=hvd.Sum)
+        (folder / "called").touch()
+    else:
+        wait_for(folder / "called")
+        training.steps(1)
+        handle = hvd.allreduce_async(mine, name="m", op=hvd.Sum)
+        training.steps(3)
+    hvd.join()
+    assert hvd.synchronize(handle).tolist() == [hvd.size() * (hvd.size() + 1) / 2] * 3
+    others = range(1, hvd.size())
+    expected = sum(training.done - 1 + rank for rank in others) / hvd.size()
+    if hvd.rank() != 0:
+        assert training.weights[0].tolist() == [pytest.approx(expected)] * 5
+
+
+@on_worlds
+def test_join_with_a_pending_collective(size, tmp_path):
+    run_ahead_on_double(functools.partial(join_with_a_pending_collective, tmp_path), size)
+
+
+def call_during_a_pass(folder: Path, device: str) -> tuple[str, str]:
+    """Rank 0 has joined; the others call a collective between two launches of a planned pass."""
+    training = Quiet(device)
+    training.steps(PLANNED + 2)
+    call = functools.partial(hvd.allreduce_async, torch.ones(3, device=device), name="m")
+    called: list[hvd.Handle] = []
+
+    def go_on() -> None:
+        if hvd.rank() > 0:
+            wait_for(folder / "joins")
+            weight = training.weights[1]
+            hook = weight.register_post_accumulate_grad_hook(lambda _: called.append(call()))
+            training.step()
+            hook.remove()
+            training.steps(3)
+        else:
+            (folder / "joins").touch()
+        hvd.join()
+
+    return error_of(go_on)
+
+
+@on_worlds
+def test_a_collective_during_a_pass_after_a_join_is_refused(size, tmp_path):
+    program = functools.partial(call_during_a_pass, tmp_path)
+    failures = run_ahead_on_double(program, size, TORCH_RING_BUCKET_BYTES="1")
+    for rank, (kind, text) in enumerate(failures):
+        assert kind == ("RingError" if rank == 0 else "PeerLostError"), text
+        assert "allreduce 'm' float32 [3]" in text
+        assert "during a backward pass whose hosts run ahead" in text
+
+
 def use_process_sets(device: str) -> None:
     """While there is another set, the ranks agree; then they plan again."""
     training = Training(device)

@@ -115,51 +115,78 @@ def test_an_interrupt_of_a_rank_without_data(size, tmp_path):
     run_ahead_on_double(functools.partial(interrupt_a_rank_without_data, tmp_path), size)
 
 
-def fail_in_backward(after_part: bool, folder: Path, device: str) -> tuple[str, str]:
+def fail_in_backward(before: int, where: str, folder: Path, device: str) -> tuple[str, str]:
     """A hook of the program raises once on rank 1; it goes on with step()."""
     training = Training(device)
-    training.steps(PLANNED + 2)
+    training.steps(before)
     # Hosts run ahead: another rank could meet the failure in the steps before it.
     all_have_passed(folder, hvd.size())
+    if hvd.rank() == 1:
+        with refusing(training.model.get_parameter(where)), pytest.raises(ValueError, match="bad"):
+            training.backward()
+        training.optimizer.zero_grad()
 
     def go_on() -> None:
         if hvd.rank() == 1:
-            training.optimizer.zero_grad()
             training.optimizer.step()
             training.done += 1
-        else:
-            training.step()
-        training.steps(AHEAD + 4)
+        training.steps(AHEAD + 5)
 
-    if hvd.rank() == 1:
-        where = training.model.trunk if after_part else training.model.branches[0]
+    return error_of(go_on)
 
-        def refuse(_: torch.Tensor) -> None:
-            raise ValueError("refused")
 
-        hook = where.weight.register_hook(refuse)
-        with pytest.raises(ValueError, match="refused"):
-            training.backward()
+@contextlib.contextmanager
+def refusing(parameter: torch.Tensor) -> Iterator[None]:
+    def refuse(_: torch.Tensor) -> None:
+        raise ValueError("bad batch")
+
+    hook = parameter.register_hook(refuse)
+    try:
+        yield
+    finally:
         hook.remove()
-    failure = error_of(go_on)
-    if not after_part:
-        assert_same_on_all_ranks(*weights_of(training.model))
-    return failure
 
 
+@pytest.mark.parametrize("before", [1, PLANNED + 2], ids=["agreed", "planned"])
+@pytest.mark.parametrize("where", ["branches.0.weight", "trunk.weight"], ids=["unsent", "sent"])
 @on_worlds
-def test_an_exception_before_anything_is_launched(size, tmp_path):
-    program = functools.partial(fail_in_backward, False, tmp_path)
-    assert run_ahead_on_double(program, size) == [("nothing", "")] * size
-
-
-@on_worlds
-def test_an_exception_after_a_bucket_was_launched(size, tmp_path):
-    program = functools.partial(fail_in_backward, True, tmp_path)
+def test_an_exception_that_one_rank_catches(size, where, before, tmp_path):
+    program = functools.partial(fail_in_backward, before, where, tmp_path)
     failures = run_ahead_on_double(program, size, TORCH_RING_BUCKET_BYTES="1")
     for rank, (kind, text) in enumerate(failures):
         assert kind == ("RingError" if rank == 1 else "PeerLostError")
-        assert "after part of its gradients had been sent" in text.replace("\n", " ")
+        assert "has failed (ValueError: bad batch)" in text
+        assert f"rank 1{'' if rank == 1 else ' ('}" in text
+
+
+def agree_on_failures(device: str) -> None:
+    """All ranks leave out a batch with which one of them fails; the plan is made anew."""
+    training = Training(device)
+    for batch in range(2 * PLANNED + 6):
+        training.optimizer.zero_grad()
+        failed = False
+        try:
+            if batch == PLANNED + 2:
+                with training.optimizer.no_sync():
+                    if hvd.rank() == 1:
+                        with refusing(training.model.trunk.weight):
+                            training.backward()
+                    else:
+                        training.backward()
+            else:
+                training.backward()
+        except ValueError:
+            failed = True
+        if hvd.any_rank(failed):
+            training.optimizer.zero_grad()
+        else:
+            training.optimizer.step()
+    assert is_planned()
+    assert_same_on_all_ranks(*weights_of(training.model))
+
+
+def test_ranks_that_agree_on_a_failure():
+    run_ahead_on_double(agree_on_failures, 2)
 
 
 class Reentrant:

@@ -8,10 +8,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -28,11 +29,15 @@ using Queue = torch_ring::nccl::Stream;
 
 constexpr c10::DeviceIndex kDevices = 2;
 constexpr int kPoison = 0xCD;
-// Freed memory stays poisoned until so many bytes have been freed after it.
-constexpr std::size_t kQuarantineBytes = 64 << 20;
+constexpr std::size_t kStreamsOfPool = 32;
 
-void enqueue(Queue queue, std::function<void()> task) {
-  nccl_double_stream_enqueue(
+std::atomic<bool> failed{false};  // a kernel has failed: from then on every call does
+
+void check() { TORCH_CHECK(!failed, "the double's error: device-side assert triggered"); }
+
+/// `own`: the double's own business, for which no launch waits.
+void enqueue(Queue queue, std::function<void()> task, bool own = false) {
+  (own ? nccl_double_stream_append : nccl_double_stream_enqueue)(
       queue,
       [](void* argument) {
         const std::unique_ptr<std::function<void()>> owned(
@@ -49,27 +54,32 @@ thread_local std::array<c10::StreamId, kDevices> current_stream{};
 
 c10::Device device_of(c10::DeviceIndex index) { return {c10::kPrivateUse1, index}; }
 
-/// The streams of one device; the first is the default one. They live as long as the process.
+/// The streams of one device: the default one, and two pools, of usual and of high priority. Each
+/// pool gives out its streams in turns, as torch's do. They live as long as the process.
 class Streams {
  public:
-  explicit Streams(int gpu) : gpu_(gpu) { add(); }
+  explicit Streams(int gpu) : gpu_(gpu) {}
 
-  c10::StreamId add() {
+  c10::StreamId next(bool high_priority) {
     const std::scoped_lock lock(mutex_);
-    queues_.push_back(nccl_double_stream_create(gpu_));
-    return static_cast<c10::StreamId>(queues_.size()) - 1;
+    const std::size_t turn = given_.at(high_priority)++ % kStreamsOfPool;
+    return static_cast<c10::StreamId>(1 + high_priority * kStreamsOfPool + turn);
   }
 
   Queue at(c10::StreamId id) {
     const std::scoped_lock lock(mutex_);
-    return queues_.at(static_cast<std::size_t>(id));
+    Queue& queue = queues_.at(static_cast<std::size_t>(id));
+    if (!queue) queue = nccl_double_stream_create(gpu_);
+    return queue;
   }
 
   void synchronize() {
     std::unique_lock lock(mutex_);
-    const std::vector<Queue> queues = queues_;
+    const auto queues = queues_;
     lock.unlock();
-    for (Queue queue : queues) nccl_double_stream_synchronize(queue);
+    for (Queue queue : queues) {
+      if (queue) nccl_double_stream_synchronize(queue);
+    }
   }
 
   static Streams& of(c10::DeviceIndex device) {
@@ -80,7 +90,8 @@ class Streams {
  private:
   const int gpu_;
   std::mutex mutex_;
-  std::vector<Queue> queues_;
+  std::array<Queue, 1 + 2 * kStreamsOfPool> queues_{};
+  std::array<std::size_t, 2> given_{};
 };
 
 Queue queue_of(const c10::Stream& stream) {
@@ -98,18 +109,23 @@ Queue current_queue(c10::DeviceIndex device) {
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  c10::Device getDevice() const override { return device_of(current_index); }
+  c10::Device getDevice() const override {
+    check();
+    return device_of(current_index);
+  }
   void setDevice(c10::Device device) const override { exchangeDevice(device); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     current_index = device.index();
   }
   c10::Device exchangeDevice(c10::Device device) const override {
+    check();
     TORCH_CHECK(device.index() < kDevices, "the double has ", int{kDevices}, " devices");
     return device_of(std::exchange(current_index, index_of(device)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     count(counts.host_waits);
     Streams::of(device).synchronize();
+    check();
   }
 
   c10::Stream stream(c10::Device device, c10::StreamId id) const {
@@ -119,11 +135,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream(device, current_stream.at(static_cast<std::size_t>(index_of(device))));
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getNewStream(device);
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
+    check();
+    return stream(device, Streams::of(index_of(device)).next(high_priority));
   }
-  c10::Stream getNewStream(c10::Device device, int = 0) const override {
-    return stream(device, Streams::of(index_of(device)).add());
+  c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
+    return getStreamFromGlobalPool(device, priority < 0);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const c10::Stream previous = getStream(stream.device());
@@ -132,29 +149,38 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return queue_of(stream); }
   bool queryStream(const c10::Stream& stream) const override {
+    check();
     return nccl_double_stream_query(queue_of(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     count(counts.host_waits);
     nccl_double_stream_synchronize(queue_of(stream));
+    check();
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     count(counts.recorded);
+    check();
     if (!*event) *event = nccl_double_event_create();
     nccl_double_event_record(*event, queue_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
     count(counts.awaited);
+    check();
     nccl_double_event_wait(event, queue_of(stream));
   }
-  bool queryEvent(void* event) const override { return !event || nccl_double_event_query(event); }
+  bool queryEvent(void* event) const override {
+    check();
+    return !event || nccl_double_event_query(event);
+  }
   void synchronizeEvent(void* event) const override {
+    check();
     if (!event) return;
     count(counts.host_waits);
     nccl_double_event_synchronize(event);
+    check();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event) nccl_double_event_destroy(event);
@@ -167,63 +193,134 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // --- memory
 
-/// Memory of one stream, which is freed in the stream's order.
+/// Memory that was allocated on one stream, its owner.
 struct Block {
   std::byte* data;
   std::size_t bytes;
   Queue owner;
   std::mutex mutex;
-  std::vector<Queue> users;  // other streams, for which the owner waits
+  std::set<Queue> users;  // other streams
 };
 
-/// Keeps poisoned memory for a while, so that late readers see the poison.
-void quarantine(std::byte* data, std::size_t bytes) {
-  static auto* const mutex = new std::mutex;
-  static auto* const freed = new std::deque<std::pair<std::byte*, std::size_t>>;
-  static std::size_t total = 0;
-  std::memset(data, kPoison, bytes);
-  const std::scoped_lock lock(*mutex);
-  freed->emplace_back(data, bytes);
-  total += bytes;
-  while (total > kQuarantineBytes) {
-    const auto [oldest, size] = freed->front();
-    freed->pop_front();
-    total -= size;
-    std::free(oldest);
+/// The memory of one device, given out as torch's caching allocator does: freed memory is the next
+/// of its size on its owner, at once. If other streams have used it, they must have passed its
+/// release before. It is poisoned in the owner's order, so late readers see the poison. At the
+/// limit, an allocation waits for the device, and gives back all that is free.
+class Cache {
+ public:
+  std::byte* take(Queue owner, std::size_t bytes, c10::DeviceIndex device) {
+    std::unique_lock lock(mutex_);
+    collect();
+    std::vector<std::byte*>& same = free_[{owner, bytes}];
+    if (!same.empty()) {
+      std::byte* const data = same.back();
+      same.pop_back();
+      return data;
+    }
+    if (held_ + bytes > limit_) {
+      lock.unlock();
+      count(counts.host_waits);
+      Streams::of(device).synchronize();
+      lock.lock();
+      collect();
+      drop();
+    }
+    TORCH_CHECK(held_ + bytes <= limit_, "the double is out of memory");
+    auto* const data = static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes));
+    TORCH_CHECK(data, "the double is out of memory");
+    held_ += bytes;
+    std::memset(data, kPoison, bytes);
+    return data;
   }
-}
+
+  void give(const Block& block) {
+    Used used{block.data, block.bytes, block.owner, {}};
+    for (Queue user : block.users) {
+      used.passed.push_back(nccl_double_event_create());
+      nccl_double_event_record(used.passed.back(), user);
+    }
+    const std::scoped_lock lock(mutex_);
+    used_.push_back(std::move(used));
+    collect();
+  }
+
+  void limit(std::size_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    limit_ = bytes;
+  }
+
+  static Cache& of(c10::DeviceIndex device) {
+    static auto* const caches = new std::array<Cache, kDevices>;
+    return caches->at(static_cast<std::size_t>(device));
+  }
+
+  static constexpr std::size_t kAlignment = 512;
+
+ private:
+  struct Used {
+    std::byte* data;
+    std::size_t bytes;
+    Queue owner;
+    std::vector<void*> passed;  // events of other streams
+  };
+
+  /// Frees the memory that all other streams have passed.
+  void collect() {
+    std::erase_if(used_, [&](const Used& used) {
+      if (!std::ranges::all_of(used.passed, nccl_double_event_query)) return false;
+      std::ranges::for_each(used.passed, nccl_double_event_destroy);
+      const auto poison = [data = used.data, bytes = used.bytes] {
+        std::memset(data, kPoison, bytes);
+      };
+      enqueue(used.owner, poison, true);
+      free_[{used.owner, used.bytes}].push_back(used.data);
+      return true;
+    });
+  }
+
+  /// Precondition: the device has run all work.
+  void drop() {
+    for (auto& [key, blocks] : free_) {
+      nccl_double_stream_synchronize(key.first);  // the poison
+      for (std::byte* data : blocks) std::free(data);
+      held_ -= key.second * blocks.size();
+    }
+    free_.clear();
+  }
+
+  std::mutex mutex_;
+  std::map<std::pair<Queue, std::size_t>, std::vector<std::byte*>> free_;
+  std::vector<Used> used_;
+  std::size_t held_ = 0;  // bytes, also free ones
+  std::size_t limit_ = std::size_t{2} << 30;
+};
 
 void release(void* context) {
   const std::unique_ptr<Block> block(static_cast<Block*>(context));
-  void* const event = nccl_double_event_create();
-  for (Queue user : block->users) {
-    nccl_double_event_record(event, user);
-    nccl_double_event_wait(event, block->owner);
-  }
-  nccl_double_event_destroy(event);
-  enqueue(block->owner, [data = block->data, bytes = block->bytes] { quarantine(data, bytes); });
+  Cache::of(static_cast<c10::DeviceIndex>(nccl_double_stream_gpu(block->owner))).give(*block);
 }
 
 void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const {
+  check();
   if (auto* const block = data.cast_context<Block>(&release)) {
     const std::scoped_lock lock(block->mutex);
-    if (queue_of(stream) != block->owner) block->users.push_back(queue_of(stream));
+    if (queue_of(stream) != block->owner) block->users.insert(queue_of(stream));
   }
 }
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
+    check();
     const c10::Device device = device_of(current_index);
     if (bytes == 0) return {nullptr, device};
-    constexpr std::size_t kAlignment = 64;
-    auto* data = static_cast<std::byte*>(
-        std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
-    TORCH_CHECK(data, "the double is out of memory");
-    std::memset(data, kPoison, bytes);
-    return {data, new Block{data, bytes, current_queue(current_index), {}, {}}, &release, device};
+    bytes = (bytes + Cache::kAlignment - 1) / Cache::kAlignment * Cache::kAlignment;
+    Queue const owner = current_queue(current_index);
+    std::byte* const data = Cache::of(current_index).take(owner, bytes, current_index);
+    return {data, new Block{data, bytes, owner, {}, {}}, &release, device};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     count(counts.copies);
+    check();
     enqueue(current_queue(current_index), [=] { std::memcpy(to, from, bytes); });
   }
 };
@@ -297,7 +394,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 [[maybe_unused]] const bool hooked = [] {
-  nccl_double_tell_gpu([]() -> int { return current_index; });
+  nccl_double_tell_gpu([]() -> int { return failed ? -1 : current_index; });
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();
@@ -306,9 +403,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 c10::Device current_device() { return device_of(current_index); }
 
-void enqueue(std::function<void()> task) { enqueue(current_queue(current_index), std::move(task)); }
+void enqueue(std::function<void()> task) {
+  check();
+  enqueue(current_queue(current_index), std::move(task));
+}
 
-void synchronize() { nccl_double_stream_synchronize(current_queue(current_index)); }
+void synchronize() {
+  nccl_double_stream_synchronize(current_queue(current_index));
+  check();
+}
+
+void fail(bool fails) { failed = fails; }
+
+void limit_memory(std::size_t bytes) { Cache::of(current_index).limit(bytes); }
 
 c10::Allocator& device_memory() { return memory; }
 

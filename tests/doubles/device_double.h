@@ -2,7 +2,7 @@
 //
 // Its memory is the host's; its streams are the NCCL double's, and a stream's native_handle() is
 // one. Unsynchronised accesses really race, and memory that is freed too early really becomes
-// garbage.
+// garbage, or another tensor's.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -20,6 +20,12 @@ void enqueue(std::function<void()> task);
 
 /// Waits for the current stream of the current device.
 void synchronize();
+
+/// Whether all calls fail from now on, as after an error in a kernel. Thread: any.
+void fail(bool fails);
+
+/// The most bytes of the current device, with those of freed memory.
+void limit_memory(std::size_t bytes);
 
 c10::Allocator& device_memory();
 

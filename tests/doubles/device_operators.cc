@@ -232,8 +232,9 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
 
 /// The counts of this process: the members of Counts, and the launches of NCCL.
 std::vector<std::int64_t> all_counts() {
-  return {counts.kernels, counts.copies,     counts.recorded,
-          counts.awaited, counts.host_waits, nccl_double_launches()};
+  const NcclDoubleCounts& nccl = *nccl_double_counts();
+  return {counts.kernels, counts.copies, counts.recorded, counts.awaited, counts.host_waits,
+          nccl.launches,  nccl.threads,  nccl.polls,      nccl.sleeps};
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
@@ -281,6 +282,9 @@ TORCH_LIBRARY(ringdouble, library) {
   library.def("delay(int milliseconds) -> ()", delay);
   library.def("close_gate() -> int", close_gate);
   library.def("host_waits() -> int", [] { return counts.host_waits.load(); });
+  library.def("set_failed(bool fails) -> ()", fail);
+  library.def("limit_memory(int bytes) -> ()",
+              [](std::int64_t bytes) { limit_memory(static_cast<std::size_t>(bytes)); });
   library.def("open_gate(int gate) -> ()", open_gate);
   library.def("counts() -> int[]", all_counts);
   library.def("set_data(Tensor tensor, Tensor data) -> ()", set_data);

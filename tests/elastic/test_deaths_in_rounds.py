@@ -166,7 +166,7 @@ def begin_unheard() -> None:
     state = hvd.elastic.TorchState(model, optimizer, step=0)
     state.sync()
     state.step = 1
-    compare = local_steps.verify_step
+    compare = local_steps.require_consistent
 
     def fail(*args: Any, **kwargs: Any) -> None:
         compare(*args, **kwargs)
@@ -175,10 +175,10 @@ def begin_unheard() -> None:
     optimizer.zero_grad()
     ((model.weight - target(hvd.rank())).square().sum() / 2).backward()
     if hvd.rank() == 0:
-        local_steps.verify_step = fail  # type: ignore[assignment]
+        local_steps.require_consistent = fail
         with pytest.raises(PeerLostError):
             optimizer.step()
-        local_steps.verify_step = compare
+        local_steps.require_consistent = compare
     else:
         optimizer.step()
     state.reset()

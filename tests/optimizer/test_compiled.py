@@ -2,14 +2,18 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
+from logs import logged
 from pool import run
+from torch import Tensor, nn
 from torch.optim import SGD
 from training import assert_same_weights, joined_batches, loss_of, make_model, part, train
 
 import torch_ring as hvd
+from torch_ring.world import current
 
 
 @contextlib.contextmanager
@@ -56,3 +60,116 @@ def train_compiled() -> None:
 
 def test_a_compiled_model():
     run(train_compiled, 2)
+
+
+WIDTH = 32
+BUCKET_BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # of a block
+_sent_so_far: list[int] = []  # at each mark of backward passes
+
+
+@torch.library.custom_op("torch_ring_tests::mark", mutates_args=())
+def mark(x: Tensor) -> Tensor:
+    """Return a copy. Its backward notes how many buckets have been sent, compiled or not."""
+    return x.clone()
+
+
+@torch.library.custom_op("torch_ring_tests::note", mutates_args=())
+def note(gradient: Tensor) -> Tensor:
+    _sent_so_far.append(sent())
+    return gradient.clone()
+
+
+mark.register_fake(torch.empty_like)
+note.register_fake(torch.empty_like)
+mark.register_autograd(lambda _context, gradient: note(gradient))
+
+
+def sent() -> int:
+    """Return the number of buckets that this rank has submitted since it began."""
+    return sum(r.name.startswith("gradients.") for r in current.engine().records())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mark(x) + self.linear(x).relu()
+
+
+@dataclass(frozen=True)
+class Trained:
+    during_backward: list[int]  # buckets sent at each block but the first, in the last pass
+    lines: list[str]  # about torch.compile
+    weights: Tensor
+
+
+def train_blocks(how: str, backend: str) -> Trained:
+    """Take three steps of six blocks, compiled in one of several ways or not at all."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    blocks = [Block() for _ in range(6)]
+    model = nn.Sequential(*blocks)
+    step_of = model
+    if how == "whole":
+        step_of = torch.compile(model, backend=backend)
+    elif how == "in halves":
+        halves = (torch.compile(half, backend=backend) for half in (model[:3], model[3:]))
+        step_of = nn.Sequential(*halves)
+    elif how == "by block":
+        for block in blocks:
+            block.compile(backend=backend)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+    generator = torch.Generator().manual_seed(hvd.rank())
+    with logged() as lines:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = step_of(torch.randn(4, WIDTH, generator=generator)).square().mean()
+            before = sent()
+            _sent_so_far.clear()
+            loss.backward()
+            during = [count - before for count in _sent_so_far]
+            optimizer.step()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return Trained(during, [line for line in lines if "torch.compile" in line], weights)
+
+
+ENV = {"TORCH_RING_BUCKET_BYTES": str(BUCKET_BYTES)}
+
+
+def train_in_ways(ways: tuple[str, ...], backend: str) -> list[Trained]:
+    return [train_blocks(how, backend) for how in ways]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_model_compiled_as_a_whole_overlaps_nothing_and_rank_0_says_so(backend):
+    ways = ("eager", "by block", "in halves", "whole")
+    results = run(
+        train_in_ways,
+        2,
+        args=(ways, backend),
+        transport="tcp",
+        env=ENV,
+        deadline_s=300,  # inductor calls a C++ compiler
+    )
+    for rank, (eager, by_block, in_halves, whole) in enumerate(results):
+        assert eager.during_backward == [1, 2, 3, 4, 5]
+        assert by_block.during_backward == [0, 1, 2, 3, 4]
+        assert in_halves.during_backward == [0, 0, 0, 3, 3]
+        assert whole.during_backward == [0] * 5
+        assert eager.lines == by_block.lines == in_halves.lines == []
+        assert len(whole.lines) == (rank == 0)
+        assert all("`for block in model.layers: block.compile()`" in line for line in whole.lines)
+        for compiled in (by_block, in_halves, whole):
+            if backend == "aot_eager":
+                assert torch.equal(compiled.weights, eager.weights)
+            torch.testing.assert_close(compiled.weights, eager.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "env"), [("tcp", {}), ("shm", ENV)])
+def test_no_line_where_nothing_could_overlap(transport, env):
+    """The model fills one bucket, or the ranks share a host."""
+    for trained in run(train_blocks, 2, args=("whole", "aot_eager"), transport=transport, env=env):
+        assert (trained.during_backward, trained.lines) == ([0] * 5, [])

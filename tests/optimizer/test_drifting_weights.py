@@ -10,7 +10,7 @@ from logs import logged
 from pool import run
 from torch import nn
 from torch.optim import SGD, Adam
-from training import make_model, weights
+from training import assert_same_on_all_ranks, make_model, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -20,7 +20,7 @@ from torch_ring.optimizer.weight_comparison import is_compared
 
 def test_the_steps_after_which_ranks_compare():
     compared = [step for step in range(4001) if is_compared(step)]
-    assert compared == [10, 100, 1000, 2000, 3000, 4000]
+    assert compared == [1, 10, 100, 1000, 2000, 3000, 4000]
 
 
 def wrapped(model: nn.Module, **arguments: object) -> torch.optim.Optimizer:
@@ -48,7 +48,7 @@ def drift(op: hvd.ReduceOp) -> list[str]:
 
 
 REMEDY = (
-    "at the first gradients all had the same. "
+    "after step 1 all had the same. "
     "Gradients are averaged, weights are not, so they stay different: call broadcast_parameters("
     "model.state_dict(), root_rank=0) and look for what one rank alone does: a gradient that it "
     "sets or changes after the average, a learning rate of its own, a write into a weight. "
@@ -122,7 +122,7 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
     assert others == []
     told, *drifted = messages
     when = "after step 10 " if change_at else ""
-    since = "; at the first gradients all had the same" if change_at else ""
+    since = "; after step 1 all had the same" if change_at else ""
     assert re.sub(r"1 of \d+ of", "1 of all of", told) == (
         f"{when}the ranks train with different hyper-parameters: 'lr' of group 0 on rank 1 (0.01) "
         f"is not that on rank 0 (0.1); 1 of all of this optimizer differ{since}. Each rank steps "
@@ -131,7 +131,45 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
         "optimizer, root_rank=0)"
     )
     assert [message.partition(": ")[0] for message in drifted] == [
-        "after step 10 the ranks train different weights"
+        f"after step {10 if change_at else 1} the ranks train different weights"
+    ]
+
+
+class Private(SGD):
+    """Replaces each rank's gradients in step(), as Opacus' DPOptimizer does."""
+
+    def step(self, closure=None):
+        replace_gradients(self)
+        return super().step(closure)
+
+
+def replace_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, hvd.rank() + 1.0)
+
+
+def train_privately(around: bool) -> list[str]:
+    model = make_model()
+    cls = SGD if around else Private
+    optimizer = hvd.DistributedOptimizer(cls(model.parameters(), lr=0.1), model.named_parameters())
+    with logged() as messages:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+            if around:
+                replace_gradients(optimizer)
+            optimizer.step()
+    return messages
+
+
+@on_both_transports
+@pytest.mark.parametrize("around", [True, False])
+def test_gradients_replaced_after_the_average_are_told_at_the_first_step(transport, around):
+    messages, others = run(train_privately, 2, args=(around,), transport=transport)
+    assert others == []
+    assert [message.partition(": ")[0] for message in messages] == [
+        "after step 1 the ranks train different weights"
     ]
 
 
@@ -327,3 +365,74 @@ def test_a_process_set_compares_for_itself():
     assert "'momentum' of group 0 on rank 2 (0.25) is not that on rank 0 (0.5); 1 of" in settings
     assert settings.endswith("root_rank=0, process_set=...)")
     assert "after step 10 the ranks train different weights" in different
+
+
+AVERAGED = (
+    "That step has averaged gradients which no backward pass had averaged (set by the program, or "
+    "computed under no_sync()): if the program clips all gradients before, each rank does so by a "
+    "norm of its own. Call optimizer.synchronize() first, then clip, then step()"
+)
+
+
+def set_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> None:
+    """Backward averages some gradients, or all; others are left to the step."""
+    rows = torch.full((2, 8), hvd.rank() + 1.0)
+    optimizer.zero_grad()
+    if way == "backward":
+        model(rows).sum().backward()
+        return
+    hidden = model[:2](rows)
+    hidden.sum().backward()
+    loss = model[2:](hidden.detach()).sum()
+    if way == "no_sync":
+        with optimizer.no_sync():
+            loss.backward()
+    else:
+        parameters = list(model[2:].parameters())
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
+            parameter.grad = gradient
+
+
+def clip_own_gradients(way: str, clips: str) -> tuple[list[list[str]], list[int]]:
+    """Return the warnings of each step, and the steps after which weights were compared."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+    comparison = optimizer._reducer.comparison
+    taken: list[int] = []
+    take = comparison.take
+    comparison.take = lambda steps, number: (taken.append(steps), take(steps, number))
+    told = []
+    for number in range(9):
+        with logged() as messages:
+            set_gradients(model, optimizer, way if number >= 2 else "backward")
+            if clips == "after synchronize":
+                optimizer.synchronize()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        told.append(messages)
+    if clips != "before":
+        assert_same_on_all_ranks(*model.parameters())
+    return told, taken
+
+
+@pytest.mark.parametrize("way", ["by hand", "no_sync"])
+@on_both_transports
+def test_gradients_that_each_rank_clips_before_they_are_averaged(transport, way):
+    args = (way, "before")
+    (told, _), (others, _) = run(clip_own_gradients, 2, args=args, transport=transport)
+    assert not any(others)
+    assert [bool(messages) for messages in told] == [number == 3 for number in range(9)]
+    (text,) = told[3]
+    assert text.startswith("after step 3 the ranks train different weights: '0.weight' on rank 1 ")
+    assert text.endswith(AVERAGED)
+
+
+@pytest.mark.parametrize("clips", ["", "after synchronize"])
+@pytest.mark.parametrize("way", ["by hand", "no_sync"])
+def test_gradients_set_by_hand_are_compared_once(way, clips):
+    for told, taken in run(clip_own_gradients, 2, args=(way, clips)):
+        assert not any(told)
+        assert taken == [0, 1, 3]

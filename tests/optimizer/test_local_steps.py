@@ -13,6 +13,7 @@ from training import (
     assert_same_on_all_ranks,
     assert_same_weights,
     joined_batches,
+    loss_of,
     make_model,
     train,
     weights,
@@ -638,6 +639,58 @@ def test_different_ranks_are_told(transport):
         assert "every=3" in errors[0][1]
         assert "allreduce.noname.0.0" in errors[1][1]
         assert "broadcast_parameters" in errors[2][1]
+
+
+def sam_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    """Take a step of sharpness-aware minimisation, which moves the weights there and back."""
+    loss_of(model, batch).backward()
+    moves = {p: 0.5 * p.grad.sign() for p in model.parameters()}
+    with torch.no_grad():
+        for parameter, move in moves.items():
+            parameter.add_(move)
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    with torch.no_grad():
+        for parameter, move in moves.items():
+            parameter.sub_(move)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_by_sam(kind: str, on_hosts: bool) -> None:
+    """The weights differ between ranks by rounding before the first step of the optimizer."""
+    rank, every = hvd.rank(), 2
+    model = make_model(seed=rank)
+    sgd = SGD(model.parameters(), lr=RATE)
+    batches = joined_batches(every)
+    options = {"outer_options": {"lr": 1.0}} if kind == "DiLoCo" else {}
+    if on_hosts:  # all ranks are one host's, and rank 0 alone takes part in agreements
+        sgd = hvd.DistributedOptimizer(sgd)
+        options["process_set"] = hvd.add_process_set([0])
+    optimizer = getattr(hvd, kind)(sgd, every=every, **options)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    alone = [make_model(seed=0) for _ in range(hvd.size())]
+    for number, other in enumerate(alone):
+        plain = SGD(other.parameters(), lr=RATE)
+        for batch in batches:
+            sam_step(other, plain, batch if on_hosts else batch[number :: hvd.size()])
+    for batch in batches:
+        sam_step(model, optimizer, part_of(batch))
+    assert_same_on_all_ranks(*model.parameters())
+    with torch.no_grad():
+        for mean, *others in zip(*(each.parameters() for each in alone), strict=True):
+            mean.copy_(torch.stack([mean, *others]).mean(0))
+    assert_same_weights(model, alone[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_hosts"), [("LocalSGD", False), ("DiLoCo", False), slow("DiLoCo", True)]
+)
+@on_shm_and_slowly_on_tcp
+def test_sam_moves_the_weights_before_the_first_step(transport, kind, on_hosts):
+    with logged() as lines:
+        run(train_by_sam, 2, args=(kind, on_hosts), transport=transport)
+    assert "agreed parameters" not in "".join(lines)
 
 
 def join_in_a_round() -> tuple[str, str]:

@@ -470,3 +470,32 @@ def wrap_after_another_init() -> None:
 
 def test_shutdown_and_init():
     run(wrap_after_another_init, 2)
+
+
+def wrap_lazily() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    sgd = SGD(model.parameters(), lr=0.1)
+    plain = hvd.DistributedOptimizer(SGD(make_model().parameters(), lr=0.1))
+    rounds = hvd.LocalSGD(SGD(make_model().parameters(), lr=0.1))
+    for call in (
+        lambda: hvd.DistributedOptimizer(sgd, model.named_parameters()),
+        lambda: hvd.DistributedOptimizer(sgd, op=hvd.Adasum),
+        lambda: hvd.DistributedOptimizer(sgd, shard_state=True),
+        lambda: hvd.LocalSGD(sgd),
+        lambda: hvd.DiLoCo(sgd),
+        lambda: plain.add_param_group({"params": model.parameters()}),
+        lambda: rounds.add_param_group({"params": model.parameters()}),
+        lambda: hvd.broadcast_parameters(model.state_dict(), root_rank=0),
+        lambda: hvd.broadcast_buffers(model),
+        lambda: hvd.verify_consistency(model),
+    ):
+        with pytest.raises(ValueError, match="run one forward pass first"):
+            call()
+    batch = joined_batches(steps=1)
+    loss_of(model, batch[0])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(model, hvd.DistributedOptimizer(sgd, model.named_parameters()), batch)
+
+
+def test_lazy_modules_need_a_forward_pass():
+    run(wrap_lazily, 2)

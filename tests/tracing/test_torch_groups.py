@@ -161,7 +161,7 @@ def test_the_report_asks_the_ranks_of_torch_distributed() -> None:
     assert [each.rank for each in (first, second, third)] == [0, 1, 2]
     assert (first.text or "").startswith("in no collective; its main thread is in ")
     for each in (second, third):
-        assert (each.text or "").startswith("in allreduce '#"), each
+        assert (each.text or "").startswith("in all_reduce '#"), each
         assert "in report_of_all (" in (each.text or "")
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from groups import on_ring
-from pool import error_of, eventually, run
+from pool import all_have_passed, error_of, eventually, run
+from scripts import ROOT
 
 import torch_ring as hvd
 
+WHY = ", although both ranks live: a firewall, NAT or another device of the network may have cut it"
 PATIENCE_S = 15.0  # of the other end, whose goodbye would come after the connection's error
 
 
@@ -83,7 +87,34 @@ def test_a_data_connection_that_is_reset_is_told_while_the_other_rank_lives(tmp_
     )
     assert kind == "PeerLostError"
     assert "connection to rank 1" in text, text
-    assert "reset by peer" in text, text
+    assert f"reset by peer{WHY}" in text, text
+
+
+def lose_all_connections(folder: Path) -> tuple[str, str]:
+    """The network resets all connections of rank 1; return the error of the next collective."""
+    before = tcp_sockets()
+    hvd.init()
+    hvd.allreduce(torch.ones(100_000))
+    all_have_passed(folder / "joined", hvd.size())
+    if hvd.rank() == 1:
+        for fd, _ in tcp_sockets() - before:
+            reset(fd)
+    all_have_passed(folder / "reset", hvd.size())
+    error = error_of(lambda: hvd.allreduce(torch.ones(100_000)))
+    all_have_passed(folder / "told", hvd.size())
+    hvd.shutdown()
+    return error
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_connections_that_are_all_reset_are_no_death(size, tmp_path):
+    errors = run(lose_all_connections, size, args=[tmp_path], transport="tcp", initialized=False)
+    for kind, text in errors:
+        assert kind == "PeerLostError", text
+        assert re.search(rf"connection to rank [0-2] .*{WHY}", text), text
+        assert "died" not in text, text
+    page = (ROOT / "docs" / "errors.md").read_text()
+    assert f"reset by peer{WHY}" in page
 
 
 def lose_the_connection_of_messages(folder: Path) -> str:
@@ -109,3 +140,4 @@ def test_a_messages_connection_that_is_reset_is_told_while_the_other_rank_lives(
     text, _ = on_ring(lose_the_connection_of_messages, 2, tmp_path, transport="tcp")
     assert "connection to rank 1" in text, text
     assert "reset by peer" in text or "Broken pipe" in text, text
+    assert WHY in text, text

@@ -111,3 +111,42 @@ def test_every_run_on_two_hosts_has_the_same_bits(hosts):
         namespaces=[hosts[host] for host in (0, 0, 1, 1)],
     )
     require_one_result(found)
+
+
+OF_HOSTS = (0, 1, 0, 1)
+UNEVEN = (3.69140625, -12.59375, 8.8125, 9.143352508544922e-05)  # their order changes the sum
+
+
+def sums_of_16_bits() -> None:
+    """An element's float32 sum is that of each host's ranks, then of the hosts, rounded once."""
+    hvd.init()
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-10, 7, (4, max(COUNTS)), generator=generator)
+    inputs = torch.randn(4, max(COUNTS), generator=generator) * torch.exp2(exponents)
+    inputs[:, :20] = torch.tensor(UNEVEN)[:, None]
+    for dtype in (torch.float16, torch.bfloat16):
+        ranks = inputs.to(dtype)
+        a, b, c, d = ranks.float()
+        expected = ((a + c) + (b + d)).to(dtype)
+        if dtype == torch.float16:
+            assert (expected[:20] != (a + b + c + d).to(dtype)[:20]).all()
+        for count in COUNTS:
+            own = ranks[hvd.rank(), :count]
+            assert torch.equal(hvd.allreduce(own, op=hvd.Sum), expected[:count])
+            part = hvd.reducescatter(own, op=hvd.Sum)
+            assert torch.equal(hvd.allgather(part), expected[:count])
+    hvd.shutdown()
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+def test_sums_of_16_bit_floats_on_two_hosts_are_added_host_by_host(hosts):
+    run(
+        sums_of_16_bits,
+        4,
+        initialized=False,
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29514"},
+        namespaces=[hosts[host] for host in OF_HOSTS],
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import namespaces
@@ -128,6 +130,27 @@ class TestAddresses:
         finally:
             namespaces.run("ip", "-n", hosts[2], "link", "set", "lo", "up")
 
+    @pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.slow)])
+    def test_a_host_whose_loopback_has_ipv6_alone(self, hosts, transport):
+        with without_address(hosts[2], "127.0.0.1/8"):
+            env = {"MASTER_ADDR": "127.0.0.1"}
+            found = outcomes(where=[hosts[2]] * 2, env=env, transport=transport)
+            assert found == ["2 ranks, ['0', '1']"] * 2
+
+    @pytest.mark.slow
+    def test_a_host_whose_loopback_has_ipv6_alone_runs_an_elastic_job(self, hosts):
+        with without_address(hosts[2], "127.0.0.1/8"):
+            job = [sys.executable, "-m", "torch_ring.run", "-np", "2", "--min-np", "2"]
+            code = "import torch_ring as hvd; hvd.init(); assert hvd.size() == 2"
+            namespaces.run("ip", "netns", "exec", hosts[2], *job, sys.executable, "-c", code)
+
+    @pytest.mark.slow
+    def test_a_host_whose_loopback_has_no_address(self, hosts):
+        with without_address(hosts[2], "127.0.0.1/8"), without_address(hosts[2], "::1/128"):
+            for text in outcomes(where=[hosts[2]] * 2, env={"MASTER_ADDR": "127.0.0.1"}):
+                assert f"its host {os.uname().nodename}: it has no loopback interface with" in text
+                assert "`ip addr add 127.0.0.1/8 dev lo`" in text
+
     @pytest.mark.slow
     def test_a_master_addr_that_does_not_resolve(self, hosts):
         env = BRIEFLY | {"MASTER_ADDR": "no-such-host.invalid"}
@@ -139,6 +162,16 @@ class TestAddresses:
         for text in outcomes(init_without_ports, where=[hosts[2]] * 2):
             assert f"of its host {os.uname().nodename}: all ports" in text, text
             assert "net.ipv4.ip_local_port_range" in text
+
+
+@contextlib.contextmanager
+def without_address(host: str, address: str) -> Iterator[None]:
+    """Take an address from the loopback interface of a host for a while."""
+    namespaces.run("ip", "-n", host, "addr", "del", address, "dev", "lo")
+    try:
+        yield
+    finally:
+        namespaces.run("ip", "-n", host, "addr", "add", address, "dev", "lo")
 
 
 def _init_at(address: str) -> str:

@@ -273,7 +273,7 @@ def test_a_set_that_is_left_while_its_engine_is_made_is_no_unused_one(monkeypatc
     """If told, the others could reuse the memory of the set while that engine begins."""
     told: list[str] = []
     plane = SimpleNamespace(leave_unused=lambda *which: told.append(f"unused {which}"))
-    made: Any = SimpleNamespace(shutdown=lambda removed: told.append(f"engine {removed}"))
+    made: Any = SimpleNamespace(shutdown=lambda *how: told.append(f"engine {how}"))
     launch_order = SimpleNamespace(share=lambda: None)
     given: Any = SimpleNamespace(rank=0, size=2, plane=plane, launch_order=launch_order)
     config = Config.from_environment()
@@ -281,7 +281,7 @@ def test_a_set_that_is_left_while_its_engine_is_made_is_no_unused_one(monkeypatc
     record, unused = (table.add_group((0, 1), n, [-1, -1], config) for n in (1, 2))
     making: Any = _Lock()
     record._making = making
-    leaving = threading.Thread(target=table.leave_group, args=(record,))
+    leaving = threading.Thread(target=table.leave_group, args=(record, "why"))
 
     def make_engine(*_: object) -> Any:
         leaving.start()
@@ -291,7 +291,7 @@ def test_a_set_that_is_left_while_its_engine_is_made_is_no_unused_one(monkeypatc
     monkeypatch.setattr(process_set_table, "make_engine", make_engine)
     assert record.engine() is made
     leaving.join()
-    assert told == ["engine False"]
+    assert told == ["engine (False, 'why')"]
     for _ in range(2):
-        table.leave_group(unused)
-    assert told == ["engine False", "unused (2, 2)"]
+        table.leave_group(unused, "")
+    assert told[1:] == ["unused (2, 2, '')"]

@@ -35,7 +35,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torch_ring._C import Engine
 from torch_ring.c10d.reconfiguration import ReconfigureStore, in_order
-from torch_ring.config import Config
+from torch_ring.config import DEFAULT_GROUP, GROUP, Config
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.errors import TimeoutError as RingTimeoutError
 from torch_ring.setup.network import Deadline
@@ -108,6 +108,7 @@ class _LeftSet:
         rank, size: this process's rank in the set; the number of its members.
         slot: as in this rank's description.
         number: the set's number; None if this rank never used the set, and so does not know it.
+        why: this rank's reason to leave it, for the other members; "": none.
     """
 
     store: Store
@@ -115,6 +116,7 @@ class _LeftSet:
     size: int
     slot: int
     number: int | None
+    why: str
 
     def let_go(self, process_sets: ProcessSetTable) -> bool:
         """Free the rank's memory and description, unless a member needs them; return whether."""
@@ -129,7 +131,7 @@ class _LeftSet:
                 process_sets.release_slot(self.slot)
                 return True  # keep the description: members may still have to read it
             self.number = _number_of(infos)
-            process_sets.leave_unused_group(self.number, self.size)
+            process_sets.leave_unused_group(self.number, self.size, self.why)
         if not process_sets.has_ended(self.number):
             return False
         process_sets.release_slot(self.slot)
@@ -193,6 +195,7 @@ class Group:
             config,
             timeout_s=timeout_s,
             timeout_name=_TIMEOUT_NAME,
+            words=DEFAULT_GROUP if is_default else GROUP,
             fusion_window_s=0.0,  # all ranks submit in the same order: nothing to wait for
         )
         self._home: _SharedWorld | None = None  # the world in which its parts are process sets
@@ -204,7 +207,7 @@ class Group:
         self._is_connected = False
         self._connecting = threading.Lock()
         self._deadline: Deadline | None = None  # for making the group's own world
-        self._has_left = False
+        self._left: str | None = None  # the reason to leave, maybe ""; None: it has not left
         _prepare_exit(self._config)
         current.disable_in_child(self)
         trace_process(self._config.flight_dir)
@@ -253,11 +256,11 @@ class Group:
         return record.engine()
 
     def _release_if_left(self) -> None:
-        if self._has_left:  # while this thread held `_connecting`
-            self._release("")
+        if self._left is not None:  # while this thread held `_connecting`
+            self._release(self._left)
 
     def _check_member(self) -> None:
-        if self._has_left:
+        if self._left is not None:
             raise RingError("this group was destroyed or aborted")
 
     def among(self, ranks: Sequence[int], store: Store, timeout_s: float) -> Group:
@@ -315,9 +318,9 @@ class Group:
             raise InvalidArgumentError("reconfigure(): this rank's own handle is not among them")
         try:
             with self._connecting:
-                self._release("")
+                self._release(reason_to_leave() or "it called reconfigure()")
                 with _changing:  # an aborted group can be used again
-                    self._has_left = False
+                    self._left = None
                     _groups.add(self)
                 self._is_connected = False
                 self._is_deferred = True
@@ -325,7 +328,8 @@ class Group:
                 self.rank, self.size = ranks.index(self._own_store.handle), len(ranks)
                 self._global_ranks = tuple(range(self.size))
                 self._store = PrefixStore("torch_ring", store)
-                self._config = replace(self._config, init_timeout_s=timeout_s)
+                words = replace(self._config.words, join="reconfigure()")
+                self._config = replace(self._config, init_timeout_s=timeout_s, words=words)
                 self._shared = self._home = self._make_world()
                 self._is_connected, self._is_deferred = True, False
         finally:
@@ -333,9 +337,13 @@ class Group:
         self._check_member()
         return self.rank, self.size
 
-    def leave(self) -> None:
-        """Leave the group: its operations in flight fail, on all ranks."""
-        self._leave(reason_to_leave())
+    def leave(self, why: str = "") -> None:
+        """Leave the group: its operations in flight fail, on all ranks.
+
+        Args:
+            why: the reason for the other ranks, unless an exception is being handled.
+        """
+        self._leave(reason_to_leave() or why)
 
     def recorded(self) -> RecordedGroup | None:
         """Return the group's record for the tracing, if it is connected."""
@@ -353,7 +361,7 @@ class Group:
         global _changing
         _changing = threading.RLock()
         _groups.clear()
-        self._has_left = True
+        self._left = ""
         self._home = None
         if self._shared is not None:
             self._shared.world.process_sets.abandon()
@@ -451,7 +459,9 @@ class Group:
     def _make_world(self) -> _SharedWorld:
         given = {"rank": self.rank, "size": self.size, "local_rank": None, "local_size": None}
         config = self._config
-        self._deadline = Deadline(config.init_timeout_s, config.init_timeout_name)
+        self._deadline = Deadline(
+            config.init_timeout_s, config.init_timeout_name, config.words.join
+        )
         self._check_member()  # from now on, _leave() ends the deadline
         world = join_world(
             None, None, given, self._store, config, of_init=False, deadline=self._deadline
@@ -462,13 +472,13 @@ class Group:
 
     def _leave(self, why: str) -> None:
         with _changing:
-            if self._has_left:
+            if self._left is not None:
                 return
-            self._has_left = True
+            self._left = why
             _groups.discard(self)
         if self._deadline is not None:
             self._deadline.end()
-        # A thread that is connecting the group sees `_has_left`, and releases the group itself.
+        # A thread that is connecting the group sees `_left`, and releases the group itself.
         if self._connecting.acquire(blocking=False):
             try:
                 self._release(why)
@@ -483,11 +493,13 @@ class Group:
         if shared is None:
             return
         if record is not None:
-            shared.world.process_sets.leave_group(record)
+            shared.world.process_sets.leave_group(record, why)
         with _changing:
             if self._slot is not None:
                 number = record.number if record is not None else None
-                shared.left.append(_LeftSet(self._store, self.rank, self.size, self._slot, number))
+                shared.left.append(
+                    _LeftSet(self._store, self.rank, self.size, self._slot, number, why)
+                )
                 self._slot = None
             shared.release(why)
 

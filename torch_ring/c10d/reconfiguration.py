@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.errors import TimeoutError as RingTimeoutError
-from torch_ring.setup.network import own_address
+from torch_ring.setup.network import own_address, own_loopback
 
 __all__ = ["ReconfigureStore", "in_order"]
 
@@ -71,7 +71,7 @@ class ReconfigureStore:
 
     def __init__(self, interface: str, towards: str | None, *, one_host: bool) -> None:
         host = own_address(interface, towards, one_host=one_host)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(own_loopback(), 0, is_master=True, wait_for_workers=False)
         self.handle = ReconfigureHandle(secrets.token_hex(8), host, self._store.port)
 
     def store(self, uuid: int, ranks: list[ReconfigureHandle], timeout_s: float) -> Store:

@@ -41,6 +41,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001
     Raises:
         RingError: PeerLostError or TimeoutError.
     """
+    for callback in current.world().before_join:
+        callback()
     last = int(current.engine().join().wait())
     for callback in current.world().on_rejoin:
         callback()

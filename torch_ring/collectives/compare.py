@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ring._C import Engine, all_sent
@@ -36,6 +37,8 @@ __all__ = [
     "gather_lines",
     "gather_lines_if_different",
     "hyper_parameters_of",
+    "refuse_lazy",
+    "require_consistent",
     "require_same",
     "require_same_lines",
     "start_lines",
@@ -229,6 +232,7 @@ def verify_consistency(
             "verify_consistency takes the optimizer itself, or None, not "
             f"{type(optimizer).__name__}"
         )
+    refuse_lazy([*model.named_parameters(), *model.named_buffers()])
     names: dict[Tensor, str] = {
         parameter: name for name, parameter in reversed([*model.named_parameters()])
     }
@@ -236,7 +240,7 @@ def verify_consistency(
     things += [Thing(f"buffer '{name}'", value) for name, value in model.named_buffers()]
     if optimizer is not None:
         things += things_of(optimizer, names)
-    _compare(things, engine_of(process_set), "")
+    require_consistent(start_lines(things)(), process_set)
 
 
 def verify_step(
@@ -268,7 +272,7 @@ def verify_step(
     things = [Thing(f"parameter '{name}'", parameter) for parameter, name in names.items()]
     if with_state:
         things += things_of(optimizer, names)
-    _compare(things, engine_of(process_set), f"after step {step}: ")
+    require_consistent(start_lines(things)(), process_set, f"after step {step}: ")
 
 
 def require_same(
@@ -346,6 +350,16 @@ def find_damage(
     )
 
 
+def refuse_lazy(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError for a parameter or buffer of a lazy module that has no shape yet."""
+    for name, value in named:
+        if is_lazy(value):
+            raise InvalidArgumentError(
+                f"'{name}' belongs to a lazy module (as LazyLinear) and has no shape yet: run one "
+                "forward pass first, on all ranks"
+            )
+
+
 class Thing(NamedTuple):
     """A value that should be the same on all ranks.
 
@@ -366,8 +380,13 @@ class Thing(NamedTuple):
 
 
 def things_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[Thing]:
-    """Yield the hyper-parameters and the state of an optimizer, in the order of its parameters."""
+    """Yield the hyper-parameters and the state of an optimizer, in the order of its parameters.
+
+    A state that is divided among the ranks (``shard_state=True``) is left out.
+    """
     yield from hyper_parameters_of(optimizer)
+    if getattr(optimizer, "_has_divided_state", False):
+        return
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             name = names.get(parameter, f"{number}.{index}")
@@ -400,9 +419,9 @@ def _leaves(name: str, value: Any) -> Iterator[Thing]:
             yield from _leaves(f"{name}, {index}", item)
 
 
-def _compare(things: Sequence[Thing], engine: Engine, when: str) -> None:
-    """Raise MismatchError on all ranks that have not joined, if their things differ."""
-    _, every = gather_lines_if_different(start_lines(things)(), engine)
+def require_consistent(lines: Sequence[Line], process_set: ProcessSet, when: str = "") -> None:
+    """Raise MismatchError on all ranks that have not joined, if their lines differ. Collective."""
+    _, every = gather_lines_if_different(lines, engine_of(process_set))
     found = find_difference(every)
     if found is not None:
         raise MismatchError(

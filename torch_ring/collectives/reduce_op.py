@@ -29,11 +29,11 @@ class ReduceOp(IntEnum):
 
     Average divides the sum by the number of ranks. An average of integers truncates toward zero,
     and its sum does not wrap around: it is kept in a wider dtype. Sum wraps around, as torch's sums
-    do. Factors multiply integers in float64; each product is truncated toward zero, and clamped to
-    the range of the dtype. Adasum is adaptive summation (S. Maleki et al., MLSys 2021). It takes
-    floating point, on a power of two of ranks. Band, Bor and Bxor are the bitwise and, or and
-    exclusive or of integers, and the logical ones of bools; on a GPU they run on a copy on the CPU,
-    as Adasum does.
+    do. Whole factors multiply integers exactly, others in float64; each product is truncated toward
+    zero, and clamped to the range of the dtype. Adasum is adaptive summation (S. Maleki et al.,
+    MLSys 2021). It takes floating point, on a power of two of ranks. Band, Bor and Bxor are the
+    bitwise and, or and exclusive or of integers, and the logical ones of bools; on a GPU they run
+    on a copy on the CPU, as Adasum does.
     """
 
     Average = 0
@@ -94,8 +94,10 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
     return Average if average else Sum
 
 
-def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> ReduceOp:
-    """Return an operator that a user has given, by name or by Horovod's number.
+def checked_op(
+    op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp), argument: str = "op"
+) -> ReduceOp:
+    """Return an operator that a user has given as `argument`, by name or by Horovod's number.
 
     Raises:
         InvalidArgumentError: the operator is not allowed; for example another library's, whose
@@ -107,7 +109,7 @@ def checked_op(op: object, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> Red
     meant = _meant(op)
     advice = f": use hvd.{meant.name}" if meant is not None and meant in allowed else ""
     raise InvalidArgumentError(
-        f"op must be {', '.join(names[:-1])} or {names[-1]}; got {_described(op)}{advice}"
+        f"{argument} must be {', '.join(names[:-1])} or {names[-1]}; got {_described(op)}{advice}"
     )
 
 

@@ -12,20 +12,28 @@ from torch_ring.config.settings import (
     let_ddp_ask_for_memory,
     let_programs_find_horovod,
     misspelt,
+    nccl_host,
     nccl_is_blocking,
     threads_are_chosen,
     variables_set,
 )
+from torch_ring.config.words import DEFAULT_GROUP, GROUP, PROCESS_SET, WORLD, Words
 
 __all__ = [
+    "DEFAULT_GROUP",
+    "GROUP",
     "GROUPS",
+    "PROCESS_SET",
     "SETTINGS",
+    "WORLD",
     "Config",
     "Setting",
+    "Words",
     "failpoints",
     "let_ddp_ask_for_memory",
     "let_programs_find_horovod",
     "misspelt",
+    "nccl_host",
     "nccl_is_blocking",
     "threads_are_chosen",
     "variables_set",

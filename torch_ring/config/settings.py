@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import socket
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ring.config.words import WORLD, Words
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "let_ddp_ask_for_memory",
     "let_programs_find_horovod",
     "misspelt",
+    "nccl_host",
     "nccl_is_blocking",
     "number",
     "switch",
@@ -182,6 +185,16 @@ def nccl_is_blocking(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("NCCL_COMM_BLOCKING", "0") != "0"
 
 
+def nccl_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the host of this process for NCCL, which takes one rank for each GPU of a host.
+
+    Ranks that share a GPU on purpose have a NCCL_HOSTID each. Empty: NCCL lets ranks share GPUs.
+    """
+    if environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
+        return ""
+    return environment.get("NCCL_HOSTID") or socket.gethostname()
+
+
 def threads_are_chosen(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the user or a launcher has set the number of a rank's compute threads."""
     return any(environment.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
@@ -196,6 +209,7 @@ class Config:
     timeout_name: str = "TORCH_RING_TIMEOUT"  # its name in errors
     init_timeout_s: float = 120.0
     init_timeout_name: str = "TORCH_RING_INIT_TIMEOUT"  # likewise
+    words: Words = WORLD  # of errors
     heartbeat_timeout_s: float = 60.0
     elastic_timeout_s: float = 600.0
     min_ranks: int = 1

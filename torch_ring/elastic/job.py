@@ -184,7 +184,7 @@ class ElasticJob:
         if current.rank() == 0:
             ranks = f"{len(self.members)} rank{'s go' if len(self.members) != 1 else ' goes'} on"
             # The advice of an ended world is for programs without elastic.run.
-            reason = str(cause).removesuffix(". Call shutdown() and init(), or exit")
+            reason = str(cause).removesuffix(f". {self._config.words.remedy}")
             waited_ms = 1e3 * (time.monotonic() - began)
             _log.warning("%s, of %d, after %.0f ms: %s", ranks, before, waited_ms, reason)
 

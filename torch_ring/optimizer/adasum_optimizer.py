@@ -18,7 +18,7 @@ from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import RingError
-from torch_ring.optimizer.gradient_report import explained, refuse_sharded, warn_of_ddp
+from torch_ring.optimizer.gradient_report import explained, require_usable, warn_of_ddp
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.optimizer.wrapping import Wrapped, unnamed, wrapped
 from torch_ring.world import current
@@ -99,7 +99,7 @@ def wrap_adasum(
             raise ValueError(f"op=Adasum: '{name}' has dtype {parameter.dtype}")
     with wrapped(optimizer, AdasumOptimizer) as made:
         if size > 1:
-            refuse_sharded((name, parameter) for parameter, name in names.items())
+            require_usable((name, parameter) for parameter, name in names.items())
             require_same(
                 [f"'{name}' {p.dtype} {list(p.shape)}" for p, name in names.items()],
                 "the ranks wrap different optimizers",

@@ -14,6 +14,7 @@ from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.gradient_report import (
     BackwardReport,
     GradientReport,
+    end_if_given_up,
     explained,
     require_same_steps,
 )
@@ -61,7 +62,8 @@ class BackwardSync:
 
     Ctrl-C may interrupt the wait for an agreement: this rank's next pass then continues it, with
     the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C takes
-    effect after the reduction.
+    effect after the reduction. Any other exception in backward(), if a program catches it and goes
+    on, is reported by the rank's next pass or step, and ends the job unless all ranks report one.
 
     Thread: the one that runs backward(), at most one at a time. Two passes at the same time end the
     job: the ranks could not match their passes. Blocking: until every rank has agreed.
@@ -103,6 +105,7 @@ class BackwardSync:
         )
         if self._record.id == 0:  # no other set can be joined
             world = current.world()
+            world.before_join.append(self._refuse_sent_in_vain)
             world.on_rejoin.append(self.resynchronize)
             self.run_ahead.watch(world)
 
@@ -205,7 +208,7 @@ class BackwardSync:
 
     def finalize(self) -> None:
         """End a backward pass: agree with the other ranks, and reduce all gradients due on any."""
-        self._begin_ending()
+        self._begin_ending(of_step=False)
         try:
             reducers = self._reducers.hold()
             if len(reducers) == 1 and self._finalize_dense(reducers[0]):
@@ -223,9 +226,9 @@ class BackwardSync:
         finally:
             self._end_ending()
 
-    def _begin_ending(self) -> None:
-        """Begin the end of a pass; no gradient may arrive in other threads meanwhile."""
-        if not self.agreement.begin_ending():
+    def _begin_ending(self, *, of_step: bool) -> None:
+        """Begin the end of a pass, or a step; no gradient may arrive in other threads meanwhile."""
+        if not self.agreement.begin_ending(of_step=of_step):
             self._engine.end(
                 "two threads end backward passes of wrapped optimizers at the same time"
             )
@@ -264,10 +267,11 @@ class BackwardSync:
         """Reduce the gradients of `reducer` that a rank has accumulated, or its program has set."""
         if reducer.nothing_pending:
             # In other cases every parameter has been reduced.
-            if not (self.run_ahead.is_planned and reducer.hooks.set_by_hand()):
+            is_set_by_hand = self.run_ahead.is_planned and reducer.hooks.set_by_hand()
+            if not (is_set_by_hand or self.agreement.failure):
                 return
             reducer.nothing_pending = False
-        self._begin_ending()
+        self._begin_ending(of_step=True)
         try:
             self._reducers.hold()
             is_settled = False
@@ -320,6 +324,11 @@ class BackwardSync:
         self.run_ahead.stop()
         reducer.follow_parameters()
 
+    def _refuse_sent_in_vain(self) -> None:
+        """End the job if a part of this rank's failed pass would count as its share of the next."""
+        if self.agreement.has_sent_in_vain:
+            self._engine.end(self.agreement.failure)
+
     def resynchronize(self) -> None:
         """Reset the counters that may differ between ranks: join() returns on all of them."""
         self.agreement.restart(0)
@@ -359,7 +368,9 @@ class BackwardSync:
         """
         reports = self._with_aside(reports, stepping)
         report = BackwardReport(
-            self.steps, self._weights.added_to(reports, self.number, self._reducers.comparisons())
+            self.steps,
+            self._weights.added_to(reports, self.number, self._reducers.comparisons()),
+            bool(self.agreement.failure),
         )
         own = report.encode()
         goes_on = self.agreement.is_open  # with the earlier report of an interrupted pass
@@ -467,6 +478,7 @@ class BackwardSync:
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, according to the reports of all ranks."""
         number = self.number
+        end_if_given_up(ranks, self.agreement.failure, self._engine, backward_name(number))
         require_same_steps([rank.steps for rank in ranks], self._size)
         self._weights.differ(ranks, number)
         self._weights.tell(number)
@@ -510,6 +522,9 @@ class BackwardSync:
             reducer.start(number)
         for index, reducer, _ in reduced:
             reducer.finish(orders.get(index, ()))
+        if is_of_step:
+            for _, reducer, _ in reduced:
+                reducer.comparison.note_averaging_step()
         if reduced or not is_of_step:  # otherwise it was no pass, and no gradient was left over
             is_steady = everybody and not (accumulating or is_of_step) and dense == touched
             self.run_ahead.learn(number, touched if is_steady else {})

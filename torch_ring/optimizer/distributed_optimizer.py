@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from torch_ring._C import GradientHooks, Worst
 from torch_ring.collectives.compare import verify_step
@@ -73,11 +74,15 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     keeps its ``p.grad``. As in torch, a gradient tensor that you keep over ``zero_grad()`` keeps
     its value, and one that you have assigned (``p.grad = flat[a:b].view_as(p)``) stays ``p.grad``:
     the average is copied back into it. A frozen parameter of a dtype that cannot be reduced (int8,
-    say) is left alone.
+    say) is left alone. On a GPU, ``p.grad.record_stream(side)`` does nothing, as ``p.grad`` is a
+    view of memory that the next pass uses again: let the current stream wait for `side` before that
+    pass, or let `side` read a clone made on the current stream.
 
     ``step()`` averages the gradients that no backward pass has averaged since the last step: those
     that the program has set (``p.grad = ...``) or written itself. After a pass has averaged a
-    gradient, the program may change it, as in clipping; such changes are not averaged.
+    gradient, the program may change it, as in clipping; such changes are not averaged. So before
+    clipping gradients that only ``step()`` would average, call ``synchronize()``: otherwise each
+    rank clips by a norm of its own.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
@@ -467,6 +472,12 @@ class _ShardedOptimizer(_DistributedOptimizer):
 
     _shards: ShardedState
 
+    @property
+    def _has_divided_state(self) -> bool:
+        """Whether ``state`` has this rank's parts only."""
+        return self._shards.is_divided
+
+    @_disable_dynamo  # it waits for other ranks: not in a graph
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's part of the parameters, and wait for the others'. Collective."""
@@ -487,13 +498,9 @@ class _ShardedOptimizer(_DistributedOptimizer):
             found = self._user_class.state_dict(self)
         return found if root_rank in (None, current.rank()) else {**found, "state": {}}
 
-    def _after_load_state_dict(self) -> None:
-        super()._after_load_state_dict()
-        self._shards.note_replaced()
-
-    def _replaced_state(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the state is whole, and all ranks replace it. Collective."""
-        return self._shards.whole(self, is_replaced=True)
+    def _replaced_state(self, root: int) -> contextlib.AbstractContextManager[None]:
+        """Context in which the root has its whole state, and all ranks take it. Collective."""
+        return self._shards.replaced(self, root)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self._shards.is_divided:
@@ -527,7 +534,7 @@ class _ShardedOptimizer(_DistributedOptimizer):
         if self._reducer is None:
             self._shards.leave(self)
         else:
-            self._shards.place(self, self._reducer.index)
+            self._shards.place(self, self._reducer.index, self._parameter_names)
 
 
 def _leave(sync: BackwardSync, reference: weakref.ref[Reducer], _owner: object) -> None:

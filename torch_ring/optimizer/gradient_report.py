@@ -9,25 +9,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed
 from torch import Tensor
 
-from torch_ring._C import Worst
+from torch_ring._C import Engine, Worst
+from torch_ring.collectives.compare import refuse_lazy
 from torch_ring.errors import MismatchError, PeerLostError, RingError
+from torch_ring.optimizer.buckets import Bucket
 
 __all__ = [
     "BackwardReport",
     "GradientReport",
+    "end_if_given_up",
     "explained",
-    "refuse_sharded",
     "require_same_steps",
+    "require_usable",
     "warn_of_ddp",
+    "warn_of_one_graph",
 ]
 
 # The flags of a report.
 _ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN, _ON_BASE = 1, 2, 4, 8, 16, 32
 _NOT_FINITE = 64
 _DIGEST_BYTES = 8
+
+_NEARLY_ALL = 0.9  # of the gradients: a head outside of the graph does not matter
 
 
 class NotFinite(NamedTuple):
@@ -87,13 +94,16 @@ class BackwardReport:
     Attributes:
         steps: the total number of steps of its optimizers.
         gradients: the report of each optimizer that has gradients.
+        gave_up: whether the pass before failed on this rank, and its program has gone on: these
+            gradients are of its next one.
     """
 
     steps: int
     gradients: tuple[GradientReport, ...] = ()
+    gave_up: bool = False
 
     # Sizes in bytes or elements; little-endian, no padding.
-    _HEADER = struct.Struct("<IQI")  # bytes in all, steps, optimizers
+    _HEADER = struct.Struct("<IQI?")  # bytes in all, steps, optimizers, gave_up
     # optimizer, flags, bytes of due and of sparse, elements of order
     _REPORT = struct.Struct("<IBIII")
     _COUNT = struct.Struct("<I")  # number of non-finite gradients
@@ -133,7 +143,8 @@ class BackwardReport:
             for parameter, rank, worst, on_base in report.not_finite:
                 body += self._GRADIENT.pack(parameter, rank, worst.value, on_base)
         total = self._HEADER.size + len(body)
-        return self._HEADER.pack(total, self.steps, len(self.gradients)) + bytes(body)
+        header = self._HEADER.pack(total, self.steps, len(self.gradients), self.gave_up)
+        return header + bytes(body)
 
     @classmethod
     def decode_all(cls, data: memoryview) -> Iterator[BackwardReport]:
@@ -145,9 +156,9 @@ class BackwardReport:
     @classmethod
     def decode(cls, data: memoryview) -> tuple[BackwardReport, memoryview]:
         """Return the first report in `data`, and the rest of `data`."""
-        total, steps, count = cls._HEADER.unpack_from(data)
+        total, steps, count, gave_up = cls._HEADER.unpack_from(data)
         reports = cls._decode_reports(data[cls._HEADER.size : total], count)
-        return cls(steps, tuple(reports)), data[total:]
+        return cls(steps, tuple(reports), gave_up), data[total:]
 
     @classmethod
     def _decode_reports(cls, data: memoryview, count: int) -> Iterator[GradientReport]:
@@ -216,6 +227,28 @@ def warn_of_ddp(parameters: Iterable[Tensor]) -> None:
         )
 
 
+def warn_of_one_graph(buckets: Sequence[Bucket], together: Iterable[int]) -> None:
+    """Warn if one graph of torch.compile computes the gradients of several buckets, so none early.
+
+    Args:
+        buckets: those that can be sent during backward.
+        together: the parameters whose gradients the graph computes.
+    """
+    own = set(together)
+    numel = sum(slot.numel for bucket in buckets for slot in bucket.slots)
+    filled = [[slot for slot in bucket.slots if slot.parameter in own] for bucket in buckets]
+    filled = [slots for slots in filled if slots]
+    computed = sum(slot.numel for slots in filled for slot in slots)
+    if len(filled) > 1 and computed >= _NEARLY_ALL * numel:
+        _log.warning(
+            "torch.compile has made one graph of the whole model: the first of %d buckets of "
+            "gradients is sent when backward() has computed the last. Compile the parts of the "
+            "model, so that they travel meanwhile: `for block in model.layers: block.compile()` "
+            "(docs/gpu.md)",
+            len(filled),
+        )
+
+
 def _of_ddp() -> Iterator[Tensor]:
     """Yield the parameters of all living DistributedDataParallel modules of several ranks."""
     from torch.nn.parallel import DistributedDataParallel
@@ -228,13 +261,15 @@ def _of_ddp() -> Iterator[Tensor]:
             yield from found.parameters()
 
 
-def refuse_sharded(names: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that every parameter is whole on this rank.
+def require_usable(names: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that every parameter has a shape and is whole on this rank.
 
     Raises:
-        ValueError: for a parameter of which FSDP or tensor parallelism gives each rank a part.
+        ValueError: for a parameter of a lazy module, or one of which FSDP or tensor parallelism
+            gives each rank a part.
     """
     for name, parameter in names:
+        refuse_lazy([(name, parameter)])
         is_dtensor = hasattr(parameter, "device_mesh") and hasattr(parameter, "placements")
         if is_dtensor or getattr(parameter, "_fsdp_flattened", False):
             kind = "a DTensor" if is_dtensor else "a parameter of FullyShardedDataParallel"
@@ -324,6 +359,32 @@ def require_same_steps(steps: Sequence[int], size: int) -> None:
                 "have left a step out, and its weights differ: call shutdown() and init(), and "
                 "go on from a checkpoint"
             )
+
+
+def end_if_given_up(
+    ranks: Sequence[BackwardReport], failure: str, engine: Engine, name: str
+) -> None:
+    """End the job if some ranks have given up the pass that these reports would end.
+
+    If all have, their next passes belong together, and take its place.
+
+    Args:
+        ranks: the reports of all ranks that have not joined.
+        failure: the error of the pass that this rank has given up; "" if it has not.
+        engine: the ranks' engine.
+        name: the name of the operation that gathered the reports.
+
+    Raises:
+        RingError: on all ranks, with the failure of one that has given up.
+    """
+    if all(rank.gave_up for rank in ranks):
+        return
+    if failure:
+        engine.end(failure)
+    if any(rank.gave_up for rank in ranks):  # it ends the job instead of answering
+        engine.allgather(
+            torch.zeros(1, dtype=torch.uint8, device="cpu"), name, joinable=True
+        ).wait()
 
 
 def _hint(error: RingError, done: str) -> str:

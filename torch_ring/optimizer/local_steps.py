@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -20,10 +21,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from torch_ring._C import Engine, Work
 from torch_ring.collectives.broadcast import broadcast_async_
-from torch_ring.collectives.compare import digests_of, require_same, verify_step
+from torch_ring.collectives.compare import (
+    Line,
+    Thing,
+    digests_of,
+    refuse_lazy,
+    require_consistent,
+    require_same,
+    start_lines,
+    verify_step,
+)
 from torch_ring.collectives.reduce_op import Average
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
@@ -36,7 +47,7 @@ from torch_ring.optimizer.bucket_wire import (
 )
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.distributed_optimizer import _DistributedOptimizer, _ShardedOptimizer
-from torch_ring.optimizer.gradient_report import refuse_sharded
+from torch_ring.optimizer.gradient_report import require_usable
 from torch_ring.optimizer.wrapping import (
     Copied,
     Wrapped,
@@ -233,8 +244,8 @@ def _wrap(
             raise ValueError(f"{kind} does not go with op=Adasum")
         if isinstance(optimizer, _ShardedOptimizer):
             raise ValueError(
-                f"{kind} does not go with shard_state=True: a parameter lies in the memory of "
-                "several ranks, and each of them would take the agreed one"
+                f"{kind} does not go with shard_state=True: a parameter is stepped once for "
+                "several ranks, and within a round their parameters differ"
             )
         names = dict(optimizer._parameter_names)
     else:
@@ -381,16 +392,18 @@ class Rounds:
         self.outer: torch.optim.Optimizer | None = None
         self._agreed: list[Tensor] = []
         self.has_begun = False
+        self._first: Callable[[], list[Line]] | None = None  # the weights at the first gradient
         self._steps = 0
         self._engine: Engine | None = None  # of the world to which `_index` belongs
         self._index = 0
         self._warned = False
         current.config()  # raises NotInitializedError
+        require_usable((name, p) for p, name in self._names.items())
         self._fragments = self._cut()
-        refuse_sharded((name, p) for p, name in self._names.items())
         self._require_same()
         self.agrees = bool(self._sets())
         self._make_outer()
+        self._begin_anew()
         self._take_index()
 
     def _require_same(self) -> None:
@@ -496,6 +509,7 @@ class Rounds:
     def add(self, names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
         """Add further parameters of the optimizer to the last fragment. Collective."""
         added = {p: name for p, name in names.items() if p.requires_grad}
+        refuse_lazy((name, p) for p, name in added.items())
         for each in self._sets():
             lines = [_line(p, name) for p, name in added.items()]
             require_same(lines, "the ranks add different parameters", each)
@@ -527,25 +541,56 @@ class Rounds:
                 )
         if self.has_begun:
             return
+        present = self._start_weights()()
+        problem = self._difference(present)
+        if problem is None:
+            self._agree_on_present()  # the program may have broadcast parameters meanwhile
+        elif self._difference(self._first() if self._first else present) is not None:
+            raise problem
+        self._first = None
+        self.has_begun = True
+
+    def _begin_anew(self) -> None:
+        """Let the next step be the first one, and note the weights when a gradient comes."""
+        self.has_begun, self._first = False, None
+        reference = weakref.ref(self)
+        hooks: list[RemovableHandle] = []
+
+        def note(_gradient: Tensor) -> None:
+            for hook in hooks:
+                hook.remove()
+            rounds = reference()
+            if rounds is not None and rounds._first is None and not rounds.has_begun:
+                rounds._agree_on_present()
+                rounds._first = rounds._start_weights()
+
+        hooks += [parameter.register_hook(note) for parameter in self._parameters]  # type: ignore[no-untyped-call]
+
+    def _start_weights(self) -> Callable[[], list[Line]]:
+        """Start to read the present weights; return a function that waits for their lines."""
+        return start_lines([Thing(f"parameter '{name}'", p) for p, name in self._names.items()])
+
+    @torch.no_grad()
+    def _agree_on_present(self) -> None:
+        if self.outer is not None:
+            torch._foreach_copy_(self._agreed, self._parameters)
+
+    def _difference(self, weights: Sequence[Line]) -> MismatchError | None:
+        """Compare weights; return an error on all ranks or on none. Collective."""
         problem: MismatchError | None = None
         sets = self._sets()
         for each in sets:
             try:
-                verify_step(1, 0, optimizer, self._names, each, with_state=False)
+                require_consistent(weights, each, "after step 0: ")
             except MismatchError as error:  # go on: the other set must get the error, too
                 problem = problem or error
-        if self.inner is not None and self.inner in sets:
+        for each in sets if self.inner is not None else ():
+            told = [str(problem)] if problem else []
             try:
-                told = [str(problem)] if problem else []
-                require_same(told, "the ranks do not begin with the same weights", self.inner)
+                require_same(told, "the ranks do not begin with the same weights", each)
             except MismatchError as error:
                 problem = problem or error
-        if problem is not None:
-            raise problem
-        self.has_begun = True
-        if self.outer is not None:  # the program may have broadcast parameters meanwhile
-            with torch.no_grad():
-                torch._foreach_copy_(self._agreed, self._parameters)
+        return problem
 
     def count_step(self) -> None:
         """Count a step, and begin or end the means that are due after it."""
@@ -715,7 +760,8 @@ class Rounds:
             if fragment.on_its_way is not None:  # before another one of the same name begins
                 fragment.on_its_way.wait()
             fragment.on_its_way, fragment.rounds, fragment.steps = None, 0, 0
-        self._steps, self.has_begun = 0, False
+        self._steps = 0
+        self._begin_anew()
         if state is None or not is_used:
             return
         if self.outer is not None:
@@ -736,8 +782,8 @@ class Rounds:
         with contextlib.suppress(ProcessSetLostError, InvalidArgumentError):  # step() raises it
             agreed, self.agrees = self.agrees, bool(self._sets())
             if self.agrees and not agreed:  # in place of a rank that has died
-                self.has_begun = False
                 self._make_outer()
+                self._begin_anew()
             self._take_index()
 
     @property

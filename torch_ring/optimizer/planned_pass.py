@@ -49,8 +49,9 @@ Special cases:
   passes. The hooks refuse a changed dtype.
 - *Ctrl-C* takes effect after the launches of a planned pass; it interrupts the wait for the reports
   of the pass before.
-- *An exception during backward().* If part of the pass was launched, the next pass, or step(), ends
-  the job on all ranks. Otherwise the next one counts as this pass.
+- *An exception during backward()*, from which the program goes on. If part of the pass was
+  launched, the next pass, or step(), ends the job. Otherwise its report says so, and this rank
+  reads the others': it ends the job unless all ranks say the same.
 - *A dead rank* ends the world, and so all waits. *shutdown()* waits until the others have entered
   this rank's passes.
 """
@@ -69,7 +70,12 @@ import torch
 from torch_ring._C import Due, Engine, GradientHooks, PassAgreement, Work, backward_name
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, require_same_steps
+from torch_ring.optimizer.gradient_report import (
+    BackwardReport,
+    GradientReport,
+    end_if_given_up,
+    require_same_steps,
+)
 from torch_ring.optimizer.reducer import Pending, Reducer, Reducers
 from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world.engine import interrupt_deferred
@@ -319,6 +325,8 @@ class RunAhead:
             self._run(self._agreement.number, steps, gradients, sparse, stepping)
             if stepping is not None:
                 stepping.nothing_pending = True
+                if any(gradients.values()):
+                    stepping.comparison.note_averaging_step()
             self._note_accumulation(pending, gradients)
             self._agreement.finish()
         return True
@@ -370,7 +378,9 @@ class RunAhead:
             if index in gradients or reducer is stepping
         )
         reports = self._weights.added_to(reports, number, self._reducers.comparisons())
-        entered = self._send(number, BackwardReport(steps, reports))
+        entered = self._send(number, BackwardReport(steps, reports, bool(self._agreement.failure)))
+        if entered.report.gave_up:
+            self._read(entered)
         self._explaining(number, self._native.wait)
         ranks = [entered.report] if gradients == planned else self._read(entered)
         union = union_of(rank.due for rank in ranks)
@@ -477,6 +487,8 @@ class RunAhead:
                 entered.ranks = [entered.report] * (len(gathered) // len(own))
             else:
                 entered.ranks = _decoded(memoryview(gathered), own[:_PLAN_BYTES])
+                failure = self._agreement.failure if entered.report.gave_up else ""
+                end_if_given_up(entered.ranks, failure, self._engine, _name(entered.number))
         return entered.ranks
 
     def _all_deviate(self, ranks: Sequence[BackwardReport]) -> bool:

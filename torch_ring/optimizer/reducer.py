@@ -42,10 +42,11 @@ from torch_ring.optimizer.gradient_report import (
     GradientReport,
     NotFinite,
     culprit,
-    refuse_sharded,
+    require_usable,
     warn_of_ddp,
+    warn_of_one_graph,
 )
-from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
+from torch_ring.optimizer.weight_comparison import WeightComparison
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
@@ -81,7 +82,9 @@ def device_problem(parameters: Iterable[Tensor]) -> str | None:
 
 def _instead(devices: Iterable[torch.device]) -> str:
     types = {device.type for device in devices}
-    choose = "torch.cuda.set_device(local_rank())" if types == {"cuda"} else "the current device"
+    choose = "the current device"
+    if types == {"cuda"}:
+        choose = "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())"
     return (
         "and one process drives one device. Start a process for each device, keep the model on "
         f"one of them, and choose it before the first collective, by {choose}"
@@ -124,7 +127,7 @@ def require_same_parameters(
         MismatchError: the ranks differ; names the first parameter that differs between two ranks.
         InvalidArgumentError: one process cannot reduce the gradients.
     """
-    refuse_sharded(zip(names, parameters, strict=True))
+    require_usable(zip(names, parameters, strict=True))
     problem = device_problem(parameters)
     lines = [problem or settings.describe()]
     group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
@@ -259,17 +262,14 @@ class Reducer:
         self.not_finite = {}
         self.hooks.reset(gradients=False)
         is_alone, self._steps_alone = self._steps_alone, False
-        if not self.comparison.has_begun:
-            self.comparison.snapshot = None  # it was of the weights before this step
-        elif is_compared(self.steps) and not is_alone:
-            self.comparison.take(self.steps, self._agreement.number)
+        self.comparison.step_ended(self.steps, self._agreement.number, is_alone=is_alone)
 
     def begin_unreduced_step(self) -> None:
         """Note whether this step uses gradients of this rank alone.
 
         The weights after such a step (in local SGD, for example) are not compared.
         """
-        if is_compared(self.steps + 1):
+        if self.comparison.is_due(self.steps + 1):
             due, _, accumulating, *_ = self.hooks.pending(Due.everything)
             self._steps_alone = accumulating or any(due)
 
@@ -472,6 +472,8 @@ class Reducer:
             self.fast_path = self._make_fast_path()
             if self._process_set.rank() == 0:
                 warn_of_ddp(self._parameters)
+                early = [bucket for bucket in self._plan if self._overlaps(bucket.device)]
+                warn_of_one_graph(early, self.hooks.compiled_together())
             self._tuner = self._make_tuner()
         elif self._tuner is not None:
             self._tuner.pass_ended()

@@ -6,8 +6,13 @@ state, in memory that they share (`Segment`): each rank writes its part there, a
 Each host has a whole copy, since gradients are averaged between hosts. Elsewhere (devices, ranks
 that share no memory) the parts are divided among all ranks, and broadcast after each step.
 
-Additional cost of a step: two allreduces of some bytes. The first waits until no rank reads the
-parameters any more, and the second until all parts are written.
+Writes of the program between steps count as without shard_state. In shared memory the program has a
+private mapping: a page that it writes becomes this rank's own copy. At the next step the ranks of a
+host compare their writes, each owner takes those in its part, and all give up their copies.
+
+Additional cost of a step: two allreduces of some bytes, and in shared memory a look at the page
+table (50 ns a page of 4 KiB). The first allreduce compares the writes, and waits until no rank
+reads the parameters any more; the second waits until all parts are written.
 """
 
 from __future__ import annotations
@@ -18,13 +23,14 @@ import inspect
 import logging
 import math
 import mmap
+import operator
 import os
 import secrets
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,14 +52,20 @@ from torch.optim import (
 )
 
 from torch_ring._C import Engine
-from torch_ring.collectives.compare import hyper_parameters_of, require_same
+from torch_ring.collectives.compare import (
+    digests_of,
+    hyper_parameters_of,
+    refuse_lazy,
+    require_same,
+    require_same_lines,
+)
 from torch_ring.collectives.objects import allgather_object
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
-__all__ = ["Part", "ShardedState", "can_cut", "plan_parts", "require_dense"]
+__all__ = ["Part", "ShardedState", "StatePart", "can_cut", "plan_parts", "require_dense"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -64,6 +76,7 @@ _BY_TENSOR = (Adafactor, Muon)
 _CUT = 1024  # elements: parts begin at whole vectors of a kernel, and at cache lines
 _LEAST_CUT = 16  # a tensor smaller than this fraction of a rank's fair part stays in one piece
 _LINE = 64  # bytes
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 _AT_ONCE = 1 << 20  # bytes allocated in one call: a signal makes the system undo the call
 
 
@@ -90,6 +103,7 @@ def can_cut(optimizer: Optimizer) -> bool:
 
 def require_dense(names: Mapping[Tensor, str]) -> None:
     """Raise ValueError for a parameter whose elements overlap, or do not fill their memory."""
+    refuse_lazy((name, parameter) for parameter, name in names.items())
     for parameter, name in names.items():
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             raise ValueError(
@@ -120,7 +134,7 @@ def plan_parts(sizes: Sequence[tuple[int, int]], ranks: int, *, may_cut: bool) -
         may_cut: whether parameters may be cut.
     """
     fair = sum(numel * itemsize for numel, itemsize in sizes) / ranks
-    parts = []
+    parts: list[Part] = []
     begin_bytes = 0
     for index, (numel, itemsize) in enumerate(sizes):
         nbytes = numel * itemsize
@@ -132,6 +146,8 @@ def plan_parts(sizes: Sequence[tuple[int, int]], ranks: int, *, may_cut: bool) -
         for begin, end in pairwise(inside) if numel else [(0, 0)]:
             middle = begin_bytes + (begin + end) / 2 * itemsize
             owner = min(int(middle / fair), ranks - 1) if fair else 0
+            if parts and parts[-1].parameter == index and parts[-1].owner == owner:
+                begin = parts.pop().begin  # a rank has one part of a parameter at most
             parts.append(Part(index, begin, end, owner, end - begin == numel))
         begin_bytes += nbytes
     return parts
@@ -152,7 +168,7 @@ class Spec(NamedTuple):
 
     def in_memory(self, memory: mmap.mmap, offset: int) -> Tensor:
         """Return a tensor in the memory, and keep the memory alive."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
+        dtype = self.torch_dtype
         count = math.prod(self.shape)
         if not count:
             return torch.empty(self.shape, dtype=dtype, device="cpu")
@@ -160,27 +176,40 @@ class Spec(NamedTuple):
         return flat.as_strided(self.shape, self.stride)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
     def nbytes(self) -> int:
         """The size in bytes."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 class Segment:
     """Shared memory of a host, which one rank makes and the others open: a memfd without a name.
 
-    The system frees it with the last tensor of the last process, even if processes are killed. It
-    begins with a unique token.
+    Each rank maps it twice: for the step, and privately for the program. A page that the program
+    has not written shows what the owners have stepped; one that it has written is the rank's own.
+    The first page begins with a unique token, and the data with the second one.
+
+    The system frees it with the last tensor of the last process, even if processes are killed.
 
     Args:
-        fd: the rank's descriptor, to be closed by `close`. The mapping has its own.
+        fd: the rank's descriptor, to be closed by `close`. The mappings have their own.
         token: the memory's token.
     """
 
     def __init__(self, fd: int, token: bytes) -> None:
         self._fd = fd
         self.token = token
-        self.memory = mmap.mmap(fd, 0)
+        self._memory = mmap.mmap(fd, 0)
+        self._program = mmap.mmap(fd, 0, mmap.MAP_PRIVATE)
+        self._program[: len(token)] = token  # a page known to be written: see written_pages()
+        self._address = torch.frombuffer(self._program, dtype=torch.uint8).data_ptr()
+        self.pages = -(-len(self._memory) // mmap.PAGESIZE)
+        self._entries = bytearray(8 * self.pages)
 
     @staticmethod
     def make(nbytes: int) -> Segment:
@@ -215,8 +244,94 @@ class Segment:
             raise
 
     def close(self) -> None:
-        """Close the descriptor; tensors keep the mapping."""
+        """Close the descriptor; tensors keep the mappings."""
         os.close(self._fd)
+
+    def home(self, spec: Spec, offset: int) -> Home:
+        """Return a place for a tensor."""
+        program = spec.in_memory(self._program, offset)
+        return Home(self, offset, program, spec.in_memory(self._memory, offset))
+
+    def written_pages(self) -> Tensor:
+        """Return the numbers of the pages that may be this process's own copies, in order."""
+        entries = torch.frombuffer(self._entries, dtype=torch.uint8)
+        entries.zero_()
+        with contextlib.suppress(OSError):  # no /proc
+            table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                begin = 8 * (self._address // mmap.PAGESIZE)
+                if os.preadv(table, [self._entries], begin) < len(self._entries):
+                    entries.zero_()
+            finally:
+                os.close(table)
+        kinds = entries[7::8] >> 5  # bits: 4 in memory, 2 swapped out, 1 the file's own page
+        is_own = (kinds > 0) & (kinds & 1 == 0)
+        if not is_own[0]:  # the system does not tell
+            is_own.fill_(True)
+        is_own[0] = False
+        return is_own.nonzero().flatten()
+
+    def drop(self, pages: Tensor) -> None:
+        """Give up this process's copies of pages: the program sees the shared memory there."""
+        gaps = (pages.diff() > 1).nonzero().flatten() + 1
+        for run in torch.tensor_split(pages, gaps.tolist()):
+            begin, end = int(run[0]) * mmap.PAGESIZE, (int(run[-1]) + 1) * mmap.PAGESIZE
+            try:
+                self._program.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            except OSError:  # mlockall(): the copies stay, and are written anew after each step
+                self._program[begin:end] = self._memory[begin:end]
+
+
+class Home(NamedTuple):
+    """The place of a tensor in shared memory."""
+
+    segment: Segment
+    offset: int
+    program: Tensor  # in the program's mapping
+    shared: Tensor  # the same memory as the owners of its parts write it
+
+    def address(self) -> tuple[str, int]:
+        """Return the token and the offset, which all ranks of the host have."""
+        return self.segment.token.hex(), self.offset
+
+    def is_on(self, counts: Sequence[int]) -> bool:
+        """Return whether a page of the tensor is among those counted up to each page."""
+        nbytes = self.program.nbytes
+        first, last = self.offset // mmap.PAGESIZE, (self.offset + nbytes - 1) // mmap.PAGESIZE
+        return nbytes > 0 and counts[last] > counts[first - 1]
+
+
+class StatePart(Tensor):
+    """A part of a tensor of the optimizer's state, as the program sees it where state is divided.
+
+    Its elements are in the order of memory, and none if all are other ranks'.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, *_: Any) -> NoReturn:
+        """Raise InvalidArgumentError: rows of the whole tensor would be meant."""
+        raise InvalidArgumentError(
+            f"rank {current.rank()}: shard_state=True divides the optimizer's state here: this is "
+            "the rank's part of a tensor, which has no rows. Change state_dict(), and give it to "
+            "load_state_dict(), on all ranks"
+        )
+
+    def __setitem__(self, *_: Any) -> NoReturn:
+        """Raise InvalidArgumentError."""
+        self.__getitem__()
+
+
+class _Write(NamedTuple):
+    """A value that the program has put into a parameter or into ``optimizer.state``."""
+
+    number: int  # of the parameter
+    key: str  # of its state; "": the parameter itself
+    value: Any
+    is_same: bool  # it has the bits of before, and has only been moved, or restored
+
+
+_GONE = object()  # the value of a key that the program has taken out of the state
 
 
 _NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -228,7 +343,6 @@ class _Told(NamedTuple):
     steps: int
     on_cpu: bool
     has_lost: bool  # the parts of ranks of an earlier world are lost
-    is_new: bool  # the whole state has been replaced
     has_parts: bool  # the rank has parts of the state
     things: list[list[Any]]  # number of the parameter, key of its state or "", spec or value
     homes: list[tuple[str, int] | None]  # token and offset, for tensors in shared memory
@@ -247,9 +361,10 @@ class ShardedState:
     """The division of an optimizer's parameters among the ranks, and the memory where they lie.
 
     Between steps, if the memory is shared, ``optimizer.state`` is whole on each rank, in the format
-    of an unsharded optimizer; otherwise it is empty, and each rank has the state of its part here.
-    The program may replace it, or the memory of a parameter (load_state_dict(), model.to()): the
-    first allreduce of the next step tells all ranks, which divide everything anew.
+    of an unsharded optimizer; otherwise it has the same keys on all ranks, and each rank's part of
+    the tensors. The program may change it and the parameters: the next step reads the changes
+    (`_writes`), its first allreduce compares them, and all ranks take them over (`_take`). Only
+    parameters with other shapes, strides, dtypes or devices are divided anew.
 
     Thread: the one that steps. Errors: RingError of the collectives.
 
@@ -275,24 +390,27 @@ class ShardedState:
         self._ranks: list[int] = []
         self._owners: Sequence[int] = []  # the ranks that divide the parameters
         self._parameters: list[Tensor] = []
-        self._pointers: list[int] = []  # addresses of their memory
-        self._whole: dict[Tensor, dict[str, Any]] = {}  # the state in shared memory
-        self._homes: dict[int, tuple[str, int]] = {}  # token and offset of tensors, by address
-        self._kept: list[Tensor] = []  # those tensors, so that no other gets their addresses
+        self._names: Mapping[Tensor, str] = {}
+        self._memories: list[Tensor] = []  # of the parameters; in shared memory the program's
+        self._likes: list[Tensor] = []  # on the meta device, with the strides that were divided
+        self._shown: dict[Tensor, dict[str, Any]] = {}  # ``optimizer.state`` after the last step
+        self._versions: dict[Tensor, dict[str, int]] = {}  # of its tensors, where state is divided
+        self._homes: dict[int, Home] = {}  # by the address of the program's tensor
+        self._copies: list[tuple[Segment, Tensor]] = []  # pages written before this step
+        self._cut: set[int] = set()  # the parameters that several ranks divide
         self._parts: list[tuple[Part, Tensor]] = []  # all; or this rank's, if memory is shared
         self._mine: list[tuple[Part, Tensor]] = []
+        self._part_of: dict[int, tuple[Part, Tensor]] = {}  # this rank's, by parameter
         self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # state of this rank's parts
-        self._hosts = 0
-        self._versions: list[int] = []  # versions of the parameters after the last step
+        self._known: dict[Tensor, dict[str, Any]] = {}  # the same, as all ranks know it
+        self._groups_of_ranks: list[list[int]] = []  # each writes alike: hosts; or all ranks
         self._has_warned = False
         self._written = _NONE  # for each rank of the host: its steps times two, odd while it writes
         self._steps_here = 0  # steps since `_written` was made
-        self._is_replaced = False  # whether the whole state is known to be replaced
-        self._known: dict[Tensor, tuple[int, ...]] = {}  # ids of the state's tensors, by part
 
     # --- where parameters and state lie
 
-    def place(self, optimizer: Optimizer, index: int) -> None:
+    def place(self, optimizer: Optimizer, index: int, names: Mapping[Tensor, str]) -> None:
         """Divide parameters and state among the ranks. Collective.
 
         A host takes the parameters and state of one of its ranks: preferably one that has them in
@@ -302,27 +420,36 @@ class ShardedState:
         Args:
             optimizer: the optimizer that owns parameters and state.
             index: the index of the optimizer on the process set.
+            names: the names of the parameters.
 
         Raises:
-            MismatchError: on all ranks: their parameters differ.
+            MismatchError: on all ranks: their parameters differ, or what the program has written.
         """
-        self._name, self._count = f"sharded.{index}", 0
-        self._look_for_writes()
         before, self._engine = self._engine, engine_of(self._process_set)
+        if self.is_active and before is self._engine:
+            writes = self._agreed_writes(optimizer)
+            if self.is_divided:
+                self._take(optimizer, [write for write in writes if write.key])
+        self._index, self._name, self._count = index, f"sharded.{index}", 0
+        self._names = names
+        self._look_for_writes()
         has_parts = self.is_divided and bool(self._state)
         has_lost = has_parts and before is not self._engine
         self._ranks = list(self._process_set.ranks or ())
         self._rank = current.rank()
         host_of = current.world().host_of
-        host = [rank for rank in self._ranks if host_of[rank] == host_of[self._rank]]
+        hosts: dict[Any, list[int]] = {}
+        for rank in self._ranks:
+            hosts.setdefault(host_of[rank], []).append(rank)
+        host = hosts[host_of[self._rank]]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         alone = [parameter for parameter in self._parameters if not _has_views(parameter)]
         things = self._things(optimizer)
         described = [[*key, *spec] for key, spec, _ in things]
-        homes = [None if v is None else self._homes.get(v.data_ptr()) for *_, v in things]
+        found = [None if v is None else self._homes.get(v.data_ptr()) for *_, v in things]
+        homes = [None if home is None else home.address() for home in found]
         on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
-        is_new = self._is_dirty(optimizer)
-        own = _Told(self._steps, on_cpu, has_lost, is_new, has_parts, described, homes)
+        own = _Told(self._steps, on_cpu, has_lost, has_parts, described, homes)
         gathered = self._exchange(tuple(own))
         every = {r: _Told(*told) for r, told in zip(self._ranks, gathered, strict=True)}
         if any(told.has_lost for told in every.values()):
@@ -338,17 +465,16 @@ class ShardedState:
                 "shapes, strides or dtypes now: convert the model alike on all ranks"
             )
         if any(told.has_parts for told in every.values()):
-            self._collect(optimizer, [told.is_new for told in every.values()])
+            self._collect(optimizer)
             things = self._things(optimizer)
-        could_share = len({host_of[rank] for rank in self._ranks}) < len(self._ranks)
+        could_share = len(hosts) < len(self._ranks)
         self.is_shared = could_share and all(told.on_cpu for told in every.values())
         if self.is_shared:
             self._warn_of_views(alone)
             self._share(optimizer, {rank: every[rank] for rank in host}, things)
+        self._groups_of_ranks = list(hosts.values()) if self.is_shared else [self._ranks]
         self._divide(optimizer, host if self.is_shared else self._ranks)
         self.is_active = True
-        self._hosts = len({host_of[rank] for rank in self._ranks})
-        self._versions = [parameter._version for parameter in self._parameters]
         self._sum([0], "placed")  # no rank steps before all have their parts
 
     @property
@@ -371,10 +497,6 @@ class ShardedState:
                 "stay there, with the present values",
                 tied,
             )
-
-    def note_replaced(self) -> None:
-        """Note that ``optimizer.state`` has been replaced, or is empty."""
-        self._is_replaced = True
 
     def leave(self, optimizer: Optimizer) -> None:
         """End the division: this rank is alone now, with the whole state."""
@@ -416,15 +538,6 @@ class ShardedState:
         like = parameter.detach() if value.shape == parameter.shape else value
         return Spec.of(like)._replace(dtype=Spec.of(value).dtype)
 
-    def _is_dirty(self, optimizer: Optimizer) -> bool:
-        """Return whether the program has replaced the state of a parameter."""
-        state = optimizer.state
-        if self._is_replaced or not self.is_shared:
-            return self._is_replaced or any(state.values())
-        return any(v is not self._whole.get(p) for p, v in state.items() if v) or any(
-            parameter not in state for parameter in self._whole
-        )
-
     def _share(
         self,
         optimizer: Optimizer,
@@ -459,31 +572,44 @@ class ShardedState:
         if made is None:
             self.is_shared = False
             return
-        self._written, _ = made.pop()
-        kept = {tensor.data_ptr() for tensor in shared.values()}
-        self._homes = {at: home for at, home in self._homes.items() if at in kept}
-        self._homes.update((tensor.data_ptr(), home) for tensor, home in made)
-        self._kept = [*shared.values(), *(tensor for tensor, _ in made)]
-        for (key, _), (tensor, _) in zip(new, made, strict=True):
-            shared[key] = tensor
+        self._written = made.pop().shared
+        self._homes.update((home.program.data_ptr(), home) for home in made)
+        for (key, _), home_of_new in zip(new, made, strict=True):
+            shared[key] = home_of_new.program
             if key[1] == "":
-                self._parameters[key[0]].data = tensor
-        self._whole = {}
+                self._parameters[key[0]].data = home_of_new.program
+        self._memories = [shared[index, ""] for index in range(len(self._parameters))]
+        self._shown = {}
         for index, values_of in state.items():
-            whole = {k: shared.get((index, k), v) for k, v in values_of.items()}
-            self._whole[self._parameters[index]] = whole
+            self._shown[self._parameters[index]] = {
+                key: shared.get((index, key), value) for key, value in values_of.items()
+            }
         self._show(optimizer)
 
     def _show(self, optimizer: Optimizer) -> None:
-        """Set ``optimizer.state`` to the state in shared memory."""
+        """Set ``optimizer.state`` to the state that is known, and forget the memory of others."""
         for parameter in self._parameters:  # in the order of an unsharded optimizer
-            optimizer.state.pop(parameter, None)
-            if parameter in self._whole:
-                optimizer.state[parameter] = self._whole[parameter]
+            values = optimizer.state.pop(parameter, {})
+            if parameter in self._shown:
+                values = values if isinstance(values, dict) else {}
+                values.clear()
+                values.update(self._shown[parameter])
+                optimizer.state[parameter] = values
+        if self.is_shared:
+            values = (v for shown in self._shown.values() for v in shown.values())
+            tensors = [v for v in values if isinstance(v, Tensor)]
+            kept = {tensor.data_ptr() for tensor in (*self._memories, *tensors)}
+            self._homes = {at: home for at, home in self._homes.items() if at in kept}
+        else:
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Note the versions of the tensors in the divided state, to see writes in place."""
+        self._versions = {p: _versions(shown) for p, shown in self._shown.items()}
 
     def _segment(
         self, layout: Sequence[Spec], holder: int, values: Sequence[Tensor | None] | None
-    ) -> list[tuple[Tensor, tuple[str, int]]] | None:
+    ) -> list[Home] | None:
         """Return tensors in memory that the rank `holder` makes for its host. Collective.
 
         Args:
@@ -492,31 +618,24 @@ class ShardedState:
             values: on the holder, the values of the tensors; None: undefined values.
 
         Returns:
-            Each tensor with its token and offset; None on all ranks of the set if one of them
-            cannot share memory.
+            The homes; None on all ranks of the set if one of them cannot share memory.
         """
         offsets = []
-        end = _LINE
+        end = mmap.PAGESIZE
         for spec in layout:
             offsets.append(end)
             end += -(-spec.nbytes // _LINE) * _LINE
         segment: Segment | None = None
-        made: list[tuple[Tensor, tuple[str, int]]] = []
+        made: list[Home] = []
         problem = ""
-
-        def fill(found: Segment) -> None:
-            token = found.token.hex()
-            for spec, at in zip(layout, offsets, strict=True):
-                made.append((spec.in_memory(found.memory, at), (token, at)))
-
         try:
             try:
                 if self._rank == holder and layout:
                     segment = Segment.make(end)
-                    fill(segment)
-                    for (tensor, _), value in zip(made, values or (), strict=False):
+                    made += map(segment.home, layout, offsets)
+                    for home, value in zip(made, values or (), strict=False):
                         if value is not None:
-                            tensor.copy_(value)
+                            home.shared.copy_(value)
             except (OSError, ValueError) as error:
                 problem = f"rank {self._rank} cannot make {end} bytes: {error}"
             offers = self._exchange(None if problem or segment is None else segment.offer())
@@ -524,7 +643,7 @@ class ShardedState:
             try:
                 if self._rank != holder and layout and offer is not None:
                     segment = Segment.open(offer)
-                    fill(segment)
+                    made += map(segment.home, layout, offsets)
             except (OSError, ValueError) as error:
                 problem = f"rank {self._rank} cannot open the memory of rank {holder}: {error}"
             problems = [each for each in self._exchange(problem) if each]
@@ -542,36 +661,332 @@ class ShardedState:
         sizes = [(p.numel(), p.element_size()) for p in self._parameters]
         plan = plan_parts(sizes, len(group), may_cut=self._may_cut)
         self._owners = group
+        self._cut = {part.parameter for part in plan if not part.is_whole}
+        if not self.is_shared:
+            self._memories = [parameter.detach() for parameter in self._parameters]
+        self._likes = [torch.empty_like(memory, device="meta") for memory in self._memories]
         own = group.index(self._rank)
         self._parts = [
-            (part, _cut(self._parameters[part.parameter].detach(), part))
+            (part, _cut(self._twin(self._memories[part.parameter]), part))
             for part in plan
             if part.owner == own or not self.is_shared
         ]
         self._mine = [(part, tensor) for part, tensor in self._parts if part.owner == own]
-        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
-        self._state, self._known, self._is_replaced = defaultdict(dict), {}, False
+        self._part_of = {part.parameter: (part, tensor) for part, tensor in self._mine}
+        self._state, self._known = defaultdict(dict), {}
         for part, tensor in self._mine:
-            parameter = self._parameters[part.parameter]
-            whole = optimizer.state.get(parameter, {})
-            if whole:
-                self._state[tensor] = {
-                    key: self._own(value, part, parameter) if isinstance(value, Tensor) else value
-                    for key, value in whole.items()
-                }
-            self._known[tensor] = _ids(self._state.get(tensor))
+            for key, value in optimizer.state.get(self._parameters[part.parameter], {}).items():
+                self._state[tensor][key] = self._own(value, part)
+            self._known[tensor] = dict(self._state.get(tensor, {}))
         if not self.is_shared:
-            self._whole, self._homes, self._kept = {}, {}, []
-            for parameter in self._parameters:
-                optimizer.state.pop(parameter, None)
+            self._homes, self._shown = {}, {}
+            for index, parameter in enumerate(self._parameters):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    self._shown.setdefault(parameter, {})[key] = self._visible(index, key, value)
+            self._show(optimizer)
 
-    def _own(self, value: Tensor, part: Part, parameter: Tensor) -> Tensor:
-        """Return a part's share of a state's tensor, given that of the whole parameter."""
-        if not part.is_whole and value.shape == parameter.shape:
-            own = _cut(value.detach(), part, parameter)
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the program as the owners of its parts write it."""
+        home = self._homes.get(tensor.data_ptr())
+        return tensor if home is None or not tensor.numel() else home.shared
+
+    def _own(self, value: Any, part: Part) -> Any:
+        """Return a part's share of a value of the state, given that of the whole parameter."""
+        if not isinstance(value, Tensor):
+            return value
+        value = self._twin(value)
+        if not part.is_whole and value.shape == self._likes[part.parameter].shape:
+            own = self._slice(value, part)
             return own if self.is_shared else own.clone()
         # The first part uses the whole parameter's own tensor, such as its number of steps.
         return value if part.begin == 0 else value.clone()
+
+    def _slice(self, value: Tensor, part: Part) -> Tensor:
+        """Return the part's elements of a tensor like the parameter; of another, all elements."""
+        like = self._likes[part.parameter]
+        return _cut(value.detach(), part, like) if value.shape == like.shape else value.detach()
+
+    def _visible(self, index: int, key: str, value: Any) -> Any:
+        """Return what ``optimizer.state`` has in place of a value that is divided."""
+        if not isinstance(value, Tensor):
+            return value
+        if index not in self._part_of:
+            return torch.empty(0, dtype=value.dtype, device=value.device).as_subclass(StatePart)
+        part, tensor = self._part_of[index]
+        own: Tensor = self._state[tensor][key]
+        is_cut = not part.is_whole and own.shape == tensor.shape
+        return own.as_subclass(StatePart) if is_cut else own
+
+    # --- writes of the program
+
+    def _writes(self, optimizer: Optimizer) -> list[_Write]:
+        """Return what the program has written since the last step.
+
+        Raises:
+            ValueError: it has put a value into ``optimizer.state`` that cannot be divided.
+        """
+        found: list[_Write] = []
+        touched = self._touched()
+        for index, parameter in enumerate(self._parameters):
+            memory = self._memories[index]
+            if self._is_in_other_form(index):
+                require_dense({parameter: self._called(index)})
+                found.append(_Write(index, "", parameter.detach(), is_same=not self.is_shared))
+            elif parameter.data_ptr() != memory.data_ptr():
+                if self.is_shared:
+                    self._warn_of_view(index)
+                is_same = not self.is_shared or _same_bits(parameter.detach(), self._twin(memory))
+                found.append(_Write(index, "", parameter.detach(), is_same))
+            elif memory.data_ptr() in touched:
+                found.append(_Write(index, "", memory, _same_bits(memory, self._twin(memory))))
+            found += self._writes_to_state(optimizer, index, touched)
+        return found
+
+    def _touched(self) -> set[int]:
+        """Return the addresses of the shared tensors that this rank may have copies of."""
+        self._copies = []
+        touched: set[int] = set()
+        homes: dict[Segment, list[tuple[int, Home]]] = {}
+        for address, home in self._homes.items():
+            homes.setdefault(home.segment, []).append((address, home))
+        for segment, homes_there in homes.items():
+            pages = segment.written_pages()
+            if len(pages):
+                self._copies.append((segment, pages))
+                counts = torch.bincount(pages, minlength=segment.pages).cumsum(0).tolist()
+                touched.update(address for address, home in homes_there if home.is_on(counts))
+        return touched
+
+    def _writes_to_state(
+        self, optimizer: Optimizer, index: int, touched: set[int]
+    ) -> Iterator[_Write]:
+        """Yield what the program has written to the state of a parameter."""
+        parameter = self._parameters[index]
+        shown, state = self._shown.get(parameter, {}), optimizer.state.get(parameter, {})
+        if not isinstance(state, dict):
+            raise ValueError(f"optimizer.state of {self._called(index)} is no dict: {state!r}")
+        versions = self._versions.get(parameter, {})
+        if (
+            not touched
+            and state.keys() == shown.keys()
+            and all(map(operator.is_, state.values(), shown.values()))
+            and (self.is_shared or versions == _versions(state))
+        ):
+            return
+        yield from (_Write(index, key, _GONE, is_same=False) for key in shown if key not in state)
+        for key, value in state.items():
+            before = shown.get(key, _GONE)
+            if not isinstance(value, Tensor):
+                if not _is_same(value, before):
+                    yield _Write(index, key, value, is_same=False)
+            elif not self.is_shared:
+                if value is not before or value._version != versions[key]:
+                    self._require_divisible(index, key, value)
+                    yield _Write(index, key, value, is_same=False)
+            elif value is not before or value.data_ptr() in touched:
+                is_same = self._has_twin(value, before) and _same_bits(value, self._twin(before))
+                yield _Write(index, key, value, is_same)
+
+    def _has_twin(self, value: Tensor, before: Any) -> bool:
+        """Return whether a value fits into the shared memory of the one before."""
+        return (
+            isinstance(before, Tensor)
+            and before.data_ptr() in self._homes
+            and (value.shape, value.dtype, value.device)
+            == (before.shape, before.dtype, before.device)
+        )
+
+    def _is_in_other_form(self, index: int) -> bool:
+        """Return whether the program has moved a parameter so that all must be divided anew."""
+        parameter, memory = self._parameters[index], self._memories[index]
+        if parameter.data_ptr() == memory.data_ptr():
+            return False
+        if parameter.device != memory.device or Spec.of(parameter.detach()) != Spec.of(memory):
+            return True
+        return not self.is_shared and parameter.stride() != memory.stride()
+
+    def _require_divisible(self, index: int, key: str, value: Tensor) -> None:
+        """Raise ValueError for a tensor of the state that is neither whole nor this rank's part."""
+        like, own = self._likes[index], self._part_of.get(index)
+        shapes = [like.shape, own[1].shape if own else torch.Size([0])]
+        if index in self._cut and value.numel() != 1 and value.shape not in shapes:
+            raise ValueError(
+                f"optimizer.state has a tensor of shape {list(value.shape)} as '{key}' of "
+                f"{self._called(index)}. shard_state=True divides it here, and takes one of the "
+                f"parameter's shape, or of this rank's part: {list(shapes[1])}"
+            )
+
+    def _called(self, index: int) -> str:
+        name = self._names.get(self._parameters[index], "")
+        is_named = name and not name.startswith("allreduce.noname")
+        return f"parameter {index} ('{name}')" if is_named else f"parameter {index}"
+
+    def _lines_of(self, writes: Sequence[_Write]) -> list[str]:
+        """Return lines that are the same on ranks which have written alike.
+
+        Where memory is shared they have digests. Elsewhere ranks have different parts.
+        """
+        own = [write for write in writes if not write.is_same]
+        tensors = [write.value for write in own if isinstance(write.value, Tensor)]
+        digests = iter(digests_of(tensors).tolist() if self.is_shared and tensors else ())
+        lines = []
+        for write in own:
+            index, key, value, _ = write
+            what = f"'{key}' of {self._called(index)} in optimizer.state" if key else ""
+            what = what or self._called(index)
+            if value is _GONE:
+                lines.append(f"{what} is taken out")
+            elif not isinstance(value, Tensor):
+                lines.append(f"{what} is {value!r}")
+            elif self.is_shared:
+                lines.append(f"{what} is written (digest {next(digests) & (1 << 64) - 1:x})")
+            else:
+                how = "changed in place" if self._is_in_place(write) else "written"
+                lines.append(f"{what} is {how}")
+        return lines
+
+    def _require_alike(self, every: Mapping[int, Sequence[str]]) -> None:
+        """Raise MismatchError if the writes of ranks differ which must be alike."""
+        for ranks in self._groups_of_ranks:
+            require_same_lines(
+                {rank: every[rank] for rank in ranks},
+                f"rank {self._rank}: since the last step the program has written differently on "
+                "different ranks",
+                ". With shard_state=True a parameter is stepped once for several ranks: write the "
+                "same on all of them, or call broadcast_parameters(model.state_dict(), 0) or "
+                "broadcast_optimizer_state(optimizer, 0) after it",
+                absent="nothing more",
+            )
+
+    def _tell_writes(
+        self, optimizer: Optimizer, root: int | None = None
+    ) -> tuple[list[_Write], dict[int, list[str]], list[int]]:
+        """Exchange what the program has written. Collective.
+
+        Returns:
+            What it has written here, its description on each rank, and the ranks that have changed
+            a divided state so that the root alone cannot tell the whole.
+
+        Raises:
+            InvalidArgumentError: on all ranks: one of them cannot divide a value.
+        """
+        writes: list[_Write] = []
+        problem = ""
+        try:
+            writes = self._writes(optimizer)
+        except ValueError as error:
+            problem = str(error)
+        if self._rank == root:
+            is_partial = not all(map(self._is_whole, writes))
+        else:
+            is_partial = any(
+                self._is_in_place(write) and write.number in self._part_of for write in writes
+            )
+        gathered = self._exchange((problem, self._lines_of(writes), is_partial))
+        every = dict(zip(self._ranks, gathered, strict=True))
+        for rank, (why, *_) in every.items():
+            if why:
+                self._refuse(problem or f"rank {rank} cannot divide the state: {why}")
+        lines = {rank: told for rank, (_, told, _) in every.items()}
+        return writes, lines, [rank for rank, (*_, partial) in every.items() if partial]
+
+    def _agreed_writes(self, optimizer: Optimizer) -> list[_Write]:
+        """Return what the program has written, alike on all ranks. Collective.
+
+        Raises:
+            InvalidArgumentError: on all ranks: one of them cannot divide a value.
+            MismatchError: on all ranks: they have written differently.
+        """
+        writes, lines, _ = self._tell_writes(optimizer)
+        self._require_alike(lines)
+        return writes
+
+    def _writes_of(self, optimizer: Optimizer, root: int) -> list[_Write]:
+        """Return what the program has written, where only the root's writes count. Collective.
+
+        Raises:
+            InvalidArgumentError: on all ranks: one of them cannot divide a value, or has changed
+                the only copy of its part.
+        """
+        writes, lines, partial = self._tell_writes(optimizer, root)
+        if len(set(map(tuple, lines.values()))) == 1:
+            return writes
+        if partial:
+            self._refuse(
+                f"rank {partial[0]} has changed its part of the state, which no other rank has "
+                "(shard_state=True divides the state here): change it on all ranks alike, or call "
+                "load_state_dict() with a whole state"
+            )
+        return writes if self._rank == root else []
+
+    def _is_in_place(self, write: _Write) -> bool:
+        """Return whether the program has changed a tensor of a divided state in place."""
+        index, key, value, _ = write
+        return bool(key) and value is self._shown.get(self._parameters[index], {}).get(key)
+
+    def _is_whole(self, write: _Write) -> bool:
+        """Return whether a write to a divided state gives the whole value."""
+        index, key, value, _ = write
+        if not key or not isinstance(value, Tensor):
+            return True
+        has_all = index not in self._cut and value.numel() > 0
+        is_like = value.numel() == 1 or value.shape == self._parameters[index].shape
+        return not self._is_in_place(write) and (has_all or is_like)
+
+    @torch.no_grad()
+    def _take(self, optimizer: Optimizer, writes: Sequence[_Write]) -> None:
+        """Take over what the program has written, alike on all ranks."""
+        moved: dict[int, Tensor] = {}
+        for index, key, value, is_same in writes:
+            parameter, own = self._parameters[index], self._part_of.get(index)
+            if not key:
+                if own is not None and not is_same:
+                    own[1].copy_(self._slice(value, own[0]))
+                if not self.is_shared:
+                    moved[index] = self._memories[index] = value
+                elif parameter.data_ptr() != self._memories[index].data_ptr():
+                    parameter.data = self._memories[index]
+                continue
+            shown = self._shown.setdefault(parameter, {})
+            before = shown.get(key)
+            if own is not None and not is_same:
+                self._take_own(key, value, before, *own)
+            if value is _GONE:
+                del shown[key]
+            elif not self.is_shared:
+                shown[key] = value if value is before else self._visible(index, key, value)
+            elif not isinstance(value, Tensor) or not self._has_twin(value, before):
+                shown[key] = value  # a tensor: until _adopt()
+            if not shown:
+                del self._shown[parameter]
+        for part, tensor in self._parts if moved else ():
+            if part.parameter in moved:
+                tensor.data = _cut(moved[part.parameter], part)
+        self._show(optimizer)
+
+    def _take_own(self, key: str, value: Any, before: Any, part: Part, tensor: Tensor) -> None:
+        """Take over a value that the program has written to the state of this rank's part."""
+        state, known = self._state[tensor], self._known[tensor]
+        if value is _GONE:
+            del state[key]
+            known.pop(key, None)
+            if not state:
+                del self._state[tensor]
+            return
+        if not isinstance(value, Tensor):
+            state[key] = known[key] = value
+        elif self.is_shared and self._has_twin(value, before):
+            state[key].copy_(self._slice(value, part))
+        elif value is not before:
+            state[key] = self._slice(value, part).clone()
+            if not self.is_shared:
+                known[key] = state[key]
+
+    def _warn_of_view(self, index: int) -> None:
+        """Warn once of other tensors in the memory that the program has given to a parameter."""
+        if not self._has_warned and _has_views(self._parameters[index]):
+            self._has_warned = True
+            self._warn_of_views([p for i, p in enumerate(self._parameters) if i != index])
 
     # --- a step
 
@@ -595,7 +1010,7 @@ class ShardedState:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._enter(optimizer)
+        writes = self._enter(optimizer)
         self.has_moved = False
         stepped: Any = object.__new__(type(optimizer))
         groups = self._groups(optimizer)
@@ -603,6 +1018,8 @@ class ShardedState:
         failure: BaseException | None = None
         self._note_write(2 * self._steps_here + 1)
         try:
+            if writes:
+                self._take(optimizer, writes)
             raw(stepped)
             self._note_write(2 * self._steps_here + 2)
         except BaseException as error:  # Ctrl-C, too: the other ranks wait
@@ -615,7 +1032,8 @@ class ShardedState:
         torch.autograd.graph.increment_version(
             [parameter for parameter in self._parameters if parameter.grad is not None]
         )
-        self._versions = [parameter._version for parameter in self._parameters]
+        if self.is_divided:
+            self._note_versions()
         return loss
 
     def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -626,7 +1044,7 @@ class ShardedState:
             parameter = self._parameters[part.parameter]
             gradient = parameter.grad
             if gradient is not None:
-                tensor.grad = _cut(gradient.detach(), part, parameter)
+                tensor.grad = self._slice(gradient, part)
             groups[group_of[part.parameter]]["params"].append(tensor)
         return groups
 
@@ -643,20 +1061,29 @@ class ShardedState:
         ).tolist()
         return total
 
-    def _enter(self, optimizer: Optimizer) -> None:
-        """Wait until all ranks are about to step, so that none reads the parameters any more."""
+    def _enter(self, optimizer: Optimizer) -> list[_Write]:
+        """Wait until all ranks are about to step, so that none reads the parameters any more.
+
+        Returns:
+            What the program has written since the last step, alike on the ranks of a host.
+        """
         problem = self._problem(optimizer)
-        lines = self._lines(optimizer)
-        digest = zlib.crc32(repr(lines).encode()) >> 8
-        is_new = self._is_dirty(optimizer) or any(
-            parameter.data_ptr() != pointer
-            for parameter, pointer in zip(self._parameters, self._pointers, strict=True)
-        )
-        versions = [parameter._version for parameter in self._parameters]
-        has_written = self.is_shared and self._steps_here > 0 and versions != self._versions
+        writes: list[_Write] = []
+        try:
+            writes = [] if problem else self._writes(optimizer)
+        except ValueError as error:
+            problem = str(error)
+        lines, written = self._lines(optimizer), self._lines_of(writes)
+        digest = _digest(lines)
+        has_moved = any(map(self._is_in_other_form, range(len(self._parameters))))
         who = self._rank if problem else 0
-        here, problems, who, new, writers, digests, squares = self._sum(
-            [1, bool(problem), who, is_new, has_written, digest, digest * digest], "enter"
+        in_groups = [0] * 2 * len(self._groups_of_ranks)
+        for number, ranks in enumerate(self._groups_of_ranks):
+            if self._rank in ranks:
+                in_groups[2 * number] = _digest(written)
+                in_groups[2 * number + 1] = _digest(written) ** 2
+        here, problems, who, moved, digests, squares, *in_groups = self._sum(
+            [1, bool(problem), who, has_moved, digest, digest * digest, *in_groups], "enter"
         )
         size = len(self._ranks)
         if here != size:
@@ -667,35 +1094,23 @@ class ShardedState:
         if problems:
             others = f"rank {who} cannot step" if problems == 1 else f"{problems} ranks cannot step"
             self._refuse(problem or f"{others}: see the error there")
-        if digests * digests != size * squares:  # equality holds only if all digests are equal
+        # Equality holds only if all digests are equal.
+        if digests * digests != size * squares:
             require_same(lines, "the ranks step differently", self._process_set)
-        if writers > self._hosts and not self._has_warned:
-            self._has_warned = True
-            self._warn_of_writers(writers, versions)
-        if new:
-            if new != size:
-                self._refuse(
-                    f"{new} of {size} ranks have got another optimizer state, or other memory of "
-                    "parameters, since the last step: call load_state_dict(), model.to() and the "
-                    "like on all ranks, or broadcast_optimizer_state() after it"
-                )
-            self.place(optimizer, int(self._name.rpartition(".")[2]))
-
-    def _warn_of_writers(self, writers: int, versions: Sequence[int]) -> None:
-        """Warn that several ranks of a host have changed parameters, which they share."""
-        if self._rank == self._ranks[0]:
-            pairs = zip(versions, self._versions, strict=True)
-            written = [index for index, (now, before) in enumerate(pairs) if now != before]
-            _log.warning(
-                "%d ranks have written to parameters between two steps (here to %s of the "
-                "optimizer). With shard_state=True the ranks of a host share their memory: let one "
-                "rank of the host write, between two barriers, unless repeated writes do no harm "
-                "(docs/sharding.md)",
-                writers,
-                written,
+        if moved not in (0, size):
+            self._refuse(
+                f"{moved} of {size} ranks have given parameters other memory since the last step "
+                "(model.to(), p.data = ...): do it alike on all ranks"
             )
+        sums = zip(self._groups_of_ranks, in_groups[::2], in_groups[1::2], strict=True)
+        if any(total * total != len(ranks) * square for ranks, total, square in sums):
+            self._require_alike(dict(zip(self._ranks, self._exchange(written), strict=True)))
+        if moved:
+            self.place(optimizer, self._index, self._names)
+            return self._writes(optimizer) if self.is_shared else []
+        return writes
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         raise InvalidArgumentError(f"rank {self._rank}: {why}")
 
     def _problem(self, optimizer: Optimizer) -> str:
@@ -728,9 +1143,7 @@ class ShardedState:
 
     def _leave(self, optimizer: Optimizer, failure: BaseException | None) -> None:
         """Wait until all parts are stepped."""
-        is_new = self.is_shared and any(
-            _ids(self._state.get(tensor)) != self._known[tensor] for _, tensor in self._mine
-        )
+        is_new = any(self._is_new(tensor) for _, tensor in self._mine)
         try:
             failed, new = self._sum([failure is not None, is_new and failure is None], "leave")
         except RingError as error:
@@ -744,6 +1157,8 @@ class ShardedState:
             )
         if new:
             self._adopt(optimizer)
+        for segment, pages in self._copies:
+            segment.drop(pages)
         if not self.is_shared:
             works = [
                 self._engine.broadcast(
@@ -757,101 +1172,122 @@ class ShardedState:
             for work in works:
                 work.wait()
 
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Return whether the step has put values into the state of a part, or taken some out."""
+        state, known = self._state.get(tensor, {}), self._known[tensor]
+        return state.keys() != known.keys() or not all(
+            _is_same(value, known[key]) for key, value in state.items()
+        )
+
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Move the state that a step has made into shared memory. Collective."""
-        changed = [
-            (part, tensor)
-            for part, tensor in self._mine
-            if _ids(self._state.get(tensor)) != self._known[tensor]
-        ]
+        """Show all ranks the state that a step has made, if shared in shared memory. Collective."""
+        changed = [(part, tensor) for part, tensor in self._mine if self._is_new(tensor)]
         told: list[tuple[int, list[Any]]] = []
         for part, tensor in changed:
             if part.begin == 0:
-                parameter = self._parameters[part.parameter]
                 items: list[Any] = []
                 for key, value in self._state[tensor].items():
-                    if not isinstance(value, Tensor):
-                        items.append([key, value])
-                        continue
-                    spec = Spec.of(value)
-                    if not part.is_whole and value.shape == tensor.shape:
-                        spec = Spec.of(parameter)._replace(dtype=spec.dtype)
-                    elif value.shape == parameter.shape:
-                        spec = self._spec_of_state(parameter, value)
+                    spec = self._spec_of_part(value, part) if isinstance(value, Tensor) else [value]
                     items.append([key, *spec])
                 told.append((part.parameter, items))
         every = dict(zip(self._ranks, self._exchange(told), strict=True))
         new: list[tuple[int, str, Spec]] = []
         for index, items in sorted(each for rank in self._owners for each in every[rank]):
-            whole = self._whole.setdefault(self._parameters[index], {})
+            parameter = self._parameters[index]
+            before, shown = self._shown.pop(parameter, {}), {}
             for key, *spec in items:
-                if len(spec) == 1:
-                    whole[key] = spec[0]
-                    continue
-                before = whole.get(key)
-                if not isinstance(before, Tensor) or Spec.of(before) != Spec(*spec):
-                    whole[key] = None  # keeps the order
-                    new.append((index, key, Spec(*spec)))
-        made = self._segment([spec for *_, spec in new], self._owners[0], None)
-        if made is None:
-            raise RingError(f"rank {self._rank}: no shared memory for the state of the optimizer")
-        for (index, key, _), (tensor, home) in zip(new, made, strict=True):
-            self._whole[self._parameters[index]][key] = tensor
-            self._homes[tensor.data_ptr()] = home
-            self._kept.append(tensor)
+                shown[key] = spec[0]
+                if len(spec) > 1:
+                    like = torch.empty(0, dtype=Spec(*spec).torch_dtype, device=parameter.device)
+                    shown[key] = before.get(key) if self.is_shared else like
+                    if not self.is_shared:
+                        shown[key] = self._visible(index, key, like)
+                    elif not self._is_at_home(shown[key], Spec(*spec)):
+                        new.append((index, key, Spec(*spec)))
+            if shown:
+                self._shown[parameter] = shown
+        if self.is_shared:
+            made = self._segment([spec for *_, spec in new], self._owners[0], None)
+            if made is None:
+                raise RingError(
+                    f"rank {self._rank}: no shared memory for the state of the optimizer"
+                )
+            for (index, key, _), home in zip(new, made, strict=True):
+                self._shown[self._parameters[index]][key] = home.program
+                self._homes[home.program.data_ptr()] = home
         for part, tensor in changed:
-            parameter = self._parameters[part.parameter]
             state = self._state[tensor]
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    own = self._own(self._whole[parameter][key], part, parameter)
-                    own.copy_(value)
-                    state[key] = own
-            self._known[tensor] = _ids(state)
+                if self.is_shared and isinstance(value, Tensor):
+                    shown_there = self._shown[self._parameters[part.parameter]]
+                    state[key] = self._own(shown_there[key], part).copy_(value)
+            self._known[tensor] = dict(state)
         self._show(optimizer)
         self._sum([0], "adopted")
+
+    def _spec_of_part(self, value: Tensor, part: Part) -> Spec:
+        """Return the spec of the whole tensor to which a part's tensor belongs."""
+        like, spec = self._likes[part.parameter], Spec.of(value)
+        is_part = value.shape == (like.shape if part.is_whole else (part.end - part.begin,))
+        return Spec.of(like)._replace(dtype=spec.dtype) if is_part else spec
+
+    def _is_at_home(self, value: Any, spec: Spec) -> bool:
+        is_tensor = isinstance(value, Tensor)
+        return is_tensor and value.data_ptr() in self._homes and Spec.of(value) == spec
 
     # --- the whole state
 
     @contextlib.contextmanager
-    def whole(self, optimizer: Optimizer, *, is_replaced: bool = False) -> Iterator[None]:
-        """Context in which ``optimizer.state`` is whole. Collective, if memory is not shared.
-
-        Args:
-            optimizer: as for `place`.
-            is_replaced: whether all ranks replace the state there; the new one is used afterwards.
-        """
-        if not self.is_active or (self.is_shared and not is_replaced):
+    def whole(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context in which ``optimizer.state`` is whole. Collective, if state is divided."""
+        if not self.is_divided:
             yield
             return
-        collected = False
-        if not self.is_shared:
-            dirty = self._exchange(self._is_dirty(optimizer))
-            collected = self._collect(optimizer, dirty, to_cpu=not is_replaced)
+        writes = self._agreed_writes(optimizer)
+        self._take(optimizer, [write for write in writes if write.key])
+        self._collect(optimizer, to_cpu=True)
         try:
             yield
         finally:
-            if is_replaced:
-                self.note_replaced()
-            elif collected:
-                for parameter in self._parameters:
-                    optimizer.state.pop(parameter, None)
+            for parameter in self._parameters:  # state_dict() has the dicts
+                optimizer.state.pop(parameter, None)
+            self._show(optimizer)
 
-    def _collect(
-        self, optimizer: Optimizer, dirty: Sequence[bool], *, to_cpu: bool = False
-    ) -> bool:
-        """Give ``optimizer.state`` the parts of all ranks, unless it has been replaced. Collective.
+    @contextlib.contextmanager
+    def replaced(self, optimizer: Optimizer, root: int) -> Iterator[None]:
+        """Context in which a rank has its whole state, which all ranks take there. Collective.
 
         Args:
             optimizer: as for `place`.
-            dirty: for each rank, whether its state has been replaced.
-            to_cpu: whether to put the state on the CPU rather than on the parts' device.
-
-        Returns:
-            Whether ``optimizer.state`` has the parts now.
+            root: the rank. Only what the program has written there counts.
         """
-        if any(dirty):
-            return False
+        if not self.is_divided:
+            yield
+            return
+        writes = [write for write in self._writes_of(optimizer, root) if write.key]
+        whole = [write for write in writes if self._is_whole(write)]
+        self._take(optimizer, writes)
+        self._collect(optimizer)
+        for index, key, value, _ in whole:
+            optimizer.state.setdefault(self._parameters[index], {})[key] = value
+            if value is _GONE:
+                del optimizer.state[self._parameters[index]][key]
+        try:
+            yield
+        finally:
+            self._state.clear()
+            self._shown, self._versions = {}, {}
+            self._known = {tensor: {} for _, tensor in self._mine}
+
+    def _collect(self, optimizer: Optimizer, *, to_cpu: bool = False) -> None:
+        """Give ``optimizer.state`` the parts of all ranks. Collective.
+
+        Args:
+            optimizer: as for `place`.
+            to_cpu: whether to put the state on the CPU rather than on the parts' device.
+        """
+        for parameter in self._parameters:
+            optimizer.state.pop(parameter, None)
         own: list[Any] = []
         sent: list[Tensor] = []
         for part, tensor in self._mine:
@@ -868,14 +1304,14 @@ class ShardedState:
             mine = iter(sent)
             for number, (index, begin, end, is_whole, key, *rest) in enumerate(lines):
                 parameter = self._parameters[index]
-                state = optimizer.state[parameter]
+                state = optimizer.state.setdefault(parameter, {})
                 if len(rest) == 1:
                     state[key] = rest[0]
                     continue
                 is_cut, on_cpu, *described = rest
                 spec = Spec(*described)
                 device = torch.device("cpu") if on_cpu else parameter.device
-                dtype = getattr(torch, spec.dtype)
+                dtype = spec.torch_dtype
                 if self._ranks[owner] == self._rank:
                     value = next(mine)
                 else:
@@ -887,14 +1323,15 @@ class ShardedState:
                     value = value.cpu()
                 if is_cut:
                     if key not in state:
-                        like = parameter.detach()
-                        state[key] = torch.empty_like(like, dtype=dtype, device=value.device)
+                        like = self._likes[index]
+                        state[key] = torch.empty_strided(
+                            like.shape, like.stride(), dtype=dtype, device=value.device
+                        )
                     part = Part(index, begin, end, owner, is_whole)
                     _cut(state[key], part).copy_(value)
                 elif begin == 0:
                     state[key] = value.clone()
         self._count += 1
-        return True
 
 
 def _has_views(parameter: Tensor) -> bool:
@@ -914,10 +1351,34 @@ def _cut(tensor: Tensor, part: Part, like: Tensor | None = None) -> Tensor:
     if part.is_whole:
         return tensor
     if like is not None and tensor.stride() != like.stride():
-        tensor = torch.empty_like(like.detach(), dtype=tensor.dtype).copy_(tensor)
+        memory = torch.empty_strided(
+            like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = memory.copy_(tensor)
     return _flat(tensor)[part.begin : part.end]
 
 
-def _ids(state: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Return the ids of a state's tensors, which show whether one was replaced."""
-    return tuple(id(value) for value in (state or {}).values() if isinstance(value, Tensor))
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype, with `other` dense, have the same bits."""
+    if tensor.stride() != other.stride():
+        tensor = torch.empty_like(other).copy_(tensor)
+    bits = _BITS.get(other.element_size(), torch.int64)
+    return torch.equal(
+        *(_flat(each.resolve_conj().resolve_neg()).view(bits) for each in (tensor, other))
+    )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two values of a state are the same tensor, or equal values."""
+    is_tensor = isinstance(value, Tensor) or isinstance(other, Tensor)
+    return value is other or (not is_tensor and repr(value) == repr(other))
+
+
+def _versions(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the versions of a state's tensors, which increase with writes in place."""
+    return {key: value._version for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _digest(lines: Sequence[str]) -> int:
+    """Return 24 bits, so that the sum of many squares fits into an int64."""
+    return zlib.crc32(repr(lines).encode()) >> 8

@@ -3,7 +3,9 @@
 Gradients are averaged, weights are not. So a rank that starts from other weights, steps with a
 gradient or a learning rate of its own, or writes into a weight trains another model from then on.
 The ranks compare weights and hyper-parameters at an optimizer's first gradients, and then seldom:
-after its steps 10 and 100, and every 1000th one.
+after its steps 1, 10 and 100, and every 1000th one. They also compare them after the first step
+that has averaged gradients itself: to clip these and averaged ones before it, each rank used a norm
+of its own.
 
 A comparison takes an 8-byte digest of all weights. It travels in the ranks' reports of a backward
 pass (`BackwardSync`), so it needs no collective and no wait of its own. If the digests differ, the
@@ -46,7 +48,7 @@ __all__ = ["WeightComparison", "WeightReports", "is_compared"]
 _log = logging.getLogger("torch_ring")
 
 _SUMMARY_BYTES = 8
-_FIRST_STEPS, _EVERY = (10, 100), 1000
+_FIRST_STEPS, _EVERY = (1, 10, 100), 1000
 _DEVICE_DELAY = 4  # passes: if a device is further behind, a wait of its host costs nothing
 
 
@@ -62,11 +64,13 @@ class Snapshot:
     Attributes:
         steps: the number of steps; 0: at the first gradients.
         first_pass: the first backward pass whose report may have the digest.
+        has_averaged: whether the step has averaged gradients itself, as the first one.
         lines: waits for the digests of parameters and the values of hyper-parameters.
     """
 
     steps: int
     first_pass: int
+    has_averaged: bool
     lines: Callable[[], list[Line]]
 
     def summary(self) -> bytes:
@@ -93,6 +97,7 @@ class WeightComparison:
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     has_begun: bool = False
     snapshot: Snapshot | None = None
+    _averaging: bool | None = None  # whether this step averages, as the first; None: none has yet
     _since: str = ""  # "" or " since join()", for messages
     _size: int = 0  # of the set; kept, since the last report may be read after the end of the world
     _reported: set[str] = field(default_factory=set)  # names of reported differences
@@ -108,6 +113,30 @@ class WeightComparison:
         self.has_begun, self.snapshot, self._since = False, None, since
         self._equal.clear()
 
+    def note_averaging_step(self) -> None:
+        """Take note that the present step averages gradients that no pass has averaged."""
+        if self._averaging is None:
+            self._averaging = True
+
+    def is_due(self, steps: int) -> bool:
+        """Return whether the ranks compare the weights after the present step, of this number."""
+        return is_compared(steps) or self._averaging is True
+
+    def step_ended(self, steps: int, number: int, *, is_alone: bool) -> None:
+        """Take a snapshot after a step, if it is due.
+
+        Args:
+            steps: the number of steps of the optimizer.
+            number: the number of the next backward pass.
+            is_alone: whether the step used gradients of this rank alone.
+        """
+        if not self.has_begun:
+            self.snapshot = None  # it was of the weights before this step
+        elif self.is_due(steps) and not is_alone:
+            self.take(steps, number)
+        if self._averaging:
+            self._averaging = False
+
     def take(self, steps: int, number: int) -> None:
         """Take a snapshot after a step, or at the first gradients.
 
@@ -122,7 +151,8 @@ class WeightComparison:
             things += hyper_parameters_of(optimizer)
         is_on_device = any(parameter.device.type != "cpu" for parameter in self.named)
         delay = _DEVICE_DELAY if is_on_device and steps else 0
-        self.snapshot = Snapshot(steps, number + delay, functools.cache(start_lines(things)))
+        lines = functools.cache(start_lines(things))
+        self.snapshot = Snapshot(steps, number + delay, self._averaging is True, lines)
 
     def note_gradients(self, number: int) -> None:
         """Take a snapshot at the end of the first pass with gradients, which has this number.
@@ -155,13 +185,13 @@ class WeightComparison:
         self.take(steps, 0)
         snapshot, self.snapshot = self.snapshot, None
         assert snapshot is not None
-        self.conclude(steps, *gather_lines_if_different(snapshot.lines(), engine, name))
+        self.conclude(snapshot, *gather_lines_if_different(snapshot.lines(), engine, name))
 
-    def conclude(self, steps: int, ranks: int, every: Mapping[int, Sequence[Line]]) -> None:
+    def conclude(self, own: Snapshot, ranks: int, every: Mapping[int, Sequence[Line]]) -> None:
         """Warn on the lowest rank if something differs that did not before.
 
         Args:
-            steps: the number of steps at the comparison.
+            own: this rank's snapshot.
             ranks: the number of ranks compared, without those that have joined.
             every: the lines by rank; empty if all are equal.
         """
@@ -177,14 +207,15 @@ class WeightComparison:
             difference = find_difference(lines)
             if difference is None:
                 if is_whole:
-                    self._equal[kind] = steps
+                    self._equal[kind] = own.steps
                 continue
             is_new = not reported.issuperset(difference.names)
             self._reported = self._reported.union(difference.names)
             if is_new and current.rank() == min(every):
                 in_set = "" if self.process_set.process_set_id == 0 else ", process_set=..."
-                before = _before(steps, self._equal.get(kind), self._since)
-                _log.warning(text(difference, before, in_set))
+                before = _before(own.steps, self._equal.get(kind), self._since)
+                hint = _AVERAGED if own.has_averaged and kind == "weights" else ""
+                _log.warning("%s%s", text(difference, before, in_set), hint)
 
 
 class WeightReports:
@@ -246,7 +277,7 @@ class WeightReports:
             is_whole = len(found) == len(ranks)
             if is_whole and own is not None and len(set(found)) == 1:
                 comparison, snapshot = own
-                comparison.conclude(snapshot.steps, len(ranks), {})
+                comparison.conclude(snapshot, len(ranks), {})
             elif is_whole and own is not None:
                 self._different.append(own)
             else:
@@ -283,7 +314,14 @@ class WeightReports:
         for index, (comparison, snapshot) in enumerate(different):
             name = f"{backward_name(number)}.weights.{index}"
             every = gather_lines(snapshot.lines(), self._engine, name)
-            comparison.conclude(snapshot.steps, len(every), every)
+            comparison.conclude(snapshot, len(every), every)
+
+
+_AVERAGED = (
+    ". That step has averaged gradients which no backward pass had averaged (set by the program, "
+    "or computed under no_sync()): if the program clips all gradients before, each rank does so by "
+    "a norm of its own. Call optimizer.synchronize() first, then clip, then step()"
+)
 
 
 def _before(steps: int, equal: int | None, since: str) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from torch_ring.run.job_settings import (
 from torch_ring.run.options import Options
 from torch_ring.run.screen import Screen, Sink, say
 from torch_ring.run.supervisor import Supervisor
-from torch_ring.setup.network import own_address
+from torch_ring.setup.network import own_address, own_loopback
 
 __all__ = ["launch"]
 
@@ -113,4 +113,4 @@ def _address_for(slots: Sequence[Slot], options: Options) -> str:
     others = [slot.host for slot in slots if not is_this_host(slot.host)]
     if others:
         return own_address(interface, others[0].rpartition("@")[2])
-    return own_address(interface, None) if options.growth.script is not None else "127.0.0.1"
+    return own_address(interface, None) if options.growth.script is not None else own_loopback()

@@ -29,6 +29,7 @@ from torch_ring.collectives.barrier import barrier
 from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.errors import first_line
 from torch_ring.setup.launchers import without_launchers
+from torch_ring.setup.network import own_loopback
 from torch_ring.world import current
 
 __all__ = ["run_launched", "run_ranks"]
@@ -56,7 +57,7 @@ def run_ranks(size: int, transport: str, deadline_s: float, device: str = "cpu")
     facts: Facts = {"asked_transport": transport, "ranks": size, "failure": None}
     facts |= {"transport": None, "gloo_problem": None, "allreduce": []}
     try:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(own_loopback(), 0, is_master=True, wait_for_workers=False)
     except (RuntimeError, OSError):  # the ranks report that there is no gloo
         store = None
     arguments = [size, math.ceil(deadline_s) + 1, os.getpid(), store.port if store else 0, device]
@@ -252,7 +253,7 @@ def _start_gloo(port: int, deadline_s: int) -> str | None:
     if not (dist.is_available() and dist.is_gloo_available()):
         return "torch has no gloo"
     try:
-        store = TCPStore("127.0.0.1", port, size, False, timeout)
+        store = TCPStore(own_loopback(), port, size, False, timeout)
         dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     except (RuntimeError, OSError, ValueError) as error:
         problem = first_line(error)

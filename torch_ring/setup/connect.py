@@ -47,8 +47,8 @@ from torch_ring.setup.network import (
     BACKLOG,
     Deadline,
     close_in_child,
-    has_loopback,
     is_loopback,
+    lack_of_loopback,
     listen_unix,
     own_addresses,
     pauses,
@@ -199,11 +199,11 @@ class Connections:
         if self.on_engine is not None:
             self.on_engine(engine)
 
-    def close(self) -> None:
-        """Say goodbye to the other ranks, and close all connections."""
+    def close(self, why: str = "") -> None:
+        """Say goodbye to the other ranks, with the reason `why`, and close all connections."""
         plane, self.plane, self.memory = self.plane, None, None
         if plane is not None:
-            plane.stop(self.farewell_s)
+            plane.stop(self.farewell_s, why)
         self.queries = None
 
     def abandon(self) -> None:
@@ -357,10 +357,10 @@ def _wait_for_neighbours(connections: Connections, plane: ControlPlane, path: Fa
             checked = time.monotonic()
     names = ", ".join(connections.labels[peer] for peer in missing[:8])
     reason = plane.trouble()
-    if is_loopback(connections.peers[connections.rank].address) and not has_loopback():
+    is_on_loopback = is_loopback(connections.peers[connections.rank].address)
+    if is_on_loopback and (lack := lack_of_loopback()):
         reason = (
-            f"{socket.gethostname()} has no loopback interface that is up: `ip link set lo up`, or "
-            "set TORCH_RING_INTERFACE to another one"
+            f"{socket.gethostname()} has {lack}, or set TORCH_RING_INTERFACE to another interface"
         )
     raise TimeoutError(
         f"{connections.labels[connections.rank]} has no connection with {len(missing)} of its "
@@ -487,8 +487,12 @@ def _listen_tcp(address: str, identity: Identity, config: Config) -> socket.sock
                 "all ports that the system gives away are taken: see `ss -tan`, or widen "
                 "net.ipv4.ip_local_port_range"
             )
-        elif error.errno == errno.EADDRNOTAVAIL and is_loopback(address):
-            cure = "it has no loopback interface that is up: `ip link set lo up`"
+        elif (
+            error.errno == errno.EADDRNOTAVAIL
+            and is_loopback(address)
+            and (lack := lack_of_loopback())
+        ):
+            cure = f"it has {lack}"
         else:
             raise
         raise RingError(

@@ -241,7 +241,8 @@ class FailurePath:
             here = {*self.host.values, *(self.hosts.here if self.hosts else ())}
             if len(here) < self.identity.size:
                 waited_s = time.monotonic() - self._began
-                self.host.note(progress(sorted(here), self.identity.size, waited_s))
+                size, call = self.identity.size, self.deadline.call
+                self.host.note(progress(sorted(here), size, waited_s, call=call))
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def missing_ranks(
         return TimeoutError(f"all {size} ranks have come, but the last of them not {deadline}")
     return TimeoutError(
         f"{name_ranks(missing)} of {size} did not arrive {deadline}: have these processes started, "
-        f"and do they call init()?{advice and ' '}{advice}"
+        f"and do they call {deadline.call}?{advice and ' '}{advice}"
     )
 
 
@@ -106,13 +106,18 @@ def exited(ranks: Sequence[int], size: int) -> PeerLostError:
 
 
 def progress(
-    here: Sequence[int], size: int, waited_s: float, missing: Sequence[int] | None = None
+    here: Sequence[int],
+    size: int,
+    waited_s: float,
+    missing: Sequence[int] | None = None,
+    *,
+    call: str = "init()",
 ) -> str:
     """Return the line of progress: the ranks `here`, and the missing ones (None: all others)."""
     if missing is None:
         missing = sorted(set(range(size)).difference(here))
     return (
-        f"init() has waited {waited_s:.0f} s: {len(set(here))} of {size} are here"
+        f"{call} has waited {waited_s:.0f} s: {len(set(here))} of {size} are here"
         f" ({name_ranks(sorted(here))}), {len(missing)} missing"
         + (f" ({name_ranks(missing)})" if missing else "")
     )
@@ -127,7 +132,7 @@ def twice(found: str) -> str:
     """Return the text for two processes with one rank, with other possible causes."""
     return (
         f"{found}, or another job has the same MASTER_ADDR and MASTER_PORT, or one process was "
-        "killed in the middle of init() and another one started in its place"
+        "killed in the middle of its start and another one started in its place"
     )
 
 

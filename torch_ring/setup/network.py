@@ -29,12 +29,13 @@ __all__ = [
     "address_of_interface",
     "close_all_in_child",
     "close_in_child",
-    "has_loopback",
     "is_loopback",
     "is_loopback_name",
+    "lack_of_loopback",
     "listen_unix",
     "own_address",
     "own_addresses",
+    "own_loopback",
     "pauses",
     "require_same_user",
 ]
@@ -91,6 +92,11 @@ def own_address(interfaces: str, towards: str | None, *, one_host: bool = False)
     return own_addresses(interfaces.partition(",")[0], towards, one_host=one_host)[0]
 
 
+def own_loopback() -> str:
+    """Return the address at which the processes of this host alone reach one another."""
+    return own_address("", "127.0.0.1", one_host=True)
+
+
 def _address_by_route(towards: str | None, one_host: bool) -> str:
     if towards is not None:
         with contextlib.suppress(OSError):  # its name, or a route to it, may appear later
@@ -105,12 +111,20 @@ def _address_by_route(towards: str | None, one_host: bool) -> str:
             with contextlib.suppress(InvalidArgumentError):  # it has no address
                 if not is_loopback(address := address_of_interface(interface)):
                     return address
-    return "127.0.0.1"  # there is no other network
+    with contextlib.suppress(InvalidArgumentError):  # it is down, or has no address
+        return address_of_interface("lo")  # there is no other network; ::1 without IPv4
+    return "127.0.0.1"
 
 
-def has_loopback() -> bool:
-    """Return whether this host's loopback interface is up."""
-    return "lo" in _interfaces_up()
+def lack_of_loopback() -> str | None:
+    """Return what this host's loopback interface lacks, and the command for it; None: nothing."""
+    if "lo" not in _interfaces_up():
+        return "no loopback interface that is up: `ip link set lo up`"
+    try:
+        address_of_interface("lo")
+    except InvalidArgumentError:
+        return "no loopback interface with an address: `ip addr add 127.0.0.1/8 dev lo`"
+    return None
 
 
 def _interfaces_up() -> list[str]:
@@ -224,10 +238,16 @@ class Deadline:
     Args:
         timeout_s: seconds from now.
         name: the name of the setting with the timeout.
+        call: the call of the program that gives up then, for errors.
+
+    Attributes:
+        timeout_s, call: as the arguments.
     """
 
-    def __init__(self, timeout_s: float, name: str = "TORCH_RING_INIT_TIMEOUT") -> None:
-        self.timeout_s, self._name = timeout_s, name
+    def __init__(
+        self, timeout_s: float, name: str = "TORCH_RING_INIT_TIMEOUT", call: str = "init()"
+    ) -> None:
+        self.timeout_s, self._name, self.call = timeout_s, name, call
         self._at = time.monotonic() + timeout_s
 
     def left_s(self) -> float:

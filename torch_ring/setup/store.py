@@ -374,7 +374,9 @@ def given_store(store: Store, identity: Identity, secret: str = "") -> StorePlac
     where = f", at {_text((served.host, served.port))}," if isinstance(served, TCPStore) else ""
 
     def find(deadline: Deadline, check: Callable[[], None]) -> StoreClient:
-        return StoreClient(view, deadline, f"the store that was given to init(){where}", check)
+        return StoreClient(
+            view, deadline, f"the store that was given to {deadline.call}{where}", check
+        )
 
     return StorePlace(host_of(store), False, find, JobKey(secret))
 

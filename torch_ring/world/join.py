@@ -71,6 +71,7 @@ class World:
         queries: the questions between ranks; None in a world of one.
         plane: the control plane, which knows the living ranks and agrees on a common stop; None in
             a world of one.
+        before_join: functions called first by the collective join(), which may refuse it.
         on_rejoin: functions called when the collective join() returns, on all ranks alike.
         on_leave: functions called first by shutdown(), unless the program has failed.
         on_end: functions of observers of the engines, called before the engines end, with whether
@@ -92,6 +93,7 @@ class World:
     timelines: Timelines
     queries: Queries | None = None
     plane: ControlPlane | None = None
+    before_join: list[Callable[[], None]] = field(default_factory=list)
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     on_end: list[Callable[[bool], None]] = field(default_factory=list)
@@ -104,7 +106,13 @@ class World:
             failed: whether anything else has failed.
         """
         with contextlib.ExitStack() as cleanup:  # runs all callbacks, the last one first
-            for observers in (self.on_rejoin, self.on_leave, self.process_sets.on_change):
+            observed = (
+                self.before_join,
+                self.on_rejoin,
+                self.on_leave,
+                self.process_sets.on_change,
+            )
+            for observers in observed:
                 cleanup.callback(observers.clear)  # they may keep this world and its memory alive
             cleanup.callback(self.process_sets.close, why)
             for end in self.on_end:
@@ -162,7 +170,9 @@ def join_world(
             )
     begin = _begin if of_init else []
     if identity.size > 1:
-        deadline = deadline or Deadline(config.init_timeout_s, config.init_timeout_name)
+        deadline = deadline or Deadline(
+            config.init_timeout_s, config.init_timeout_name, config.words.join
+        )
         world = _connect(identity, config, deadline, comm, store, sets, begin, missed)
     else:
         world = _start_engine(Connections(), config, begin)

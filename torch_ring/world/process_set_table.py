@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch_ring._C import Engine
-from torch_ring.config import Config
+from torch_ring.config import PROCESS_SET, Config
 from torch_ring.errors import (
     InvalidArgumentError,
     MismatchError,
@@ -86,10 +87,13 @@ class ProcessSetRecord:
             )
         with self._making:
             if self._closed:
-                raise InvalidArgumentError(f"the process set {list(self.ranks)} has been removed")
+                raise InvalidArgumentError(
+                    f"the {self._config.words.members} {list(self.ranks)} has been removed"
+                )
             if self._failure:  # the other members have given the set up
                 raise RingError(
-                    f"the process set {list(self.ranks)} has ended: {self._failure}. Remove it"
+                    f"the {self._config.words.members} {list(self.ranks)} has ended: "
+                    f"{self._failure}. {self._config.words.remedy}"
                 )
             if self._engine is None:
                 self._engine = self._make_engine()
@@ -105,10 +109,11 @@ class ProcessSetRecord:
         """The set's number: the same on all ranks, and never reused."""
         return self._number
 
-    def shutdown(self, *, removed: bool = False) -> None:
+    def shutdown(self, why: str = "", *, removed: bool = False) -> None:
         """End the engine, and fail its operations in flight.
 
         Args:
+            why: the reason for the other members, if the program has failed.
             removed: whether all members end it; if not, they are told that this one leaves.
         """
         with self._making:
@@ -118,12 +123,12 @@ class ProcessSetRecord:
 
         plane = self._connections.plane
         if engine is not None:
-            engine.shutdown(removed)
+            engine.shutdown(removed, why)
         elif is_first and self._number and plane is not None:
             # Members that have used the set may have connected to this one. If the plane learns of
             # the end of every set, it need not remember all numbers.
             if self.id < 0:
-                plane.leave_unused(self._number, len(self.ranks))
+                plane.leave_unused(self._number, len(self.ranks), why)
             else:
                 plane.close_set(self._number)
 
@@ -250,7 +255,7 @@ class ProcessSetTable:
                     next(number for number in range(1, len(ids) + 1) if number not in ids),
                     ranks,
                     self._connections,
-                    self._config,
+                    replace(self._config, words=PROCESS_SET),
                     number=self._numbers,
                     slots=[slots[rank] for rank in ranks],
                 )
@@ -313,17 +318,22 @@ class ProcessSetTable:
             self._groups.append(record)
         return record
 
-    def leave_group(self, record: ProcessSetRecord) -> None:
-        """Leave a set of `add_group`. Other members may use its memory until it `has_ended`."""
+    def leave_group(self, record: ProcessSetRecord, why: str) -> None:
+        """Leave a set of `add_group`. Other members may use its memory until it `has_ended`.
+
+        Args:
+            record: the set.
+            why: the reason for the other members; "": none.
+        """
         with self._changing:
             if record in self._groups:
                 self._groups.remove(record)
-        record.shutdown()
+        record.shutdown(why)
 
-    def leave_unused_group(self, number: int, size: int) -> None:
+    def leave_unused_group(self, number: int, size: int, why: str) -> None:
         """Tell the other members of a group of `size` ranks that this one does not use it."""
         if self._connections.plane is not None:
-            self._connections.plane.leave_unused(number, size)
+            self._connections.plane.leave_unused(number, size, why)
 
     def has_ended(self, number: int) -> bool:
         """Return whether all members have left a group, as far as this rank knows.
@@ -344,17 +354,15 @@ class ProcessSetTable:
         Args:
             why: the reason for the other ranks, if the program has failed.
         """
-        if self._connections.plane is not None:
-            self._connections.plane.give_reason(why)
         with self._changing:
             self._closed = True
             records = [*self._groups, *self.records]
             self._groups.clear()
             self._keep([])
         with contextlib.ExitStack() as cleanup:  # runs completely, even after Ctrl-C
-            cleanup.callback(self._connections.close)
+            cleanup.callback(self._connections.close, why)
             for record in records:
-                cleanup.callback(record.shutdown)
+                cleanup.callback(record.shutdown, why)
 
     def lost_ranks(self) -> list[int]:
         """Return the ranks of the world that have died or were silent for too long."""

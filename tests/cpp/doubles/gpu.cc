@@ -9,7 +9,7 @@ Gpu& Gpu::of(int number) {
   static auto* const mutex = new std::mutex;
   static auto* const gpus = new std::map<int, Gpu>;
   const std::scoped_lock lock(*mutex);
-  return (*gpus)[number];
+  return gpus->try_emplace(number, number).first->second;
 }
 
 }  // namespace torch_ring::nccl

@@ -16,6 +16,8 @@ namespace torch_ring::nccl {
 /// Thread: any.
 class Gpu {
  public:
+  explicit Gpu(int number) : number(number) {}
+
   /// An operation, from its enqueueing to its end.
   class Operation {
    public:
@@ -46,6 +48,8 @@ class Gpu {
 
   /// The GPU of that number in this process.
   static Gpu& of(int number);
+
+  const int number;
 
  private:
   std::mutex mutex_;

@@ -2,19 +2,25 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -31,8 +37,17 @@ namespace torch_ring::nccl {
 namespace {
 
 constexpr std::chrono::microseconds kPause{50};
+constexpr int kMostRanks = 32;
+
+constexpr auto kDeviceError = static_cast<Result>(1);
+constexpr auto kSystemError = static_cast<Result>(2);
+constexpr auto kInvalidArgument = static_cast<Result>(4);
+constexpr auto kInvalidUsage = static_cast<Result>(5);
 
 std::atomic<int (*)()> current_gpu{[] { return 0; }};  // of the calling thread
+
+/// The calls whose first use connects all ranks.
+enum Collective { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kCollectives };
 
 /// A one-way ring buffer from one rank to another, with the bytes [read, written). Each counter has
 /// one writer; its store releases the written bytes (or the free space) to the other rank.
@@ -40,12 +55,22 @@ struct Mailbox {
   static constexpr std::size_t kBytes = 256 << 10;
   std::atomic<std::size_t> written;
   std::atomic<std::size_t> read;
+  std::atomic<bool> connected[2];  // by the receiver, by the sender
   std::byte bytes[kBytes];
 };
 
-/// The shared memory of the ranks of one unique id: a memfd, zero at first.
+/// A rank's identity, which it writes before it joins.
+struct Peer {
+  std::size_t host;  // a hash
+  std::size_t gpu;   // its number on that host
+};
+
+/// The shared memory of the ranks of one unique id: a memfd, zero at first. From its joining to its
+/// end a rank locks its byte of the file, which its death unlocks, too.
 struct alignas(Mailbox) World {
   std::atomic<int> joined;
+  std::atomic<int> connected[kCollectives];
+  Peer peers[kMostRanks];
 
   /// size * size mailboxes after this struct, by sender and receiver.
   Mailbox* mail() { return reinterpret_cast<Mailbox*>(this + 1); }
@@ -57,11 +82,35 @@ struct alignas(Mailbox) World {
 static_assert(std::atomic<std::size_t>::is_always_lock_free);
 static_assert(std::atomic<int>::is_always_lock_free);
 
+/// The host, as NCCL tells it: by NCCL_HOSTID, if that is set. The GPU: each process sees GPUs of
+/// its own, as jobs of some launchers do, unless NCCL_DOUBLE_SHARED_GPUS is set.
+Peer myself() {
+  const char* host = std::getenv("NCCL_HOSTID");
+  const auto gpu = static_cast<std::size_t>(current_gpu.load()());
+  const bool shared = std::getenv("NCCL_DOUBLE_SHARED_GPUS") != nullptr;
+  return {std::hash<std::string_view>()(host ? host : ""),
+          shared ? gpu : static_cast<std::size_t>(getpid()) << 8 | gpu};
+}
+
+/// How often this thread has slept.
+std::int64_t sleeps_of_thread() {
+  rusage usage;
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nvcsw;
+}
+
 }  // namespace
 
+/// A communicator. Since NCCL 2.23 each call, or group of calls, on a communicator that does not
+/// block is launched by a thread of its own. Until ncclCommGetAsyncError has told its success,
+/// other calls are refused.
 struct OpaqueComm {
-  OpaqueComm(void* memory, int rank, int size)
-      : world(static_cast<World*>(memory)), rank(rank), size(size) {}
+  OpaqueComm(Fd file, void* memory, int rank, int size)
+      : file(std::move(file)),
+        world(static_cast<World*>(memory)),
+        rank(rank),
+        size(size),
+        gpu(current_gpu.load()()) {}
   ~OpaqueComm() {
     munmap(world, World::bytes(size));
     ++nccl_double_faults()->freed;
@@ -69,13 +118,89 @@ struct OpaqueComm {
 
   Mailbox& mail(int from, int to) const { return world->mail()[from * size + to]; }
 
+  /// The error of a call that must not be made now, or on this thread.
+  Result refusal() const {
+    const int here = current_gpu.load()();
+    if (here < 0) return kDeviceError;
+    if (launch || result != Result::kSuccess) return kInvalidArgument;
+    return here == gpu ? Result::kSuccess : kInvalidUsage;
+  }
+
+  /// Runs `function` in a thread; its result is that of the call.
+  Result start(std::function<Result()> function) {
+    ++nccl_double_counts()->threads;
+    launch.emplace(std::async(std::launch::async, std::move(function)));
+    in_progress = nccl_double_faults()->in_progress;
+    caller = std::this_thread::get_id();
+    slept = sleeps_of_thread();
+    return Result::kInProgress;
+  }
+
+  Result poll() {
+    if (!launch) return result;
+    ++nccl_double_counts()->polls;
+    if (caller == std::this_thread::get_id()) {
+      nccl_double_counts()->sleeps += sleeps_of_thread() - slept;
+    }
+    const bool is_over = launch->wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+    if (is_over && in_progress-- <= 0) {
+      result = launch->get();
+      launch.reset();
+      return result;
+    }
+    slept = sleeps_of_thread();
+    return Result::kInProgress;
+  }
+
+  /// Waits for `condition`; returns false if the communicator is aborted before.
+  bool wait(const std::function<bool()>& condition) const {
+    while (!condition()) {
+      if (aborted) return false;
+      std::this_thread::sleep_for(kPause);
+    }
+    return true;
+  }
+
+  bool lock(int type) const {
+    struct flock byte{};
+    byte.l_type = static_cast<short>(type);
+    byte.l_start = rank;
+    byte.l_len = 1;
+    return fcntl(file.get(), F_OFD_SETLK, &byte) == 0;
+  }
+
+  /// Whether the other rank of this host has not ended its communicator, and lives.
+  bool is_there(int other) const {
+    if (other == rank || world->peers[other].host != world->peers[rank].host) return false;
+    struct flock byte{};
+    byte.l_type = F_WRLCK;
+    byte.l_start = other;
+    byte.l_len = 1;
+    return fcntl(file.get(), F_OFD_GETLK, &byte) == 0 && byte.l_type != F_UNLCK;
+  }
+
+  /// This rank ends its communicator: the others of its host need not wait for it any more.
+  /// Returns whether all of them have ended theirs.
+  bool others_have_ended() {
+    lock(F_UNLCK);
+    for (int other = 0; other < size; ++other) {
+      if (is_there(other)) return false;
+    }
+    return true;
+  }
+
+  const Fd file;
   World* const world;
   const int rank;
   const int size;
-  int in_progress = 0;
-  std::unique_ptr<Gpu::Operation> making;  // in progress; null if GPUs run all at once
-  bool has_joined = false;
-  bool finalized = false;
+  const int gpu;
+  std::optional<std::future<Result>> launch;  // in progress
+  Result result = Result::kSuccess;           // of the last launch
+  int in_progress = 0;                        // see NcclDoubleFaults
+  std::thread::id caller;                     // it made the last call,
+  std::int64_t slept = 0;                     // and had slept so often
+  bool connected[kCollectives]{};             // collectives that this rank has used
+  std::string problem;                        // of a launch that failed
   std::atomic<bool> aborted{false};
   std::atomic<int> running{0};
 };
@@ -131,6 +256,7 @@ bool transfer_all(const OpaqueComm& self, std::span<Transfer> transfers) {
 struct Call {
   Comm comm;
   Stream stream;
+  std::optional<Collective> collective;
   std::vector<Transfer> transfers;
   std::function<void()> compute;
 };
@@ -139,6 +265,7 @@ struct Call {
 struct Group {
   int depth = 0;
   std::vector<Call> calls;
+  Result refused = Result::kSuccess;  // the error of a call in it
 };
 
 /// This thread's group. Not thread_local: GCC 12's ThreadSanitizer sometimes fails to start a
@@ -150,38 +277,73 @@ Group& my_group() {
   return groups[std::this_thread::get_id()];
 }
 
-std::atomic<std::int64_t> launches{0};
+/// Connects the ranks for the calls of a group: all ranks for the first collective of a kind, two
+/// of them for the first message between them. Returns false if the communicator is aborted before.
+bool connect(OpaqueComm& self, const std::vector<Call>& calls) {
+  for (const Call& call : calls) {
+    if (!call.collective) {
+      for (const Transfer& transfer : call.transfers) {
+        (transfer.sends ? self.mail(self.rank, transfer.peer) : self.mail(transfer.peer, self.rank))
+            .connected[transfer.sends] = true;
+      }
+    } else if (!std::exchange(self.connected[*call.collective], true)) {
+      ++self.world->connected[*call.collective];
+    }
+  }
+  return self.wait([&] {
+    return std::ranges::all_of(calls, [&](const Call& call) {
+      if (call.collective) return self.world->connected[*call.collective] == self.size;
+      return std::ranges::all_of(call.transfers, [&](const Transfer& transfer) {
+        return transfer.sends ? self.mail(self.rank, transfer.peer).connected[0].load()
+                              : self.mail(transfer.peer, self.rank).connected[1].load();
+      });
+    });
+  });
+}
 
-/// Runs the calls of the group as one.
+/// Runs the calls of the group as one, if all of them are allowed.
 Result launch() {
   const auto calls = std::make_shared<std::vector<Call>>(std::exchange(my_group().calls, {}));
+  if (const Result refused = std::exchange(my_group().refused, Result::kSuccess);
+      refused != Result::kSuccess) {
+    return refused;
+  }
   if (calls->empty()) return Result::kSuccess;
   const Comm comm = calls->front().comm;
-  ++launches;
+  if (const Result refused = comm->refusal(); refused != Result::kSuccess) return refused;
+  ++nccl_double_counts()->launches;
   ++comm->running;
-  const Stream stream = calls->front().stream;
-  std::shared_ptr<Gpu::Operation> operation;
-  if (nccl_double_faults()->serial) operation = std::make_shared<Gpu::Operation>(stream->gpu);
-  stream->enqueue([comm, calls, operation = std::move(operation)]() mutable {
-    while (operation && !comm->aborted && !operation->is_next(kPause)) continue;
-    std::vector<Transfer> transfers;
-    for (const Call& call : *calls) {
-      transfers.insert(transfers.end(), call.transfers.begin(), call.transfers.end());
+  return comm->start([comm, stream = calls->front().stream, calls] {
+    if (!connect(*comm, *calls)) {
+      --comm->running;
+      return Result::kSuccess;
     }
-    if (transfer_all(*comm, transfers)) {
-      for (const Call& call : *calls) call.compute();
-    }
-    operation.reset();
-    --comm->running;
+    std::shared_ptr<Gpu::Operation> operation;
+    if (nccl_double_faults()->serial) operation = std::make_shared<Gpu::Operation>(stream->gpu);
+    stream->enqueue([comm, calls, operation = std::move(operation)]() mutable {
+      while (operation && !comm->aborted && !operation->is_next(kPause)) continue;
+      std::vector<Transfer> transfers;
+      for (const Call& call : *calls) {
+        transfers.insert(transfers.end(), call.transfers.begin(), call.transfers.end());
+      }
+      if (transfer_all(*comm, transfers)) {
+        for (const Call& call : *calls) call.compute();
+      }
+      operation.reset();
+      --comm->running;
+    });
+    return Result::kSuccess;
   });
-  comm->in_progress = nccl_double_faults()->in_progress;
-  return comm->in_progress > 0 ? Result::kInProgress : Result::kSuccess;
 }
 
 Result add(Call call) {
   Group& group = my_group();
+  const Comm comm = call.comm;
+  Result refused = comm->refusal();
+  if (refused == Result::kSuccess && call.stream->gpu.number != comm->gpu) refused = kInvalidUsage;
+  if (refused != Result::kSuccess) group.refused = refused;
   group.calls.push_back(std::move(call));
-  return group.depth > 0 ? Result::kSuccess : launch();
+  return group.depth > 0 ? refused : launch();
 }
 
 DType dtype_of(DataType type) {
@@ -206,12 +368,13 @@ void copy(const void* from, void* to, std::size_t bytes) {
 
 /// A reduction for some ranks. Every rank sends `count` elements of its input, from element
 /// `stride` * r on, to each rank r for which receives(r) holds. Those ranks reduce them in the
-/// order of ranks, and round each partial result to the dtype, as NCCL does.
-Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, const void* input,
-                  void* output, std::size_t count, const Reduction& reduction, Comm comm,
-                  Stream stream) {
+/// order of ranks, beginning with another rank for each size, and round each partial result to the
+/// dtype, as NCCL does.
+Result reduce_for(Collective collective, const std::function<bool(int)>& receives,
+                  std::size_t stride, const void* input, void* output, std::size_t count,
+                  const Reduction& reduction, Comm comm, Stream stream) {
   const std::size_t width = size_of(reduction.dtype);
-  Call call{comm, stream, {}, [] {}};
+  Call call{comm, stream, collective, {}, [] {}};
   for (int peer = 0; peer < comm->size; ++peer) {
     const std::size_t start = static_cast<std::size_t>(peer) * stride * width;
     if (peer != comm->rank && receives(peer)) {
@@ -231,6 +394,7 @@ Result reduce_for(const std::function<bool(int)>& receives, std::size_t stride, 
       inputs.push_back(data);
     }
   }
+  std::ranges::rotate(inputs, inputs.begin() + static_cast<std::ptrdiff_t>(count % inputs.size()));
   call.compute = [=] {
     std::vector<std::byte> result(count * width);  // the output may overlap the input
     copy(inputs[0], result.data(), result.size());
@@ -261,7 +425,10 @@ NcclDoubleFaults* nccl_double_faults() {
   return &faults;
 }
 
-std::int64_t nccl_double_launches() { return launches; }
+NcclDoubleCounts* nccl_double_counts() {
+  static NcclDoubleCounts counts;
+  return &counts;
+}
 
 Result ncclGetVersion(int* version) {
   *version = nccl_double_faults()->version;
@@ -278,51 +445,59 @@ Result ncclGetUniqueId(UniqueId* id) {
   if (files.size() > kOpen) files.pop_front();
   const int file = files.back().get();
   std::snprintf(id->bytes, sizeof id->bytes, "/proc/%d/fd/%d", getpid(), file);
-  return file < 0 ? static_cast<Result>(2) : Result::kSuccess;
+  return file < 0 ? kSystemError : Result::kSuccess;
 }
 
 const char* ncclGetErrorString(Result result) {
+  if (result == kInvalidUsage) return "invalid usage";
   return result == Result::kRemoteError ? "remote process exited" : "the double's error";
 }
-const char* ncclGetLastError(Comm) { return "as told"; }
+const char* ncclGetLastError(Comm comm) {
+  return comm && !comm->problem.empty() ? comm->problem.c_str() : "as told";
+}
 
-Result ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, Config* config) {
-  if (config->blocking != 0) return static_cast<Result>(4);
-  const Fd file(open(id.bytes, O_RDWR | O_CLOEXEC));
+Result ncclCommInitRankConfig(Comm* made, int size, UniqueId id, int rank, Config* config) {
+  if (config->blocking != 0 || size > kMostRanks) return kInvalidArgument;
+  Fd file(open(id.bytes, O_RDWR | O_CLOEXEC));
   const std::size_t bytes = World::bytes(size);
   if (!file || ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) return Result::kRemoteError;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
-  if (memory == MAP_FAILED) return static_cast<Result>(2);
-  *comm = new OpaqueComm(memory, rank, size);
-  if (nccl_double_faults()->serial) {
-    (*comm)->making = std::make_unique<Gpu::Operation>(Gpu::of(current_gpu.load()()));
-  }
-  return Result::kInProgress;
+  if (memory == MAP_FAILED) return kSystemError;
+  const auto comm = *made = new OpaqueComm(std::move(file), memory, rank, size);
+  std::shared_ptr<Gpu::Operation> operation;
+  if (nccl_double_faults()->serial)
+    operation = std::make_shared<Gpu::Operation>(Gpu::of(comm->gpu));
+  return comm->start([comm, here = myself(), operation = std::move(operation)] {
+    World& world = *comm->world;
+    if (!comm->wait([&] { return !operation || operation->is_next(kPause); })) return kSystemError;
+    world.peers[comm->rank] = here;
+    comm->lock(F_WRLCK);
+    ++world.joined;
+    const auto all_are_here = [&] {
+      return world.joined == comm->size && !nccl_double_faults()->init_hangs;
+    };
+    if (!comm->wait(all_are_here)) return kSystemError;
+    for (int other = 0; other < comm->size; ++other) {
+      const Peer& peer = world.peers[other];
+      if (other == comm->rank || peer.host != here.host || peer.gpu != here.gpu) continue;
+      comm->problem = "Duplicate GPU detected : rank " + std::to_string(comm->rank) + " and rank " +
+                      std::to_string(other) + " both on CUDA device " + std::to_string(peer.gpu);
+      return kInvalidUsage;
+    }
+    return Result::kSuccess;
+  });
 }
 
 Result ncclCommGetAsyncError(Comm comm, Result* state) {
-  const NcclDoubleFaults& faults = *nccl_double_faults();
-  *state = static_cast<Result>(faults.async_error.load());
-  if (*state != Result::kSuccess) return Result::kSuccess;
-  if (!comm->has_joined && (!comm->making || comm->making->is_next(kPause))) {
-    comm->has_joined = true;
-    ++comm->world->joined;
-  }
-  const bool is_made = comm->world->joined == comm->size && !faults.init_hangs;
-  if (is_made) comm->making.reset();
-  const bool incomplete = !is_made || (comm->finalized && comm->running > 0);
-  if (incomplete || comm->in_progress-- > 0) *state = Result::kInProgress;
+  *state = static_cast<Result>(nccl_double_faults()->async_error.load());
+  if (*state == Result::kSuccess) *state = comm->poll();
   return Result::kSuccess;
-}
-
-Result ncclCommFinalize(Comm comm) {
-  hang_if_told();
-  comm->finalized = true;
-  return Result::kInProgress;
 }
 
 Result ncclCommDestroy(Comm comm) {
   hang_if_told();
+  if (const Result refused = comm->refusal(); refused != Result::kSuccess) return refused;
+  comm->wait([&] { return comm->running == 0 && comm->others_have_ended(); });
   ++nccl_double_faults()->destroyed;
   delete comm;
   return Result::kSuccess;
@@ -332,7 +507,8 @@ Result ncclCommAbort(Comm comm) {
   ++nccl_double_faults()->aborted;
   hang_if_told();
   comm->aborted = true;
-  while (comm->running > 0) std::this_thread::sleep_for(kPause);
+  if (comm->launch) comm->launch->wait();
+  while (comm->running > 0 || !comm->others_have_ended()) std::this_thread::sleep_for(kPause);
   delete comm;
   return Result::kSuccess;
 }
@@ -340,26 +516,29 @@ Result ncclCommAbort(Comm comm) {
 Result ncclAllReduce(const void* input, void* output, std::size_t count, DataType type, RedOp op,
                      Comm comm, Stream stream) {
   const auto all = [](int) { return true; };
-  return reduce_for(all, 0, input, output, count, reduction_of(type, op), comm, stream);
+  return reduce_for(kAllReduce, all, 0, input, output, count, reduction_of(type, op), comm, stream);
 }
 
 Result ncclReduce(const void* input, void* output, std::size_t count, DataType type, RedOp op,
                   int root, Comm comm, Stream stream) {
   const auto alone = [=](int rank) { return rank == root; };
-  return reduce_for(alone, 0, input, output, count, reduction_of(type, op), comm, stream);
+  return reduce_for(kReduce, alone, 0, input, output, count, reduction_of(type, op), comm, stream);
 }
 
 Result ncclReduceScatter(const void* input, void* output, std::size_t count, DataType type,
                          RedOp op, Comm comm, Stream stream) {
   const auto all = [](int) { return true; };
-  return reduce_for(all, count, input, output, count, reduction_of(type, op), comm, stream);
+  return reduce_for(kReduceScatter, all, count, input, output, count, reduction_of(type, op), comm,
+                    stream);
 }
 
 Result ncclBroadcast(const void* input, void* output, std::size_t count, DataType type, int root,
                      Comm comm, Stream stream) {
   const std::size_t bytes = count * size_of(dtype_of(type));
-  if (comm->rank != root) return add({comm, stream, {{root, false, at(output), bytes}}, [] {}});
-  Call call{comm, stream, {}, [=] { copy(input, output, bytes); }};
+  if (comm->rank != root) {
+    return add({comm, stream, kBroadcast, {{root, false, at(output), bytes}}, [] {}});
+  }
+  Call call{comm, stream, kBroadcast, {}, [=] { copy(input, output, bytes); }};
   for (int peer = 0; peer < comm->size; ++peer) {
     if (peer != root) call.transfers.push_back({peer, true, at(input), bytes});
   }
@@ -370,7 +549,7 @@ Result ncclAllGather(const void* input, void* output, std::size_t count, DataTyp
                      Stream stream) {
   const std::size_t bytes = count * size_of(dtype_of(type));
   const auto place = [=](int rank) { return at(output, static_cast<std::size_t>(rank) * bytes); };
-  Call call{comm, stream, {}, [=] { copy(input, place(comm->rank), bytes); }};
+  Call call{comm, stream, kAllGather, {}, [=] { copy(input, place(comm->rank), bytes); }};
   for (int peer = 0; peer < comm->size; ++peer) {
     if (peer == comm->rank) continue;
     call.transfers.push_back({peer, true, at(input), bytes});
@@ -381,11 +560,11 @@ Result ncclAllGather(const void* input, void* output, std::size_t count, DataTyp
 
 Result ncclSend(const void* data, std::size_t count, DataType type, int peer, Comm comm,
                 Stream stream) {
-  return add({comm, stream, {{peer, true, at(data), count * size_of(dtype_of(type))}}, [] {}});
+  return add({comm, stream, {}, {{peer, true, at(data), count * size_of(dtype_of(type))}}, [] {}});
 }
 
 Result ncclRecv(void* data, std::size_t count, DataType type, int peer, Comm comm, Stream stream) {
-  return add({comm, stream, {{peer, false, at(data), count * size_of(dtype_of(type))}}, [] {}});
+  return add({comm, stream, {}, {{peer, false, at(data), count * size_of(dtype_of(type))}}, [] {}});
 }
 
 Result ncclGroupStart() {

@@ -9,6 +9,7 @@
 
 #include "doubles/nccl_double.h"
 #include "nccl/loader.h"
+#include "nccl/nccl_communicator.h"
 
 namespace torch_ring::test {
 
@@ -27,6 +28,10 @@ inline NcclDoubleFaults& faults() {
   return *double_symbol<decltype(nccl_double_faults)>("nccl_double_faults")();
 }
 
+inline NcclDoubleCounts& counts() {
+  return *double_symbol<decltype(nccl_double_counts)>("nccl_double_counts")();
+}
+
 /// Ends all simulated faults at the end of a test.
 struct FaultsEnd {
   ~FaultsEnd() {
@@ -37,16 +42,28 @@ struct FaultsEnd {
   }
 };
 
-/// The GPU on which this thread makes communicators.
+/// This thread's current GPU.
 inline thread_local int current_gpu = 0;
 [[maybe_unused]] inline const bool told_gpu = [] {
   double_symbol<decltype(nccl_double_tell_gpu)>("nccl_double_tell_gpu")([] { return current_gpu; });
   return true;
 }();
 
+/// Calls a function while the GPU is this thread's current one.
+template <class Function>
+auto on_gpu(int gpu, const Function& function) {
+  struct Back {
+    ~Back() { current_gpu = before; }
+    int before;
+  };
+  const Back back{std::exchange(current_gpu, gpu)};
+  return function();
+}
+
 struct Stream {
-  explicit Stream(int gpu = 0)
-      : handle(
+  explicit Stream(int gpu)
+      : gpu(gpu),
+        handle(
             double_symbol<decltype(nccl_double_stream_create)>("nccl_double_stream_create")(gpu)) {}
   ~Stream() {
     double_symbol<decltype(nccl_double_stream_destroy)>("nccl_double_stream_destroy")(handle);
@@ -72,7 +89,15 @@ struct Stream {
         new std::function<void()>(std::move(task)));
   }
 
+  const int gpu;
   const nccl::Stream handle;
 };
+
+/// The stream, for a communicator.
+inline nccl::Device device_of(const Stream& stream) {
+  nccl::Device device{stream.handle};
+  device.use = [gpu = stream.gpu](const std::function<void()>& call) { on_gpu(gpu, call); };
+  return device;
+}
 
 }  // namespace torch_ring::test

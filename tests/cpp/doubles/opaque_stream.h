@@ -14,13 +14,24 @@
 namespace torch_ring::nccl {
 
 struct OpaqueStream {
+  static constexpr std::size_t kMostTasks = 1024;
+
   explicit OpaqueStream(Gpu& gpu) : gpu(gpu), thread([this] { run(); }) {}
   ~OpaqueStream() {
-    enqueue(nullptr);
+    append(nullptr);
     thread.join();
   }
 
+  /// Blocks while the queue is full, as a launch of CUDA does.
   void enqueue(std::function<void()> task) {
+    {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [&] { return tasks.size() < kMostTasks; });
+    }
+    append(std::move(task));
+  }
+
+  void append(std::function<void()> task) {
     const std::scoped_lock lock(mutex);
     tasks.push_back(std::move(task));
     changed.notify_all();

@@ -25,6 +25,10 @@ Stream nccl_double_stream_create(int gpu) {
 }
 bool nccl_double_stream_query(Stream stream) { return stream->done(); }
 void nccl_double_stream_synchronize(Stream stream) { stream->synchronize(); }
+int nccl_double_stream_gpu(Stream stream) { return stream->gpu.number; }
+void nccl_double_stream_append(Stream stream, void (*fn)(void*), void* argument) {
+  stream->append([=] { fn(argument); });
+}
 void nccl_double_stream_destroy(Stream stream) { delete stream; }
 void nccl_double_stream_enqueue(Stream stream, void (*fn)(void*), void* argument) {
   stream->enqueue([=] { fn(argument); });

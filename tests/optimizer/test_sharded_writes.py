@@ -1,0 +1,237 @@
+"""shard_state=True: what a program writes to parameters and optimizer.state counts as without."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import namespaces
+import pytest
+import torch
+from optimizer_writes import WRITES
+from pool import DEADLINE_S, error_of, run
+from slow import slow
+from test_sharded_state import (
+    assert_equal,
+    assert_equal_states,
+    make_model,
+    plain,
+    sharded,
+    step,
+)
+from training import assert_same_on_all_ranks, joined_batches, loss_of, part
+from worlds import on_both_transports
+
+import torch_ring as hvd
+
+STEPS = 5
+
+
+def write(*names: str) -> None:
+    """Compare with an unsharded optimizer beside which the program writes the same."""
+    for name in names:
+        maker, make_write = WRITES[name]
+        models, writes = (make_model(), make_model()), (make_write(), make_write())
+        optimizers = plain(models[0], maker), sharded(models[1], maker)
+        for number, batch in enumerate(joined_batches(STEPS)):
+            for model, optimizer, write in zip(models, optimizers, writes, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, part(batch)).backward()
+                write(number, list(model.parameters()), optimizer)
+                optimizer.step()
+            try:
+                assert_equal(models[1], models[0])
+            except AssertionError as error:
+                raise AssertionError(f"{name}, step {number}") from error
+        assert_equal_states(optimizers[1].state_dict(), optimizers[0].state_dict())
+        assert_same_on_all_ranks(*models[1].parameters())
+
+
+@pytest.mark.parametrize("name", WRITES)
+@on_both_transports
+def test_writes_count_as_without(transport: str, name: str) -> None:
+    run(write, 3, args=(name,), transport=transport)
+
+
+def train_on_hosts(names: list[str]) -> None:
+    hvd.init()
+    write(*names)
+    hvd.shutdown()
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+def test_writes_on_several_hosts(hosts: list[str]) -> None:
+    run(
+        train_on_hosts,
+        4,
+        args=(list(WRITES),),
+        initialized=False,
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29519"},
+        namespaces=[hosts[host] for host in (0, 0, 1, 2)],
+        deadline_s=3 * DEADLINE_S,
+    )
+
+
+def write_on_one_rank() -> None:
+    """One rank writes alone: an error on all ranks, no step, and the cure works."""
+    models = make_model(), make_model()
+    optimizer, other = sharded(models[1]), plain(models[0])
+    parameters, batches = list(models[1].parameters()), iter(joined_batches(20))
+    is_shared = optimizer._shards.is_shared
+
+    def gone() -> None:
+        optimizer.state.pop(parameters[2])
+
+    def key_gone() -> None:
+        del optimizer.state[parameters[2]]["exp_avg"]
+
+    def replaced() -> None:
+        state = optimizer.state[parameters[2]]
+        state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+    def in_place() -> None:
+        optimizer.state[parameters[2]]["exp_avg"].add_(1)
+
+    writes: list[tuple[Callable[[], Any], str]] = [
+        (gone, "'step' of parameter 2 in optimizer.state is taken out"),
+        (key_gone, "'exp_avg' of parameter 2 in optimizer.state is taken out"),
+        (replaced, "'exp_avg' of parameter 2 in optimizer.state is written"),
+    ]
+    if is_shared:  # elsewhere each rank has weights of its own
+        writes += [
+            (in_place, "'exp_avg' of parameter 2 in optimizer.state is written"),
+            (lambda: parameters[2].data.mul_(0.5), "parameter 2 is written"),
+            (lambda: setattr(parameters[2], "data", parameters[2] * 0.5), "parameter 2 is written"),
+        ]
+    batch = next(batches)
+    for model, by in zip(models, (other, optimizer), strict=True):
+        step(model, by, batch)
+    for write, text in writes:
+        before = [parameter.detach().clone() for parameter in parameters]
+        batch = next(batches)
+        optimizer.zero_grad()
+        loss_of(models[1], part(batch)).backward()
+        if hvd.rank() == 1:
+            write()
+        kind, message = error_of(optimizer.step)
+        assert kind == "MismatchError"
+        assert text in message, message
+        assert "rank 0: nothing more; rank 1: " in message, message
+        assert "write the same on all of them" in message
+        if hvd.rank() == 0:
+            assert all(map(torch.equal, before, parameters))
+        hvd.broadcast_parameters(models[1].state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        optimizer.step()
+        step(models[0], other, batch)
+        assert_equal(models[1], models[0])
+    saved = optimizer.state_dict()
+    assert_equal_states(saved, other.state_dict())
+    if is_shared:
+        return
+    if hvd.rank() == 1:
+        in_place()
+    optimizer.zero_grad()
+    loss_of(models[1], part(batch)).backward()
+    kind, message = error_of(optimizer.step)
+    assert kind == "MismatchError"
+    assert "'exp_avg' of parameter 2 in optimizer.state is changed in place" in message, message
+    kind, message = error_of(lambda: hvd.broadcast_optimizer_state(optimizer, 0))
+    assert kind == "InvalidArgumentError"
+    assert "rank 1 has changed its part of the state, which no other" in message, message
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    step(models[0], other, batch)
+    assert_equal(models[1], models[0])
+
+
+@on_both_transports
+def test_a_write_of_one_rank_is_an_error_on_all(transport: str) -> None:
+    run(write_on_one_rank, 3, transport=transport)
+
+
+def compile_step() -> None:
+    models = make_model(), make_model()
+    optimizers = plain(models[0]), sharded(models[1])
+    steps = optimizers[0].step, torch.compile(lambda: optimizers[1].step(), backend="eager")
+    for batch in joined_batches(3):
+        for model, optimizer, take in zip(models, optimizers, steps, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, part(batch)).backward()
+            take()
+        assert_equal(models[1], models[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
+def test_a_step_within_a_compiled_function(transport: str) -> None:
+    run(compile_step, 2, transport=transport, deadline_s=3 * DEADLINE_S)
+
+
+def convert() -> None:
+    """The weights change their memory format, whose state is cut: it is not mixed up."""
+    models = [torch.nn.Sequential(torch.nn.Conv2d(16, 64, 3), torch.nn.Conv2d(64, 9, 3))]
+    models.append(copy.deepcopy(models[0]))
+    hvd.broadcast_parameters(models[0].state_dict(), 0)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = plain(models[0]), sharded(models[1])
+    torch.manual_seed(hvd.rank())
+    for number in range(4):
+        batch = torch.randn(2, 16, 8, 8)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            if number == 2:
+                model.to(memory_format=torch.channels_last)
+            for place, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, place) + parameter * batch.sum()
+            optimizer.step()
+        assert_equal(models[1], models[0])
+    hvd.verify_consistency(models[1], optimizers[1])
+
+
+@on_both_transports
+def test_a_model_in_another_memory_format_keeps_its_state(transport: str) -> None:
+    run(convert, 2, transport=transport, env={"TORCH_RING_CHECK_EVERY": "1"})
+
+
+def put_what_cannot_be_divided() -> None:
+    model = make_model()
+    optimizer = sharded(model)
+    step(model, optimizer, joined_batches(1)[0])
+    loss_of(model, part(joined_batches(1)[0])).backward()
+    if hvd.rank() == 0:
+        optimizer.state[model[2].weight]["exp_avg"] = torch.zeros(7, 7)
+    own = "optimizer.state has a tensor of shape [7, 7] as 'exp_avg' of parameter 2"
+    text = own if hvd.rank() == 0 else "rank 0 cannot"
+    for use in (optimizer.step, optimizer.state_dict):
+        kind, message = error_of(use)
+        assert (kind, text in message) == ("InvalidArgumentError", True), message
+
+
+def test_a_value_that_cannot_be_divided_is_an_error_on_all_ranks() -> None:
+    run(put_what_cannot_be_divided, 2, transport="tcp")
+
+
+def have_no_page_table() -> None:
+    """Without /proc/self/pagemap all pages are compared."""
+    opened = os.open
+
+    def open_other(path: Any, *args: Any, **more: Any) -> int:
+        if path == "/proc/self/pagemap":
+            raise PermissionError(path)
+        return opened(path, *args, **more)
+
+    os.open = open_other  # type: ignore[assignment]
+    try:
+        write("multiply", "zero adam", "Average")
+    finally:
+        os.open = opened
+
+
+def test_writes_are_seen_without_a_page_table() -> None:
+    run(have_no_page_table, 2)
