@@ -73,8 +73,8 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "not_unreduced", "a hook does not note that the gradient is to be reduced", HOOKS,
-        "parameter.unreduced = true;\n  if (planned_ && !get(*planned_, index)) return false;",
-        "if (planned_ && !get(*planned_, index)) return false;",
+        "  parameter.unreduced = true;\n  if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
+        "if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
     )  # fmt: skip
     yield _statement(
         "no_order", "a hook does not note when the gradient came", HOOKS,
@@ -114,7 +114,11 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "sent_in_vain", "a pass that failed after it had sent a bucket is forgotten", HOOKS,
-        "sent_in_vain_ = sent_in_vain_ || (failed && sent_);",
+        "sent_in_vain_ = sent_in_vain_ || sent_;",
+    )  # fmt: skip
+    yield _statement(
+        "given_up_untold", "a pass that one rank gives up is not told to the others", HOOKS,
+        "options_.agreement->give_up(pass_ ? failure_in(pass_->end) : \"\", sent_);",
     )  # fmt: skip
     yield _statement(
         "overwrites_sent", "a late gradient is added to a bucket that is on its way", HOOKS,
@@ -211,7 +215,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "open_after_error", "an agreement that failed is continued by the next pass", PASS,
-        "restart(number_);\n    throw;", "throw;",
+        "open_.reset();\n    reports_.reset();\n    throw;", "throw;",
     )  # fmt: skip
     # --- running ahead
     yield _statement(
