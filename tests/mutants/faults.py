@@ -45,11 +45,13 @@ class Room(NamedTuple):
     """A part of the source.
 
     Attributes:
-        tests: the paths of its tests.
+        tests: the paths of its tests, of which the slow ones are left out.
+        slow_tests: the paths of slow tests, which run last.
         faults: its faults.
     """
 
     tests: tuple[str, ...]
+    slow_tests: tuple[str, ...]
     faults: tuple[Fault, ...]
 
 
@@ -73,7 +75,8 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "not_unreduced", "a hook does not note that the gradient is to be reduced", HOOKS,
-        "  parameter.unreduced = true;\n  if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
+        "parameter.unreduced = true;\n"
+        "  if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
         "if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
     )  # fmt: skip
     yield _statement(
@@ -129,7 +132,8 @@ def _gradients() -> Iterator[Fault]:
         "kept = kept.defined() ? kept.add(mine) : mine;", "kept = mine;",
     )  # fmt: skip
     yield _statement(
-        "late_one_dropped", "a late gradient is dropped", HOOKS, "grad.add_(kept.to(grad.device()));",
+        "late_one_dropped", "a late gradient is dropped", HOOKS,
+        "grad.add_(kept.to(grad.device()));",
     )  # fmt: skip
     # --- zero_grad() and gradients by hand
     yield _statement(
@@ -224,7 +228,8 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "no_stand_in", "a joined rank launches nothing for the others", AHEAD,
-        "launcher_.allreduce(part_of(zeros, run), planned.op, planned.prescale, planned.postscale);",
+        "launcher_.allreduce(part_of(zeros, run), planned.op, planned.prescale, "
+        "planned.postscale);",
     )  # fmt: skip
     yield _statement(
         "not_restored", "a planned gradient that no rank had is not restored", HOOKS,
@@ -335,5 +340,7 @@ def _gradients() -> Iterator[Fault]:
 
 
 ROOMS = {
-    "gradients": Room(("tests/optimizer", "tests/compression", "tests/device"), tuple(_gradients())),
+    "gradients": Room(
+        ("tests/optimizer", "tests/compression"), ("tests/device",), tuple(_gradients())
+    ),
 }

@@ -4,14 +4,14 @@ faults they found.
     make mutants ROOM=gradients
     make mutants ARGS="--only launched_early --keep"
 
-A fault replaces one place of a source file (`faults.py`, by hand). It works in a copy of the tree, so
-the checkout stays as it is. The faults of C++ files are all compiled into one extension, and the
+A fault replaces one place of a source file (`faults.py`, by hand). It works in a copy of the tree,
+so the checkout stays as it is. The faults of C++ files are all compiled into one extension, and the
 variable TORCH_RING_MUTANT turns one of them on: a build a fault would take hours. Those of Python
 files are written to the copy one after the other.
 
 A fault *died* if a test failed or did not end; it *survived* if all tests of the room passed. Tests
-that found a fault run first for the next ones, so most faults die within seconds. The exit status is
-1 if a fault survived, or if its place is no longer in the source.
+that found a fault run first for the next ones, so most faults die within seconds. The exit status
+is 1 if a fault survived, or if its place is no longer in the source.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults import ROOMS, Fault
+from faults import ROOMS, Fault, Room
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "TORCH_RING_MUTANT"
+_FEW = 6  # tests that have found faults last, which one process runs
 HEADER = f"""\
 // Generated: the planted fault that is on.
 #pragma once
@@ -79,6 +80,10 @@ def copy_tree(to: Path) -> None:
             continue
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, to / name)
+    doubles = [*ROOT.glob("build/cpp/plain/*.so")]
+    for built in doubles:
+        (to / built.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(built, to / built.relative_to(ROOT))
     for built in [*ROOT.glob("torch_ring/native/torch_*"), ROOT / "build" / "core"]:
         if built.exists():
             shutil.copytree(built, to / built.relative_to(ROOT), dirs_exist_ok=True)
@@ -93,7 +98,11 @@ def switched(fault: Fault) -> str:
 
 
 def plant_in_cpp(faults: Iterable[Fault], tree: Path) -> dict[str, str]:
-    """Plant the faults of C++ files, each behind its switch; return the reasons of those left out."""
+    """Plant the faults of C++ files, each behind its switch.
+
+    Returns:
+        For faults that are left out: the reason.
+    """
     problems: dict[str, str] = {}
     texts: dict[str, str] = {}
     for fault in faults:
@@ -120,13 +129,13 @@ class Tests:
 
     Args:
         tree: the copy.
-        room: its paths of tests.
+        room: the room.
         found: a file that keeps the tests that have found faults, for later runs.
         jobs: the number of pytest's processes.
         seconds: the time that a fault's tests may take.
     """
 
-    def __init__(self, tree: Path, room: list[str], found: Path, jobs: int, seconds: float) -> None:
+    def __init__(self, tree: Path, room: Room, found: Path, jobs: int, seconds: float) -> None:
         self._tree = tree
         self._room = room
         self._found = found
@@ -141,7 +150,14 @@ class Tests:
             fault: the name of the fault, for C++.
             own: the tests that know this fault best, which run first.
         """
-        for tests, jobs in ((own, 1), (self._finders, self._jobs), (self._room, self._jobs)):
+        quick = ["-m", "not slow", *self._room.tests]
+        for tests, jobs in (
+            (own, 1),
+            (self._finders[:_FEW], 1),
+            (self._finders[_FEW:], self._jobs),
+            (quick, self._jobs),
+            (list(self._room.slow_tests), self._jobs),
+        ):
             failure = self._run(fault, tests, jobs) if tests else ""
             if failure:
                 self._note(failure)
@@ -150,11 +166,14 @@ class Tests:
 
     def _run(self, fault: str, tests: list[str], jobs: int) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no"]
-        command += ["-p", "no:cacheprovider", "-m", "not slow"]
+        command += ["-p", "no:cacheprovider"]
         command += ["--numprocesses", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
         environment = {
-            **os.environ, SWITCH: fault, "PYTHONPATH": str(self._tree), "PYTHONDONTWRITEBYTECODE": "1"
-        }  # fmt: skip
+            **os.environ,
+            SWITCH: fault,
+            "PYTHONPATH": str(self._tree),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         process = subprocess.Popen(
             [*command, *tests], cwd=self._tree, env=environment, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -174,8 +193,8 @@ class Tests:
         return f"pytest: {last[0]}"
 
     def _note(self, failure: str) -> None:
-        if "::" in failure and failure not in self._finders:
-            self._finders.insert(0, failure)
+        if "::" in failure:
+            self._finders = [failure, *(test for test in self._finders if test != failure)]
             self._found.write_text(json.dumps(self._finders[:40]))
 
 
@@ -230,7 +249,7 @@ def main() -> None:
     tree.mkdir(parents=True)
     copy_tree(tree)
     found = folder / f"{options.room}.json"
-    tests = Tests(tree, list(room.tests), found, options.jobs, options.seconds)
+    tests = Tests(tree, room, found, options.jobs, options.seconds)
     results: list[Result] = []
     try:
         for result in run(faults, tree, tests):
