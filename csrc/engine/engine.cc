@@ -13,6 +13,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr const char* kShutDown = "torch_ring was shut down";
+
 // How long close() waits for a device that still runs the program's own work before collectives.
 constexpr milliseconds kOwnWork{std::chrono::minutes(5)};
 
@@ -56,6 +58,7 @@ void Engine::close(Ending ending, std::string why) {
   Lock lock = queue_.lock();
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
+  is_leaving_ = true;
   if (!pausing) {  // the device may still write results
     // The device itself notices that it waits for other ranks for too long.
     changed_.wait_for(lock, std::max(config_.transfer_timeout(), kOwnWork) + kFarewell,
@@ -64,7 +67,7 @@ void Engine::close(Ending ending, std::string why) {
   if (closing_) return await_close(lock);
   closing_ = true;
   if (pausing) role_.lend(lock);  // otherwise the engine's thread would wait for this one
-  closed_ = abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down")) && !device_busy_;
+  closed_ = abort_->raise(Error(ErrorKind::kInternal, kShutDown)) && !device_busy_;
   changed_.notify_all();
   board_.wake();
   lock.unlock();
@@ -123,7 +126,7 @@ void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
 }
 
 void Engine::enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode) {
-  require_world();
+  require_open(lock);
   queue_.add(lock, works);
   if (role_.is_taken(lock)) {
     board_.wake();
@@ -137,10 +140,21 @@ void Engine::require_world() const {
   try {
     abort_->check();
   } catch (const Error& cause) {
-    const Words& words = config_.words;
-    throw Error(cause.kind(), name_ + ": this " + words.whole + " has ended: " + cause.what() +
-                                  ". " + words.remedy);
+    refuse(cause);
   }
+}
+
+/// Throws if the world has ended, or if this rank is about to leave it: without end another thread
+/// could give the device work for which close() waits.
+void Engine::require_open(const Lock&) const {
+  require_world();
+  if (is_leaving_) refuse(Error(ErrorKind::kInternal, kShutDown));
+}
+
+void Engine::refuse(const Error& cause) const {
+  const Words& words = config_.words;
+  throw Error(cause.kind(), name_ + ": this " + words.whole + " has ended: " + cause.what() + ". " +
+                                words.remedy);
 }
 
 void Engine::end(const Error& cause) { end(Watchdog::Cause{cause, false}); }
@@ -184,7 +198,7 @@ std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue&
   const DeviceGate::Pass pass = device.enter();
   {
     const Lock lock = queue_.lock();
-    require_world();
+    require_open(lock);
     if (!pass) throw Error(ErrorKind::kTimeout, name_ + ": another thread's launch hangs");
     // The progress thread launches for a rank that has joined, at the place of a decision: requests
     // that are decided later come after it.

@@ -233,6 +233,8 @@ class Engine final : private Driver::Callbacks {
   [[noreturn]] void end(const Watchdog::Cause& cause);
   void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
   void require_world() const;
+  void require_open(const Lock& lock) const;
+  [[noreturn]] void refuse(const Error& cause) const;
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
   void run();  // the engine's thread
   /// Makes this the progress thread until `target` is done. Without a target: until there is
@@ -257,14 +259,15 @@ class Engine final : private Driver::Callbacks {
   const ::pid_t pid_ = ::getpid();
   Board& board_;
 
-  RequestQueue queue_;  // its mutex also guards the role and the next six members
+  RequestQueue queue_;  // its mutex also guards the role and the next seven members
   // Signals that a work is done, or that another thread must check the queue or the role.
   std::condition_variable changed_;
   int waiters_ = 0;           // threads that wait for the progress thread
   bool device_busy_ = false;  // enqueued work has not run yet
   bool ended_ = false;        // works have failed, and the device is aborted, after an abort
-  bool closing_ = false;
-  bool is_closed_ = false;  // close() has ended
+  bool is_leaving_ = false;   // close() has begun
+  bool closing_ = false;      // ... and waits for the device no more
+  bool is_closed_ = false;    // close() has ended
   // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
   // this once, after it has raised the abort; check() loads it before the abort. A check() on
   // another thread during close() may see only the abort, and throws.
