@@ -229,7 +229,7 @@ def run(name: str, command: Sequence[str], seconds: float, log: Path) -> Result:
         try:
             verdict = verdict_of(process.wait(INTERRUPT * seconds))
         except subprocess.TimeoutExpired:
-            verdict = f"late: ended after {seconds:g} s"
+            verdict = f"late: ended after {seconds:.0f} s"
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait((1 - INTERRUPT) * seconds)
