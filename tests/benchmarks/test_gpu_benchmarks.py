@@ -75,7 +75,7 @@ def test_each_part_is_reported_and_the_next_ones_run(tmp_path):
         part("leaves", HANG.format(end="")),
         part("skips", "print('=== 0 failed, 2 skipped (no GPU here: 2) in 0.1s ===')"),
         Part("other", 1.0, "", ["unused"], "it needs a GPU"),
-        part("last", "print('done')"),
+        part("last", "print('# something else is skipped')"),
     ]
     results = results_of(parts, tmp_path)
     assert [result["verdict"] for result in results] == [
