@@ -706,8 +706,12 @@ class Work:
     """The pending result of a submitted collective."""
 
     def done(self) -> bool: ...
-    def wait(self) -> Tensor:
-        """Block (interruptible, GIL released) and return the output tensor, or raise its error."""
+    def wait(self, waited: Work | None = None) -> Tensor:
+        """Block (interruptible, GIL released) and return the output tensor, or raise its error.
+
+        On a device the current stream waits for the output. `waited`: another work for which that
+        stream waits already.
+        """
 
     def received_splits(self) -> list[int]:
         """Return the rows received from each rank by an allgather or alltoall."""

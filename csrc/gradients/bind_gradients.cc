@@ -40,20 +40,20 @@ std::function<Result(Args...)> callback(py::object function) {
   };
 }
 
-Launched launch_allreduce(const PyEngine& engine, const at::Tensor& tensor, int op, double prescale,
-                          double postscale) {
+Launched launch(const PyEngine& engine, const at::Tensor& tensor, int op, double prescale,
+                double postscale) {
   DeviceChoice::of_process()->use(tensor.device());
-  const Launcher launcher(engine.running(), engine.size());
   auto launched = [&] {
     const BlockingCall no_gil;
-    return launcher.allreduce(tensor, op, prescale, postscale, kCheckSignals);
+    return launch_allreduce(engine.running(), engine.size(), tensor, op, prescale, postscale,
+                            kCheckSignals);
   }();
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   return launched;
 }
 
 std::shared_ptr<RunAhead> make_run_ahead(PyEngine& engine) {
-  auto run_ahead = std::make_shared<RunAhead>(engine.running(), engine.size());
+  auto run_ahead = std::make_shared<RunAhead>(engine.running());
   engine.stand_in_by(standing_in(run_ahead));
   return run_ahead;
 }
@@ -93,9 +93,11 @@ void bind_gradients(py::module_& module) {
            }),
            py::arg("hooks"), py::arg("bucket"), py::arg("runs"), py::arg("memory"), py::arg("cast"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"));
-  py::class_<Launched>(module, "Launch").def("done", &Launched::done).def("wait", &Launched::wait);
-  module.def("launch_allreduce", &launch_allreduce, py::arg("engine"), py::arg("tensor"),
-             py::arg("op"), py::arg("prescale"), py::arg("postscale"));
+  py::class_<Launched>(module, "Launch")
+      .def("done", &Launched::done)
+      .def("wait", [](const Launched& launched) { return launched.wait(); });
+  module.def("launch_allreduce", &launch, py::arg("engine"), py::arg("tensor"), py::arg("op"),
+             py::arg("prescale"), py::arg("postscale"));
   py::class_<RunAhead, std::shared_ptr<RunAhead>>(module, "RunAhead")
       .def(py::init(&make_run_ahead), py::arg("engine"))
       .def("set_plan", &RunAhead::set_plan, py::arg("buckets"), Release())
