@@ -58,6 +58,14 @@ void Engine::close(Ending ending, std::string why) {
   Lock lock = queue_.lock();
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
+  if (!pausing && !closing_) {
+    lock.unlock();
+    try {
+      call_watch(true);
+    } catch (const std::exception&) {  // the world has ended already
+    }
+    lock.lock();
+  }
   is_leaving_ = true;
   if (!pausing) {  // the device may still write results
     // The device itself notices that it waits for other ranks for too long.
@@ -100,7 +108,21 @@ void Engine::await_close(Lock& lock) {
   if (pausing) role_.take_back(lock);
 }
 
+void Engine::call_watch(bool on_device) {
+  if (!has_watch_.load(std::memory_order_acquire)) return;
+  std::shared_ptr<const Watch> watch;
+  {
+    const std::scoped_lock lock(watch_mutex_);
+    watch = watch_;
+  }
+  const auto is_caller = [](std::thread::id thread) {
+    return thread == std::this_thread::get_id();
+  };
+  if (watch && (on_device || std::ranges::any_of(watch->threads, is_caller))) watch->call();
+}
+
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
+  call_watch(!request.fingerprint.on_host());
   if (follow_) follow_(request);
   auto work = RequestQueue::make_work(std::move(request));
   enqueue(queue_.lock(), {&work, 1}, mode);
@@ -110,6 +132,7 @@ std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
 std::vector<std::shared_ptr<Work>> Engine::submit(std::vector<Request> requests, Mode mode) {
   std::vector<std::shared_ptr<Work>> works;
   for (Request& request : requests) {
+    call_watch(!request.fingerprint.on_host());
     if (follow_) follow_(request);
     works.push_back(RequestQueue::make_work(std::move(request)));
   }
@@ -118,6 +141,7 @@ std::vector<std::shared_ptr<Work>> Engine::submit(std::vector<Request> requests,
 }
 
 void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
+  call_watch(!request.fingerprint.on_host());
   if (follow_) follow_(request);
   const auto work = RequestQueue::make_work(std::move(request));
   Lock lock = queue_.lock();
@@ -170,7 +194,9 @@ void Engine::end(const Watchdog::Cause& cause) {
   throw cause.error;  // for the compiler: the abort is raised
 }
 
-void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt) {
+void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt,
+                    bool promised) {
+  if (!promised) call_watch(true);
   bool begun = false;
   try {
     while (const std::shared_ptr<Work> earlier = try_launch(what, enqueue, begun)) {
