@@ -87,12 +87,20 @@ class Training:
                 torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)
 
 
-def agreements(run: Callable[[], object]) -> int:
-    """Return the rounds of the hosts during `run`."""
+def rounds_until_now() -> int:
+    """Return the agreements of the hosts so far, with or without that of a barrier at the end.
+
+    An agreement counts shortly after its operations are done, and before the next one.
+    """
     hvd.barrier()
-    before = current.engine().totals()["rounds"]
+    return current.engine().totals()["rounds"]
+
+
+def agreements(run: Callable[[], object]) -> int:
+    """Return the agreements of the hosts during `run`, and 0 to 2 of barriers."""
+    before = rounds_until_now()
     run()
-    return current.engine().totals()["rounds"] - before
+    return rounds_until_now() - before
 
 
 def count_a_step(depth: int, device: str) -> int:
@@ -106,9 +114,12 @@ def count_a_step(depth: int, device: str) -> int:
 
 @on_worlds
 def test_a_step_of_many_layers_needs_few_agreements(size):
-    """As many layers as a ResNet-50 has: not 106 agreements and those of the gradients."""
+    """As many layers as a ResNet-50 has: not 106 agreements and those of the gradients.
+
+    One for forward, one for backward; that of the gradients' pass may fall into one of them.
+    """
     for rounds in run_ahead_on_double(functools.partial(count_a_step, 53), size):
-        assert 2 < rounds < 10
+        assert 2 <= rounds < 10
 
 
 def skip_on_all_ranks(device: str) -> None:
