@@ -9,7 +9,6 @@
 #include "bindings/accelerator.h"
 #include "bindings/requests.h"
 #include "bindings/torch_call.h"
-#include "engine/executor.h"
 
 namespace torch_ring {
 
@@ -54,35 +53,17 @@ std::size_t PromisedLaunches::end() {
 }
 
 std::int64_t PromisedLaunches::place() const {
-  const auto launches = engine()->launches();
+  const auto launches = running(engine_)->launches();
   return launches ? std::int64_t{*launches} : -1;
 }
 
-/// Launches promised_[next_].
+/// Launches promised_[next_]. Nothing on the device is pending, so this waits for no agreement.
 Launched PromisedLaunches::launch_next(const at::Tensor& tensor) {
-  const std::shared_ptr<Engine> engine = this->engine();
   const bool gathers = promised_[next_++].gathers;
   const at::Tensor output = gathers ? empty_result(tensor, {size_, tensor.numel()}) : tensor;
-  Request request = gathers ? allgather_into_request(tensor, output, "promised")
-                            : allreduce_request(tensor, output, "promised",
-                                                static_cast<int>(ReduceOp::kSum), 1.0, 1.0, size_);
-  OutputEvent written(tensor.device(), recorded_now(tensor.device()));
-  written.follow(request);
-  const auto enqueue = [&](Communicator& communicator, Buffers&) {
-    request.begin();
-    if (gathers) {
-      const std::vector<std::size_t> bytes(static_cast<std::size_t>(size_), request.input_bytes());
-      communicator.allgather(request.input, output.mutable_data_ptr(), bytes);
-    } else {
-      communicator.allreduce(request.input, request.output, request.fingerprint.count(),
-                             reduction_of(request.fingerprint, communicator));
-    }
-    request.finish();
-  };
-  // Nothing on the device is pending, so this waits for no agreement, and needs no interrupt, whose
-  // signal handler could come here again.
-  engine->launch(request.fingerprint, enqueue, {}, true);
-  return {engine, output, std::move(written)};
+  const Fingerprint what =
+      fingerprint_of(gathers ? Collective::kAllgather : Collective::kAllreduce, tensor, "promised");
+  return launch_plain(engine_, what, tensor, output, recorded_now(tensor.device()), true);
 }
 
 /// Launches NaN for the rest of the promise.
@@ -97,12 +78,6 @@ void PromisedLaunches::keep() {
   }
 }
 
-std::shared_ptr<Engine> PromisedLaunches::engine() const {
-  std::shared_ptr<Engine> engine = engine_.lock();
-  if (!engine) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
-  return engine;
-}
-
 void PromisedLaunches::watch(std::vector<std::thread::id> threads) {
   const auto call = [weak = weak_from_this()] {
     const auto self = weak.lock();
@@ -111,7 +86,7 @@ void PromisedLaunches::watch(std::vector<std::thread::id> threads) {
     self->is_interrupted_ = true;
     torch_call([&] { self->keep(); });
   };
-  engine()->set_watch(
+  running(engine_)->set_watch(
       std::make_shared<const Engine::Watch>(Engine::Watch{std::move(threads), call}));
 }
 

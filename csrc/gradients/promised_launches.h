@@ -62,7 +62,6 @@ class PromisedLaunches : public std::enable_shared_from_this<PromisedLaunches> {
   Launched launch_next(const at::Tensor& tensor);
   void keep();
 
-  std::shared_ptr<Engine> engine() const;
   void watch(std::vector<std::thread::id> threads);
 
   const std::weak_ptr<Engine> engine_;

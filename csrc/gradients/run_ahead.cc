@@ -38,6 +38,35 @@ Launched launch_allreduce(std::shared_ptr<Engine> engine, int size, const at::Te
   return {std::move(engine), tensor, std::move(written)};
 }
 
+Launched launch_plain(const std::weak_ptr<Engine>& engine, const Fingerprint& what,
+                      const at::Tensor& input, const at::Tensor& output,
+                      std::shared_ptr<c10::Event> ready, bool promised) {
+  std::shared_ptr<Engine> present = running(engine);
+  OutputEvent written(output.device(), std::move(ready));
+  const auto enqueue = [&](Communicator& communicator, Buffers&) {
+    written.begin();
+    keep_for_stream(output);
+    void* const data = output.mutable_data_ptr();
+    if (what.collective == Collective::kAllgather) {
+      keep_for_stream(input);
+      const std::vector<std::size_t> bytes(static_cast<std::size_t>(communicator.size()),
+                                           input.nbytes());
+      communicator.allgather(input.const_data_ptr(), data, bytes);
+    } else {
+      communicator.allreduce(data, data, what.count(), reduction_of(what, communicator));
+    }
+    written.finish();
+  };
+  present->launch(what, std::cref(enqueue), {}, promised);
+  return {std::move(present), output, std::move(written)};
+}
+
+std::shared_ptr<Engine> running(const std::weak_ptr<Engine>& engine) {
+  std::shared_ptr<Engine> present = engine.lock();
+  if (!present) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
+  return present;
+}
+
 namespace {
 
 /// Elements [begin, end) of a flat tensor.
@@ -136,7 +165,8 @@ void RunAhead::stand_in() {
     const at::Tensor zeros = zeros_for(state.planned);
     const auto ready = recorded_now(zeros.device());
     for (std::size_t i = 0; i < state.runs.size(); ++i) {
-      launch(state.runs[i], part_of(zeros, state.planned.runs[i]), ready);
+      const at::Tensor run = part_of(zeros, state.planned.runs[i]);
+      launch_plain(engine_, state.runs[i], run, run, ready);
     }
   }
 }
@@ -193,25 +223,8 @@ void RunAhead::launch(State& state) const {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < state.runs.size(); ++i) {
     const at::Tensor run = part_of(state.memory, state.planned.runs[i]);
-    state.launched.push_back(launch(state.runs[i], run, state.ready));
+    state.launched.push_back(launch_plain(engine_, state.runs[i], run, run, state.ready));
   }
-}
-
-/// Launches the allreduce of a plain tensor in place.
-Launched RunAhead::launch(const Fingerprint& what, const at::Tensor& tensor,
-                          std::shared_ptr<c10::Event> ready) const {
-  std::shared_ptr<Engine> engine = engine_.lock();
-  if (!engine) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
-  OutputEvent written(tensor.device(), std::move(ready));
-  const auto enqueue = [&](Communicator& communicator, Buffers&) {
-    written.begin();
-    keep_for_stream(tensor);
-    void* const data = tensor.mutable_data_ptr();
-    communicator.allreduce(data, data, what.count(), reduction_of(what, communicator));
-    written.finish();
-  };
-  engine->launch(what, std::cref(enqueue));
-  return {std::move(engine), tensor, std::move(written)};
 }
 
 std::function<void*(std::span<const std::int64_t>)> standing_in(

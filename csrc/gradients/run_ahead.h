@@ -51,6 +51,15 @@ Launched launch_allreduce(std::shared_ptr<Engine> engine, int size, const at::Te
                           int op, double prescale, double postscale,
                           const Engine::Interrupt& interrupt);
 
+/// The same of contiguous tensors of a device, after `ready`: an allreduce of `output` in place, or
+/// an allgather of one `input` a rank to `output`. `promised`: see Engine::launch().
+Launched launch_plain(const std::weak_ptr<Engine>& engine, const Fingerprint& what,
+                      const at::Tensor& input, const at::Tensor& output,
+                      std::shared_ptr<c10::Event> ready, bool promised = false);
+
+/// The engine. Throws Error(kInternal) if it was shut down.
+std::shared_ptr<Engine> running(const std::weak_ptr<Engine>& engine);
+
 /// One bucket of a plan. Equal on all ranks, except for the tensors.
 struct PlannedBucket {
   std::weak_ptr<GradientHooks> optimizer;  // which may be gone
@@ -123,8 +132,6 @@ class RunAhead {
   void close();
   void prepare(State& state) const;
   void launch(State& state) const;
-  Launched launch(const Fingerprint& what, const at::Tensor& tensor,
-                  std::shared_ptr<c10::Event> ready) const;
 
   const std::weak_ptr<Engine> engine_;
   std::mutex mutex_;  // guards the members below
