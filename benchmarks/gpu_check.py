@@ -1,306 +1,311 @@
-"""Checks torch_ring on a GPU, and times its cost in a training step there.
+"""Checks torch_ring on a GPU in ten minutes at most: the parts that tell most come first.
 
-    python benchmarks/gpu_check.py --json gpu.json python benchmarks/gpu_check.py --device cpu
-    --steps 2    # tries the script itself python benchmarks/gpu_check.py --device stand-in --steps
-    2    # ... the part for stand-ins
+    python benchmarks/gpu_check.py --output gpu          # in a checkout, which it builds
+    python benchmarks/gpu_check.py --parts deaths queue  # the build comes first; --list has all
+    python benchmarks/gpu_check.py --device stand-in     # tries the script, after `make doubles`
 
-It needs one GPU, torch and numpy; the checks need pytest, too. It lists the skipped parts.
+A part is a program with a deadline, at which it is killed with all processes that it has started.
+Its result is printed, and appended to results.jsonl in the folder of --output, as soon as it is
+known: a run that is cut has told what it has seen. log.txt there has the output of all parts.
+
+It needs a GPU, g++, and in Python torch, numpy, pytest, hypothesis, setuptools and ninja.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
+import ctypes
 import json
-import platform
-import shlex
-import statistics
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 590.0  # in which the whole run ends
+INTERRUPT = 0.9  # of a part's time: the rest is pytest's, to show failures
+LEAST = 0.1  # of a part's time: with less left, it does not begin
+KILL_S = 10.0  # in which killed processes end, unless a driver hangs
+TAIL_LINES = 40  # of the log, printed after a failure
+PR_SET_CHILD_SUBREAPER = 36
+MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE=1"  # NCCL 2.30 and newer: ranks of a host may share a GPU
 
-import torch_ring as hvd
-
-ROOT = Path(__file__).parent.parent
-CHECKS_TIMEOUT_S = 420.0  # leaves time to measure in ten minutes
-RANKS_TIMEOUT_S = 120.0
-RANKS = {2: "with times", 4: "only checked"}  # on one GPU
-WARM_UP_ROUNDS = 2  # cuDNN chooses algorithms, DDP and torch_ring plan buckets again
-CLASSES = 1000
-Step = Callable[[], None]
+MACHINE = """
+import platform, torch, torch_ring
+on_gpu = {on_gpu}
+print("# torch", torch.__version__, "torch_ring", torch_ring.__version__, "Python",
+      platform.python_version())
+if on_gpu:
+    print("#", torch.cuda.get_device_name(), "CUDA", torch.version.cuda,
+          "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+"""
 
 
 @dataclass(frozen=True)
-class Row:
-    """The time of a step of one variant; the ratios are to plain torch."""
+class Part:
+    """A program of the check.
 
-    variant: str
-    host_ms: float  # until the step returns
-    step_ms: float  # until the device is done, for steps back to back
-    host_ratio: float
-    step_ratio: float
+    Attributes:
+        seconds: its deadline, which counts from its start.
+        command: the program on a GPU.
+        on_stand_in: the program on stand-ins, or the reason for which there is none.
+    """
 
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cuda", "cpu", "stand-in"], default="cuda")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--steps", type=int, default=10, help="in a round")
-    parser.add_argument("--rounds", type=int, default=9, help="each variant is timed once a round")
-    parser.add_argument("--no-checks", action="store_true", help="only measure")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    return parser.parse_args()
+    name: str
+    seconds: float
+    shows: str
+    command: Sequence[str]
+    on_stand_in: Sequence[str] | str
 
 
-# --- the checks
+@dataclass(frozen=True)
+class Result:
+    """The end of a part; `said` has its lines that begin with #, and its last line."""
+
+    part: str
+    verdict: str
+    seconds: float
+    said: list[str]
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict in ("passed", "skipped")
 
 
-def check() -> dict[str, str | list[str]]:
-    """Run the tests for GPUs, show their output, and return it with the verdict."""
-    if importlib.util.find_spec("pytest") is None:
-        verdict = f"not run: there is no pytest for {sys.executable}"
-        print(f"# checks {verdict}", flush=True)
-        return {"verdict": verdict, "output": []}
-    command = [sys.executable, "-m", "pytest", "-v", "--durations=10", "tests/gpu"]
-    pytest = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    late = threading.Timer(CHECKS_TIMEOUT_S, pytest.kill)
-    late.start()
-    output = []
-    assert pytest.stdout is not None
-    for text in pytest.stdout:
-        print(text, end="", flush=True)
-        output.append(text.rstrip())
-    status = pytest.wait()
-    late.cancel()
-    verdict = {0: "passed", -9: f"killed after {CHECKS_TIMEOUT_S:g} s"}.get(status, "failed")
-    print(f"# checks {verdict}: {output[-1] if output else ''}", flush=True)
-    return {"verdict": verdict, "output": output}
+# --- the parts
 
 
-# --- ResNet-50 as torchvision has it, for machines without torchvision
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
 
 
-class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            *convolution(inputs, width, 1),
-            nn.ReLU(inplace=True),
-            *convolution(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *convolution(width, outputs, 1),
-        )
-        same = inputs == outputs
-        self.shortcut = (
-            nn.Identity() if same else nn.Sequential(*convolution(inputs, outputs, 1, stride))
-        )
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return F.relu(self.body(batch) + self.shortcut(batch), inplace=True)
+def suite(names: str, *environment: str, place: str = "tests/gpu") -> list[str]:
+    """Return the command that runs the tests of those names, and shows what they print."""
+    options = ["-v", "-rP", "--tb=short", "--durations=5", "-k", names]
+    return ["env", *environment, *python("-m", "pytest", place, *options)]
 
 
-def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> Iterator[nn.Module]:
-    yield nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-    yield nn.BatchNorm2d(outputs)
+def doubles(names: str) -> list[str]:
+    return suite(names, place="tests/device/test_hardships.py")
 
 
-def resnet50(width: int) -> nn.Module:
-    """Return a ResNet-50; its usual `width` is 64."""
-    layers = [*convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
-    inputs = width
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            inside = width << stage
-            layers.append(Bottleneck(inputs, inside, 2 if stage > 0 and block == 0 else 1))
-            inputs = 4 * inside
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES)]
-    return nn.Sequential(*layers)
+def ranks(size: int, *arguments: str) -> list[str]:
+    """Return the command that times training steps on `size` ranks."""
+    program = ["benchmarks/gpu_ranks.py", *arguments]
+    return python("-m", "torch.distributed.run", "--nproc-per-node", str(size), *program)
 
 
-# --- the measurement
+QUICK = ("--steps", "1", "--rounds", "1")
+
+PARTS = [
+    Part(
+        "build",
+        180,
+        "torch_ring is built by g++ and imported; the machine",
+        [
+            *("sh", "-c", '"$0" setup.py build_ext --inplace && exec "$0" -c "$1"'),
+            *(sys.executable, MACHINE.format(on_gpu=True)),
+        ],
+        python("-c", MACHINE.format(on_gpu=False)),
+    ),
+    Part(
+        "one-rank",
+        75,
+        "one rank: dtypes, operators, 2^31 + 5 elements, a device-side assertion",
+        suite("[1 and (check_ or many_elements or assertion)"),
+        doubles("[1 and (many_elements or assertion)"),
+    ),
+    Part(
+        "two-ranks",
+        60,
+        "2 ranks: 200 allreduces, 64 buckets; calls of ncclCommGetAsyncError counted",
+        suite("polls or ([2 and (many_elements or assertion or compare_with_ddp))"),
+        doubles("polls"),
+    ),
+    Part(
+        "buckets",
+        60,
+        "2 ranks: a step with 64 buckets beside DDP: weights, the host's time",
+        ranks(2, "--model", "buckets"),
+        ranks(2, "--model", "buckets", "--device", "stand-in", *QUICK),
+    ),
+    Part(
+        "four-ranks",
+        180,
+        "4 ranks: all device programs",
+        suite("[4"),
+        suite("check_booleans or init_again", place="tests/device/test_device_programs.py"),
+    ),
+    Part(
+        "deaths",
+        120,
+        "a rank stopped for 20 s, killed in an allreduce that spins; the others go on; three times",
+        suite("stopped or killed or survivors"),
+        doubles("stopped"),
+    ),
+    Part(
+        "ahead",
+        75,
+        "2 ranks that run ahead: the bits of agreed passes, also with 300 sizes of buckets",
+        suite("bucket_sizes or planned"),
+        doubles("bucket_sizes"),
+    ),
+    Part(
+        "queue",
+        45,
+        "3,000 small kernels before each bucket, and a rank that is 2 s late",
+        suite("launch_queue"),
+        doubles("launch_queue"),
+    ),
+    Part(
+        "graphs",
+        120,
+        "a capture in another thread, make_graphed_callables, torch.compile with reduce-overhead",
+        suite("graph or capture or compiled"),
+        "a stand-in has neither graphs nor a compiler",
+    ),
+    Part(
+        "local-peers",
+        90,
+        "2 ranks without NCCL_HOSTID (NCCL 2.30): local peers, P2P, a destroy of several ranks",
+        suite("[2", MULTI_RANK),
+        "NCCL's stand-in has one way between ranks",
+    ),
+    Part(
+        "resnet50",
+        90,
+        "one rank: a step of ResNet-50 beside torch and DDP",
+        ranks(1, "--model", "resnet50", "--rounds", "5"),
+        ranks(1, "--model", "resnet50", "--device", "cpu", *QUICK),
+    ),
+]
 
 
-def steps_of(args: argparse.Namespace) -> dict[str, Step]:
-    """Return a training step of each variant: its own model, the same batch."""
-    on_gpu = args.device == "cuda"
-    width, edge = (64, 224) if on_gpu else (8, 32)
-    images = torch.randn(args.batch, 3, edge, edge, device=args.device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(CLASSES, (args.batch,), device=args.device)
-
-    def step_of(variant: str) -> Step:
-        torch.manual_seed(0)
-        model = resnet50(width).to(args.device, memory_format=torch.channels_last)
-        if variant == "ddp":
-            model = DistributedDataParallel(model)
-        optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
-        if variant == "torch_ring":
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with torch.autocast(args.device, torch.bfloat16, enabled=args.bf16):
-                loss = F.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-
-        return step
-
-    return {variant: step_of(variant) for variant in ("torch", "ddp", "torch_ring")}
+# --- their runs
 
 
-def host_ms(step: Step, steps: int, synchronize: Step) -> float:
-    """Return the median time until a step returns, on an idle device."""
-    times = []
-    for _ in range(steps):
-        synchronize()
-        begun = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times) * 1e3
+def check(
+    parts: Sequence[Part], device: str, seconds: float, folder: Path, patience: float = 1.0
+) -> int:
+    """Run the parts, of which the first is needed by the others; return the exit status."""
+    # Orphans of a part become children of this process, which ends them.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` lets parts ignore it
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + seconds
+    results: list[Result] = []
+    for part in parts:
+        command = part.command if device == "cuda" else part.on_stand_in
+        left = end - time.monotonic()
+        if isinstance(command, str):
+            result = Result(part.name, "skipped", 0.0, [command])
+        elif results and not results[0].is_good:
+            result = Result(part.name, "not run", 0.0, [f"{parts[0].name} has not passed"])
+        elif left < LEAST * part.seconds:
+            result = Result(part.name, "not run", 0.0, [f"the {seconds:g} s are over"])
+        else:
+            deadline_s = min(patience * part.seconds, left)
+            result = run(part.name, command, deadline_s, folder / "log.txt")
+        report(result, folder / "results.jsonl")
+        results.append(result)
+    return int(not all(result.is_good for result in results))
 
 
-def step_ms(step: Step, steps: int, synchronize: Step) -> float:
-    """Return the time of a step among many, without a wait for the device between them."""
-    synchronize()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronize()
-    return (time.perf_counter() - begun) / steps * 1e3
+def run(name: str, command: Sequence[str], seconds: float, log: Path) -> Result:
+    """Run a program until its deadline, and end all processes that it leaves."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    begun = time.monotonic()
+    with log.open("ab") as output:
+        before = output.tell()
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+        try:
+            verdict = verdict_of(process.wait(INTERRUPT * seconds))
+        except subprocess.TimeoutExpired:
+            verdict = f"late: ended after {seconds:.0f} s"
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait((1 - INTERRUPT) * seconds)
+        finally:
+            left = end_children(process)
+    lines = log.read_bytes()[before:].decode(errors="replace").splitlines()
+    lines = [line.rstrip() for line in lines if line.strip()]
+    said = [line for line in lines[:-1] if line.startswith("#")] + [
+        s.strip("= ") for s in lines[-1:]
+    ]
+    if left:
+        said.append(f"processes that cannot be killed: {left}")
+    counts = re.findall(r"\d+ (passed|skipped)", said[-1]) if said else []
+    if verdict == "passed" and counts == ["skipped"]:
+        verdict = "skipped"  # by pytest, which says why
+    elif verdict != "passed":
+        print(*lines[-TAIL_LINES:], sep="\n", flush=True)
+    return Result(name, verdict, round(time.monotonic() - begun, 1), said)
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
-    """Time the variants in turns, so that other load on the machine slows all of them."""
-    steps, synchronize = steps_of(args), torch.get_device_module(args.device).synchronize
-    host: dict[str, list[float]] = {variant: [] for variant in steps}
-    whole: dict[str, list[float]] = {variant: [] for variant in steps}
-    for turn in range(WARM_UP_ROUNDS + args.rounds):
-        for variant, step in steps.items():
-            one = host_ms(step, args.steps, synchronize)
-            many = step_ms(step, args.steps, synchronize)
-            if turn >= WARM_UP_ROUNDS:
-                host[variant].append(one)
-                whole[variant].append(many)
-    medians = {v: (statistics.median(host[v]), statistics.median(whole[v])) for v in steps}
-    plain = medians["torch"]
-    return [Row(v, *ms, ms[0] / plain[0], ms[1] / plain[1]) for v, ms in medians.items()]
+def verdict_of(status: int) -> str:
+    if status < 0:
+        return f"died: {signal.Signals(-status).name}"
+    return f"failed: exit status {status}" if status else "passed"
 
 
-# --- several ranks on one device
+def end_children(process: subprocess.Popen[bytes]) -> list[int]:
+    """Kill all children of this process, and theirs; return those that do not die."""
+    end = time.monotonic() + KILL_S
+    while (left := children()) and time.monotonic() < end:
+        for child in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        process.poll()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+    return left
 
 
-def run_ranks(args: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """Run gpu_ranks.py with 2 and 4 ranks, show its output, and return its reports."""
-    reports = {}
-    for size in RANKS:
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report.json"
-            reports[size] = run_ranks_of(size, args, report)
-    return reports
-
-
-def run_ranks_of(size: int, args: argparse.Namespace, report: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-    command += [str(Path(__file__).with_name("gpu_ranks.py")), "--device", args.device]
-    command += ["--steps", str(args.steps), "--rounds", str(args.rounds), "--json", str(report)]
-    if RANKS[size] == "only checked":
-        command.append("--no-times")
-    try:
-        ended = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=RANKS_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        verdict = f"failed: not done after {RANKS_TIMEOUT_S:g} s"
-        print(f"# {size} ranks on one {args.device}: {verdict}", flush=True)
-        return {"training": [verdict]}
-    print(ended.stdout, end="", flush=True)
-    if not report.exists():
-        verdict = f"failed: exit status {ended.returncode}"
-        print(f"# {size} ranks on one {args.device}: {verdict}", flush=True)
-        return {"training": [verdict]}
-    found: dict[str, Any] = json.loads(report.read_text())
+def children() -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(stat.parent.name))
     return found
 
 
-def machine(device: str) -> dict[str, str]:
-    """Return the facts on which the numbers depend."""
-    nccl = "none"
-    if device == "cuda":
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "torch_ring": hvd.__version__,
-        "nccl": nccl,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-    }
-
-
-def table(args: argparse.Namespace, facts: dict[str, str], rows: list[Row]) -> Iterator[str]:
-    yield "# " + ", ".join(f"{key} {value}" for key, value in facts.items())
-    dtype = "bfloat16 autocast" if args.bf16 else "float32"
-    model = "ResNet-50" if args.device == "cuda" else "an eighth of ResNet-50"
-    yield f"# {model}, batch {args.batch}, channels_last, {dtype}, one rank, SGD with momentum"
-    yield f"#{'':>11}{'host':>10}{'step':>10}{'host':>9}{'step':>9}"
-    yield f"#{'':>11}{'(ms)':>10}{'(ms)':>10}{'ratio':>9}{'ratio':>9}"
-    for row in rows:
-        times = f"{row.host_ms:>10.3f}{row.step_ms:>10.3f}"
-        yield f"{row.variant:>12}{times}{row.host_ratio:>9.3f}{row.step_ratio:>9.3f}"
+def report(result: Result, file: Path) -> None:
+    print(f"{result.verdict:<28} {result.part:<12} {result.seconds:>6.1f} s", flush=True)
+    print(*(f"    {line}" for line in result.said), sep="\n", flush=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(asdict(result)) + "\n")
 
 
 def main() -> int:
-    args = parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU here; --device cpu tries the script", file=sys.stderr)
-        return 1
-    checks = {"verdict": "not asked for", "output": []} if args.no_checks else check()
-    ranks = run_ranks(args)
-    facts, rows = machine(args.device), measure_alone(args)
-    if rows:
-        print(*table(args, facts, rows), sep="\n")
-    else:
-        print("# one rank, ResNet-50, DDP: skipped, as a stand-in has neither", flush=True)
-    if args.json:
-        command = shlex.join(sys.argv)
-        report = {"command": command, "machine": facts, "checks": checks, "rows": rows}
-        report["ranks"] = ranks
-        args.json.write_text(json.dumps(report, default=asdict, indent=1) + "\n")
-    has_failed = any(report["training"] != ["passed"] for report in ranks.values())
-    return int(has_failed or checks["verdict"].startswith(("failed", "killed")))
-
-
-def measure_alone(args: argparse.Namespace) -> list[Row]:
-    """Measure with one rank; nothing on a stand-in."""
-    if args.device == "stand-in":
-        return []
-    hvd.init()
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rows = measure(args)
-    dist.destroy_process_group()
-    hvd.shutdown()
-    return rows
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "stand-in"], default="cuda")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART")
+    parser.add_argument("--list", action="store_true", help="list the parts")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies the deadlines")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: a new one in /tmp")
+    args = parser.parse_args()
+    if args.list:
+        print(*(f"{p.name:<12} {p.seconds:>4.0f} s  {p.shows}" for p in PARTS), sep="\n")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part, too
+    folder = args.output or Path(tempfile.mkdtemp(prefix="gpu_check-"))
+    print(f"results in {folder.resolve()}", flush=True)
+    parts = [part for part in PARTS if part is PARTS[0] or part.name in args.parts]
+    return check(parts, args.device, args.seconds, folder, args.patience)
 
 
 if __name__ == "__main__":

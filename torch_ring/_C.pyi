@@ -706,8 +706,12 @@ class Work:
     """The pending result of a submitted collective."""
 
     def done(self) -> bool: ...
-    def wait(self) -> Tensor:
-        """Block (interruptible, GIL released) and return the output tensor, or raise its error."""
+    def wait(self, waited: Work | None = None) -> Tensor:
+        """Block (interruptible, GIL released) and return the output tensor, or raise its error.
+
+        On a device the current stream waits for the output. `waited`: another work for which that
+        stream waits already.
+        """
 
     def received_splits(self) -> list[int]:
         """Return the rows received from each rank by an allgather or alltoall."""
@@ -823,6 +827,31 @@ def launch_allreduce(
         InvalidArgumentError: the tensor is not on a device, or cannot be reduced so.
         RingError: nothing was reduced on the device before; the fatal cause.
     """
+
+class PromisedLaunches:
+    """Collectives that the ranks agree upon in advance (csrc/gradients/promised_launches.h)."""
+
+    def __init__(self, engine: Engine) -> None: ...
+    def begin(
+        self, promised: Sequence[tuple[bool, int, bool]], like: Tensor, in_backward: bool
+    ) -> None:
+        """Begin a series on the device of `like`, and watch this rank's other requests.
+
+        `promised`: for each collective, whether it is an allgather (else a sum), its number of
+        elements, and whether they are float64 (else float32). None: the series is not promised.
+        """
+
+    def is_interrupted(self) -> bool:
+        """Return whether this rank has requested anything else since `begin`."""
+
+    def launch(self, tensor: Tensor, gathers: bool) -> Launch | None:
+        """Launch the next promised collective; None: it is another one, or there is none left."""
+
+    def end(self) -> int:
+        """Launch NaN for what is left of the promise; return the number of its collectives."""
+
+    def place(self) -> int:
+        """Return the number of launches so far; -1: a request is not on the device yet."""
 
 class RunAhead:
     """Launches the buckets of planned backward passes (csrc/gradients/run_ahead.h).

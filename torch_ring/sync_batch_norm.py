@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from torch_ring.collectives.allgather import allgather
 from torch_ring.collectives.allreduce import allreduce
+from torch_ring.collectives.promised_series import series_of
 from torch_ring.collectives.reduce_op import Sum
-from torch_ring.world.process_set import ProcessSet, global_process_set
+from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -25,10 +25,12 @@ class SyncBatchNorm(_BatchNorm):
     output, the gradient of the input and the running statistics equal those of one process with the
     joined batch. The gradients of weight and bias are this rank's part of the sum, which
     DistributedOptimizer reduces like any other gradient. Every rank must run forward, and backward,
-    equally often. Gradients can be differentiated again (``create_graph=True``).
+    equally often; one that has called `join` counts as an empty batch. Gradients can be
+    differentiated again (``create_graph=True``).
 
     Cost: an allgather of 2 C + 1 float64 numbers in forward; in backward an allreduce of 2 C
-    numbers, float32, or float64 for a float64 input.
+    numbers, float32, or float64 for a float64 input. On a GPU, passes that repeat themselves agree
+    once for many layers (docs/internals/devices.md#promised-series).
 
     Under ``torch.utils.checkpoint`` forward runs twice, and updates the running statistics once.
 
@@ -94,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
             return F.batch_norm(input, mean, variance, self.weight, self.bias, True, 0.0, self.eps)
         self._check_input_dim(input)
         output, mean, variance, count = _Normalize.apply(
-            input, self.weight, self.bias, self.eps, self.process_set
+            input, self.weight, self.bias, self.eps, self.process_set, id(self)
         )
         if self.track_running_stats and self.running_mean is not None and not is_again:
             self._track(mean, variance * (count / (count - 1)))
@@ -195,23 +197,23 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         process_set: ProcessSet,
-    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        layer: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = _wide(x)
-        mean, variance, count = _joint_statistics(wide, process_set)
-        if count <= 1:
-            raise ValueError(f"more than one value per channel is needed in training: {x.shape}")
+        mean, variance, count = _joint_statistics(wide, process_set, layer)
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.has_bias = bias is not None
         ctx.eps = eps
         ctx.count = count
         ctx.process_set = process_set
+        ctx.layer = layer
         normalized = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
         if weight is not None:
             normalized = normalized * _per_channel(weight, x)
         if bias is not None:
             normalized = normalized + _per_channel(bias, x)
-        ctx.mark_non_differentiable(mean, variance)
+        ctx.mark_non_differentiable(mean, variance, count)
         return normalized.to(x.dtype), mean, variance, count
 
     @staticmethod
@@ -231,7 +233,7 @@ class _Normalize(torch.autograd.Function):
         through = _per_channel(total[0], x) + centred * _per_channel(total[1] * scale**2, x)
         factor = scale if weight is None else scale * weight
         input_gradient = (gradient - through) * _per_channel(factor, x)
-        return input_gradient.to(x.dtype), weight_gradient, bias_gradient, None, None
+        return input_gradient.to(x.dtype), weight_gradient, bias_gradient, None, None, None
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -249,8 +251,11 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 def _mean_of_ranks(sums: Tensor, ctx: Any) -> Tensor:
     """Return the sum over ranks divided by the number of values in a channel; differentiable."""
-    count: float = ctx.count
-    return allreduce(sums, op=Sum, process_set=ctx.process_set) / count
+    count: Tensor = ctx.count
+    series = None if torch.is_grad_enabled() else series_of(ctx.process_set, sums)
+    if series is None:
+        return allreduce(sums, op=Sum, process_set=ctx.process_set) / count
+    return series.sum(sums.clone(), ctx.layer) / count
 
 
 def _differentiable_statistics(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
@@ -261,12 +266,15 @@ def _differentiable_statistics(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
     return mean, torch.rsqrt(variance + ctx.eps)
 
 
-def _joint_statistics(x: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, float]:
+def _joint_statistics(
+    x: Tensor, process_set: ProcessSet, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and biased variance of each channel, and the number of its values on all ranks.
 
     They are computed from each rank's count, mean and sum of squared deviations (T. Chan, G. Golub
     and R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
-    1979), a method that stays exact when the mean is large.
+    1979), a method that stays exact when the mean is large. A rank that has joined counts as one
+    with an empty batch. On a device the host does not wait for them.
     """
     channels = x.shape[1]
     own_count = x.numel() // channels if channels else 0
@@ -274,11 +282,16 @@ def _joint_statistics(x: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tenso
     if own_count:
         variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
         own = torch.cat([own.new_tensor([own_count]), mean.double(), variance.double() * own_count])
-    rows = allgather(own.unsqueeze(0), process_set=process_set)
+    series = series_of(process_set, own)
+    if series is None:
+        engine = engine_of(process_set)
+        rows = engine.allgather(own.unsqueeze(0), "", True, joinable=True).wait()
+    else:
+        rows = series.gather(own, layer)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
-    count = float(counts.sum())
-    if not count:
-        return means[0].to(x.dtype), squares[0].to(x.dtype), count
+    count = counts.sum()
+    if own_count <= 1 and float(count) <= 1:
+        raise ValueError(f"more than one value per channel is needed in training: {x.shape}")
     mean = (counts * means).sum(0) / count
     squares = (squares + counts * (means - mean) ** 2).sum(0)
     return mean.to(x.dtype), (squares / count).to(x.dtype), count

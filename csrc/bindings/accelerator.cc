@@ -110,27 +110,62 @@ void keep_for_stream(const at::Tensor& tensor) {
   if (enqueued_now) enqueued_now->kept.push_back(tensor);
 }
 
-OutputEvent::OutputEvent(c10::Device device)
-    : device_(device), event_(std::make_shared<c10::Event>(device.type())) {}
+std::shared_ptr<c10::Event> recorded_now(c10::Device device) {
+  struct Pool {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<c10::Event>> events;
+  };
+  static auto* const pool = new Pool;  // never destroyed: events outlive everything else
+  const auto give_back = [](c10::Event* event) {
+    const std::scoped_lock lock(pool->mutex);
+    pool->events.emplace_back(event);
+  };
+  std::unique_ptr<c10::Event> event;
+  {
+    const std::scoped_lock lock(pool->mutex);
+    while (!pool->events.empty() && !event) {
+      event = std::move(pool->events.back());
+      pool->events.pop_back();
+      if (event->device() != device) event.reset();  // of a device that was used before
+    }
+  }
+  if (!event) event = std::make_unique<c10::Event>(device.type());
+  event->record(current_stream(device));
+  return {event.release(), give_back};
+}
+
+OutputEvent::OutputEvent(c10::Device device, std::shared_ptr<c10::Event> ready)
+    : events_(std::make_shared<Events>(Events{device, std::move(ready)})),
+      home_(current_stream(device)) {}
+
+void OutputEvent::Events::begin() const {
+  std::vector<std::shared_ptr<c10::Event>>& awaited = enqueued_now->awaited;
+  if (!awaited.empty() && awaited.back() == ready) return;  // of the same group
+  torch_call([&] { ready->block(current_stream(device)); });
+  awaited.push_back(ready);
+}
+
+void OutputEvent::Events::finish() { end = enqueued_now->end; }
 
 void OutputEvent::follow(Request& request) {
-  const auto ready = std::make_shared<c10::Event>(device_.type());
-  ready->record(current_stream(device_));
-  if (!request.allocate) home_ = current_stream(device_);
-  request.begin = [ready, device = device_, begin = std::move(request.begin)] {
+  if (request.allocate) home_.reset();
+  request.begin = [events = events_, begin = std::move(request.begin)] {
     if (begin) begin();
-    torch_call([&] { ready->block(current_stream(device)); });
-    if (enqueued_now) enqueued_now->awaited.push_back(ready);
+    events->begin();
   };
-  request.finish = [event = event_, device = device_, finish = std::move(request.finish)] {
+  request.finish = [events = events_, finish = std::move(request.finish)] {
     if (finish) finish();
-    torch_call([&] { event->record(current_stream(device)); });
+    events->finish();
   };
 }
 
-void OutputEvent::wait(const at::Tensor& output) const {
-  const c10::Stream stream = current_stream(device_);
-  event_->block(stream);
+void OutputEvent::wait(const at::Tensor& output, const OutputEvent* waited) const {
+  const c10::Stream stream = current_stream(events_->device);
+  const WorkEnd* const end = events_->end.get();
+  const WorkEnd* const before = waited ? waited->events_->end.get() : nullptr;
+  const bool waits =
+      before && end && before->stream == end->stream && before->number >= end->number;
+  if (end && !waits) end->event->block(stream);
   if (home_ != stream) record_on_stream(output, stream);
 }
 
@@ -201,7 +236,7 @@ class Accelerator final : public Device, public Buffers {
     const auto patience = std::min(patience_.config.transfer_timeout(), kLastWork);
     if (released && (batches_.empty() || has_drained(patience))) return;
     // NCCL hangs, or the device does: the memory that they may still write to is leaked.
-    new std::deque<Batch>(std::move(batches_));
+    new std::deque<EnqueuedWork>(std::move(batches_));
     new at::Tensor(std::move(buffer_));
   }
 
@@ -212,10 +247,11 @@ class Accelerator final : public Device, public Buffers {
     torch_call([&] {
       const StreamScope now(stream_);
       if (batches_.empty()) begin_next(Clock::now());
-      Batch& batch = batches_.emplace_back(stream_.device_type());
-      const EnqueueingScope enqueueing(batch.work);
+      EnqueuedWork& batch = batches_.emplace_back();
+      batch.end = std::make_shared<WorkEnd>(WorkEnd{stream_, ++enqueued_});
+      const EnqueueingScope enqueueing(batch);
       enqueue();  // after an error the stream is given up; the batch stays
-      batch.done.record(stream_);
+      batch.end->event = recorded_now(stream_.device());
     });
   }
 
@@ -224,7 +260,7 @@ class Accelerator final : public Device, public Buffers {
     torch_call([&] {
       const StreamScope now(stream_);
       communicator_->check();
-      while (!batches_.empty() && batches_.front().done.query()) {
+      while (!batches_.empty() && has_ended(batches_.front())) {
         batches_.pop_front();
         begin_next(Clock::now());
       }
@@ -313,12 +349,9 @@ class Accelerator final : public Device, public Buffers {
     return device;
   }
 
-  /// The work that one use() enqueued, and its end.
-  struct Batch {
-    explicit Batch(c10::DeviceType type) : done(type) {}
-    c10::Event done;
-    EnqueuedWork work;
-  };
+  static bool has_ended(const EnqueuedWork& batch) {
+    return batch.end->event && batch.end->event->query();
+  }
 
   /// The device goes on to the next batch.
   void begin_next(Clock::time_point now) {
@@ -330,7 +363,7 @@ class Accelerator final : public Device, public Buffers {
   /// only then does the batch wait for other ranks.
   void check_stall(Clock::time_point now) {
     const auto ready = [](const auto& event) { return event->query(); };
-    const auto& awaited = batches_.front().work.awaited;
+    const auto& awaited = batches_.front().awaited;
     if (!reached_ && std::all_of(awaited.begin(), awaited.end(), ready)) reached_ = now;
     const auto timeout = patience_.config.timeout;
     const auto warning = patience_.config.stall_warning;
@@ -374,7 +407,8 @@ class Accelerator final : public Device, public Buffers {
   const c10::Stream stream_;
   const DevicePatience patience_;
   const nccl::Api api_;
-  std::deque<Batch> batches_;  // pending ones, in the order of the stream
+  std::uint64_t enqueued_ = 0;        // batches: one for each use()
+  std::deque<EnqueuedWork> batches_;  // pending ones, in the order of the stream
   // Of the first batch: when it became the first, and when the device was seen to have reached it.
   Clock::time_point since_;
   std::optional<Clock::time_point> reached_;

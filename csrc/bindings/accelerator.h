@@ -50,10 +50,22 @@ class Producers {
   std::vector<c10::Stream> streams_;  // each once
 };
 
+/// An event, recorded now on the current stream. It comes from a pool, to which it returns with its
+/// last reference, so that the driver need not make and free one for each operation. Thread: any.
+std::shared_ptr<c10::Event> recorded_now(c10::Device device);
+
+/// The end of work that is enqueued together on a stream.
+struct WorkEnd {
+  const c10::Stream stream;
+  const std::uint64_t number;                   // in the order of the stream
+  std::shared_ptr<c10::Event> event = nullptr;  // null until all of the work is enqueued
+};
+
 /// Work that one thread enqueues on a device's stream.
 struct EnqueuedWork {
   std::vector<at::Tensor> kept;                      // the tensors that it uses
   std::vector<std::shared_ptr<c10::Event>> awaited;  // events of other streams
+  std::shared_ptr<WorkEnd> end;
 };
 
 /// While this lives, keep_for_stream() and OutputEvent note in `work` what this thread enqueues.
@@ -69,24 +81,39 @@ class EnqueueingScope {
 /// the host.
 void keep_for_stream(const at::Tensor& tensor);
 
-/// An event on the collectives' stream, recorded when a request's output on a device is written.
+/// The events before and after a request's work on a device.
 class OutputEvent {
  public:
-  explicit OutputEvent(c10::Device device);
+  /// `ready`: recorded when the input is there. The requests of a group share it.
+  OutputEvent(c10::Device device, std::shared_ptr<c10::Event> ready);
 
-  /// Makes the request wait for the work that is on the current stream now, and this event for the
-  /// request. The host waits for neither.
+  /// Makes the request wait for its input, and this event for the request. The host waits for
+  /// neither.
   void follow(Request& request);
+
+  // The same without a request, before and after the work is enqueued. Thread: one in an
+  // EnqueueingScope.
+  void begin() const { events_->begin(); }
+  void finish() const { events_->finish(); }
 
   /// Whether the output has been written. Call this and wait() only when the request's Work is
   /// done, which means that its device work is enqueued.
-  bool query() const { return event_->query(); }
+  bool query() const { return !events_->end || events_->end->event->query(); }
   /// Makes the current stream wait for the output, and keeps `output` alive for that stream's work.
-  void wait(const at::Tensor& output) const;
+  /// `waited`: another one for which that stream waits already; may be null.
+  void wait(const at::Tensor& output, const OutputEvent* waited = nullptr) const;
 
  private:
-  c10::Device device_;
-  std::shared_ptr<c10::Event> event_;
+  struct Events {
+    void begin() const;
+    void finish();
+
+    c10::Device device;
+    std::shared_ptr<c10::Event> ready;
+    std::shared_ptr<WorkEnd> end = nullptr;  // of the work with which the output is written
+  };
+
+  std::shared_ptr<Events> events_;
   std::optional<c10::Stream> home_;  // the stream of the output's allocation, if the caller made it
 };
 

@@ -46,7 +46,7 @@ void bind_engine(py::module_& module) {
   bind_records(module);
   py::class_<PyWork>(module, "Work")
       .def("done", &PyWork::done)
-      .def("wait", &PyWork::wait)
+      .def("wait", &PyWork::wait, py::arg("waited") = nullptr)
       .def("received_splits", &PyWork::received_splits);
   bind_messages(module);
   py::class_<Words>(module, "Words")

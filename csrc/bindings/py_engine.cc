@@ -335,15 +335,12 @@ std::shared_ptr<Engine> PyEngine::running() const {
   return engine_;
 }
 
-void PyEngine::prepare(Request& request, Result& result, c10::Device device) const {
-  if (request.fingerprint.on_host()) return;
-  result.output_event.emplace(device).follow(request);
-}
-
 PyWork PyEngine::submit(Request request, std::shared_ptr<Result> result, c10::Device device,
                         bool blocking) const {
   const std::shared_ptr<Engine> engine = running();
-  prepare(request, *result, device);
+  if (!request.fingerprint.on_host()) {
+    result->output_event.emplace(device, recorded_now(device)).follow(request);
+  }
   std::shared_ptr<Work> work;
   {
     const BlockingCall no_gil;
@@ -355,10 +352,14 @@ PyWork PyEngine::submit(Request request, std::shared_ptr<Result> result, c10::De
 std::vector<PyWork> PyEngine::submit(std::vector<GroupedRequest> members, bool blocking) const {
   const std::shared_ptr<Engine> engine = running();
   std::vector<Request> requests;
+  std::shared_ptr<c10::Event> ready;  // of all
   for (GroupedRequest& member : members) {
     const auto count = static_cast<std::uint32_t>(members.size());
     member.request.fingerprint.group = count > 1 ? count : 0;
-    prepare(member.request, *member.result, member.device);
+    if (!member.request.fingerprint.on_host()) {
+      if (!ready) ready = recorded_now(member.device);
+      member.result->output_event.emplace(member.device, ready).follow(member.request);
+    }
     requests.push_back(std::move(member.request));
   }
   std::vector<std::shared_ptr<Work>> works;

@@ -55,15 +55,18 @@ class PyWork {
   }
 
   /// Waits, and returns the output. On a device the current stream waits for the output; the host
-  /// waits only until it is enqueued.
-  at::Tensor wait() const {
+  /// waits only until it is enqueued. `waited`: another work for which the current stream waits
+  /// already; may be null.
+  at::Tensor wait(const PyWork* waited = nullptr) const {
     {
       const BlockingCall no_gil;
       engine_->wait(*work_, kCheckSignals);
     }
     if (result_->output_event) {
       engine_->check();
-      result_->output_event->wait(result_->tensor);
+      const auto* const other = waited ? waited->result_.get() : nullptr;
+      result_->output_event->wait(result_->tensor,
+                                  other && other->output_event ? &*other->output_event : nullptr);
     }
     return result_->tensor;
   }
@@ -209,8 +212,6 @@ class PyEngine {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
-  void prepare(Request& request, Result& result, c10::Device device) const;
-
   PyWork submit(Request request, std::shared_ptr<Result> result, c10::Device device,
                 bool blocking) const;
 

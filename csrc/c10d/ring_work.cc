@@ -176,10 +176,11 @@ PendingCollective::PendingCollective(std::shared_ptr<Engine> engine, C10dOperati
       late_error_(std::move(operation.late_error)) {
   const std::vector<c10::Device> devices = devices_of(outputs_);
   for (const at::Tensor& output : outputs_) DeviceChoice::of_process()->use(output.device());
+  std::shared_ptr<c10::Event> ready;  // of all
   for (Request& request : operation.requests) {
     if (devices.empty() || request.fingerprint.on_host()) continue;
-    events_.emplace_back(devices.front());
-    events_.back().follow(request);
+    if (!ready) ready = recorded_now(devices.front());
+    events_.emplace_back(devices.front(), ready).follow(request);
   }
   works_ = engine_->submit(std::move(operation.requests), mode);
 }
@@ -207,8 +208,12 @@ void PendingCollective::wait(OperationDeadline deadline) const {
 void PendingCollective::synchronize() const {
   if (events_.empty()) return;
   engine_->check();
+  const OutputEvent* waited = nullptr;
   for (const OutputEvent& event : events_) {
-    for (const at::Tensor& output : outputs_) event.wait(output);
+    for (const at::Tensor& output : outputs_) {
+      event.wait(output, waited);
+      waited = &event;
+    }
   }
 }
 

@@ -235,11 +235,13 @@ class DeviceExecutor {
   /// Precondition: exists(), and the thread has a pass.
   Buffers& buffers() { return device_->buffers(); }
 
-  /// Enqueues the jobs, as Executor::run() does. Precondition: prepare() has made the device.
-  template <class Done>
-  void run(std::span<const Job> jobs, Done&& done) {
+  /// Enqueues the jobs, as Executor::run() does; then calls done(i) for all of them, because their
+  /// end is one event. Precondition: prepare() has made the device.
+  template <class Finish, class Done>
+  void run(std::span<const Job> jobs, Finish&& finish, Done&& done) {
     const DeviceGate::Pass pass = enter_or_throw();
-    device_->use([&] { executor_->run(jobs, done); });
+    device_->use([&] { executor_->run(jobs, finish); });
+    for (std::size_t i = 0; i < jobs.size(); ++i) done(i);
   }
 
   /// Tells `report` whether enqueued work is pending, while no thread can enqueue more. Does

@@ -274,7 +274,12 @@ void Driver::run_round(const Round& round) {
     }
   }
   if (has_joined) check_place(on_device);
-  run(executor_, here);
+  executor_.run(here.jobs, [&](std::size_t i) {
+    if (const auto& work = here.works[i]) {
+      complete(*work);
+      pending_.erase(work->key_);
+    }
+  });
   if (!on_device.empty()) run_on_device(round, on_device);
 }
 
@@ -316,7 +321,17 @@ void Driver::run_on_device(const Round& round, std::span<const Decision* const> 
   }
   if (batch.jobs.empty()) return;
   callbacks_.set_device_busy(true);  // before a work is done: close() waits for the device
-  run(device_, batch);
+  device_.run(
+      batch.jobs,
+      [&](std::size_t i) {
+        if (const auto& work = batch.works[i]) finish(*work);
+      },
+      [&](std::size_t i) {
+        if (const auto& work = batch.works[i]) {
+          if (!work->failed()) end(*work);
+          pending_.erase(work->key_);
+        }
+      });
 }
 
 /// The fingerprint of a decision without a mismatch: this rank has announced it, or has joined.
@@ -338,16 +353,6 @@ void Driver::add(Batch& batch, const Decision& decision, Buffers& buffers) {
     give_kept(pending_, batch.stand_ins.back());
     batch.jobs.push_back({&batch.stand_ins.back().request, &decision});
   }
-}
-
-template <class AnyExecutor>
-void Driver::run(AnyExecutor& executor, const Batch& batch) {
-  executor.run(batch.jobs, [&](std::size_t i) {
-    if (!batch.works[i]) return;
-    const std::string key = batch.works[i]->key_;
-    complete(*batch.works[i]);
-    pending_.erase(key);
-  });
 }
 
 /// Runs the usual round: nothing was pending, and all ranks have announced the same one request.
@@ -372,13 +377,23 @@ bool Driver::run_unanimous(const Round& round) {
 void Driver::reset_numbering() { queue_.reset_numbering(queue_.lock()); }
 
 void Driver::complete(Work& work) {
+  if (finish(work)) end(work);
+}
+
+/// Calls the request's finish(). Its exception fails the work; returns whether there was none.
+bool Driver::finish(Work& work) {
   failpoint("collective", communicator_.rank());
   try {
     if (work.request_.finish) work.request_.finish();
   } catch (const std::exception& error) {  // the data have moved: the ranks are in step
-    return fail(work, Error(ErrorKind::kInvalidArgument,
-                            std::string("the result cannot be written: ") + error.what()));
+    fail(work, Error(ErrorKind::kInvalidArgument,
+                     std::string("the result cannot be written: ") + error.what()));
+    return false;
   }
+  return true;
+}
+
+void Driver::end(Work& work) {
   release_tensors(work);
   const Lock lock = queue_.lock();
   queue_.complete(lock, work);

@@ -137,11 +137,11 @@ class Driver {
   void run_on_device(const Round& round, std::span<const Decision* const> decisions);
   const Fingerprint& fingerprint_of(const Decision& decision) const;
   void add(Batch& batch, const Decision& decision, Buffers& buffers);
-  template <class AnyExecutor>
-  void run(AnyExecutor& executor, const Batch& batch);
   bool run_unanimous(const Round& round);
   void reset_numbering();
   void complete(Work& work);
+  bool finish(Work& work);
+  void end(Work& work);
   void fail(std::map<std::string, Pending>::iterator pending, const Error& cause);
   void fail(Work& work, const Error& cause);
   static void release_tensors(Work& work);

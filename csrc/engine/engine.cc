@@ -13,6 +13,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr const char* kShutDown = "torch_ring was shut down";
+
 // How long close() waits for a device that still runs the program's own work before collectives.
 constexpr milliseconds kOwnWork{std::chrono::minutes(5)};
 
@@ -56,6 +58,15 @@ void Engine::close(Ending ending, std::string why) {
   Lock lock = queue_.lock();
   // A signal handler may close the engine, in an interrupt of the progress thread.
   const bool pausing = role_.is_paused_here(lock);
+  if (!pausing && !closing_) {
+    lock.unlock();
+    try {
+      call_watch(true);
+    } catch (const std::exception&) {  // the world has ended already
+    }
+    lock.lock();
+  }
+  is_leaving_ = true;
   if (!pausing) {  // the device may still write results
     // The device itself notices that it waits for other ranks for too long.
     changed_.wait_for(lock, std::max(config_.transfer_timeout(), kOwnWork) + kFarewell,
@@ -64,7 +75,7 @@ void Engine::close(Ending ending, std::string why) {
   if (closing_) return await_close(lock);
   closing_ = true;
   if (pausing) role_.lend(lock);  // otherwise the engine's thread would wait for this one
-  closed_ = abort_->raise(Error(ErrorKind::kInternal, "torch_ring was shut down")) && !device_busy_;
+  closed_ = abort_->raise(Error(ErrorKind::kInternal, kShutDown)) && !device_busy_;
   changed_.notify_all();
   board_.wake();
   lock.unlock();
@@ -97,7 +108,21 @@ void Engine::await_close(Lock& lock) {
   if (pausing) role_.take_back(lock);
 }
 
+void Engine::call_watch(bool on_device) {
+  if (!has_watch_.load(std::memory_order_acquire)) return;
+  std::shared_ptr<const Watch> watch;
+  {
+    const std::scoped_lock lock(watch_mutex_);
+    watch = watch_;
+  }
+  const auto is_caller = [](std::thread::id thread) {
+    return thread == std::this_thread::get_id();
+  };
+  if (watch && (on_device || std::ranges::any_of(watch->threads, is_caller))) watch->call();
+}
+
 std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
+  call_watch(!request.fingerprint.on_host());
   if (follow_) follow_(request);
   auto work = RequestQueue::make_work(std::move(request));
   enqueue(queue_.lock(), {&work, 1}, mode);
@@ -107,6 +132,7 @@ std::shared_ptr<Work> Engine::submit(Request request, Mode mode) {
 std::vector<std::shared_ptr<Work>> Engine::submit(std::vector<Request> requests, Mode mode) {
   std::vector<std::shared_ptr<Work>> works;
   for (Request& request : requests) {
+    call_watch(!request.fingerprint.on_host());
     if (follow_) follow_(request);
     works.push_back(RequestQueue::make_work(std::move(request)));
   }
@@ -115,6 +141,7 @@ std::vector<std::shared_ptr<Work>> Engine::submit(std::vector<Request> requests,
 }
 
 void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
+  call_watch(!request.fingerprint.on_host());
   if (follow_) follow_(request);
   const auto work = RequestQueue::make_work(std::move(request));
   Lock lock = queue_.lock();
@@ -123,7 +150,7 @@ void Engine::submit_and_wait(Request request, const Interrupt& interrupt) {
 }
 
 void Engine::enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode) {
-  require_world();
+  require_open(lock);
   queue_.add(lock, works);
   if (role_.is_taken(lock)) {
     board_.wake();
@@ -137,10 +164,21 @@ void Engine::require_world() const {
   try {
     abort_->check();
   } catch (const Error& cause) {
-    const Words& words = config_.words;
-    throw Error(cause.kind(), name_ + ": this " + words.whole + " has ended: " + cause.what() +
-                                  ". " + words.remedy);
+    refuse(cause);
   }
+}
+
+/// Throws if the world has ended, or if this rank is about to leave it: without end another thread
+/// could give the device work for which close() waits.
+void Engine::require_open(const Lock&) const {
+  require_world();
+  if (is_leaving_) refuse(Error(ErrorKind::kInternal, kShutDown));
+}
+
+void Engine::refuse(const Error& cause) const {
+  const Words& words = config_.words;
+  throw Error(cause.kind(), name_ + ": this " + words.whole + " has ended: " + cause.what() + ". " +
+                                words.remedy);
 }
 
 void Engine::end(const Error& cause) { end(Watchdog::Cause{cause, false}); }
@@ -156,7 +194,9 @@ void Engine::end(const Watchdog::Cause& cause) {
   throw cause.error;  // for the compiler: the abort is raised
 }
 
-void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt) {
+void Engine::launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt,
+                    bool promised) {
+  if (!promised) call_watch(true);
   bool begun = false;
   try {
     while (const std::shared_ptr<Work> earlier = try_launch(what, enqueue, begun)) {
@@ -184,7 +224,7 @@ std::shared_ptr<Work> Engine::try_launch(const Fingerprint& what, const Enqueue&
   const DeviceGate::Pass pass = device.enter();
   {
     const Lock lock = queue_.lock();
-    require_world();
+    require_open(lock);
     if (!pass) throw Error(ErrorKind::kTimeout, name_ + ": another thread's launch hangs");
     // The progress thread launches for a rank that has joined, at the place of a decision: requests
     // that are decided later come after it.

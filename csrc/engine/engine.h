@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -187,13 +189,37 @@ class Engine final : private Driver::Callbacks {
   /// until this rank's earlier requests on the device are enqueued. So launches and agreed requests
   /// have one order on all ranks; if not, the result is a MismatchError, because an agreed request
   /// carries the number of earlier launches.
-  /// `what`: for the records.
+  /// `what`: for the records. `promised`: the watch (below) is not called.
   /// Thread: any that does not hold the GIL, which the freeing of tensors needs. Blocking: until
   /// the device has taken the work, bounded by the transfer timeout and by the job's end; before
   /// that as wait(), if there are such requests.
   /// Errors: the fatal cause; Error(kInternal) before the first agreed request on a device; the
   /// interrupt's. An error of `enqueue` ends the job.
-  void launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt = {});
+  void launch(const Fingerprint& what, const Enqueue& enqueue, const Interrupt& interrupt = {},
+              bool promised = false);
+
+  /// The number of launches so far, modulo 2^32; none while a request on the device is not
+  /// enqueued. Thread: any.
+  std::optional<std::uint32_t> launches() {
+    const Lock lock = queue_.lock();
+    if (queue_.first_on_device(lock)) return std::nullopt;
+    return queue_.launches(lock);
+  }
+
+  /// Notices whatever else the program does while it makes a series of launches.
+  struct Watch {
+    std::vector<std::thread::id> threads;
+    std::function<void()> call;  // may launch
+  };
+
+  /// Calls the watch from now on before each launch, each request on a device, each request of its
+  /// threads, and close(), on the thread that does so; in place of an earlier watch. Null: none.
+  /// Thread: any.
+  void set_watch(std::shared_ptr<const Watch> watch) {
+    const std::scoped_lock lock(watch_mutex_);
+    has_watch_.store(watch != nullptr, std::memory_order_release);
+    watch_ = std::move(watch);
+  }
 
   /// Ends the job on all ranks with this cause, or an earlier one, and throws it.
   [[noreturn]] void end(const Error& cause);
@@ -229,10 +255,13 @@ class Engine final : private Driver::Callbacks {
   using Lock = RequestQueue::Lock;
 
   std::shared_ptr<Work> try_launch(const Fingerprint& what, const Enqueue& enqueue, bool& begun);
+  void call_watch(bool on_device);
   void await_close(Lock& lock);
   [[noreturn]] void end(const Watchdog::Cause& cause);
   void enqueue(const Lock& lock, std::span<const std::shared_ptr<Work>> works, Mode mode);
   void require_world() const;
+  void require_open(const Lock& lock) const;
+  [[noreturn]] void refuse(const Error& cause) const;
   void wait(Lock& lock, Work& work, const Interrupt& interrupt);
   void run();  // the engine's thread
   /// Makes this the progress thread until `target` is done. Without a target: until there is
@@ -257,14 +286,19 @@ class Engine final : private Driver::Callbacks {
   const ::pid_t pid_ = ::getpid();
   Board& board_;
 
-  RequestQueue queue_;  // its mutex also guards the role and the next six members
+  RequestQueue queue_;      // its mutex also guards the role and the next seven members
+  std::mutex watch_mutex_;  // guards watch_; held while no other lock is taken
+  std::shared_ptr<const Watch> watch_;
+  // A hint: a request in another thread races with set_watch().
+  std::atomic<bool> has_watch_{false};
   // Signals that a work is done, or that another thread must check the queue or the role.
   std::condition_variable changed_;
   int waiters_ = 0;           // threads that wait for the progress thread
   bool device_busy_ = false;  // enqueued work has not run yet
   bool ended_ = false;        // works have failed, and the device is aborted, after an abort
-  bool closing_ = false;
-  bool is_closed_ = false;  // close() has ended
+  bool is_leaving_ = false;   // close() has begun
+  bool closing_ = false;      // ... and waits for the device no more
+  bool is_closed_ = false;    // close() has ended
   // The engine was closed in peace: all enqueued work has run, so no result is void. close() stores
   // this once, after it has raised the abort; check() loads it before the abort. A check() on
   // another thread during close() may see only the abort, and throws.

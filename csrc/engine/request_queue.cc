@@ -11,10 +11,6 @@ namespace {
 
 constexpr std::size_t kNameBytes = 4096;
 
-// Requests without a name are among those of several threads until one thread has submitted so
-// many.
-constexpr int kRecent = 100;
-
 }  // namespace
 
 std::shared_ptr<Work> RequestQueue::make_work(Request&& request) {

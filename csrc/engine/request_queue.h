@@ -92,6 +92,10 @@ class RequestQueue {
   }
 
  private:
+  // Requests without a name are among those of several threads until one thread has submitted so
+  // many.
+  static constexpr int kRecent = 100;
+
   void add_on_device(const std::shared_ptr<Work>& work);
   bool are_threads(std::thread::id thread);
 
@@ -117,7 +121,7 @@ class RequestQueue {
   std::thread::id submitter_;                  // the first thread that submitted anything
   bool has_several_submitters_ = false;        // another thread has done so too
   std::thread::id numbering_;                  // the thread of the last request without a name
-  int alone_ = 100;  // the last requests without a name, up to kRecent, were its own
+  int alone_ = kRecent;  // the last requests without a name, up to kRecent, were its own
 };
 
 }  // namespace torch_ring

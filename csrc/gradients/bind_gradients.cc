@@ -12,6 +12,7 @@
 #include "engine/request.h"
 #include "gradients/finalize_dense.h"
 #include "gradients/gradient_hooks.h"
+#include "gradients/promised_launches.h"
 #include "gradients/run_ahead.h"
 
 namespace torch_ring {
@@ -40,20 +41,31 @@ std::function<Result(Args...)> callback(py::object function) {
   };
 }
 
-Launched launch_allreduce(const PyEngine& engine, const at::Tensor& tensor, int op, double prescale,
-                          double postscale) {
+Launched launch(const PyEngine& engine, const at::Tensor& tensor, int op, double prescale,
+                double postscale) {
   DeviceChoice::of_process()->use(tensor.device());
-  const Launcher launcher(engine.running(), engine.size());
   auto launched = [&] {
     const BlockingCall no_gil;
-    return launcher.allreduce(tensor, op, prescale, postscale, kCheckSignals);
+    return launch_allreduce(engine.running(), engine.size(), tensor, op, prescale, postscale,
+                            kCheckSignals);
   }();
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   return launched;
 }
 
+void begin_series(PromisedLaunches& series,
+                  const std::vector<std::tuple<bool, std::int64_t, bool>>& promised,
+                  const at::Tensor& like, bool in_backward) {
+  std::vector<PromisedLaunches::Item> items;
+  for (const auto& [gathers, count, is_double] : promised) {
+    items.push_back({gathers, count, is_double});
+  }
+  const BlockingCall no_gil;
+  series.begin(std::move(items), like.device(), in_backward);
+}
+
 std::shared_ptr<RunAhead> make_run_ahead(PyEngine& engine) {
-  auto run_ahead = std::make_shared<RunAhead>(engine.running(), engine.size());
+  auto run_ahead = std::make_shared<RunAhead>(engine.running());
   engine.stand_in_by(standing_in(run_ahead));
   return run_ahead;
 }
@@ -93,9 +105,21 @@ void bind_gradients(py::module_& module) {
            }),
            py::arg("hooks"), py::arg("bucket"), py::arg("runs"), py::arg("memory"), py::arg("cast"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"));
-  py::class_<Launched>(module, "Launch").def("done", &Launched::done).def("wait", &Launched::wait);
-  module.def("launch_allreduce", &launch_allreduce, py::arg("engine"), py::arg("tensor"),
-             py::arg("op"), py::arg("prescale"), py::arg("postscale"));
+  py::class_<Launched>(module, "Launch")
+      .def("done", &Launched::done)
+      .def("wait", [](const Launched& launched) { return launched.wait(); });
+  module.def("launch_allreduce", &launch, py::arg("engine"), py::arg("tensor"), py::arg("op"),
+             py::arg("prescale"), py::arg("postscale"));
+  py::class_<PromisedLaunches, std::shared_ptr<PromisedLaunches>>(module, "PromisedLaunches")
+      .def(py::init([](const PyEngine& engine) {
+             return std::make_shared<PromisedLaunches>(engine.running(), engine.size());
+           }),
+           py::arg("engine"))
+      .def("begin", &begin_series, py::arg("promised"), py::arg("like"), py::arg("in_backward"))
+      .def("is_interrupted", &PromisedLaunches::is_interrupted, Release())
+      .def("launch", &PromisedLaunches::launch, py::arg("tensor"), py::arg("gathers"), Release())
+      .def("end", &PromisedLaunches::end, Release())
+      .def("place", &PromisedLaunches::place, Release());
   py::class_<RunAhead, std::shared_ptr<RunAhead>>(module, "RunAhead")
       .def(py::init(&make_run_ahead), py::arg("engine"))
       .def("set_plan", &RunAhead::set_plan, py::arg("buckets"), Release())

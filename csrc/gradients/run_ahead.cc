@@ -3,21 +3,28 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "bindings/accelerator.h"
 #include "bindings/requests.h"
 
 namespace torch_ring {
 
-Launched Launcher::allreduce(const at::Tensor& tensor, int op, double prescale, double postscale,
-                             const Engine::Interrupt& interrupt) const {
-  std::shared_ptr<Engine> engine = engine_.lock();
-  if (!engine) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
-  Request request = allreduce_request(tensor, tensor, "launched", op, prescale, postscale, size_);
+namespace {
+
+constexpr const char* kLaunched = "launched";  // the name of each
+
+}  // namespace
+
+Launched launch_allreduce(std::shared_ptr<Engine> engine, int size, const at::Tensor& tensor,
+                          int op, double prescale, double postscale,
+                          const Engine::Interrupt& interrupt) {
+  Request request = allreduce_request(tensor, tensor, kLaunched, op, prescale, postscale, size);
   if (request.fingerprint.on_host()) {
     throw Error(ErrorKind::kInvalidArgument,
                 request.fingerprint.describe() + ": only reductions on a device are launched");
   }
-  OutputEvent written(tensor.device());
+  OutputEvent written(tensor.device(), recorded_now(tensor.device()));
   written.follow(request);
   engine->launch(
       request.fingerprint,
@@ -29,6 +36,35 @@ Launched Launcher::allreduce(const at::Tensor& tensor, int op, double prescale, 
       },
       interrupt);
   return {std::move(engine), tensor, std::move(written)};
+}
+
+Launched launch_plain(const std::weak_ptr<Engine>& engine, const Fingerprint& what,
+                      const at::Tensor& input, const at::Tensor& output,
+                      std::shared_ptr<c10::Event> ready, bool promised) {
+  std::shared_ptr<Engine> present = running(engine);
+  OutputEvent written(output.device(), std::move(ready));
+  const auto enqueue = [&](Communicator& communicator, Buffers&) {
+    written.begin();
+    keep_for_stream(output);
+    void* const data = output.mutable_data_ptr();
+    if (what.collective == Collective::kAllgather) {
+      keep_for_stream(input);
+      const std::vector<std::size_t> bytes(static_cast<std::size_t>(communicator.size()),
+                                           input.nbytes());
+      communicator.allgather(input.const_data_ptr(), data, bytes);
+    } else {
+      communicator.allreduce(data, data, what.count(), reduction_of(what, communicator));
+    }
+    written.finish();
+  };
+  present->launch(what, std::cref(enqueue), {}, promised);
+  return {std::move(present), output, std::move(written)};
+}
+
+std::shared_ptr<Engine> running(const std::weak_ptr<Engine>& engine) {
+  std::shared_ptr<Engine> present = engine.lock();
+  if (!present) throw Error(ErrorKind::kInternal, "torch_ring was shut down");
+  return present;
 }
 
 namespace {
@@ -47,30 +83,38 @@ at::Tensor zeros_for(const PlannedBucket& planned) {
 
 void RunAhead::set_plan(std::vector<PlannedBucket> buckets) {
   const std::scoped_lock lock(mutex_);
-  states_.clear();  // they point into the old plan
-  plan_ = std::move(buckets);
+  close();
+  plan_.clear();
+  for (PlannedBucket& planned : buckets) {
+    Fingerprint what = fingerprint_of(Collective::kAllreduce, planned.memory, kLaunched);
+    what.op = static_cast<ReduceOp>(planned.op);
+    what.prescale = planned.prescale;
+    what.postscale = planned.postscale;
+    State& state = plan_.emplace_back();
+    for (const auto& [begin, end] : planned.runs) {
+      what.shape = {end - begin};
+      state.runs.push_back(what);
+    }
+    state.planned = std::move(planned);
+  }
 }
 
 void RunAhead::open() {
   const std::scoped_lock lock(mutex_);
-  states_.clear();
-  next_ = 0;
+  close();
   error_ = nullptr;
-  for (const PlannedBucket& planned : plan_) {
-    states_.push_back({&planned, false, std::nullopt, {}});
-  }
+  is_open_ = true;
 }
 
 void RunAhead::bucket_full(const GradientHooks& optimizer, std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
   State* const state = find(optimizer, bucket);
-  if (state == nullptr) return;
-  state->full = true;
-  if (state == &states_[next_]) {
-    launch_full();
-  } else {  // another thread may launch it, on another stream
-    const c10::Stream stream = current_stream(state->planned->memory.device());
-    state->ready.emplace(stream.device_type()).record(stream);
+  if (state == nullptr || error_) return;
+  try {
+    prepare(*state);
+    for (; next_ < plan_.size() && plan_[next_].ready; ++next_) launch(plan_[next_]);
+  } catch (...) {  // torch would convert it to a RuntimeError
+    error_ = std::current_exception();
   }
 }
 
@@ -89,30 +133,40 @@ bool RunAhead::has_launched() {
 void RunAhead::launch_rest() {
   const std::scoped_lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
-  for (; next_ < states_.size(); ++next_) launch(states_[next_]);
+  for (; is_open_ && next_ < plan_.size(); ++next_) {
+    if (!plan_[next_].ready) prepare(plan_[next_]);
+    launch(plan_[next_]);
+  }
 }
 
 void RunAhead::wait() {
   const std::scoped_lock lock(mutex_);
   const at::NoGradGuard no_grad;
-  for (State& state : states_) {
-    const PlannedBucket& planned = *state.planned;
-    for (const Launched& launched : state.launched) launched.wait();
+  const Launched* last = nullptr;  // with which the others have ended
+  for (auto state = plan_.rbegin(); state != plan_.rend(); ++state) {
+    for (auto run = state->launched.rbegin(); run != state->launched.rend(); ++run) {
+      run->wait(last);
+      if (last == nullptr) last = &*run;
+    }
+  }
+  for (const State& state : plan_) {
+    const PlannedBucket& planned = state.planned;
     const auto optimizer = planned.optimizer.lock();
-    if (!optimizer || !planned.cast) continue;
+    if (!optimizer || !planned.cast || state.launched.empty()) continue;
     const at::Tensor memory = optimizer->memory(planned.bucket);
     for (const auto& run : planned.runs) part_of(memory, run).copy_(part_of(planned.memory, run));
   }
-  states_.clear();
-  next_ = 0;
+  close();
 }
 
 void RunAhead::stand_in() {
   const std::scoped_lock lock(mutex_);
-  for (const PlannedBucket& planned : plan_) {
-    const at::Tensor zeros = zeros_for(planned);
-    for (const auto& run : planned.runs) {
-      launcher_.allreduce(part_of(zeros, run), planned.op, planned.prescale, planned.postscale);
+  for (const State& state : plan_) {
+    const at::Tensor zeros = zeros_for(state.planned);
+    const auto ready = recorded_now(zeros.device());
+    for (std::size_t i = 0; i < state.runs.size(); ++i) {
+      const at::Tensor run = part_of(zeros, state.planned.runs[i]);
+      launch_plain(engine_, state.runs[i], run, run, ready);
     }
   }
 }
@@ -132,43 +186,44 @@ const void* RunAhead::kept(std::int64_t optimizer, std::int64_t number, std::siz
 }
 
 RunAhead::State* RunAhead::find(const GradientHooks& optimizer, std::size_t bucket) {
-  for (State& state : states_) {
-    const bool is_it =
-        state.planned->bucket == bucket && state.planned->optimizer.lock().get() == &optimizer;
-    if (is_it) return &state;
-  }
-  return nullptr;
+  if (!is_open_) return nullptr;
+  const auto found = std::ranges::find_if(plan_, [&](const State& state) {
+    return state.planned.bucket == bucket && state.planned.optimizer.lock().get() == &optimizer;
+  });
+  return found == plan_.end() ? nullptr : &*found;
 }
 
-/// Launches the buckets that are full, up to the first one that is not.
-void RunAhead::launch_full() {
-  try {
-    for (; !error_ && next_ < states_.size() && states_[next_].full; ++next_) {
-      launch(states_[next_]);
-    }
-  } catch (...) {  // torch would convert it to a RuntimeError
-    error_ = std::current_exception();
+void RunAhead::close() {
+  for (State& state : plan_) {
+    state.memory.reset();
+    state.ready.reset();
+    state.launched.clear();
   }
+  next_ = 0;
+  is_open_ = false;
 }
 
-void RunAhead::launch(State& state) {
+/// Makes a bucket ready to be launched after the work that is on the current stream now; another
+/// thread may launch it.
+void RunAhead::prepare(State& state) const {
   const at::NoGradGuard no_grad;
-  const PlannedBucket& planned = *state.planned;
-  if (state.ready) state.ready->block(current_stream(planned.memory.device()));
+  const PlannedBucket& planned = state.planned;
   const auto optimizer = planned.optimizer.lock();
-  at::Tensor memory;
-  if (!optimizer) {
-    memory = zeros_for(planned);  // its optimizer is gone
-  } else if (planned.cast) {
-    const at::Tensor bucket = optimizer->memory(planned.bucket);
-    for (const auto& run : planned.runs) part_of(planned.memory, run).copy_(part_of(bucket, run));
-    memory = planned.memory;
-  } else {
-    memory = optimizer->memory(planned.bucket);
+  state.memory = optimizer ? optimizer->memory(planned.bucket) : zeros_for(planned);  // it is gone
+  if (optimizer && planned.cast) {
+    for (const auto& run : planned.runs) {
+      part_of(planned.memory, run).copy_(part_of(state.memory, run));
+    }
+    state.memory = planned.memory;
   }
-  for (const auto& run : planned.runs) {
-    state.launched.push_back(
-        launcher_.allreduce(part_of(memory, run), planned.op, planned.prescale, planned.postscale));
+  state.ready = recorded_now(planned.memory.device());
+}
+
+void RunAhead::launch(State& state) const {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < state.runs.size(); ++i) {
+    const at::Tensor run = part_of(state.memory, state.planned.runs[i]);
+    state.launched.push_back(launch_plain(engine_, state.runs[i], run, run, state.ready));
   }
 }
 

@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -29,11 +28,11 @@ class Launched {
   /// Whether the tensor holds the result.
   bool done() const { return written_.query(); }
 
-  /// Makes the current stream wait for the result, and returns the tensor. Errors: the engine's
-  /// fatal cause.
-  const at::Tensor& wait() const {
+  /// Makes the current stream wait for the result, and returns the tensor. `waited`: another launch
+  /// for which that stream waits already; may be null. Errors: the engine's fatal cause.
+  const at::Tensor& wait(const Launched* waited = nullptr) const {
     engine_->check();
-    written_.wait(tensor_);
+    written_.wait(tensor_, waited ? &waited->written_ : nullptr);
     return tensor_;
   }
 
@@ -43,23 +42,23 @@ class Launched {
   OutputEvent written_;
 };
 
-/// Launches allreduces of one process set on a device, without an agreement. All ranks launch the
-/// same ones in the same order.
-/// Thread: one at a time, without the GIL. Blocking: as Engine::launch().
-/// Errors: Error(kInvalidArgument) for a tensor that is not on a device; those of
-/// allreduce_request(); the engine's.
-class Launcher {
- public:
-  Launcher(std::weak_ptr<Engine> engine, int size) : engine_(std::move(engine)), size_(size) {}
+/// Launches an allreduce of a tensor in place on a device, without an agreement, after the work on
+/// the current stream. All ranks of the engine's process set launch the same ones in the same
+/// order.
+/// Thread: any, without the GIL. Blocking: as Engine::launch(). Errors: Error(kInvalidArgument) for
+/// a tensor that is not on a device; those of allreduce_request(); the engine's.
+Launched launch_allreduce(std::shared_ptr<Engine> engine, int size, const at::Tensor& tensor,
+                          int op, double prescale, double postscale,
+                          const Engine::Interrupt& interrupt);
 
-  /// Reduces a tensor in place, after the work on the current stream.
-  Launched allreduce(const at::Tensor& tensor, int op, double prescale, double postscale,
-                     const Engine::Interrupt& interrupt = {}) const;
+/// The same of contiguous tensors of a device, after `ready`: an allreduce of `output` in place, or
+/// an allgather of one `input` a rank to `output`. `promised`: see Engine::launch().
+Launched launch_plain(const std::weak_ptr<Engine>& engine, const Fingerprint& what,
+                      const at::Tensor& input, const at::Tensor& output,
+                      std::shared_ptr<c10::Event> ready, bool promised = false);
 
- private:
-  const std::weak_ptr<Engine> engine_;
-  const int size_;
-};
+/// The engine. Throws Error(kInternal) if it was shut down.
+std::shared_ptr<Engine> running(const std::weak_ptr<Engine>& engine);
 
 /// One bucket of a plan. Equal on all ranks, except for the tensors.
 struct PlannedBucket {
@@ -85,7 +84,7 @@ struct PlannedBucket {
 /// launch_rest().
 class RunAhead {
  public:
-  RunAhead(std::weak_ptr<Engine> engine, int size) : launcher_(std::move(engine), size) {}
+  explicit RunAhead(std::weak_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
   /// Sets the plan; without buckets the next passes are not planned.
   void set_plan(std::vector<PlannedBucket> buckets);
@@ -119,26 +118,28 @@ class RunAhead {
                    std::size_t bytes);
 
  private:
-  /// A planned bucket in the current pass.
+  /// A planned bucket in the current pass, and the allreduces of its runs.
   struct State {
-    const PlannedBucket* planned;
-    bool full = false;
-    std::optional<c10::Event> ready;  // if it is full before an earlier one
+    PlannedBucket planned;
+    std::vector<Fingerprint> runs;
+    at::Tensor memory;                  // from prepare() on: what is sent,
+    std::shared_ptr<c10::Event> ready;  // ... recorded when it is there
     std::vector<Launched> launched;
   };
 
   // Under mutex_:
   State* find(const GradientHooks& optimizer, std::size_t bucket);
-  void launch_full();
-  void launch(State& state);
+  void close();
+  void prepare(State& state) const;
+  void launch(State& state) const;
 
+  const std::weak_ptr<Engine> engine_;
   std::mutex mutex_;  // guards the members below
-  Launcher launcher_;
   std::map<std::int64_t, std::weak_ptr<GradientHooks>> optimizers_;
-  std::vector<PlannedBucket> plan_;
-  std::vector<State> states_;  // of the current pass, in the order of launches
-  std::size_t next_ = 0;       // the first one that is not launched
-  std::exception_ptr error_;   // of a launch during the pass: the end of the pass throws it
+  std::vector<State> plan_;   // in the order of launches
+  bool is_open_ = false;      // a pass is under way
+  std::size_t next_ = 0;      // the first one that is not launched in it
+  std::exception_ptr error_;  // of a launch during the pass: the end of the pass throws it
 };
 
 /// The Request::allocate of a join, which hears of the passes that the other ranks enter, and

@@ -25,7 +25,7 @@ enum class DataType : int {
   kBFloat16 = 9,
 };
 
-enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3 };
+enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
 struct UniqueId {
   char bytes[128];

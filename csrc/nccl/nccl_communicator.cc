@@ -1,6 +1,7 @@
 #include "nccl/nccl_communicator.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 #include <string>
@@ -28,7 +29,8 @@ constexpr std::chrono::microseconds kLongestSleep{1000};
 // How long abort() waits for NCCL.
 constexpr std::chrono::milliseconds kFarewell{5000};
 
-RedOp red_op_of(const Reduction& reduction) {
+RedOp red_op_of(const Reduction& reduction, int size) {
+  if (averages(reduction, size)) return RedOp::kAvg;
   switch (reduction.op) {
     case ReduceOp::kMin:
       return RedOp::kMin;
@@ -65,9 +67,10 @@ Scaling before(const Reduction& reduction) {
 }
 
 /// The factors of the result.
-Scaling after(const Reduction& reduction) {
+Scaling after(const Reduction& reduction, int size) {
   if (reduction.dtype == DType::kBool || scales_inputs(reduction)) return {};
-  return {.postscale = reduction.scaling.postscale, .divisor = reduction.scaling.divisor};
+  return {.postscale = reduction.scaling.postscale,
+          .divisor = averages(reduction, size) ? 1 : reduction.scaling.divisor};
 }
 
 const std::byte* bytes_at(const void* data, std::size_t bytes) {
@@ -85,6 +88,13 @@ bool scales_inputs(const Reduction& reduction) {
   const Scaling& scaling = reduction.scaling;
   return reduction.dtype == DType::kFloat16 && reduction.op == ReduceOp::kSum &&
          std::abs(scaling.postscale) < static_cast<double>(scaling.divisor);
+}
+
+bool averages(const Reduction& reduction, int size) {
+  const DType part = part_of(reduction.dtype);
+  const bool is_exact = size > 1 && std::has_single_bit(static_cast<unsigned>(size));
+  return reduction.op == ReduceOp::kSum && reduction.scaling.divisor == size && is_exact &&
+         (part == DType::kFloat32 || part == DType::kFloat64);
 }
 
 /// A group of NCCL calls, which end() starts together. A call that throws leaves the communicator
@@ -181,7 +191,8 @@ void NcclCommunicator::allreduce(const void* input, void* output, std::size_t co
     return;
   }
   wait(api_.all_reduce(input, output, count * parts_of(reduction.dtype),
-                       data_type_of(reduction.dtype), red_op_of(reduction), comm_, device_.stream),
+                       data_type_of(reduction.dtype), red_op_of(reduction, size_), comm_,
+                       device_.stream),
        "ncclAllReduce");
   finish(output, count, reduction);
 }
@@ -191,7 +202,7 @@ Widened NcclCommunicator::reduce_widened(const void* input, std::size_t count,
                                          const Reduction& reduction) {
   const Widened wide = device_.widen(input, count, reduction);
   wait(api_.all_reduce(wide.data, wide.data, count * wide.item, data_type_of(wide.dtype),
-                       red_op_of(reduction), comm_, device_.stream),
+                       red_op_of(reduction, size_), comm_, device_.stream),
        "ncclAllReduce");
   return wide;
 }
@@ -261,7 +272,7 @@ void NcclCommunicator::reducescatter(const void* input, void* output,
     return;
   }
   const DataType type = data_type_of(reduction.dtype);
-  const RedOp op = red_op_of(reduction);
+  const RedOp op = red_op_of(reduction, size_);
   const std::size_t parts = parts_of(reduction.dtype);
   if (all_equal(counts)) {
     wait(api_.reduce_scatter(input, output, counts[0] * parts, type, op, comm_, device_.stream),
@@ -290,13 +301,13 @@ void NcclCommunicator::reduce_to(int root, const void* input, void* output, std:
   if (needs_widening(reduction)) {
     const Widened wide = device_.widen(input, count, reduction);
     wait(api_.reduce(wide.data, wide.data, count * wide.item, data_type_of(wide.dtype),
-                     red_op_of(reduction), root, comm_, device_.stream),
+                     red_op_of(reduction, size_), root, comm_, device_.stream),
          "ncclReduce");
     if (at_root) device_.narrow(output, wide, count, reduction);
     return;
   }
   wait(api_.reduce(input, output, count * parts_of(reduction.dtype), data_type_of(reduction.dtype),
-                   red_op_of(reduction), root, comm_, device_.stream),
+                   red_op_of(reduction, size_), root, comm_, device_.stream),
        "ncclReduce");
   if (at_root) finish(output, count, reduction);
 }
@@ -377,7 +388,7 @@ const void* NcclCommunicator::scaled(const void* input, std::size_t count,
 
 /// Applies the factors of the result.
 void NcclCommunicator::finish(void* data, std::size_t count, const Reduction& reduction) {
-  const Scaling scaling = after(reduction);
+  const Scaling scaling = after(reduction, size_);
   if (count == 0 || is_one(scaling)) return;
   device_.scale(data, data, count, reduction.dtype, scaling);
 }

@@ -26,7 +26,7 @@ struct Widened {
 struct Device {
   Stream stream;
   /// output[i] = input[i] * scaling.prescale * scaling.postscale / scaling.divisor. `output` may be
-  /// `input`. (ncclAvg multiplies by 1/n rounded to the dtype of the data.)
+  /// `input`.
   std::function<void(void* output, const void* input, std::size_t count, DType, const Scaling&)>
       scale = {};
   /// New memory, kept until the stream has run this thread's work of the collective.
@@ -46,6 +46,11 @@ struct Device {
 /// float16 that make it smaller, such as an Average's divisor. NCCL adds in float16, so the sum of
 /// the inputs themselves could overflow where the result does not. Pure.
 bool scales_inputs(const Reduction& reduction);
+
+/// Whether NCCL itself divides by the number of ranks: it multiplies each input by 1/size, rounded
+/// to the dtype (ncclAvg). For float32, float64 and their pairs, where that is exact: then the bits
+/// are those of a sum that is divided. Pure.
+bool averages(const Reduction& reduction, int size);
 
 /// All calls enqueue work on the device's stream and return; results are there when the stream has
 /// run it. Buffers are device memory that lives until then.

@@ -231,6 +231,29 @@ TEST(nccl_average_of_float16_does_not_overflow) {
   }
 }
 
+/// For 2, 4, 8, ... ranks NCCL multiplies the inputs by 1/n, so their sum may be larger than the
+/// dtype's largest number.
+TEST(nccl_average_of_larger_floats_does_not_overflow) {
+  for (const auto& [dtype, value] : {std::pair(DType::kFloat32, 3e38), {DType::kFloat64, 1e308}}) {
+    run_on_double(4, [dtype = dtype, value = value](OnStream& rank, Abort&) {
+      const std::vector<std::size_t> counts(4, kCount);
+      for (const Scaling& scaling : {Scaling{.divisor = 4}, Scaling{2, 0.5, 4}}) {
+        const Reduction reduction{dtype, ReduceOp::kSum, scaling};
+        const double input = value / scaling.prescale;
+        Elements all = Elements::repeating(dtype, 4 * kCount, 1, [&](auto) { return input; });
+        Elements part(dtype, kCount);
+        rank.reducescatter(all.data(), part.data(), counts, reduction);
+        rank.allreduce(all.data(), all.data(), all.count(), reduction, {});
+        for (const Elements* const result : {&all, &part}) {
+          for (std::size_t i = 0; i < result->count(); ++i) {
+            CHECK(std::fabs(result->at(i) / input - 1) < 1e-6);
+          }
+        }
+      }
+    });
+  }
+}
+
 TEST(nccl_reducescatter_scales_inputs_and_result) {
   run_on_double(2, [](OnStream& rank, Abort&) {
     for (const DType dtype : {DType::kFloat32, DType::kInt16, DType::kInt32}) {

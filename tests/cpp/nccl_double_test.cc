@@ -181,10 +181,29 @@ TEST(nccl_double_adds_in_another_order_for_each_size) {
   });
 }
 
+/// NCCL chooses algorithm and channels for a group as a whole.
+TEST(nccl_double_hangs_when_ranks_group_differently) {
+  const std::int64_t before = counts().misgrouped;
+  run_bare(2, [&](Bare& self, int rank) {
+    std::vector<float> a(7, 1.0f);
+    std::vector<float> b(7, 1.0f);
+    if (rank == 0) CHECK(self.api.group_start() == Result::kSuccess);
+    self.sum(a);
+    if (rank == 1) CHECK(self.settled() == Result::kSuccess);
+    self.sum(b);
+    if (rank == 0) CHECK(self.api.group_end() == Result::kInProgress);
+    CHECK(self.settled() == Result::kSuccess);
+    wait_until([&] { return counts().misgrouped == before + 2; }, "both ranks hang");
+    self.api.comm_abort(std::exchange(self.comm, nullptr));
+    self.stream.synchronize();
+    CHECK(a == std::vector<float>(7, 1.0f));
+  });
+}
+
 TEST(nccl_double_ends_a_broadcast_at_its_root_before_the_others_begin) {
   std::latch done(1);
   run_bare(2, [&](Bare& rank, int number) {
-    std::vector<std::byte> data(kMailbox);
+    std::vector<std::byte> data(kMailbox / 2);
     for (int i = 0; i < 2; ++i) {  // the first one connects the ranks
       if (i == 1 && number == 1) done.wait();
       rank.api.broadcast(data.data(), data.data(), data.size(), nccl::DataType::kUInt8, 0,

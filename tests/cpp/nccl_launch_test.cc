@@ -1,6 +1,8 @@
 // Engine::launch: the order of launches, and their records.
 #include <atomic>
 #include <latch>
+#include <memory>
+#include <mutex>
 #include <random>
 #include <thread>
 
@@ -98,6 +100,85 @@ TEST(launch_needs_a_device_and_an_open_engine) {
     rank.engine().close();
     CHECK_THROWS(launch(rank, values), ErrorKind::kInternal, "torch_ring was shut down");
     CHECK(values == std::vector<float>(3, 4.0f));
+  });
+}
+
+/// Launches that a rank has promised, of which its program makes some; the watch makes the rest.
+class Promise {
+ public:
+  Promise(Rank& rank, Tensors& tensors) : rank_(rank), tensors_(tensors) {
+    Engine::Watch watch{{std::this_thread::get_id()}, [this] { keep(); }};
+    rank.engine().set_watch(std::make_shared<const Engine::Watch>(std::move(watch)));
+  }
+
+  void launch(int count) {
+    const std::scoped_lock lock(mutex_);
+    for (int i = 0; i < count; ++i) launch();
+  }
+
+  int made() {
+    const std::scoped_lock lock(mutex_);
+    return made_;
+  }
+
+  static constexpr int kPromised = 4;
+
+ private:
+  void keep() {
+    const std::scoped_lock lock(mutex_);
+    while (made_ < kPromised) launch();
+  }
+
+  void launch() {
+    auto& values = tensors_.emplace_back(rank_.input(50));
+    rank_.engine().launch(launched(values), sum_of(values), {}, true);
+    ++made_;
+  }
+
+  Rank& rank_;
+  Tensors& tensors_;
+  std::mutex mutex_;
+  int made_ = 0;
+};
+
+Request barrier_named(const std::string& name) {
+  Request request;
+  request.fingerprint.collective = Collective::kBarrier;
+  request.fingerprint.name = name;
+  return request;
+}
+
+TEST(watch_keeps_a_promise_before_whatever_else_the_program_requests) {
+  enum Other { kOnDevice, kOnHost, kLaunch, kClose };
+  for (const Other other : {kOnDevice, kOnHost, kLaunch, kClose}) {
+    run_launches(3, [&](Rank& rank, Tensors& tensors) {
+      agree(rank, tensors.emplace_back(rank.input(50)), "first");
+      Promise promise(rank, tensors);
+      promise.launch(rank.rank() == 1 ? 1 : Promise::kPromised);
+      Tensors others;
+      if (other == kOnDevice) agree(rank, others.emplace_back(rank.input(70)), "next");
+      if (other == kOnHost)
+        rank.wait(rank.engine().submit(barrier_named("b"), Engine::Mode::kBlocking));
+      if (other == kLaunch) launch(rank, others.emplace_back(rank.input(70)));
+      rank.engine().close();
+      CHECK(promise.made() == Promise::kPromised);
+      for (const auto& values : tensors) CHECK(values == Rank::sums(50, 3));
+      for (const auto& values : others) CHECK(values == Rank::sums(70, 3));
+    });
+  }
+}
+
+TEST(host_request_of_another_thread_is_no_business_of_a_watch) {
+  run_launches(2, [](Rank& rank, Tensors& tensors) {
+    agree(rank, tensors.emplace_back(rank.input(50)), "first");
+    Promise promise(rank, tensors);
+    promise.launch(1);
+    std::thread([&] {
+      rank.wait(rank.engine().submit(barrier_named("b"), Engine::Mode::kBlocking));
+    }).join();
+    CHECK(promise.made() == 1);
+    rank.engine().close();
+    for (const auto& values : tensors) CHECK(values == Rank::sums(50, 2));
   });
 }
 

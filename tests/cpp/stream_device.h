@@ -22,10 +22,7 @@ class StreamDevice final : public Device, public Buffers {
  public:
   StreamDevice(Communicator& host, const Abort& abort, const nccl::Rendezvous& rendezvous,
                std::chrono::milliseconds timeout, int gpu)
-      : api_(rendezvous.api),
-        timeout_(timeout),
-        stream_(gpu),
-        communicator_(on_gpu(gpu, [&] {
+      : api_(rendezvous.api), timeout_(timeout), stream_(gpu), communicator_(on_gpu(gpu, [&] {
           return std::make_unique<nccl::NcclCommunicator>(
               api_, rendezvous.id, host.rank(), host.size(), abort, timeout, device_of(stream_));
         })) {}

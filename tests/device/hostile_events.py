@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from training import FailingBackward
 
 import torch_ring as hvd
 
@@ -213,18 +214,6 @@ def clear_without_the_optimizer(device: str, run_ahead: bool) -> None:
         trainer.expect(of)
         trainer.expect(lambda rank: {0: of(rank)[0]})  # noqa: B023
     trainer.settle()
-
-
-class FailingBackward(torch.autograd.Function):
-    """Identity with a backward that raises."""
-
-    @staticmethod
-    def forward(_ctx: object, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(_ctx: object, _gradient: Tensor) -> Tensor:
-        raise RuntimeError("out of luck")
 
 
 def fail_in_backward(trainer: Trainer, *, sent: bool) -> None:

@@ -28,6 +28,7 @@ static_assert(same(ours::DataType::kFloat32, ncclFloat32));
 static_assert(same(ours::DataType::kFloat64, ncclFloat64));
 static_assert(same(ours::RedOp::kSum, ncclSum) && same(ours::RedOp::kProd, ncclProd));
 static_assert(same(ours::RedOp::kMax, ncclMax) && same(ours::RedOp::kMin, ncclMin));
+static_assert(same(ours::RedOp::kAvg, ncclAvg));
 static_assert(sizeof(ours::UniqueId) == sizeof(ncclUniqueId));
 static_assert(sizeof(ours::Result) == sizeof(ncclResult_t));
 static_assert(sizeof(ours::DataType) == sizeof(ncclDataType_t));

@@ -50,24 +50,26 @@ def of_a_pass(parameters: list[nn.Parameter], zero: Callable[[], object]) -> Cou
 def check_launches(run_ahead: bool, device: str) -> None:
     """Compare passes with plain torch's: once with new gradients, once in place."""
     with planned_passes() as planned:
-        check_passes(device)
+        new, in_place = added_by_passes(device)
     # The first two of fourteen passes are agreed.
     assert len(planned) == (12 if run_ahead else 0)
+    copies_in = sum(math.ceil(bucket / TENSORS_OF_LAUNCH) for bucket in BUCKETS)
+    for added, kernels in ((new, copies_in), (in_place, 0)):
+        check_requests(added)
+        assert added.kernels == kernels, added  # NCCL divides by the number of ranks
+        check_events(added, run_ahead)
 
 
-def check_passes(device: str) -> None:
+def added_by_passes(device: str) -> tuple[Counts, Counts]:
     alone, parameters = make_parameters(device), make_parameters(device)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
-    check_added(
-        of_a_pass(parameters, optimizer.zero_grad) - of_a_pass(alone, lambda: drop(alone)),
-        copies_in=sum(math.ceil(bucket / TENSORS_OF_LAUNCH) for bucket in BUCKETS),
+    new = of_a_pass(parameters, optimizer.zero_grad) - of_a_pass(alone, lambda: drop(alone))
+    assert all(p.grad.eq((hvd.size() + 1) / 2).all() for p in parameters)
+    in_place = of_a_pass(parameters, lambda: optimizer.zero_grad(set_to_none=False)) - of_a_pass(
+        alone, lambda: torch.optim.SGD(alone).zero_grad(set_to_none=False)
     )
     assert all(p.grad.eq((hvd.size() + 1) / 2).all() for p in parameters)
-    check_added(
-        of_a_pass(parameters, lambda: optimizer.zero_grad(set_to_none=False))
-        - of_a_pass(alone, lambda: torch.optim.SGD(alone).zero_grad(set_to_none=False)),
-        copies_in=0,
-    )
+    return new, in_place
 
 
 def drop(parameters: list[nn.Parameter]) -> None:
@@ -75,17 +77,24 @@ def drop(parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def check_added(added: Counts, copies_in: int) -> None:
+def check_requests(added: Counts) -> None:
     buckets = len(BUCKETS)
     assert added.copies == 0, added
     assert added.host_waits == 0, added
     assert added.collectives == buckets, added
     assert added.threads == buckets, added
     assert added.polls >= buckets, added
-    assert added.kernels == copies_in + buckets, added  # each is divided by the number of ranks
-    # Events before and after each bucket; and at the end of work enqueued together.
-    assert 2 * buckets < added.recorded <= 3 * buckets, added
-    assert added.awaited == 2 * buckets, added
+
+
+def check_events(added: Counts, run_ahead: bool) -> None:
+    """One event before each bucket, and one at the end of work that is enqueued together."""
+    buckets = len(BUCKETS)
+    if run_ahead:
+        assert added.recorded == 2 * buckets, added
+        assert added.awaited == buckets + 1, added  # the last one stands for the others
+    else:
+        assert buckets < added.recorded <= 2 * buckets, added
+        assert buckets < added.awaited <= 2 * buckets, added
 
 
 @pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
@@ -96,3 +105,38 @@ def test_a_pass_launches_by_bucket_and_not_by_parameter(run_ahead):
         TORCH_RING_RUN_AHEAD=str(int(run_ahead)),
         **ENVIRONMENT,
     )
+
+
+def check_group(device: str) -> None:
+    tensors = [torch.full((10 + i,), hvd.rank() + 1.0, device=device) for i in range(160)]
+    hvd.grouped_allreduce(tensors)
+    results = []
+    added = counted(lambda: results.extend(hvd.grouped_allreduce(tensors)))
+    assert all(result.eq((hvd.size() + 1) / 2).all() for result in results)
+    assert (added.recorded, added.awaited) == (2, 2), added
+    assert (added.collectives, added.host_waits) == (1, 0), added
+    assert added.kernels == 2 * math.ceil(len(tensors) / TENSORS_OF_LAUNCH), added  # in and out
+
+
+def test_a_group_of_tensors_has_one_event_before_it_and_one_after_it():
+    run_on_double(check_group, 2)
+
+
+def check_streams(device: str) -> None:
+    """A stream waits for earlier work with later work, and for each by itself."""
+    late = torch.ones(3, device=device)
+    hvd.allreduce_(late)
+    here = torch.accelerator.current_stream()
+    for stream in [here, torch.Stream(device), here]:
+        early = torch.full((NUMEL,), hvd.rank() + 1.0, device=device)
+        if hvd.rank() == 1:
+            device_double.delay(50)
+        first = hvd.allreduce_async(early, name="early")
+        second = hvd.allreduce_async(late, name="late")
+        hvd.synchronize(second)
+        with stream:
+            assert hvd.synchronize(first).tolist() == [1.5] * NUMEL
+
+
+def test_each_stream_waits_for_results():
+    run_on_double(check_streams, 2, TORCH_RING_FUSION_THRESHOLD="0")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 CONSTANTS = {
     "NCCL_UNIQUE_ID_BYTES": 128,
     **{"ncclSuccess": 0, "ncclRemoteError": 6, "ncclInProgress": 7},
-    **{"ncclSum": 0, "ncclProd": 1, "ncclMax": 2, "ncclMin": 3},
+    **{"ncclSum": 0, "ncclProd": 1, "ncclMax": 2, "ncclMin": 3, "ncclAvg": 4},
     **{"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclInt64": 4},
     **{"ncclFloat16": 6, "ncclFloat32": 7, "ncclFloat64": 8, "ncclBfloat16": 9},
 }

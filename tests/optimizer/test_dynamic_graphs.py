@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 from training import (
+    FailingBackward,
     assert_same_weights,
     grads,
     joined_batches,
@@ -172,18 +173,6 @@ def penalise_gradients() -> None:
 @on_both_transports
 def test_penalties_made_of_gradients(transport):
     run(penalise_gradients, 2, transport=transport, env={"TORCH_RING_BUCKET_BYTES": "256"})
-
-
-class FailingBackward(torch.autograd.Function):
-    """Identity with a backward that raises."""
-
-    @staticmethod
-    def forward(_ctx, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(_ctx, _gradient):
-        raise RuntimeError("out of luck")
 
 
 def fail_and_recover() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from pool import run
@@ -197,3 +199,30 @@ def convert_models() -> None:
 
 def test_convert_sync_batchnorm():
     run(convert_models, 2)
+
+
+def train_until_join() -> None:
+    """Rank 1 has fewer batches: from then on it counts as an empty batch."""
+    torch.manual_seed(1)
+    alone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    model = hvd.convert_sync_batchnorm(copy.deepcopy(alone))
+    mine = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), op=hvd.Sum)
+    of_alone = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for step in range(2 if hvd.rank() == 1 else 5):
+        ranks = [rank for rank in range(hvd.size()) if rank != 1 or step < 2]
+        parts = batches((3,), [2 + rank for rank in ranks], torch.float64)
+        for optimizer, network, batch in (
+            (of_alone, alone, torch.cat(parts)),
+            (mine, model, parts[ranks.index(hvd.rank())]),
+        ):
+            optimizer.zero_grad()
+            network(batch).pow(3).sum().backward()
+            optimizer.step()
+    hvd.join()
+    for ours, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_joined_rank_counts_as_an_empty_batch(size):
+    run(train_until_join, size)

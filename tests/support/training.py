@@ -1,6 +1,7 @@
 """A model, batches and comparisons for tests of training."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,19 @@ def joined_batches(steps: int) -> list[Tensor]:
     """Return the joined batches of all ranks."""
     generator = torch.Generator().manual_seed(7)
     return list(torch.randn(steps, ROWS * hvd.size(), FEATURES, generator=generator))
+
+
+class FailingBackward(torch.autograd.Function):
+    """Identity with a backward that raises `error`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, error: Exception | None = None) -> Tensor:
+        ctx.error = error or RuntimeError("out of luck")
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> Tensor:
+        raise ctx.error
 
 
 def part(batch: Tensor) -> Tensor:

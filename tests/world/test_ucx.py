@@ -239,8 +239,9 @@ def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
         "tests/elastic/test_kills.py tests/elastic/test_survivors.py",
     ],
 )
-def test_other_tests_pass_over_ucx(tests: str, tmp_path: Path) -> None:
+def test_other_tests_pass_over_ucx(tests: str, tmp_path: Path, full: bool) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    command += [] if full else ["-m", "not slow"]
     ended = subprocess.run(
         [*command, *tests.split(), f"--basetemp={tmp_path / 'tests'}"],
         cwd=ROOT,

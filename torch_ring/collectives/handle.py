@@ -148,9 +148,11 @@ class GroupHandle(Handle):
         works, self._works = self._works, None
         results: list[Tensor] = []
         first_error: Exception | None = None
+        waited: Work | None = None
         for work in works:
             try:
-                results.append(work.wait())
+                results.append(work.wait(waited))
+                waited = work
             except Exception as error:
                 first_error = first_error or error
         if first_error is not None:

@@ -480,7 +480,8 @@ _TRAINING = (
         "TORCH_RING_RUN_AHEAD",
         switch,
         "1: backward passes on GPUs end without waiting for other hosts while they repeat "
-        "themselves; 0: the ranks agree on each pass; run_ahead=... of an optimizer comes first",
+        "themselves; 0: the ranks agree on each pass, and on each layer of SyncBatchNorm; "
+        "run_ahead=... of an optimizer comes first",
         common=True,
     ),
     Setting(

@@ -209,6 +209,7 @@ class RunAhead:
         """Enable plans: this object belongs to the global process set."""
         self._world = world
         world.on_leave.append(self._await_others)
+        world.on_absence.append(self.stop)
         world.process_sets.on_change.append(self.stop)
 
     # --- the plan

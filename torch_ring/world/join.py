@@ -72,6 +72,8 @@ class World:
         plane: the control plane, which knows the living ranks and agrees on a common stop; None in
             a world of one.
         before_join: functions called first by the collective join(), which may refuse it.
+        on_absence: functions called between two passes when the ranks that have not joined hear
+            that another one has, on all of them alike.
         on_rejoin: functions called when the collective join() returns, on all ranks alike.
         on_leave: functions called first by shutdown(), unless the program has failed.
         on_end: functions of observers of the engines, called before the engines end, with whether
@@ -94,6 +96,7 @@ class World:
     queries: Queries | None = None
     plane: ControlPlane | None = None
     before_join: list[Callable[[], None]] = field(default_factory=list)
+    on_absence: list[Callable[[], None]] = field(default_factory=list)
     on_rejoin: list[Callable[[], None]] = field(default_factory=list)
     on_leave: list[Callable[[], None]] = field(default_factory=list)
     on_end: list[Callable[[bool], None]] = field(default_factory=list)
@@ -108,6 +111,7 @@ class World:
         with contextlib.ExitStack() as cleanup:  # runs all callbacks, the last one first
             observed = (
                 self.before_join,
+                self.on_absence,
                 self.on_rejoin,
                 self.on_leave,
                 self.process_sets.on_change,

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "core/fd.h"
+#include "core/half.h"
 #include "core/reduce.h"
 #include "doubles/opaque_stream.h"
 
@@ -215,6 +216,10 @@ struct Transfer {
   std::size_t bytes;
 };
 
+std::byte* at(const void* data, std::size_t offset = 0) {
+  return static_cast<std::byte*>(const_cast<void*>(data)) + offset;
+}
+
 /// Moves the bytes that fit or have arrived; returns whether there were any.
 bool advance(const OpaqueComm& self, Transfer& transfer) {
   Mailbox& mail =
@@ -322,11 +327,27 @@ Result launch() {
     if (nccl_double_faults()->serial) operation = std::make_shared<Gpu::Operation>(stream->gpu);
     stream->enqueue([comm, calls, operation = std::move(operation)]() mutable {
       while (operation && !comm->aborted && !operation->is_next(kPause)) continue;
+      // Ranks that transfer something first tell each other the sizes of their groups.
+      const auto size = std::ranges::count_if(*calls, [](auto& call) { return !!call.collective; });
+      std::map<std::pair<bool, int>, std::ptrdiff_t> sizes;  // by way and peer
+      for (const Call& call : *calls) {
+        for (const Transfer& transfer : call.transfers) {
+          if (call.collective) sizes[{transfer.sends, transfer.peer}] = size;
+        }
+      }
+      std::vector<Transfer> first;
+      for (auto& [way, told] : sizes) {
+        first.push_back({way.second, way.first, at(&told), sizeof told});
+      }
       std::vector<Transfer> transfers;
       for (const Call& call : *calls) {
         transfers.insert(transfers.end(), call.transfers.begin(), call.transfers.end());
       }
-      if (transfer_all(*comm, transfers)) {
+      const bool is_told = transfer_all(*comm, first);
+      if (std::ranges::any_of(sizes, [&](auto& each) { return each.second != size; })) {
+        ++nccl_double_counts()->misgrouped;
+        comm->wait([] { return false; });
+      } else if (is_told && transfer_all(*comm, transfers)) {
         for (const Call& call : *calls) call.compute();
       }
       operation.reset();
@@ -353,13 +374,29 @@ DType dtype_of(DataType type) {
   return DType::kUInt8;
 }
 
-Reduction reduction_of(DataType type, RedOp op) {
-  constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMax, ReduceOp::kMin};
-  return {dtype_of(type), kOps[static_cast<int>(op)], {}};
-}
-
-std::byte* at(const void* data, std::size_t offset = 0) {
-  return static_cast<std::byte*>(const_cast<void*>(data)) + offset;
+/// An Average multiplies the inputs by 1/n, rounded to the dtype.
+Reduction reduction_of(DataType type, RedOp op, Comm comm) {
+  constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMax, ReduceOp::kMin,
+                               ReduceOp::kSum};
+  Reduction reduction{dtype_of(type), kOps[static_cast<int>(op)], {}};
+  if (op != RedOp::kAvg) return reduction;
+  const double exact = 1.0 / comm->size;
+  const auto rounded = static_cast<float>(exact);
+  double& factor = reduction.scaling.prescale;
+  switch (reduction.dtype) {
+    case DType::kFloat16:
+      factor = to_float(to_float16(rounded));
+      break;
+    case DType::kBFloat16:
+      factor = to_float(to_bfloat16(rounded));
+      break;
+    case DType::kFloat32:
+      factor = rounded;
+      break;
+    default:  // NCCL's average of integers divides the sum, which nobody calls
+      factor = exact;
+  }
+  return reduction;
 }
 
 void copy(const void* from, void* to, std::size_t bytes) {
@@ -368,8 +405,8 @@ void copy(const void* from, void* to, std::size_t bytes) {
 
 /// A reduction for some ranks. Every rank sends `count` elements of its input, from element
 /// `stride` * r on, to each rank r for which receives(r) holds. Those ranks reduce them in the
-/// order of ranks, beginning with another rank for each size, and round each partial result to the
-/// dtype, as NCCL does.
+/// order of ranks, beginning with another rank for each size, and round each scaled input and each
+/// partial result to the dtype, as NCCL does.
 Result reduce_for(Collective collective, const std::function<bool(int)>& receives,
                   std::size_t stride, const void* input, void* output, std::size_t count,
                   const Reduction& reduction, Comm comm, Stream stream) {
@@ -397,11 +434,14 @@ Result reduce_for(Collective collective, const std::function<bool(int)>& receive
   std::ranges::rotate(inputs, inputs.begin() + static_cast<std::ptrdiff_t>(count % inputs.size()));
   call.compute = [=] {
     std::vector<std::byte> result(count * width);  // the output may overlap the input
-    copy(inputs[0], result.data(), result.size());
-    for (std::size_t peer = 1; peer < inputs.size(); ++peer) {
-      void* const into[] = {result.data()};
-      const void* const two[] = {result.data(), inputs[peer]};
-      reduce(into, two, count, reduction);
+    std::vector<std::byte> input(count * width);
+    for (std::size_t peer = 0; peer < inputs.size(); ++peer) {
+      void* const into[] = {peer == 0 ? result.data() : input.data()};
+      reduce(into, {&inputs[peer], 1}, count, reduction);
+      if (peer == 0) continue;
+      void* const sum[] = {result.data()};
+      const void* const two[] = {result.data(), input.data()};
+      reduce(sum, two, count, {reduction.dtype, reduction.op, {}});
     }
     copy(result.data(), output, result.size());
     arrived->clear();
@@ -516,20 +556,22 @@ Result ncclCommAbort(Comm comm) {
 Result ncclAllReduce(const void* input, void* output, std::size_t count, DataType type, RedOp op,
                      Comm comm, Stream stream) {
   const auto all = [](int) { return true; };
-  return reduce_for(kAllReduce, all, 0, input, output, count, reduction_of(type, op), comm, stream);
+  return reduce_for(kAllReduce, all, 0, input, output, count, reduction_of(type, op, comm), comm,
+                    stream);
 }
 
 Result ncclReduce(const void* input, void* output, std::size_t count, DataType type, RedOp op,
                   int root, Comm comm, Stream stream) {
   const auto alone = [=](int rank) { return rank == root; };
-  return reduce_for(kReduce, alone, 0, input, output, count, reduction_of(type, op), comm, stream);
+  return reduce_for(kReduce, alone, 0, input, output, count, reduction_of(type, op, comm), comm,
+                    stream);
 }
 
 Result ncclReduceScatter(const void* input, void* output, std::size_t count, DataType type,
                          RedOp op, Comm comm, Stream stream) {
   const auto all = [](int) { return true; };
-  return reduce_for(kReduceScatter, all, count, input, output, count, reduction_of(type, op), comm,
-                    stream);
+  return reduce_for(kReduceScatter, all, count, input, output, count, reduction_of(type, op, comm),
+                    comm, stream);
 }
 
 Result ncclBroadcast(const void* input, void* output, std::size_t count, DataType type, int root,

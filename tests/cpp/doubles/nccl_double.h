@@ -13,6 +13,8 @@
 //    have died.
 //  - Calls on a thread whose current device is not the communicator's, and two ranks on one GPU,
 //    are refused.
+//  - Collectives that are a group on one rank, and another or none on the others, hang.
+//  - ncclAvg multiplies each input by 1/n, rounded to the dtype.
 //  - Ranks add in another order for each size. The root of a small broadcast ends at once.
 #pragma once
 
@@ -50,8 +52,9 @@ void nccl_double_tell_gpu(int (*current)());
 struct NcclDoubleCounts {
   std::atomic<std::int64_t> launches{0};  // collectives, or groups of them
   std::atomic<std::int64_t> threads{0};
-  std::atomic<std::int64_t> polls{0};   // ncclCommGetAsyncError during a launch
-  std::atomic<std::int64_t> sleeps{0};  // of the calling thread, while it polls
+  std::atomic<std::int64_t> polls{0};       // ncclCommGetAsyncError during a launch
+  std::atomic<std::int64_t> sleeps{0};      // of the calling thread, while it polls
+  std::atomic<std::int64_t> misgrouped{0};  // launches that hang because ranks group differently
 };
 NcclDoubleCounts* nccl_double_counts();
 
