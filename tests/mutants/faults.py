@@ -224,12 +224,11 @@ def _gradients() -> Iterator[Fault]:
     # --- running ahead
     yield _statement(
         "ready_ignored", "a bucket is launched on a stream that does not wait for it", AHEAD,
-        "if (state.ready) state.ready->block(current_stream(planned.memory.device()));",
+        "written.begin();",
     )  # fmt: skip
     yield _statement(
         "no_stand_in", "a joined rank launches nothing for the others", AHEAD,
-        "launcher_.allreduce(part_of(zeros, run), planned.op, planned.prescale, "
-        "planned.postscale);",
+        "launch_plain(engine_, state.runs[i], run, run, ready);",
     )  # fmt: skip
     yield _statement(
         "not_restored", "a planned gradient that no rank had is not restored", HOOKS,
