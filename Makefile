@@ -12,6 +12,7 @@
 #   make sdist    the source archive, in dist/
 #   test-cpp, test-python and test-mpi (parts of test), doubles, lint, bench, clean
 #   test-c10d     torch's own tests of torch.distributed on the backend ring; 2 minutes
+#   mutants       plants faults and prints which of them the tests find; an hour
 #
 # Settings:
 #   TORCH=torch==2.13.0   another torch (default: the newest)
@@ -19,6 +20,7 @@
 #   VENV=.venv            another environment (default: one for each TORCH)
 #   PYTHON=python3        the Python of the environment, and of wheels
 #   TORCHES="2.13.0 2.14.1"   the versions of torch that a wheel is for
+#   ROOM=gradients        the part of the source where mutants plants faults
 #   ARGS="--dataset digits"   arguments for mnist, pytest or bench
 
 SHELL := bash
@@ -28,6 +30,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv$(patsubst torch%,%,$(subst ==,-,$(TORCH)))$(if $(CPU),-cpu)
 PYTHON ?= python3
 ARGS ?=
+ROOM ?= gradients
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 JOBS ?= $(shell nproc)
 
@@ -43,7 +46,7 @@ CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d programs doubles lint docs bench wheels \
+.PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d programs doubles mutants lint docs bench wheels \
   sdist clean FORCE
 .DEFAULT_GOAL := help
 
@@ -94,6 +97,10 @@ programs: $(STAMPS)/extension
 	+@$(CPP) --silent all PYTHON=$(abspath $(PY))
 doubles: programs build/venv
 	+@$(CPP) --silent device PYTHON=$(abspath $(PY))
+
+# Plants faults in a copy of the tree, and prints which of them the tests find; an hour a room.
+mutants: $(STAMPS)/extension $(STAMPS)/test doubles
+	$(PY) tests/mutants/mutants.py --room $(ROOM) $(ARGS)
 
 lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/ruff check .

@@ -1,0 +1,272 @@
+"""Plants faults one at a time, runs the tests of a room until the first failure, and prints which
+faults they found.
+
+    make mutants ROOM=gradients
+    make mutants ARGS="--only launched_early --keep"
+
+A fault replaces one place of a source file (`faults.py`, by hand). It works in a copy of the tree,
+so the checkout stays as it is. The faults of C++ files are all compiled into one extension, and the
+variable TORCH_RING_MUTANT turns one of them on: a build a fault would take hours. Those of Python
+files are written to the copy one after the other.
+
+A fault *died* if a test failed or did not end; it *survived* if all tests of the room passed. Tests
+that found a fault run first for the next ones, so most faults die within seconds. The exit status
+is 1 if a fault survived, or if its place is no longer in the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults import ROOMS, Fault, Room
+
+ROOT = Path(__file__).resolve().parents[2]
+SWITCH = "TORCH_RING_MUTANT"
+_FEW = 6  # tests that have found faults last, which one process runs
+HEADER = f"""\
+// Generated: the planted fault that is on.
+#pragma once
+
+#include <cstdlib>
+#include <string_view>
+
+namespace torch_ring {{
+
+inline bool is_mutant(std::string_view name) {{
+  static const char* const present = std::getenv("{SWITCH}");
+  return present != nullptr && name == present;
+}}
+
+}}  // namespace torch_ring
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of one fault.
+
+    Attributes:
+        fault: the fault.
+        fate: "died", "survived", or "no such place".
+        by: the test that found it, or the reason.
+        seconds: the time of its tests.
+    """
+
+    fault: Fault
+    fate: str
+    by: str
+    seconds: float = 0.0
+
+
+def copy_tree(to: Path) -> None:
+    """Copy the files that git knows or does not ignore, and the build so far."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if not (ROOT / name).is_file():
+            continue
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, to / name)
+    doubles = [*ROOT.glob("build/cpp/plain/*.so")]
+    for built in doubles:
+        (to / built.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(built, to / built.relative_to(ROOT))
+    for built in [*ROOT.glob("torch_ring/native/torch_*"), ROOT / "build" / "core"]:
+        if built.exists():
+            shutil.copytree(built, to / built.relative_to(ROOT), dirs_exist_ok=True)
+
+
+def switched(fault: Fault) -> str:
+    """Return C++ that is `fault.new` while the fault is on, and `fault.old` otherwise."""
+    is_on = f'::torch_ring::is_mutant("{fault.name}")'
+    if fault.is_expression:
+        return f"({is_on} ? ({fault.new}) : ({fault.old}))"
+    return f"if ({is_on}) {{ {fault.new} }} else {{ {fault.old} }}"
+
+
+def plant_in_cpp(faults: Iterable[Fault], tree: Path) -> dict[str, str]:
+    """Plant the faults of C++ files, each behind its switch.
+
+    Returns:
+        For faults that are left out: the reason.
+    """
+    problems: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    for fault in faults:
+        text = texts.get(fault.file) or (tree / fault.file).read_text()
+        if text.count(fault.old) != 1:
+            problems[fault.name] = f"its text is there {text.count(fault.old)} times"
+            continue
+        texts[fault.file] = text.replace(fault.old, switched(fault))
+    (tree / "csrc/core/mutant.h").write_text(HEADER)
+    for file, text in texts.items():
+        (tree / file).write_text('#include "core/mutant.h"\n' + text)
+    return problems
+
+
+def build(tree: Path) -> None:
+    """Build the extension of the copy in place."""
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=tree, check=True
+    )
+
+
+class Tests:
+    """Runs the tests of a room in the copy.
+
+    Args:
+        tree: the copy.
+        room: the room.
+        found: a file that keeps the tests that have found faults, for later runs.
+        jobs: the number of pytest's processes.
+        seconds: the time that a fault's tests may take.
+    """
+
+    def __init__(self, tree: Path, room: Room, found: Path, jobs: int, seconds: float) -> None:
+        self._tree = tree
+        self._room = room
+        self._found = found
+        self._jobs = jobs
+        self._seconds = seconds
+        self._finders: list[str] = json.loads(found.read_text()) if found.exists() else []
+
+    def first_failure(self, fault: str, own: list[str]) -> str:
+        """Return the first test that fails with a fault; "" if all pass.
+
+        Args:
+            fault: the name of the fault, for C++.
+            own: the tests that know this fault best, which run first.
+        """
+        quick = ["-m", "not slow", *self._room.tests]
+        for tests, jobs in (
+            (own, 1),
+            (self._finders[:_FEW], 1),
+            (self._finders[_FEW:], self._jobs),
+            (quick, self._jobs),
+            (list(self._room.slow_tests), self._jobs),
+        ):
+            failure = self._run(fault, tests, jobs) if tests else ""
+            if failure:
+                self._note(failure)
+                return failure
+        return ""
+
+    def _run(self, fault: str, tests: list[str], jobs: int) -> str:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no"]
+        command += ["-p", "no:cacheprovider"]
+        command += ["--numprocesses", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
+        environment = {
+            **os.environ,
+            SWITCH: fault,
+            "PYTHONPATH": str(self._tree),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        process = subprocess.Popen(
+            [*command, *tests], cwd=self._tree, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=self._seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return f"no end within {self._seconds:.0f} s"
+        if process.returncode == 0:
+            return ""
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        if failed:
+            return failed[1]
+        last = output.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+        return f"pytest: {last[0]}"
+
+    def _note(self, failure: str) -> None:
+        if "::" in failure:
+            self._finders = [failure, *(test for test in self._finders if test != failure)]
+            self._found.write_text(json.dumps(self._finders[:40]))
+
+
+def run(faults: list[Fault], tree: Path, tests: Tests) -> Iterator[Result]:
+    """Plant the faults one at a time; yield the result of each."""
+    in_cpp = [fault for fault in faults if not fault.file.endswith(".py")]
+    problems = plant_in_cpp(in_cpp, tree)
+    if in_cpp:
+        build(tree)
+    sound = tests.first_failure("none", [])
+    if sound:
+        raise SystemExit(f"mutants: without a fault a test of the room fails: {sound}")
+    for fault in faults:
+        place, text = tree / fault.file, ""
+        if fault.file.endswith(".py"):
+            text = place.read_text()
+            if text.count(fault.old) != 1:
+                problems[fault.name] = f"its text is there {text.count(fault.old)} times"
+        if fault.name in problems:
+            yield Result(fault, "no such place", problems[fault.name])
+            continue
+        begin = time.monotonic()
+        if text:
+            place.write_text(text.replace(fault.old, fault.new))
+        try:
+            by = tests.first_failure(fault.name, list(fault.tests))
+        finally:
+            if text:
+                place.write_text(text)
+        yield Result(fault, "died" if by else "survived", by, time.monotonic() - begin)
+
+
+def main() -> None:
+    """Parse the arguments, run the faults, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--room", default="gradients", choices=sorted(ROOMS))
+    parser.add_argument("--only", nargs="*", help="names of faults")
+    parser.add_argument("--list", action="store_true", help="print the faults, and run none")
+    parser.add_argument("--keep", action="store_true", help="keep the copy of the tree")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for the tests of a fault")
+    options = parser.parse_args()
+    room = ROOMS[options.room]
+    faults = [f for f in room.faults if options.only is None or f.name in options.only]
+    if options.list:
+        for fault in faults:
+            print(f"{fault.name:32} {fault.file}: {fault.says}")
+        return
+    folder = ROOT / "build" / "mutants"
+    tree = folder / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    copy_tree(tree)
+    found = folder / f"{options.room}.json"
+    tests = Tests(tree, room, found, options.jobs, options.seconds)
+    results: list[Result] = []
+    try:
+        for result in run(faults, tree, tests):
+            results.append(result)
+            fault = result.fault
+            print(
+                f"{result.fate:13} {fault.name:32} {result.seconds:5.0f} s  {fault.says}"
+                f"{': ' + result.by if result.by else ''}",
+                flush=True,
+            )
+    finally:
+        if not options.keep:
+            shutil.rmtree(tree, ignore_errors=True)
+    alive = [result for result in results if result.fate != "died"]
+    print(f"{len(results) - len(alive)} of {len(results)} faults of {options.room} died")
+    sys.exit(1 if alive else 0)
+
+
+if __name__ == "__main__":
+    main()
