@@ -9,10 +9,10 @@ so the checkout stays as it is. The faults of C++ files are all compiled into on
 variable TORCH_RING_MUTANT turns one of them on: a build a fault would take hours. Those of Python
 files are written to the copy one after the other.
 
-A fault *died* if a test failed or did not end, also when it ran again alone; it *survived* if all
-tests of the room passed. Tests that found a fault run first for the next ones, so most faults die
-within seconds. The exit status is 1 if a fault survived, or if its place is no longer in the
-source.
+A fault *died* if a test failed or did not end, again when it ran alone, and passed without the
+fault; it *survived* if all tests of the room passed. Tests that found a fault run first for the
+next ones, so most faults die within seconds. The exit status is 1 if a fault survived, or if its
+place is no longer in the source.
 """
 
 from __future__ import annotations
@@ -125,6 +125,21 @@ def build(tree: Path) -> None:
     )
 
 
+class Planted:
+    """A fault in the copy. One of C++ is there already, behind its switch."""
+
+    def __init__(self, fault: Fault, tree: Path) -> None:
+        self.fault = fault
+        self._place = tree / fault.file if fault.file.endswith(".py") else None
+        self._sound = self._place.read_text() if self._place else ""
+
+    def put(self, *, is_on: bool) -> None:
+        """Plant the fault, or take it out."""
+        if self._place:
+            old, new = self.fault.old, self.fault.new
+            self._place.write_text(self._sound.replace(old, new) if is_on else self._sound)
+
+
 class Tests:
     """Runs the tests of a room in the copy.
 
@@ -143,15 +158,13 @@ class Tests:
         self._jobs = jobs
         self._seconds = seconds
         self._finders: list[str] = json.loads(found.read_text()) if found.exists() else []
-        self._unsure: set[str] = set()  # tests that have failed once and then passed
+        self._sound: set[str] = set()  # tests that pass without a fault
+        self._unsound: set[str] = set()  # tests that fail without one, or now and then
 
-    def first_failure(self, fault: str, own: list[str]) -> str:
-        """Return the first test that fails with a fault; "" if all pass.
-
-        Args:
-            fault: the name of the fault, for C++.
-            own: the tests that know this fault best, which run first.
-        """
+    def first_failure(self, planted: Planted) -> str:
+        """Return the first test that fails with a fault; "" if all pass."""
+        fault = planted.fault
+        own = [f"tests/{each}" for each in fault.tests]
         quick = ["-m", "not slow", *self._room.tests]
         for tests, jobs in (
             (own, 1),
@@ -160,17 +173,28 @@ class Tests:
             (quick, self._jobs),
             (list(self._room.slow_tests), self._jobs),
         ):
-            while failure := self._run(fault, tests, jobs) if tests else "":
-                if "::" not in failure or self._run(fault, [failure], 1):
+            while failure := self._run(fault.name, tests, jobs) if tests else "":
+                if "::" not in failure or self._is_found_by(planted, failure):
                     self._note(failure)
                     return failure
-                self._unsure.add(failure)
+                self._unsound.add(failure)
         return ""
+
+    def _is_found_by(self, planted: Planted, test: str) -> bool:
+        """Return whether a test that has failed fails again, and passes without the fault."""
+        if test not in self._sound:
+            planted.put(is_on=False)
+            failure = self._run("none", [test], 1)
+            planted.put(is_on=True)
+            if failure:
+                return False
+            self._sound.add(test)
+        return bool(self._run(planted.fault.name, [test], 1))
 
     def _run(self, fault: str, tests: list[str], jobs: int) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no"]
         command += ["-p", "no:cacheprovider"]
-        command += [f"--deselect={test}" for test in sorted(self._unsure)]
+        command += [f"--deselect={test}" for test in sorted(self._unsound)]
         command += ["--numprocesses", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
         environment = {
             **os.environ,
@@ -210,26 +234,19 @@ def run(faults: list[Fault], tree: Path, tests: Tests) -> Iterator[Result]:
     problems = plant_in_cpp(in_cpp, tree)
     if in_cpp:
         build(tree)
-    sound = tests.first_failure("none", [])
-    if sound:
-        raise SystemExit(f"mutants: without a fault a test of the room fails: {sound}")
     for fault in faults:
-        place, text = tree / fault.file, ""
         if fault.file.endswith(".py"):
-            text = place.read_text()
-            if text.count(fault.old) != 1:
-                problems[fault.name] = f"its text is there {text.count(fault.old)} times"
+            count = (tree / fault.file).read_text().count(fault.old)
+            if count != 1:
+                problems[fault.name] = f"its text is there {count} times"
         if fault.name in problems:
             yield Result(fault, "no such place", problems[fault.name])
             continue
         begin = time.monotonic()
-        if text:
-            place.write_text(text.replace(fault.old, fault.new))
-        try:
-            by = tests.first_failure(fault.name, [f"tests/{each}" for each in fault.tests])
-        finally:
-            if text:
-                place.write_text(text)
+        planted = Planted(fault, tree)
+        planted.put(is_on=True)
+        by = tests.first_failure(planted)
+        planted.put(is_on=False)
         yield Result(fault, "died" if by else "survived", by, time.monotonic() - begin)
 
 
