@@ -1,6 +1,5 @@
 """Mismatches among the ranks, and wrong arguments: an error, and the job goes on."""
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -54,11 +53,9 @@ MISMATCHES: dict[str, tuple[Callable[[], object], str]] = {
 
 def check_mismatch(case: str) -> None:
     call, text = MISMATCHES[case]
-    begin = time.monotonic()
     kind, message = error_of(call)
     assert kind == "MismatchError", (kind, message)
     assert text in message
-    assert time.monotonic() - begin < 5  # the promise is a second; the machine may be busy
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [float(hvd.size())] * 2
 
 
