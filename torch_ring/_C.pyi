@@ -875,6 +875,12 @@ class RunAhead:
     def wait(self) -> None:
         """Make the current stream wait for the pass; write the results into the buckets."""
 
+    def add(self, optimizer: int, hooks: GradientHooks) -> None:
+        """Take note of an optimizer, of whose gradients this rank gives copies once it has joined.
+
+        Other ranks ask for them that have added to those.
+        """
+
 class Due:
     """The gradients that `GradientHooks.pending` calls due."""
 
@@ -922,6 +928,7 @@ class GradientHooks:
         parameters: Sequence[Tensor],
         names: Sequence[str],
         *,
+        reduced_scale: float,
         on_backward_end: Callable[[], None],
         on_bucket_full: Callable[[int], None],
         new_memory: Callable[[int], Tensor],
@@ -940,19 +947,18 @@ class GradientHooks:
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
-    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool, bool, bytes, bytes, bool]:
+    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool, bool, bool]:
         """Return bitmaps of due gradients, and of sparse ones; whether others accumulate.
 
         Then: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
-        first; whether each parameter is due, or was reduced since the step began; bitmaps of due
-        gradients of which an averaged part is not sent, and of averaged ones of an earlier step;
-        whether some gradients have come again, after they had been sent.
+        first; whether each parameter is due, or was reduced since the step began; whether some
+        gradients have come again, after they had been sent.
         """
 
-    def not_finite(self, due: bytes) -> list[tuple[int, Worst]]:
+    def not_finite(self, due: bytes) -> list[tuple[int, Worst, bool]]:
         """Return the gradients of a bitmap that are not finite, as they are before the reduction.
 
-        And the worst of their numbers.
+        And the worst of their numbers, and whether they contain already reduced gradients.
         """
 
     @staticmethod
@@ -971,15 +977,8 @@ class GradientHooks:
     def parameters_moved(self) -> bool:
         """Return whether a parameter is on another device than its bucket."""
 
-    def averaged(self, among: bytes) -> bytes:
-        """Return the gradients of a bitmap that are averaged, or were added to averaged ones."""
-
-    def move_into_buckets(self, touched: bytes, carrying: bytes, scale: float) -> None:
-        """Prepare gradients to be reduced: they move into buckets; missing ones become zero.
-
-        `carrying`: those of which ranks have an averaged part, which is not sent. Where they have
-        none, an averaged gradient of an earlier step is sent, times `scale`.
-        """
+    def move_into_buckets(self, touched: bytes) -> None:
+        """Prepare gradients to be reduced: they move into buckets; missing ones become zero."""
 
     def memory(self, bucket: int) -> Tensor:
         """Return a bucket's memory, after all its gradients have arrived or been moved there."""
@@ -987,7 +986,7 @@ class GradientHooks:
     def expect(self, planned: bytes | None) -> None:
         """Plan the next passes, which reduce these gradients; None: the ranks agree on them."""
 
-    def fill(self, planned: bytes, due: bytes, scale: float) -> None:
+    def fill(self, planned: bytes, due: bytes) -> None:
         """Move planned gradients into buckets; remember those that are not due as they were."""
 
     def restore(self, nowhere: bytes) -> None:
@@ -1002,7 +1001,7 @@ class GradientHooks:
     def bucket_view(self, index: int) -> Tensor:
         """Return a new tensor over a parameter's part of a bucket."""
 
-    def local_gradient(self, index: int, is_carried: bool, scale: float) -> Tensor | None:
+    def local_gradient(self, index: int) -> Tensor | None:
         """Return a parameter's gradient, to be reduced outside the buckets."""
 
     def set_sparse_result(self, index: int, gradient: Tensor) -> None:
@@ -1023,8 +1022,23 @@ class GradientHooks:
     def reset(self, *, gradients: bool) -> None:
         """Begin the next step; with `gradients`, also forget accumulated gradients."""
 
-    def make_own(self, scale: float) -> None:
-        """After join(): send averaged gradients with what is added to them, times `scale`."""
+    def set_base_scale(self, scale: float) -> None:
+        """Multiply reduced gradients by this before others are added, as ranks have joined."""
+
+    def bases(self) -> list[int]:
+        """Return, by parameter, whether an unreduced gradient contains a reduced one.
+
+        0: no; 1: yes; 2: yes, and the program may have changed that one since.
+        """
+
+    def keep_scale(self, index: int) -> None:
+        """Scale a reduced gradient as it would have been if something was added to it."""
+
+    def add(self, index: int, value: Tensor) -> None:
+        """Add a flat tensor to a gradient; one that is reduced stays so."""
+
+    def has_base(self) -> bool:
+        """Return whether a gradient that is not reduced yet contains a reduced one."""
 
     def restart_passes(self) -> None:
         """Count passes from zero again."""
@@ -1097,12 +1111,8 @@ class DenseFinalizer:
         postscale: float,
         /,
     ) -> None: ...
-    def run(
-        self, engine: Engine, agreement: PassAgreement, all_new: bytes, all_carrying: bytes, /
-    ) -> bytes | None:
+    def run(self, engine: Engine, agreement: PassAgreement, report: bytes, /) -> bytes | None:
         """End a backward pass if all gradients are due here and all ranks report the same.
-
-        Of two reports the one is sent in which no gradient, or each, was added to an averaged one.
 
         Returns:
             None if a gradient is not due; nothing was sent. The reports of all ranks, one after the

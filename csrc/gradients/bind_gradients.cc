@@ -71,14 +71,12 @@ std::shared_ptr<RunAhead> make_run_ahead(PyEngine& engine) {
 }
 
 std::optional<py::bytes> finalize(const DenseFinalizer& finalizer, const PyEngine& engine,
-                                  PassAgreement& agreement, const std::string& all_new,
-                                  const std::string& all_carrying) {
+                                  PassAgreement& agreement, const std::string& report) {
   const std::shared_ptr<Engine> running = engine.running();
   std::optional<std::string> gathered;
   {
     const BlockingCall no_gil;
-    gathered =
-        finalizer.run(*running, engine.size(), agreement, all_new, all_carrying, kCheckSignals);
+    gathered = finalizer.run(*running, engine.size(), agreement, report, kCheckSignals);
   }
   if (!gathered) return std::nullopt;
   return py::bytes(*gathered);
@@ -127,6 +125,11 @@ void bind_gradients(py::module_& module) {
       .def("set_plan", &RunAhead::set_plan, py::arg("buckets"), Release())
       .def("open", &RunAhead::open, Release())
       .def("has_launched", &RunAhead::has_launched, Release())
+      .def(
+          "add",
+          [](RunAhead& run_ahead, std::int64_t optimizer,
+             const std::shared_ptr<GradientHooks>& hooks) { run_ahead.add(optimizer, hooks); },
+          py::arg("optimizer"), py::arg("hooks"), Release())
       .def("launch_rest", &RunAhead::launch_rest, Release())
       .def("wait", &RunAhead::wait, Release());
   py::enum_<Worst>(module, "Worst")
@@ -140,13 +143,13 @@ void bind_gradients(py::module_& module) {
       .value("everything", GradientHooks::Due::kEverything);
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                       py::object on_backward_end, py::object on_bucket_full, py::object new_memory,
-                       py::object fail, std::shared_ptr<BlockPool> blocks,
+                       double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
+                       py::object new_memory, py::object fail, std::shared_ptr<BlockPool> blocks,
                        std::shared_ptr<PassAgreement> agreement,
                        const std::shared_ptr<RunAhead>& run_ahead, std::optional<double> largest) {
              return GradientHooks::make(
                  std::move(parameters), std::move(names),
-                 {callback<void>(std::move(on_backward_end)),
+                 {reduced_scale, callback<void>(std::move(on_backward_end)),
                   callback<void, std::size_t>(std::move(on_bucket_full)),
                   [run_ahead](const GradientHooks& hooks, std::size_t bucket) {
                     run_ahead->bucket_full(hooks, bucket);
@@ -158,9 +161,10 @@ void bind_gradients(py::module_& module) {
                   callback<void, const std::string&>(std::move(fail)), std::move(blocks),
                   std::move(agreement), largest});
            }),
-           py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("on_backward_end"),
-           py::arg("on_bucket_full"), py::arg("new_memory"), py::arg("fail"), py::arg("blocks"),
-           py::arg("agreement"), py::arg("run_ahead"), py::arg("largest"))
+           py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
+           py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("new_memory"),
+           py::arg("fail"), py::arg("blocks"), py::arg("agreement"), py::arg("run_ahead"),
+           py::arg("largest"))
       .def(
           "set_buckets",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
@@ -181,15 +185,15 @@ void bind_gradients(py::module_& module) {
             }
             return std::tuple(py::bytes(pending.due), py::bytes(pending.sparse),
                               pending.accumulating, pending.unready, pending.complete,
-                              py::bytes(pending.carried), py::bytes(pending.whole), pending.again);
+                              pending.again);
           },
           py::arg("which"))
       .def(
           "not_finite",
           [](GradientHooks& hooks, const GradientHooks::Bitmap& due) {
-            std::vector<std::pair<std::size_t, Worst>> found;
-            for (const auto& [index, worst] : hooks.not_finite(due)) {
-              found.emplace_back(index, worst);
+            std::vector<std::tuple<std::size_t, Worst, bool>> found;
+            for (const auto& [index, worst, on_base] : hooks.not_finite(due)) {
+              found.emplace_back(index, worst, on_base);
             }
             return found;
           },
@@ -199,37 +203,23 @@ void bind_gradients(py::module_& module) {
       .def("share", &GradientHooks::share, py::arg("other"), Release())
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
       .def("parameters_moved", &GradientHooks::parameters_moved, Release())
-      .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"),
-           py::arg("carrying"), py::arg("scale"), Release())
-      .def(
-          "averaged",
-          [](GradientHooks& hooks, const GradientHooks::Bitmap& among) {
-            GradientHooks::Bitmap found;
-            {
-              const py::gil_scoped_release release;
-              found = hooks.averaged(among);
-            }
-            return py::bytes(found);
-          },
-          py::arg("among"))
+      .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())
       .def("memory", &GradientHooks::memory, py::arg("bucket"), Release())
       .def("bucket_view", &GradientHooks::bucket_view, py::arg("index"), Release())
       .def(
           "local_gradient",
-          [](GradientHooks& hooks, std::size_t index, bool is_carried,
-             double scale) -> std::optional<at::Tensor> {
+          [](GradientHooks& hooks, std::size_t index) -> std::optional<at::Tensor> {
             const py::gil_scoped_release release;
-            at::Tensor gradient = hooks.local_gradient(index, is_carried, scale);
+            at::Tensor gradient = hooks.local_gradient(index);
             if (!gradient.defined()) return std::nullopt;
             return gradient;
           },
-          py::arg("index"), py::arg("is_carried"), py::arg("scale"))
+          py::arg("index"))
       .def("set_sparse_result", &GradientHooks::set_sparse_result, py::arg("index"),
            py::arg("gradient"), Release())
       .def("mark_reduced", &GradientHooks::mark_reduced, py::arg("touched"), Release())
       .def("expect", &GradientHooks::expect, py::arg("planned"), Release())
-      .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), py::arg("scale"),
-           Release())
+      .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), Release())
       .def("restore", &GradientHooks::restore, py::arg("nowhere"), Release())
       .def("put_aside", &GradientHooks::put_aside, py::arg("extra"), Release())
       .def("take_up_aside", &GradientHooks::take_up_aside, py::arg("again"), Release())
@@ -237,7 +227,11 @@ void bind_gradients(py::module_& module) {
       .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("restart_passes", &GradientHooks::restart_passes, Release())
-      .def("make_own", &GradientHooks::make_own, py::arg("scale"), Release())
+      .def("set_base_scale", &GradientHooks::set_base_scale, py::arg("scale"))
+      .def("has_base", &GradientHooks::has_base, Release())
+      .def("bases", &GradientHooks::bases, Release())
+      .def("keep_scale", &GradientHooks::keep_scale, py::arg("index"), Release())
+      .def("add", &GradientHooks::add, py::arg("index"), py::arg("value"), Release())
       .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
            Release())

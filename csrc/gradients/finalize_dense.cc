@@ -55,20 +55,14 @@ DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t
       postscale_(postscale) {}
 
 std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgreement& agreement,
-                                               const std::string& all_new,
-                                               const std::string& all_carrying,
+                                               const std::string& report,
                                                const Engine::Interrupt& interrupt) const {
   if (!agreement.failure().empty()) return std::nullopt;
   const GradientHooks::Pending pending = hooks_->pending(GradientHooks::Due::kNow);
-  const auto is_empty = [](const GradientHooks::Bitmap& bitmap) {
-    return bitmap.find_first_not_of('\0') == std::string::npos;
-  };
-  const bool carries = pending.carried == everything_;
-  if (pending.due != everything_ || !is_empty(pending.sparse) || !is_empty(pending.whole) ||
-      !(carries || is_empty(pending.carried)) || pending.accumulating || pending.unready) {
+  const bool any_sparse = pending.sparse.find_first_not_of('\0') != std::string::npos;
+  if (pending.due != everything_ || any_sparse || pending.accumulating || pending.unready) {
     return std::nullopt;
   }
-  const std::string& report = carries ? all_carrying : all_new;
   if (hooks_->looks_at_gradients() && !hooks_->not_finite(everything_).empty()) return std::nullopt;
   std::string gathered = agreement.gather(engine, report, interrupt);
   const bool all_are_here = gathered.size() == report.size() * static_cast<std::size_t>(size);
@@ -92,7 +86,7 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
 
 void DenseFinalizer::reduce(Engine& engine, int size, std::uint64_t number,
                             const Engine::Interrupt& interrupt) const {
-  hooks_->move_into_buckets(everything_, everything_, 1.0);
+  hooks_->move_into_buckets(everything_);
   std::vector<Request> requests;
   for (const std::size_t bucket : buckets_) {
     const at::Tensor memory = hooks_->memory(bucket);

@@ -29,8 +29,7 @@ class DenseFinalizer {
                  GradientHooks::Bitmap everything, std::vector<std::size_t> buckets, int op,
                  double prescale, double postscale);
 
-  /// Sends a report to the other ranks, and reduces the gradients if all ranks report the same:
-  /// `all_carrying` if all gradients were added to averaged ones, `all_new` if none was.
+  /// Sends `report` to the other ranks, and reduces the gradients if all ranks report the same.
   ///
   /// Returns nullopt, and sends nothing, if a gradient is not due here, or not finite, or if this
   /// rank has given up a pass. Returns the ranks' reports, one after the other, and reduces
@@ -38,7 +37,7 @@ class DenseFinalizer {
   /// all gradients are reduced and `agreement` has finished, as it also has if the interrupt throws
   /// during the reduction.
   std::optional<std::string> run(Engine& engine, int size, PassAgreement& agreement,
-                                 const std::string& all_new, const std::string& all_carrying,
+                                 const std::string& report,
                                  const Engine::Interrupt& interrupt) const;
 
  private:

@@ -404,31 +404,35 @@ void GradientHooks::before_accumulation(std::size_t index) {
   present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
                         std::memory_order_relaxed);
   HookedParameter& parameter = parameters_[index];
-  if (disabled_) return;
-  if (parameter.arrived) keep_sent(index);
-  if (!parameter.base_reduced && !parameter.carried.defined() && !has_plan_) return;
+  if (parameter.given && parameter.is_given()) {
+    parameter.was_zero = parameter.is_given_zero();
+  } else if (parameter.base_reduced && parameter.version) {
+    const std::scoped_lock lock(mutex_);
+    parameter.refresh();
+    parameter.was_zero = parameter.was_written_with_zeros();
+  }
+  if (parameter.arrived && !disabled_) keep_sent(index);
+  if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
   std::vector<Sharer> told;
-  at::Tensor carried;
+  bool is_on_base = false;
   {
-    std::unique_lock lock(mutex_);
-    // The end of the pass, also of one that fails here, puts back what is taken out.
-    if (parameter.base_reduced) enter_pass(lock, parameter.variable.device());
+    const std::scoped_lock lock(mutex_);
     parameter.refresh();
     keep_base(index);
-    const bool was_averaged = parameter.base_reduced;
-    if (!parameter.sent.defined()) parameter.take_out_carried();
+    const bool was_reduced = parameter.base_reduced;
+    rescale_reduced(parameter);
     const auto shared = sharers_.find(index);
-    const bool is_taken_out = was_averaged && !parameter.base_reduced;
-    if (is_taken_out && shared != sharers_.end()) told = shared->second;
-    carried = parameter.carried;
+    const bool is_scaled = was_reduced && !parameter.base_reduced;
+    if (is_scaled && shared != sharers_.end()) told = shared->second;
+    is_on_base = parameter.on_base;
   }
-  for (const Sharer& sharer : told) {  // so that they do not take it out again
+  for (const Sharer& sharer : told) {  // so that they do not scale it again
     const auto hooks = sharer.hooks.lock();
     if (!hooks) continue;
     const std::scoped_lock lock(hooks->mutex_);
     HookedParameter& theirs = hooks->parameters_[sharer.index];
-    theirs.forget_averaged();
-    theirs.carried = carried;
+    theirs.base_reduced = false;
+    theirs.on_base = is_on_base;
   }
 }
 
@@ -563,7 +567,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
     fresh = parameter.has_value(gradient);  // otherwise other hooks have the earlier one
   }
   if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
-  parameter.base_reduced = false;
+  fresh ? parameter.forget_base() : parameter.note_base();
   parameter.unreduced = parameter.unreduced || parameter.arrived;
   if (parameter.arrived) {  // computed by two nested graphs, or by a nested and an outer one
     repeated_.insert(index);
@@ -637,12 +641,7 @@ void GradientHooks::share(const std::shared_ptr<GradientHooks>& other) {
 
 /// Tells other hooks of the same parameters that `grad` is reduced now.
 void GradientHooks::tell_sharers(const Bitmap& reduced) {
-  struct Told {
-    Sharer sharer;
-    bool is_here;     // whether `grad` is in a bucket here
-    bool is_written;  // whether it is the program's
-  };
-  std::vector<Told> told;
+  std::vector<std::pair<Sharer, bool>> told;  // and whether `grad` is in a bucket here
   {
     const std::scoped_lock lock(mutex_);
     for (const auto& [index, sharers] : sharers_) {
@@ -650,15 +649,14 @@ void GradientHooks::tell_sharers(const Bitmap& reduced) {
       HookedParameter& parameter = parameters_[index];
       parameter.refresh();
       const bool is_here = parameter.variable.grad().is_same(parameter.bucket_view);
-      const bool is_written = parameter.is_given();
-      for (const Sharer& sharer : sharers) told.push_back({sharer, is_here, is_written});
+      for (const Sharer& sharer : sharers) told.emplace_back(sharer, is_here);
       parameter.release_to_grad();
     }
   }
-  for (const auto& [sharer, is_here, is_written] : told) {
+  for (const auto& [sharer, is_here] : told) {
     const auto hooks = sharer.hooks.lock();
     if (!hooks) continue;
-    hooks->reduced_elsewhere(sharer.index, is_written);
+    hooks->reduced_elsewhere(sharer.index);
     if (!is_here) continue;
     const std::scoped_lock lock(hooks->mutex_);
     HookedParameter& theirs = hooks->parameters_[sharer.index];
@@ -666,13 +664,10 @@ void GradientHooks::tell_sharers(const Bitmap& reduced) {
   }
 }
 
-/// `is_written`: other hooks have written the result to `grad`.
-void GradientHooks::reduced_elsewhere(std::size_t index, bool is_written) {
+void GradientHooks::reduced_elsewhere(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
-  parameter.unreduced = parameter.carried_inside = false;
-  is_written = is_written && parameter.variable.grad().is_same(parameter.bucket_view);
-  if (!parameter.sending || is_written) parameter.carried.reset();
+  parameter.unreduced = false;
   parameter.reduced = true;
   parameter.outside.reset();
   parameter.version.reset();
@@ -711,7 +706,6 @@ void GradientHooks::close(bool failed) {
     if (parameter.sent.defined()) {  // autograd has failed to make another one
       parameter.variable.mutable_grad() = std::exchange(parameter.sent, {});
     }
-    parameter.put_back_carried();
   }
   count_missing();
 }
@@ -763,7 +757,7 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   const Bitmap none((parameters_.size() + 7) / 8, '\0');
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
   const bool unready = is_beside || (everything && has_sent_in_vain());
-  Pending pending{none, none, false, true, none, none, again_, unready};
+  Pending pending{none, none, false, true, again_, unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
@@ -773,13 +767,12 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
       parameter.unreduced = false;
       parameter.reduced = false;  // so the next gradient is a new one
       parameter.outside.reset();
-      parameter.forget_averaged();
       pending.complete = false;
       continue;
     }
     if (everything && parameter.written_by_hand()) {
       parameter.unreduced = true;
-      parameter.forget_averaged();
+      parameter.base_reduced = false;
     }
     if (!parameter.unreduced && !(everything && parameter.may_be_by_hand())) {
       pending.complete = pending.complete && parameter.reduced;
@@ -789,8 +782,6 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
     if (everything || (synchronizing_ && (started || due(parameter)))) {
       set(pending.due, i);
       if (grad.is_sparse()) set(pending.sparse, i);
-      if (parameter.unreduced && parameter.carries()) set(pending.carried, i);
-      if (parameter.is_sent_whole()) set(pending.whole, i);
     } else {
       pending.accumulating = true;
     }
@@ -819,7 +810,7 @@ std::vector<GradientHooks::NotFinite> GradientHooks::not_finite(const Bitmap& du
   std::vector<NotFinite> found;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(due, i) || !looks.has(i) || looks.worst[i] == Worst::kFinite) continue;
-    found.push_back({i, looks.worst[i]});
+    found.push_back({i, looks.worst[i], parameters_[i].on_base});
   }
   return found;
 }
@@ -875,17 +866,6 @@ std::vector<std::size_t> GradientHooks::set_by_hand() {
   return found;
 }
 
-GradientHooks::Bitmap GradientHooks::averaged(const Bitmap& among) {
-  const std::scoped_lock lock(mutex_);
-  Bitmap found((parameters_.size() + 7) / 8, '\0');
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!get(among, i)) continue;
-    parameters_[i].refresh();
-    if (parameters_[i].carries()) set(found, i);
-  }
-  return found;
-}
-
 at::Tensor GradientHooks::memory(std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& first = parameters_.at(members_.at(bucket).front());
@@ -899,36 +879,19 @@ at::Tensor GradientHooks::bucket_view(std::size_t index) {
   return parameters_.at(index).view.tensor();
 }
 
-at::Tensor GradientHooks::local_gradient(std::size_t index, bool is_carried, double scale) {
+at::Tensor GradientHooks::local_gradient(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
   parameter.refresh();
-  take_open_part(index, is_carried, scale);
+  if (!parameter.unreduced) rescale_reduced(parameter);
   return parameter.variable.mutable_grad();
-}
-
-/// Leaves in `grad` the part that is sent.
-void GradientHooks::take_open_part(std::size_t index, bool is_carried, double scale) {
-  HookedParameter& parameter = parameters_[index];
-  if (!parameter.unreduced && !is_carried && parameter.is_sent_whole()) {
-    const at::NoGradGuard no_grad;
-    parameter.variable.mutable_grad().mul_(scale);
-    parameter.forget_averaged();
-  } else {
-    parameter.take_out_carried();
-  }
 }
 
 void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
   {
     const std::scoped_lock lock(mutex_);
     HookedParameter& parameter = parameters_.at(index);
-    const at::NoGradGuard no_grad;
-    const at::Tensor carried = std::exchange(parameter.carried, {});
-    parameter.variable.mutable_grad() = parameter.sparse = !carried.defined() ? gradient
-                                                           : carried.is_sparse()
-                                                               ? carried.add(gradient).coalesce()
-                                                               : carried.add(gradient);
+    parameter.variable.mutable_grad() = parameter.sparse = gradient;
     parameter.outside.reset();
     parameter.be_reduced();
     if (sharers_.empty()) return;
@@ -946,7 +909,6 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
     BatchedCopy copies;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!get(touched, i)) continue;
-      parameters_[i].add_carried_to_view();
       parameters_[i].write_back(copies);
       parameters_[i].be_reduced();
       parameters_[i].release_to_grad();
@@ -1006,7 +968,7 @@ void GradientHooks::reset(bool gradients) {
     require_shape(parameter);
     // Zeros that replace a gradient of this rank alone: the others must get them, too.
     parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
-    parameter.forget_averaged();
+    parameter.forget_base();
     parameter.sparse.reset();
     parameter.outside.reset();
   }
@@ -1014,16 +976,63 @@ void GradientHooks::reset(bool gradients) {
   if (gradients && std::exchange(again_, false)) aside_.clear();
 }
 
+bool GradientHooks::has_base() {
+  const std::scoped_lock lock(mutex_);
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const HookedParameter& parameter) { return parameter.on_base; });
+}
+
+std::vector<std::uint8_t> GradientHooks::bases() {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::uint8_t> found;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const bool is_certain = !parameters_[i].base_changed && !sharers_.contains(i);
+    found.push_back(!parameters_[i].on_base ? 0 : is_certain ? 1 : 2);
+  }
+  return found;
+}
+
+const void* GradientHooks::kept(std::int64_t number, std::size_t index, std::size_t bytes) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  const bool is_next = static_cast<std::int64_t>(options_.agreement->number()) == number;
+  if (!is_next || disabled_ || index >= parameters_.size()) return nullptr;
+  HookedParameter& parameter = parameters_[index];
+  parameter.refresh();
+  if (!parameter.has_unchanged_base()) return nullptr;
+  const at::Tensor& grad = parameter.variable.grad();
+  at::Tensor elements = flat(grad.contiguous());
+  // The sum over several ranks must fit the dtype.
+  if (at::isReducedFloatingType(elements.scalar_type())) elements = elements.to(at::kFloat);
+  kept_ = at::cat({elements, at::ones({1}, elements.options())});
+  return kept_.nbytes() == bytes ? kept_.const_data_ptr() : nullptr;
+}
+
+void GradientHooks::keep_scale(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.refresh();
+  if (parameter.unreduced) return;
+  rescale_reduced(parameter);
+  parameter.forget_base();
+}
+
+void GradientHooks::add(std::size_t index, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.refresh();
+  at::Tensor& grad = parameter.variable.mutable_grad();
+  grad.add_(grad.is_complex() ? value.view(grad.scalar_type()).view(grad.sizes())
+                              : value.view(grad.sizes()));
+  if (parameter.unreduced) return;
+  parameter.note_reduced_version();
+  parameter.release_to_grad();
+}
+
 void GradientHooks::restart_passes() {
   const std::scoped_lock lock(mutex_);
   for (HookedParameter& parameter : parameters_) parameter.passes = 0;
-}
-
-void GradientHooks::make_own(double scale) {
-  const std::scoped_lock lock(mutex_);
-  for (HookedParameter& parameter : parameters_) {
-    if (parameter.base_reduced) parameter.share = scale;
-  }
 }
 
 void GradientHooks::set_passes_per_step(int passes) {
@@ -1052,14 +1061,13 @@ void GradientHooks::complete(std::unique_lock<std::mutex>& lock, std::size_t buc
   copies.run();
 }
 
-void GradientHooks::move_into_buckets(const Bitmap& touched, const Bitmap& carrying, double scale) {
+void GradientHooks::move_into_buckets(const Bitmap& touched) {
   std::unique_lock lock(mutex_);
   BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!get(touched, i)) continue;
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
-    parameter.sending = true;
     if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
     at::Tensor& grad = parameter.variable.mutable_grad();
     if (parameter.is_settled()) {
@@ -1067,10 +1075,9 @@ void GradientHooks::move_into_buckets(const Bitmap& touched, const Bitmap& carry
       parameter.bring_in(copies);
       if (!parameter.is_given()) grad = parameter.bucket_view;
     } else if (!grad.defined()) {
-      parameter.forget_averaged();
       parameter.make_zero(copies);
     } else {
-      take_open_part(i, get(carrying, i), scale);
+      if (!parameter.unreduced) rescale_reduced(parameter);
       parameter.copy_in(copies);
     }
   }
@@ -1086,7 +1093,6 @@ void GradientHooks::settle() {
   for (const std::size_t i : arrived_) {
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
-    parameter.put_back_carried();
     if (!parameter.outside.defined() || parameter.has_moved()) continue;
     if (!parameter.is_given() && parameter.variable.mutable_grad().is_same(parameter.outside)) {
       spare_kept(lock, i, copies);
@@ -1130,7 +1136,6 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
 
 void GradientHooks::give_back(HookedParameter& parameter, const Before& before) {
   const at::NoGradGuard no_grad;
-  parameter.forget_averaged();
   parameter.unreduced = before.unreduced;
   parameter.base_reduced = before.base_reduced;
   parameter.reduced = before.reduced;
@@ -1153,8 +1158,7 @@ void GradientHooks::keep_base(std::size_t index) {
   }
 }
 
-void GradientHooks::fill(const Bitmap& planned, const Bitmap& due, double scale) {
-  Bitmap missing(planned.size(), '\0');
+void GradientHooks::fill(const Bitmap& planned, const Bitmap& due) {
   {
     const std::scoped_lock lock(mutex_);
     filled_.clear();
@@ -1162,10 +1166,9 @@ void GradientHooks::fill(const Bitmap& planned, const Bitmap& due, double scale)
       if (!get(planned, i) || get(due, i)) continue;
       parameters_[i].refresh();
       filled_.emplace(i, before(parameters_[i]));
-      set(missing, i);
     }
   }
-  move_into_buckets(planned, missing, scale);
+  move_into_buckets(planned);
 }
 
 void GradientHooks::restore(const Bitmap& nowhere) {
@@ -1189,13 +1192,12 @@ void GradientHooks::put_aside(const Bitmap& extra) {
     const auto base = bases_.find(i);
     if (base != bases_.end()) {
       const Before& before = base->second;
-      if (!parameter.carried.defined()) mine.sub_(before.value);
+      mine.sub_(before.value, before.base_reduced ? scale() : 1.0);
       give_back(parameter, before);
       bases_.erase(base);
     } else {
       grad.reset();
-      parameter.unreduced = false;
-      parameter.forget_averaged();
+      parameter.unreduced = parameter.base_reduced = false;
     }
     parameter.passes = 0;
     parameter.sparse.reset();
@@ -1217,9 +1219,10 @@ void GradientHooks::take_up_aside(bool again) {
     if (!grad.defined()) {
       parameter.outside = grad = kept.to(parameter.variable.device());
       parameter.outside_stream.reset();
-      parameter.forget_averaged();
+      parameter.base_reduced = false;
     } else {
-      parameter.take_out_carried();
+      parameter.on_base = parameter.on_base || (again && parameter.base_reduced);
+      if (!parameter.unreduced) rescale_reduced(parameter);
       if (grad.is_sparse()) grad = grad.to_dense();
       grad.add_(kept.to(grad.device()));
     }

@@ -95,13 +95,14 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     Bitmap sparse;      // those of `due` that are sparse
     bool accumulating;  // whether there are others, not due yet
     bool complete;      // whether each parameter is due, or was reduced since the step began
-    Bitmap carried;     // those of `due` of which an averaged part stays here
-    Bitmap whole;       // those of `due` that were averaged in an earlier step, maybe written since
     bool again;         // some gradients have another part, to reduce after these: take_up_aside()
     bool unready;       // refuse_others_pass() or set_buckets() must come first
   };
 
   struct Options {
+    /// 1/size for op=Sum, else 1. It multiplies an already reduced gradient before autograd
+    /// accumulates into it, so that the next Sum counts it once.
+    double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass with a gradient
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
     // In a planned pass: launches a full bucket; makes the current stream wait for a launched one.
@@ -119,7 +120,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// A gradient with a number that is not finite, or too large.
   struct NotFinite {
     std::size_t index;
-    Worst worst;  // of its numbers
+    Worst worst;   // of its numbers
+    bool on_base;  // it contains an already reduced gradient
   };
 
   ~GradientHooks();  // needs autograd's nodes, which this header only declares
@@ -167,13 +169,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   bool parameters_moved();
 
   /// Prepares the gradients of `touched`, the parameters that have one on some rank: a gradient
-  /// outside its bucket moves there, a missing one becomes zero. Of an averaged one, to which other
-  /// ranks have added, zeros are sent; where they have not, `scale` of it, so that the sum is it.
-  /// `carrying`: the parameters of which ranks carry an averaged part.
-  void move_into_buckets(const Bitmap& touched, const Bitmap& carrying, double scale);
-
-  /// Those of `among` whose gradient is an averaged one, or was added to one.
-  Bitmap averaged(const Bitmap& among);
+  /// outside its bucket moves there, a missing one becomes zero.
+  void move_into_buckets(const Bitmap& touched);
 
   /// The memory of a bucket to reduce. All its gradients have arrived or been moved into it.
   at::Tensor memory(std::size_t bucket);
@@ -182,9 +179,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// (complex) dtype. Not for a gradient that lies in a block.
   at::Tensor bucket_view(std::size_t index);
 
-  /// A parameter's gradient, to be reduced outside the buckets; undefined if it has none. See
-  /// move_into_buckets().
-  at::Tensor local_gradient(std::size_t index, bool is_carried, double scale);
+  /// A parameter's gradient, to be reduced outside the buckets; undefined if it has none.
+  at::Tensor local_gradient(std::size_t index);
 
   /// Makes a sparse tensor the reduced gradient of a parameter.
   void set_sparse_result(std::size_t index, const at::Tensor& gradient);
@@ -199,7 +195,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void expect(std::optional<Bitmap> planned);
 
   /// As move_into_buckets(), at the end of a planned pass. Saves the gradients that are not `due`.
-  void fill(const Bitmap& planned, const Bitmap& due, double scale);
+  void fill(const Bitmap& planned, const Bitmap& due);
 
   /// Restores the gradients of `nowhere`, which no rank had, to their state before fill(). Forgets
   /// the others.
@@ -233,9 +229,27 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// Counts passes from zero again.
   void restart_passes();
 
-  /// After join(), before which the ranks may have averaged different gradients: when others are
-  /// added to them, they are sent with those, times `scale`.
-  void make_own(double scale);
+  /// Sets a factor for already reduced gradients, in addition to Options::reduced_scale, with which
+  /// they count once although ranks have joined.
+  void set_base_scale(double scale) { base_scale_ = scale; }
+
+  /// Whether a gradient that is not reduced yet contains an already reduced one.
+  bool has_base();
+
+  /// The same, by parameter: 0 no, 1 yes, 2 yes, but the program may have changed it since.
+  std::vector<std::uint8_t> bases();
+
+  /// A gradient that was averaged before agreement `number`, the next one here, and is unchanged
+  /// since, followed by a 1. Null if there is none, or if it has another size. Valid until the next
+  /// call.
+  const void* kept(std::int64_t number, std::size_t index, std::size_t bytes);
+
+  /// Multiplies a reduced gradient by the present scale, as accumulation does, if nothing was added
+  /// to it in this pass.
+  void keep_scale(std::size_t index);
+
+  /// Adds a flat tensor to a gradient; a reduced gradient stays reduced.
+  void add(std::size_t index, const at::Tensor& value);
 
   void set_passes_per_step(int passes);
   void set_synchronizing(bool synchronizing);
@@ -293,7 +307,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void go_on(std::uint64_t number);
   void queue_end(std::uint64_t number);
   void tell_sharers(const Bitmap& reduced);
-  void reduced_elsewhere(std::size_t index, bool is_written);
+  void reduced_elsewhere(std::size_t index);
 
   // Under mutex_:
   void close_failed();
@@ -314,14 +328,17 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::string failure() const {
     return sent_in_vain_ ? PassAgreement::kSentInVain : options_.agreement->failure();
   }
+  double scale() const { return options_.reduced_scale * base_scale_; }
   void keep_sent(std::size_t index);
   void put_aside_again(std::size_t index);
   bool is_held(std::size_t bucket) const;
-  void take_open_part(std::size_t index, bool is_carried, double scale);
+  void rescale_reduced(HookedParameter& parameter) { parameter.rescale_reduced(scale()); }
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
   std::atomic<bool> disabled_{false};  // set while no hook runs
+
+  std::atomic<double> base_scale_{1.0};  // set between passes
 
   std::atomic<bool> has_plan_{false};  // whether planned_ has a value; guards no other data
 
@@ -347,6 +364,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::map<std::size_t, Before> bases_;      // by parameter: before an unplanned gradient
   std::map<std::size_t, at::Tensor> aside_;  // by parameter: the gradients put aside
   bool again_ = false;                       // ... because they arrived after their bucket was sent
+  at::Tensor kept_;                          // the last result of kept()
   Looks looked_at_;                          // gradients whose buckets have been sent in this pass
   std::set<std::size_t> repeated_;           // parameters with several gradients in one pass
   int passes_per_step_ = 1;

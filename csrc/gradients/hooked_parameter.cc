@@ -261,6 +261,8 @@ void HookedParameter::lie_in(GradientView other) {
   if (is_in_view || is_copied) copy_into(bucket_view, before);
   if (is_in_view) grad = bucket_view;
   if (is_given()) return;
+  const std::uint32_t last = before.defined() ? version_of(before) : reduced_version;
+  reduced_version = current_version() - (last - reduced_version);
   if (!version) return;
   // Keeps the number of writes since the step began.
   *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
@@ -277,7 +279,6 @@ bool HookedParameter::has_value(const at::Tensor& gradient) const {
   const at::Tensor& grad = variable.grad();
   if (grad.layout() != at::kStrided || gradient.layout() != at::kStrided) return false;
   const at::NoGradGuard no_grad;
-  if (carried.defined()) return !carried.is_sparse() && !at::any(carried).item<bool>();
   return at::isclose(grad, gradient, 0.0, 0.0, /*equal_nan=*/true).all().item<bool>();
 }
 
@@ -394,10 +395,26 @@ void HookedParameter::require_unchanged() const {
 }
 
 void HookedParameter::be_reduced() {
-  unreduced = is_zero = arrived = carried_inside = sending = false;
-  share = 0.0;
+  unreduced = is_zero = on_base = arrived = false;
   reduced = base_reduced = true;
   version.reset();
+  note_reduced_version();
+}
+
+void HookedParameter::note_reduced_version() {
+  if (bucket_view.defined()) reduced_version = current_version();
+}
+
+bool HookedParameter::was_written_with_zeros() const {
+  const bool is_written = variable.grad().is_same(bucket_view) && bucket_view.defined() &&
+                          *version != current_version();
+  return is_written && (on_device() || has_zeros());
+}
+
+bool HookedParameter::has_unchanged_base() const {
+  const at::Tensor& grad = variable.grad();
+  return base_reduced && !unreduced && !on_device() && grad.defined() && bucket_view.defined() &&
+         (grad.is_same(bucket_view) || is_given()) && current_version() == reduced_version;
 }
 
 bool HookedParameter::has_known() const {
@@ -433,58 +450,25 @@ std::uint32_t HookedParameter::current_version() const {
   return version_of(is_given() ? variable.grad() : bucket_view);
 }
 
-bool HookedParameter::is_ours() const {
-  const at::Tensor& grad = variable.grad();
-  return grad.defined() && (converted || is_given() || grad.is_same(bucket_view) ||
-                            grad.is_same(sparse) || grad.is_same(outside));
+void HookedParameter::note_base() {
+  if (unreduced || !base_reduced) return;
+  base_changed = !bucket_view.defined() || current_version() - reduced_version != 1;
+  const bool in_place = version && variable.grad().is_same(bucket_view);
+  const bool is_written = in_place && current_version() - *version > 1;  // not only by autograd
+  on_base = !(is_given() ? was_zero : is_written && was_zero);
 }
 
-void HookedParameter::take_out_carried() {
-  const at::NoGradGuard no_grad;
+void HookedParameter::rescale_reduced(double scale) {
+  if (scale == 1.0 || unreduced || !base_reduced) return;
   at::Tensor& grad = variable.mutable_grad();
-  if (!is_ours()) {  // or of other hooks
-    carried.reset();
-    carried_inside = false;
-  }
-  if (unreduced && std::exchange(carried_inside, false)) grad.sub_(carried);
-  if (unreduced || !base_reduced || !is_ours()) return;
-  carried.reset();
-  const bool is_carried = carries();
+  if (!grad.defined()) return;  // is_same() holds for an undefined `sparse`, too
+  if (!converted && !is_given() && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
+  const at::NoGradGuard no_grad;
+  const bool is_written = version && grad.is_same(bucket_view) && *version != current_version();
+  base_changed = !bucket_view.defined() || current_version() != reduced_version;
+  grad.mul_(scale);
   base_reduced = false;
-  if (const double part = std::exchange(share, 0.0); part != 0.0) return void(grad.mul_(part));
-  if (!is_carried) return;
-  carried = grad.clone();
-  grad.zero_();
-}
-
-bool HookedParameter::carries() const {
-  if (unreduced) return carried.defined() && is_ours();
-  return base_reduced && share == 0.0 && is_ours() &&
-         (on_device() || variable.grad().is_sparse() || !has_zeros());
-}
-
-void HookedParameter::put_back_carried() {
-  if (!carried.defined() || carried_inside) return;
-  const at::NoGradGuard no_grad;
-  at::Tensor& grad = variable.mutable_grad();
-  if (!grad.defined()) return forget_averaged();
-  grad.add_(carried.to(grad.device()));
-  carried_inside = unreduced;
-  if (unreduced) return;
-  base_reduced = true;
-  carried.reset();
-}
-
-void HookedParameter::add_carried_to_view() {
-  if (!carried.defined()) return;
-  const at::NoGradGuard no_grad;
-  bucket_view.add_(std::exchange(carried, {}).to(bucket_view.device()));
-}
-
-void HookedParameter::forget_averaged() {
-  carried.reset();
-  base_reduced = carried_inside = false;
-  share = 0.0;
+  on_base = !(is_given() ? was_zero : is_written && was_zero);
 }
 
 }  // namespace torch_ring

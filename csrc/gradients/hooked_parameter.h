@@ -148,6 +148,14 @@ struct HookedParameter {
   /// Whether `grad` is the program's, and known as such.
   bool is_given() const;
 
+  /// Whether `grad` is the program's, on the host, and zero. Its version, shared by all views of
+  /// one memory, does not tell.
+  bool is_given_zero() const { return is_given() && !on_device() && has_zeros(); }
+
+  /// Whether the program has zeroed a reduced gradient that it keeps over a step; on a device,
+  /// where a check would wait, any write counts.
+  bool was_written_with_zeros() const;
+
   /// Copies the reduced gradient into the program's `grad`.
   void write_back(BatchedCopy& copies);
 
@@ -156,6 +164,12 @@ struct HookedParameter {
 
   /// Records that `grad` holds the reduced gradient.
   void be_reduced();
+
+  /// Records that `grad` has not been written since it was reduced.
+  void note_reduced_version();
+
+  /// Whether `grad` is the reduced gradient, on the host, and nobody has written to it since.
+  bool has_unchanged_base() const;
 
   /// Whether `grad` is a tensor of this object, and not the program's own.
   bool has_known() const;
@@ -168,28 +182,14 @@ struct HookedParameter {
   /// set or written it: a write through `.data` or NumPy leaves no trace.
   bool may_be_by_hand() const;
 
-  /// Whether `grad` is known from an earlier pass.
-  bool is_ours() const;
+  /// Records that autograd has accumulated into the earlier gradient in place.
+  void note_base();
 
-  /// Takes the averaged part out of `grad`, which becomes zero (or, if others were added to it
-  /// since, their sum): before autograd adds to it, and before it is sent.
-  void take_out_carried();
+  /// Records that the gradient contains no earlier reduced one.
+  void forget_base() { base_reduced = on_base = false; }
 
-  /// Whether the gradient has an averaged part. On the host zeros are none.
-  bool carries() const;
-
-  /// Adds the averaged part to `grad` again, where the others have stayed this rank's own.
-  void put_back_carried();
-
-  /// Adds the averaged part to the reduced gradient in the view.
-  void add_carried_to_view();
-
-  /// The gradient is another one than before.
-  void forget_averaged();
-
-  /// Whether an averaged gradient of an earlier step is sent as a whole, because the program may
-  /// have written it.
-  bool is_sent_whole() const { return base_reduced && is_ours() && may_be_by_hand(); }
+  /// Multiplies an already reduced gradient by `scale`, before autograd accumulates into it.
+  void rescale_reduced(double scale);
 
   bool in_block() const { return direct != nullptr; }
   bool on_device() const { return !device.is_cpu(); }
@@ -212,25 +212,25 @@ struct HookedParameter {
   at::Tensor sent;
   // The program's `grad`, and its memory at that time: `grad.data = ...` gives it other memory.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
+  // is_given_zero() or was_written_with_zeros() before autograd added to it; used by the adding
+  // thread.
+  bool was_zero = false;
   const void* given_data = nullptr;
   // `bucket_view` when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
   int passes = 0;             // since the step began
   bool unreduced = false;     // this rank's gradient is not reduced yet
-  bool base_reduced = false;  // `grad` has been averaged, and nothing was added to it
-  // The averaged part of a gradient that is not reduced yet, which is not sent again.
-  at::Tensor carried;
-  bool carried_inside = false;  // `grad` contains it
-  // Other than 0: the averaged gradient may differ between ranks; as it is sent with others added.
-  double share = 0.0;
-  bool sending = false;    // the ranks have agreed to reduce it now
-  bool reduced = false;    // the gradient was reduced since the step began, here or by sharers
-  bool is_zero = false;    // the step began with a gradient of zeros, if any
-  bool arrived = false;    // in the current pass
-  bool made = false;       // `grad` was made by autograd, in the current pass
-  bool converted = false;  // `grad` has the value of `bucket_view`, in other memory
+  bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
+  bool on_base = false;       // the gradient that is not reduced yet contains a reduced one
+  bool base_changed = false;  // ... that the program may have changed
+  bool reduced = false;       // the gradient was reduced since the step began, here or by sharers
+  bool is_zero = false;       // the step began with a gradient of zeros, if any
+  bool arrived = false;       // in the current pass
+  bool made = false;          // `grad` was made by autograd, in the current pass
+  bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
   // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
+  std::uint32_t reduced_version = 0;  // the gradient's after its reduction
 
  private:
   bool has_zeros() const;

@@ -17,6 +17,8 @@ TEST(names_of_gradients_in_words) {
   CHECK_EQ(words("gradients.0.17.sparse.words.weight.1"),
            "averaging the sparse gradient of 'words.weight' of backward pass 18");
   CHECK_EQ(words("gradients.0.17.loss"), "averaging the closure's loss after backward pass 18");
+  CHECK_EQ(words("gradients.0.17.kept.3"),
+           "asking ranks that have joined for the gradients that backward pass 18 adds to");
 }
 
 TEST(other_names_stay) {
@@ -33,6 +35,16 @@ TEST(passes_that_nobody_waits_for_are_known_by_their_names) {
   for (const char* name : {"backward.17", "backward.17.weights", "backward..ahead", "17.ahead",
                            "backward.17.ahead.1", "gradients.0.17.0.0", ""}) {
     CHECK(!planned_pass(name));
+  }
+}
+
+TEST(requests_for_kept_gradients_are_known_by_their_names) {
+  const auto kept = kept_gradient("gradients.1.17.kept.23");
+  CHECK(kept && kept->optimizer == 1 && kept->number == 17 && kept->parameter == 23);
+  for (const char* name : {"gradients.1.17.kept", "gradients.1.17.kept.", "gradients.1.17.kept.x",
+                           "gradients.1.17.kept.2.0", "gradients.1.17.23.0", "backward.17.ahead",
+                           "1.17.kept.23", ""}) {
+    CHECK(!kept_gradient(name));
   }
 }
 

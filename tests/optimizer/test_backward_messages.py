@@ -94,12 +94,11 @@ def test_bytes_of_a_report():
     body = struct.pack("<IBIII", 2, accumulating | has_digest, 1, 1, 2)
     body += b"\x05" + b"\x04" + struct.pack("<II", 2, 0) + digest
     body += struct.pack("<IBIII", 3, 0, 1, 0, 0) + b"\x01"
-    found = (NotFinite(0, 5, Worst.nan), NotFinite(8, 5, Worst.infinite))
-    spoilt = GradientReport(4, 0b1_0000_0001, carried=0b1, whole=0b1_0000_0000, not_finite=found)
-    averaged, not_finite = 32, 64
-    body += struct.pack("<IBIII", 4, averaged | not_finite, 2, 0, 0) + b"\x01\x01"
-    body += struct.pack("<II", 1, 2) + b"\x01" + b"\x00\x01"
-    body += struct.pack("<IIIBIIB", 2, 0, 5, 3, 8, 5, 2)
+    found = (NotFinite(0, 5, Worst.nan, True), NotFinite(8, 5, Worst.infinite, False))
+    spoilt = GradientReport(4, 0b1_0000_0001, not_finite=found)
+    not_finite = 64
+    body += struct.pack("<IBIII", 4, not_finite, 2, 0, 0) + b"\x01\x01"
+    body += struct.pack("<IIIB?IIB?", 2, 0, 5, 3, True, 8, 5, 2, False)
     encoded = struct.pack("<IQI?", 17 + len(body), 7, 3, True) + body
     report = BackwardReport(7, (first, later, spoilt), gave_up=True)
     assert report.encode() == encoded

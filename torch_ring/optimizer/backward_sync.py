@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -55,9 +55,10 @@ class BackwardSync:
     a forgotten broadcast_parameters(). A few later reports have one, too, which reveals ranks that
     drift apart (`WeightComparison`).
 
-    Ranks that have called join() take no part in agreements; reductions count them as zeros. If a
-    gradient is added to one that is averaged already, that part is *carried*: each rank keeps its
-    own, and adds the average of the rest to it.
+    Ranks that have called join() take no part in agreements; reductions count them as zeros. If
+    gradients are added to one that is averaged already, that one is scaled so that it counts once.
+    The first pass after a rank has joined could not know the right scale: the others ask the joined
+    rank for its copy of the averaged gradient, and add the part that is missing in their sum.
 
     Ctrl-C may interrupt the wait for an agreement: this rank's next pass then continues it, with
     the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C takes
@@ -88,6 +89,7 @@ class BackwardSync:
         self._world_engine = current.engine()
         self._rank = current.rank()
         self._size = process_set.size()
+        self._active = self._size  # ranks that had not joined in the last agreement
         self._added = 0  # reducers so far
         self._has_advised = False
         # These objects must not refer to this one: the world must end without garbage collection.
@@ -173,6 +175,8 @@ class BackwardSync:
             on_bucket_full=functools.partial(self._start_bucket, index),
             run_ahead=self.run_ahead.hooks,
         )
+        reducer.hooks.set_base_scale(self._base_scale)
+        self.run_ahead.add(index, reducer.hooks)
         for record in current.world().process_sets.records:
             sync: BackwardSync | None = record.owned.get(BackwardSync)
             for other in sync._reducers.values() if sync else ():
@@ -185,6 +189,11 @@ class BackwardSync:
         reducer.hooks.disable()
         self._reducers.remove(reducer.index)
         reducer.nothing_pending = True
+
+    @property
+    def _base_scale(self) -> float:
+        """The factor by which the remaining ranks scale a reduced gradient to give all of it."""
+        return self._size / self._active
 
     def _start_bucket(self, index: int, bucket: int) -> None:
         """Start to reduce a bucket. Called by autograd when all its gradients are due here."""
@@ -230,14 +239,14 @@ class BackwardSync:
 
     def _finalize_dense(self, reducer: Reducer) -> bool:
         """Take the fast path if all gradients are due; return whether the pass has ended."""
-        if reducer.fast_path is None or not reducer.comparison.is_idle or reducer.not_finite:
+        if reducer.fast_path is None or not reducer.comparison.is_idle:
             return False
-        finalizer, reports = reducer.fast_path
-        own = [BackwardReport(self.steps, (report,)).encode() for report in reports]
+        finalizer, report = reducer.fast_path
+        own = BackwardReport(self.steps, (report,)).encode()
         number, nothing_pending = self.number, reducer.nothing_pending
         reducer.nothing_pending = False
         try:
-            differing = finalizer.run(self._engine, self.agreement, *own)
+            differing = finalizer.run(self._engine, self.agreement, own)
         except RingError as error:
             self._raise_explained(error)
             raise
@@ -251,6 +260,7 @@ class BackwardSync:
             self._reduce_all(list(BackwardReport.decode_all(memoryview(differing))))
         else:
             reducer.nothing_pending = True
+            reducer.not_finite = {}  # all gradients are new
         return True
 
     def reduce_pending(self, reducer: Reducer) -> None:
@@ -324,12 +334,13 @@ class BackwardSync:
         self.agreement.restart(0)
         self.run_ahead.forget()
         self.steps = 0
+        self._active = self._size
         self._since = " since join()"
         for reducer in self._reducers.values():
             reducer.nothing_pending = False
             reducer.steps = 0
             reducer.not_finite = {}
-            reducer.make_own()
+            reducer.hooks.set_base_scale(1.0)
             reducer.stop_tuning()
             reducer.comparison.restart(self._since)  # a rank that had joined has not stepped
         self._weights.forget()
@@ -436,6 +447,34 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
+    def _follow_joins(self, ranks: Sequence[BackwardReport], touched: Mapping[int, int]) -> None:
+        """Take note of the ranks that have joined since the pass before, if any.
+
+        This pass has not allowed for them: where it has added to an averaged gradient, the sum
+        lacks the parts of the joined ranks. So ask them for the averaged gradients that they keep.
+
+        Args:
+            ranks: the reports of the ranks that have not joined.
+            touched: the gradients that are about to be reduced, by optimizer.
+        """
+        if len(ranks) == self._active:
+            return
+        before, self._active = self._base_scale, len(ranks)
+        told = (report for rank in ranks for report in rank.gradients)
+        for index in sorted({each.optimizer for each in told if each.due or each.on_base}):
+            reducer = self._reducers.named(index)
+            due = touched.get(index, 0)
+            problem = reducer.ask_joined(due, self.number, before, self._base_scale)
+            if problem:
+                self._engine.end(
+                    f"rank {self._rank}: a rank has joined, and this backward pass has added its "
+                    "gradients to averaged ones, to which that rank contributed: "
+                    f"{problem}. Call zero_grad() in each step; to add up several passes, use "
+                    "backward_passes_per_step or no_sync(), or call join() between two steps only"
+                )
+        for reducer in self._reducers.values():
+            reducer.hooks.set_base_scale(self._base_scale)
+
     def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
         """Reduce the gradients that are due on any rank, according to the reports of all ranks."""
         number = self.number
@@ -473,21 +512,14 @@ class BackwardSync:
             for index, due in sorted(touched.items())
             if due
         ]
-        carrying = {
-            index: reducer.carrying(due, [each for each in told if each.optimizer == index])
-            for index, reducer, due in reduced
-        }
+        self._follow_joins(ranks, touched)
         for index, reducer, due in reduced:
             if reducer.looks_at_gradients:
                 own = (report for report in told if report.optimizer == index)
-                found = [each for report in own for each in report.not_finite]
-                reducer.note_not_finite(due, carrying[index], found)
-            sparse = due & ~dense[index]
-            reducer.prepare(due, sparse, number, carrying=carrying[index], ranks=len(ranks))
+                reducer.note_not_finite(due, [each for report in own for each in report.not_finite])
+            reducer.prepare(due, due & ~dense[index], number)
         for _, reducer, _ in reduced:
             reducer.start(number)
-        for _, reducer, _ in reduced:
-            reducer.wait()
         for index, reducer, _ in reduced:
             reducer.finish(orders.get(index, ()))
         if is_of_step:

@@ -117,8 +117,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             a Compressor or StatefulCompressor of your own (docs/compression.md).
         backward_passes_per_step: the number of passes whose gradients are added up (not averaged)
             before they are averaged over ranks. One more pass before ``step()`` raises
-            AssertionError. With 1, the gradients of each pass are averaged and added to ``p.grad``,
-            whose earlier part each rank keeps as its program has left it.
+            AssertionError. With 1, the gradients of each pass are averaged and added to ``p.grad``.
             Under ``GradScaler``, call ``synchronize()`` before a step that follows fewer passes.
         op: Average or Sum of gradients; or Adasum, with which each rank steps with its own
             gradients and the changes of the parameters are combined by adaptive summation. The
@@ -420,7 +419,7 @@ class _DistributedOptimizer(Wrapped):
         found = [(name, worst) for name, worst in looks if worst != Worst.finite]
         if found:
             (name, worst), *others = found
-            mine = NotFinite(0, current.rank(), worst)
+            mine = NotFinite(0, current.rank(), worst, on_base=False)
             raise NonFiniteGradientError(culprit(name, [mine], len(others), self._steps_alone + 1))
 
     def _after_add_param_group(self) -> None:

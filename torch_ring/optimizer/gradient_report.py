@@ -21,18 +21,16 @@ from torch_ring.optimizer.buckets import Bucket
 __all__ = [
     "BackwardReport",
     "GradientReport",
-    "carried_by",
     "end_if_given_up",
     "explained",
     "require_same_steps",
     "require_usable",
-    "unlike",
     "warn_of_ddp",
     "warn_of_one_graph",
 ]
 
 # The flags of a report.
-_ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN, _AVERAGED = 1, 2, 4, 8, 16, 32
+_ACCUMULATING, _HAS_DIGEST, _INCOMPLETE, _STEPPING, _AGAIN, _ON_BASE = 1, 2, 4, 8, 16, 32
 _NOT_FINITE = 64
 _DIGEST_BYTES = 8
 
@@ -46,11 +44,13 @@ class NotFinite(NamedTuple):
         parameter: the index of the parameter.
         rank: the rank in the world.
         worst: the worst of the gradient's numbers.
+        on_base: whether it contains an averaged gradient, which may be the cause.
     """
 
     parameter: int
     rank: int
     worst: Worst
+    on_base: bool
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class GradientReport:
         stepping: whether the optimizer is about to step; then all its gradients are due.
         again: whether gradients came after their buckets had been sent: the ranks agree once more
             as soon as `due` is reduced.
-        carried: those of `due` that were added to an averaged gradient, which is not sent again.
-        whole: those of `due` that were averaged in an earlier step: the program may have written
-            them since.
+        on_base: whether some accumulating gradients were added to averaged ones.
         not_finite: the non-finite gradients among `due`, if the ranks check them.
     """
 
@@ -85,8 +83,7 @@ class GradientReport:
     incomplete: bool = False
     stepping: bool = False
     again: bool = False
-    carried: int = 0
-    whole: int = 0
+    on_base: bool = False
     not_finite: tuple[NotFinite, ...] = ()
 
 
@@ -109,9 +106,8 @@ class BackwardReport:
     _HEADER = struct.Struct("<IQI?")  # bytes in all, steps, optimizers, gave_up
     # optimizer, flags, bytes of due and of sparse, elements of order
     _REPORT = struct.Struct("<IBIII")
-    _AVERAGED = struct.Struct("<II")  # bytes of carried and of whole
     _COUNT = struct.Struct("<I")  # number of non-finite gradients
-    _GRADIENT = struct.Struct("<IIB")
+    _GRADIENT = struct.Struct("<IIB?")
 
     @property
     def is_of_step(self) -> bool:
@@ -135,20 +131,17 @@ class BackwardReport:
             due, sparse = _encode_bitmap(report.due), _encode_bitmap(report.sparse)
             flags = _ACCUMULATING * report.accumulating | _HAS_DIGEST * bool(report.digest)
             flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping
-            flags |= _AGAIN * report.again | _AVERAGED * bool(report.carried | report.whole)
+            flags |= _AGAIN * report.again | _ON_BASE * report.on_base
             flags |= _NOT_FINITE * bool(report.not_finite)
             body += self._REPORT.pack(
                 report.optimizer, flags, len(due), len(sparse), len(report.order)
             )
             body += due + sparse + struct.pack(f"<{len(report.order)}I", *report.order)
             body += report.digest
-            if report.carried | report.whole:
-                carried, whole = _encode_bitmap(report.carried), _encode_bitmap(report.whole)
-                body += self._AVERAGED.pack(len(carried), len(whole)) + carried + whole
             if report.not_finite:
                 body += self._COUNT.pack(len(report.not_finite))
-            for parameter, rank, worst in report.not_finite:
-                body += self._GRADIENT.pack(parameter, rank, worst.value)
+            for parameter, rank, worst, on_base in report.not_finite:
+                body += self._GRADIENT.pack(parameter, rank, worst.value, on_base)
         total = self._HEADER.size + len(body)
         header = self._HEADER.pack(total, self.steps, len(self.gradients), self.gave_up)
         return header + bytes(body)
@@ -178,19 +171,13 @@ class BackwardReport:
             data = data[4 * order_count :]
             digest_bytes = _DIGEST_BYTES if flags & _HAS_DIGEST else 0
             digest, data = bytes(data[:digest_bytes]), data[digest_bytes:]
-            carried = whole = memoryview(b"")
-            if flags & _AVERAGED:
-                carried_bytes, whole_bytes = cls._AVERAGED.unpack_from(data)
-                data = data[cls._AVERAGED.size :]
-                carried, data = data[:carried_bytes], data[carried_bytes:]
-                whole, data = data[:whole_bytes], data[whole_bytes:]
             not_finite: list[NotFinite] = []
             if flags & _NOT_FINITE:
                 (count_here,) = cls._COUNT.unpack_from(data)
                 end = cls._COUNT.size + count_here * cls._GRADIENT.size
                 for each in cls._GRADIENT.iter_unpack(data[cls._COUNT.size : end]):
-                    parameter, rank, worst = each
-                    not_finite.append(NotFinite(parameter, rank, Worst(worst)))
+                    parameter, rank, worst, on_base = each
+                    not_finite.append(NotFinite(parameter, rank, Worst(worst), on_base))
                 data = data[end:]
             yield GradientReport(
                 optimizer,
@@ -202,8 +189,7 @@ class BackwardReport:
                 bool(flags & _INCOMPLETE),
                 bool(flags & _STEPPING),
                 bool(flags & _AGAIN),
-                _decode_bitmap(carried),
-                _decode_bitmap(whole),
+                bool(flags & _ON_BASE),
                 tuple(not_finite),
             )
 
@@ -373,34 +359,6 @@ def require_same_steps(steps: Sequence[int], size: int) -> None:
                 "have left a step out, and its weights differ: call shutdown() and init(), and "
                 "go on from a checkpoint"
             )
-
-
-def carried_by(reports: Iterable[GradientReport], names: Sequence[str]) -> int:
-    """Return the parameters, as a bitmap, of which some ranks carry an averaged part.
-
-    Args:
-        reports: those of one optimizer, of all ranks.
-        names: of its parameters.
-
-    Raises:
-        MismatchError: other ranks have a new gradient in place of such a part.
-    """
-    carried = new = 0
-    for report in reports:
-        carried |= report.carried
-        new |= report.due & ~(report.carried | report.whole)
-    if carried & new:
-        raise MismatchError(unlike(carried & new, names))
-    return carried
-
-
-def unlike(parameters: int, names: Sequence[str]) -> str:
-    """Return the text of an error: of a bitmap of parameters some ranks alone carry a part."""
-    name = names[(parameters & -parameters).bit_length() - 1]
-    return (
-        f"the gradient of '{name}' was added to an averaged one on some ranks only: on others it "
-        "is new, or there is none. Call zero_grad(), or set gradients, on all ranks alike"
-    )
 
 
 def end_if_given_up(

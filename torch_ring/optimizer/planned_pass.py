@@ -62,18 +62,17 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
-from torch_ring._C import Due, Engine, PassAgreement, Work, backward_name
+from torch_ring._C import Due, Engine, GradientHooks, PassAgreement, Work, backward_name
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.gradient_report import (
     BackwardReport,
     GradientReport,
-    carried_by,
     end_if_given_up,
     require_same_steps,
 )
@@ -124,6 +123,7 @@ class Entered:
         report: this rank's report.
         encoded: the bytes of the report, as sent.
         work: the allgather of the reports.
+        has_base: whether gradients were added to others, reduced before.
         ranks: the reports of all ranks that had not joined; empty until they are read.
         ends_plan: whether the reports end the plan; None until they are judged.
     """
@@ -132,6 +132,7 @@ class Entered:
     report: BackwardReport
     encoded: bytes
     work: Work
+    has_base: bool
     ranks: list[BackwardReport] = field(default_factory=list)
     ends_plan: bool | None = None
 
@@ -186,6 +187,13 @@ class RunAhead:
     def hooks(self) -> NativeRunAhead | None:
         """The launcher for the hooks of an optimizer; None: no pass will ever be planned."""
         return None if self._world is None else self._native
+
+    def add(self, optimizer: int, hooks: GradientHooks) -> None:
+        """Take note of an optimizer. Once this rank has joined, it gives copies of its gradients.
+
+        The ranks that have added to those gradients ask for them.
+        """
+        self._native.add(optimizer, hooks)
 
     @property
     def is_planned(self) -> bool:
@@ -312,11 +320,10 @@ class RunAhead:
         self._note_accumulation(pending, {})
         if stepping is None and not any(any(due) for due, *_ in pending.values()):
             return True
-        reports = self._started(pending, stepping)
-        gradients = {report.optimizer: report.due for report in reports if report.due}
+        gradients, sparse = self._started_gradients(pending)
         with interrupt_deferred():
             self._agreement.begin_reduction()
-            self._run(self._agreement.number, steps, gradients, reports)
+            self._run(self._agreement.number, steps, gradients, sparse, stepping)
             if stepping is not None:
                 stepping.nothing_pending = True
                 if any(gradients.values()):
@@ -325,42 +332,33 @@ class RunAhead:
             self._agreement.finish()
         return True
 
-    def _started(
-        self, pending: Mapping[int, Pending], stepping: Reducer | None
-    ) -> tuple[GradientReport, ...]:
-        """Return reports of the gradients that a planned pass takes: due or accumulating ones.
+    def _started_gradients(
+        self, pending: Mapping[int, Pending]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the gradients that a planned pass takes: due or accumulating ones.
 
         Args:
             pending: the result of `hooks.pending()` for each optimizer.
-            stepping: the optimizer that is about to step, which has a report.
+
+        Returns:
+            Bitmaps of the gradients by optimizer, and of those that are sparse.
         """
-        reports = []
-        for index, found in pending.items():
-            reducer = self._reducers[index]
-            accumulating = found[2]
-            taken = reducer.hooks.pending(Due.started) if accumulating else found
-            due, sparse, _, _, _, carried, whole, _ = taken
-            if any(due) or reducer is stepping:
-                bitmaps = (int.from_bytes(bits, "little") for bits in (due, sparse, carried, whole))
-                bitmap, sparse_ones, carried_ones, whole_ones = bitmaps
-                reports.append(
-                    GradientReport(
-                        index,
-                        bitmap,
-                        sparse_ones,
-                        stepping=reducer is stepping,
-                        carried=carried_ones,
-                        whole=whole_ones,
-                    )
-                )
-        return tuple(reports)
+        gradients, sparse = {}, {}
+        for index, (due, sparse_ones, accumulating, *_) in pending.items():
+            if accumulating:
+                due, sparse_ones, *_ = self._reducers[index].hooks.pending(Due.started)
+            if any(due):
+                gradients[index] = int.from_bytes(due, "little")
+                sparse[index] = int.from_bytes(sparse_ones, "little")
+        return gradients, sparse
 
     def _run(
         self,
         number: int,
         steps: int,
         gradients: Gradients,
-        reports: tuple[GradientReport, ...],
+        sparse: Gradients,
+        stepping: Reducer | None,
     ) -> None:
         """Launch a pass and report it; read the reports at once if it is not as planned."""
         planned = self._plan
@@ -368,8 +366,18 @@ class RunAhead:
             reducer = self._reducers.get(index)
             if reducer is not None:
                 due = gradients.get(index, 0) & bitmap
-                reducer.fill(bitmap, due)
+                reducer.hooks.fill(reducer.bitmap(bitmap), reducer.bitmap(due))
         self._explaining(number, self._native.launch_rest)
+        reports = tuple(
+            GradientReport(
+                index,
+                gradients.get(index, 0),
+                sparse.get(index, 0),
+                stepping=reducer is stepping,
+            )
+            for index, reducer in self._reducers.items()
+            if index in gradients or reducer is stepping
+        )
         reports = self._weights.added_to(reports, number, self._reducers.comparisons())
         entered = self._send(number, BackwardReport(steps, reports, bool(self._agreement.failure)))
         if entered.report.gave_up:
@@ -397,7 +405,8 @@ class RunAhead:
         work = self._explaining(
             number, lambda: self._engine.allgather(message, _name(number), joinable=True)
         )
-        entered = Entered(number, report, encoded, work)
+        has_base = any(each.hooks.has_base() for each in self._reducers.values())
+        entered = Entered(number, report, encoded, work, has_base)
         self._passes = [*self._passes[-1:], entered]
         self._is_concluded = False
         return entered
@@ -417,22 +426,10 @@ class RunAhead:
             if report.optimizer in dense:
                 dense[report.optimizer] |= report.due & ~report.sparse
         found = {index: self._reducers.named(index) for index in sorted(extra)}
-        told = [report for rank in ranks for report in rank.gradients]
-        carrying = {
-            index: reducer.carrying(
-                extra[index], [each for each in told if each.optimizer == index]
-            )
-            for index, reducer in found.items()
-        }
         for index, reducer in found.items():
-            sparse = extra[index] & ~dense[index]
-            reducer.prepare(
-                extra[index], sparse, number, carrying=carrying[index], ranks=len(ranks)
-            )
+            reducer.prepare(extra[index], extra[index] & ~dense[index], number)
         for reducer in found.values():
             reducer.start(number)
-        for reducer in found.values():
-            reducer.wait()
         for reducer in found.values():
             reducer.finish(())
 
@@ -521,6 +518,12 @@ class RunAhead:
         if entered.ends_plan is not None:
             return entered.ends_plan
         ranks = self._read(entered)
+        if entered.has_base and len(ranks) != self._size:
+            self._engine.end(
+                "a rank has joined, and a planned backward pass has added its gradients to "
+                "averaged ones, to which that rank contributed: call zero_grad() before "
+                "each backward pass, or wrap the optimizer with run_ahead=False"
+            )
         is_planned = union_of(rank.due for rank in ranks) == self._plan
         is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)
         # The next agreed pass gathers the differing weights.
@@ -528,20 +531,12 @@ class RunAhead:
         entered.ends_plan = not (is_planned and is_dense and are_same and len(ranks) == self._size)
         try:
             require_same_steps([rank.steps for rank in ranks], self._size)
-            self._require_carried_alike(ranks)
         except MismatchError as difference:
             entered.ends_plan = True
             if any(rank.is_of_step for rank in ranks):
                 difference = MismatchError(f"{difference}. {_SET_ALONE}")
             self._difference = self._difference or difference
         return entered.ends_plan
-
-    def _require_carried_alike(self, ranks: Sequence[BackwardReport]) -> None:
-        """Check that no rank has sent a gradient of which others have carried a part."""
-        told = [report for rank in ranks for report in rank.gradients]
-        for index in {report.optimizer for report in told if report.carried}:
-            own = [replace(each, whole=0) for each in told if each.optimizer == index]
-            carried_by(own, self._reducers.named(index).names)
 
     def _raise_difference(self) -> None:
         difference, self._difference = self._difference, None

@@ -9,7 +9,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from torch_ring._C import (
     device_in_use,
 )
 from torch_ring.collectives.compare import require_same
-from torch_ring.collectives.reduce_op import Sum
+from torch_ring.collectives.reduce_op import Max, Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.errors import InvalidArgumentError, NonFiniteGradientError
@@ -42,10 +41,8 @@ from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import (
     GradientReport,
     NotFinite,
-    carried_by,
     culprit,
     require_usable,
-    unlike,
     warn_of_ddp,
     warn_of_one_graph,
 )
@@ -147,7 +144,7 @@ def require_same_parameters(
         raise InvalidArgumentError(problem)
 
 
-Pending = tuple[bytes, bytes, bool, bool, bool, bytes, bytes, bool]
+Pending = tuple[bytes, bytes, bool, bool, bool, bool]
 """The result of `GradientHooks.pending`."""
 
 
@@ -155,8 +152,7 @@ class FastPath(NamedTuple):
     """The end of a pass in which all gradients of the only optimizer are due on all ranks."""
 
     finalizer: DenseFinalizer
-    # The same on all ranks: all gradients are new, or added to averaged ones.
-    reports: tuple[GradientReport, GradientReport]
+    report: GradientReport  # the same on all ranks
 
 
 class Reducer:
@@ -233,6 +229,7 @@ class Reducer:
         self.hooks = GradientHooks(
             parameters,
             names,
+            reduced_scale=1.0 / self._size if settings.op == Sum else 1.0,
             on_backward_end=on_backward_end,
             on_bucket_full=on_bucket_full,
             new_memory=weakly(self.new_memory),
@@ -246,10 +243,11 @@ class Reducer:
         self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
         self._unfinished: list[FinishStage] = []
-        self._reported = 0  # parameters whose gradients this rank has reported last
         self._touched = 0  # parameters that are now reduced in buckets
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
+        self._of_joined: dict[int, Tensor] = {}  # the joined ranks' missing parts, by parameter
+        self._asked_in = -1  # the agreement in which they were asked for
         self._order_is_real = False
         self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
         self._limits = BucketLimits(settings.bucket_bytes)
@@ -291,8 +289,8 @@ class Reducer:
             pending: the present result of `hooks.pending()`.
             is_stepping: whether the optimizer is about to step; then `pending` has everything.
         """
-        due, sparse, accumulating, _, complete, carried, whole, again = pending
-        bitmap = self._reported = int.from_bytes(due, "little")
+        due, sparse, accumulating, _, complete, again = pending
+        bitmap = int.from_bytes(due, "little")
         if not (bitmap or accumulating or again or is_stepping):
             return None
         order = () if self._order_is_real else tuple(self.hooks.ready_order())
@@ -305,27 +303,27 @@ class Reducer:
             incomplete=not complete,
             stepping=is_stepping,
             again=again,
-            carried=int.from_bytes(carried, "little"),
-            whole=int.from_bytes(whole, "little"),
+            on_base=accumulating and self.hooks.has_base(),
             order=order,
             not_finite=tuple(
-                NotFinite(parameter, self._rank, worst) for parameter, worst in not_finite
+                NotFinite(parameter, self._rank, worst, on_base)
+                for parameter, worst, on_base in not_finite
             ),
         )
 
-    def note_not_finite(self, touched: int, carrying: int, found: Sequence[NotFinite]) -> None:
+    def note_not_finite(self, touched: int, found: Sequence[NotFinite]) -> None:
         """Take note of non-finite gradients that are about to be reduced.
 
         Args:
             touched: the parameters that are about to be reduced, as a bitmap.
-            carrying: those of them that are added to an averaged gradient.
             found: the non-finite gradients of all ranks; some may be reduced later, and are then
                 reported again.
         """
+        added_to = {each.parameter for each in found if each.on_base}
         self.not_finite = {
             parameter: before
             for parameter, before in self.not_finite.items()
-            if not (touched & ~carrying) >> parameter & 1
+            if not touched >> parameter & 1 or parameter in added_to
         }
         known = frozenset(self.not_finite)
         for each in found:
@@ -356,30 +354,7 @@ class Reducer:
         """Return new memory for a bucket."""
         return bucket_memory(self._engine, self._plan[bucket], self._plan[bucket].dtype)
 
-    def carrying(self, touched: int, reports: Sequence[GradientReport]) -> int:
-        """Return the parameters of which the ranks carry an averaged part, as a bitmap.
-
-        Args:
-            touched: the parameters that are about to be reduced, as a bitmap.
-            reports: those of this optimizer, of all ranks.
-
-        Raises:
-            MismatchError: on all ranks: some carry one, and others have a new gradient.
-            RingError: the same, if this rank has none of this pass.
-        """
-        carrying = carried_by(reports, self.names) & touched
-        if rest := touched & ~self._reported:
-            here = int.from_bytes(self.hooks.averaged(self.bitmap(rest)), "little")
-            if differing := here ^ (carrying & rest):
-                self._engine.end(f"rank {self._rank}: {unlike(differing, self.names)}")
-        return carrying
-
-    def fill(self, planned: int, due: int) -> None:
-        """Fill the buckets at the end of a planned pass (`GradientHooks.fill`)."""
-        scale = 1.0 / self._size if self._settings.op == Sum else 1.0
-        self.hooks.fill(self.bitmap(planned), self.bitmap(due), scale)
-
-    def prepare(self, touched: int, sparse: int, number: int, *, carrying: int, ranks: int) -> None:
+    def prepare(self, touched: int, sparse: int, number: int) -> None:
         """Take the gradients of parameters that are about to be reduced.
 
         Optimizers may share parameters: so all are prepared before the first one starts.
@@ -388,10 +363,7 @@ class Reducer:
             touched: the parameters with a gradient on any rank, as a bitmap.
             sparse: the parameters among them whose gradients are sparse on all ranks that have one.
             number: the agreement's number, a part of the names of the operations.
-            carrying: the parameters of which some rank has an averaged part, which is not sent.
-            ranks: the number of ranks that have not joined.
         """
-        scale = (1 if self._settings.op == Sum else self._size) / ranks
         self._sparse = sparse if self._settings.sparse_as_dense else 0
         sparse ^= self._sparse
         for parameter in _members(sparse):
@@ -401,19 +373,58 @@ class Reducer:
                 f"gradients.{self.index}.{number}.sparse.{self.names[parameter]}",
                 self._settings.op,
                 self._parameters[parameter],
-                _coalesced(
-                    self.hooks.local_gradient(parameter, bool(carrying >> parameter & 1), scale)
-                ),
+                _coalesced(self.hooks.local_gradient(parameter)),
                 joinable=True,
                 is_coalesced=False,
             )
         touched ^= sparse
         self._touched = touched
-        self.hooks.move_into_buckets(self.bitmap(touched), self.bitmap(carrying), scale)
+        if self._asked_in != number:  # they belong to a failed agreement
+            self._of_joined.clear()
+        self.hooks.move_into_buckets(self.bitmap(touched))
 
-    def make_own(self) -> None:
-        """After join(): the ranks may have averaged different gradients, which are their own."""
-        self.hooks.make_own(1.0 / self._size if self._settings.op == Sum else 1.0)
+    def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
+        """Ask ranks that have just joined for the averaged gradients to which others were added.
+
+        The joined ranks have a part of those, which the sum of the remaining ranks will lack.
+
+        Args:
+            touched: the parameters that are about to be reduced, as a bitmap.
+            number: the agreement's number.
+            before: the scale of reduced gradients when others were added to them.
+            after: the scale for the remaining ranks.
+
+        Returns:
+            The reason why the gradients of this pass cannot be right; "" if they will be right.
+        """
+        self._of_joined.clear()
+        self._asked_in = number
+        name = f"gradients.{self.index}.{number}.kept"
+        mine = self.hooks.bases()
+        bases = torch.tensor(mine, dtype=torch.uint8, device="cpu")
+        self._engine.allreduce(bases, bases, name, Max, 1.0, 1.0, blocking=True).wait()
+        for index, base in enumerate(bases.tolist()):
+            if not base:
+                continue
+            if base > 1:
+                return f"'{self.names[index]}' may have been changed since it was averaged"
+            spec = self._specs[index]
+            dtype = torch.float32 if spec.dtype.itemsize == 2 else spec.dtype
+            kept = torch.zeros(spec.numel + 1, dtype=dtype, device="cpu")
+            work = self._engine.allreduce(
+                kept, kept, f"{name}.{index}", Sum, 1.0, 1.0, blocking=True
+            )
+            givers = work.wait()[-1].item()
+            if not givers:
+                return f"no rank that has joined has '{self.names[index]}' still, unchanged"
+            kept = kept[:-1] / givers
+            if touched >> index & 1:
+                self.hooks.keep_scale(index)
+                self._of_joined[index] = kept * (1 - before / after)
+            elif mine[index]:  # reduced later
+                scale = 1 / self._size if self._settings.op == Sum else 1.0
+                self.hooks.add(index, kept * (scale * (after - before)))
+        return ""
 
     @property
     def looks_at_gradients(self) -> bool:
@@ -443,18 +454,15 @@ class Reducer:
         memory = self.hooks.memory(index)
         return self._wires[index].start(name, memory, touched, blocking=blocking)
 
-    def wait(self) -> None:
-        """Wait until the prepared parameters are reduced."""
+    def finish(self, order: Sequence[int]) -> None:
+        """Wait for the reduction, then rebuild the buckets in rank 0's `order`, if it is given."""
         unfinished, self._unfinished = self._unfinished, []
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
-
-    def finish(self, order: Sequence[int]) -> None:
-        """End the reduction, then rebuild the buckets in rank 0's `order`, if it is given.
-
-        Optimizers may share parameters: so all have waited before the first one ends.
-        """
         self.hooks.mark_reduced(self.bitmap(self._touched))
+        of_joined, self._of_joined = self._of_joined, {}
+        for index, gradient in of_joined.items():
+            self.hooks.add(index, gradient)
         self._finish_sparse()
         if order and not self._order_is_real:
             self._order_is_real = True
@@ -515,8 +523,7 @@ class Reducer:
         finalizer = DenseFinalizer(
             self.hooks, self.index, self.bitmap(everything), buckets, *arguments
         )
-        all_new = GradientReport(self.index, everything)
-        return FastPath(finalizer, (all_new, replace(all_new, carried=everything)))
+        return FastPath(finalizer, GradientReport(self.index, everything))
 
     def _finish_sparse(self) -> None:
         sums, self._sparse_sums = self._sparse_sums, {}
