@@ -54,6 +54,19 @@ TEST(ranks_whose_threads_wait_for_different_names_get_an_error_after_a_while) {
       config);
 }
 
+TEST(ranks_with_one_thread_do_not_wait_for_what_others_might_submit) {
+  EngineConfig config = patient();
+  config.other_threads_grace = std::chrono::hours(1);  // longer than a test may take
+  run_engines(
+      {0, 1},
+      [](Rank& rank) {
+        std::vector<float> values = rank.input(3);
+        CHECK_THROWS(rank.wait(rank.allreduce(values, rank.rank() == 0 ? "a" : "b")),
+                     ErrorKind::kMismatch, "the ranks wait for different collectives");
+      },
+      config);
+}
+
 const bool kDuplicate = on_all_layouts("a name twice in flight is refused", [](Rank& rank) {
   std::vector<float> first = rank.input(5);
   std::vector<float> second = first;

@@ -55,15 +55,21 @@ class Room(NamedTuple):
     faults: tuple[Fault, ...]
 
 
-def _statement(name: str, says: str, file: str, old: str, new: str = ";", *tests: str) -> Fault:
+def _statement(
+    name: str, says: str, file: str, old: str, new: str = ";", tests: tuple[str, ...] = ()
+) -> Fault:
     return Fault(name, says, file, old, new, False, tests)
 
 
-def _expression(name: str, says: str, file: str, old: str, new: str, *tests: str) -> Fault:
+def _expression(
+    name: str, says: str, file: str, old: str, new: str, tests: tuple[str, ...] = ()
+) -> Fault:
     return Fault(name, says, file, old, new, True, tests)
 
 
-def _python(name: str, says: str, file: str, old: str, new: str, *tests: str) -> Fault:
+def _python(
+    name: str, says: str, file: str, old: str, new: str, tests: tuple[str, ...] = ()
+) -> Fault:
     return Fault(name, says, file, old, new, False, tests)
 
 
@@ -72,269 +78,331 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "counts_twice", "a hook counts a pass twice", HOOKS,
         "  ++parameter.passes;\n", "parameter.passes += 2;",
+        tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _statement(
         "not_unreduced", "a hook does not note that the gradient is to be reduced", HOOKS,
         "parameter.unreduced = true;\n"
         "  if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
         "if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
+        tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _statement(
         "no_order", "a hook does not note when the gradient came", HOOKS,
         "arrived_.push_back(index);",
+        tests=("optimizer/test_bucket_groups.py", "optimizer/test_distributed_optimizer.py"),
     )  # fmt: skip
     yield _expression(
         "launched_early", "a bucket is sent before its last gradient", HOOKS,
         "--missing > 0", "--missing > 1",
+        tests=("optimizer/test_distributed_optimizer.py", "device/test_run_ahead.py"),
     )  # fmt: skip
     yield _expression(
         "sent_in_no_sync", "a bucket is sent in no_sync()", HOOKS,
         "!synchronizing_ || !due(parameter)", "!due(parameter)",
+        tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _expression(
         "sent_with_sparse", "a sparse gradient fills a bucket", HOOKS,
         "parameter.sparse.defined()", "false",
+        tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
     yield _expression(
         "sent_while_shared", "a bucket is sent while another optimizer copies from it", HOOKS,
         "is_shared(parameter.bucket)", "false",
+        tests=("optimizer/test_shared_parameters.py",),
     )  # fmt: skip
     yield _expression(
         "sent_though_repeated", "a bucket is sent although a gradient may come again", HOOKS,
         "is_held(parameter.bucket)", "false",
+        tests=("optimizer/test_nested_backward.py",),
     )  # fmt: skip
     yield _statement(
         "lock_dropped", "enter_pass() returns without its lock", HOOKS,
         "queue_end(number);\n    lock.lock();", "queue_end(number);",
+        tests=("optimizer/test_threads.py",),
     )  # fmt: skip
     yield _expression(
         "two_threads", "a pass in another thread is not noticed", HOOKS,
         "options_.agreement->is_ending_elsewhere() || pass_->is_beside(current)", "false",
+        tests=("optimizer/test_threads.py",),
     )  # fmt: skip
     yield _statement(
         "failed_pass_stays", "a failed pass is not closed before a step", HOOKS,
         "if (everything) close_failed();",
+        tests=("optimizer/test_failed_backward.py", "device/test_hostile_events.py"),
     )  # fmt: skip
     yield _statement(
         "sent_in_vain", "a pass that failed after it had sent a bucket is forgotten", HOOKS,
         "sent_in_vain_ = sent_in_vain_ || sent_;",
+        tests=("optimizer/test_failed_backward.py", "optimizer/test_interrupted_backward.py"),
     )  # fmt: skip
     yield _statement(
         "given_up_untold", "a pass that one rank gives up is not told to the others", HOOKS,
         "options_.agreement->give_up(pass_ ? failure_in(pass_->end) : \"\", sent_);",
+        tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     yield _statement(
         "overwrites_sent", "a late gradient is added to a bucket that is on its way", HOOKS,
         "if (missing_[parameter.bucket] != kSent) return;", "return;",
+        tests=("optimizer/test_nested_backward.py",),
     )  # fmt: skip
     yield _statement(
         "late_one_lost", "of two late gradients only the last one counts", HOOKS,
         "kept = kept.defined() ? kept.add(mine) : mine;", "kept = mine;",
+        tests=("optimizer/test_nested_backward.py",),
     )  # fmt: skip
     yield _statement(
         "late_one_dropped", "a late gradient is dropped", HOOKS,
         "grad.add_(kept.to(grad.device()));",
+        tests=("optimizer/test_nested_backward.py", "device/test_run_ahead_apart.py"),
     )  # fmt: skip
     # --- zero_grad() and gradients by hand
     yield _statement(
         "passes_stay", "zero_grad() and step() do not reset the count of passes", HOOKS,
         "parameter.passes = 0;\n    parameter.refresh();\n    parameter.version.reset();",
         "parameter.refresh(); parameter.version.reset();",
+        tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _statement(
         "unreduced_stays", "zero_grad() leaves a gradient to be reduced", HOOKS,
         "parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();",
+        tests=("optimizer/test_accumulation.py", "optimizer/test_gradients_by_hand.py"),
     )  # fmt: skip
     yield _statement(
         "base_stays", "zero_grad() does not forget that the gradient was averaged", HOOKS,
         "parameter.forget_base();\n    parameter.sparse.reset();\n    parameter.outside.reset();",
         "parameter.sparse.reset(); parameter.outside.reset();",
+        tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _expression(
         "writes_missed", "a write into an averaged gradient is not reduced", HOOKS,
         "everything && parameter.written_by_hand()", "false",
+        tests=("optimizer/test_gradients_by_hand.py",),
     )  # fmt: skip
     yield _expression(
         "by_hand_missed", "a gradient set by hand is not reduced", HOOKS,
         "everything && parameter.may_be_by_hand()", "false",
+        tests=("optimizer/test_gradients_by_hand.py",),
     )  # fmt: skip
     yield _statement(
         "not_written_back", "the program's own gradient memory does not get the average", HOOKS,
         "parameters_[i].write_back(copies);",
+        tests=("optimizer/test_given_gradients.py",),
     )  # fmt: skip
     # --- the report and the reduction
     yield _statement(
         "complete_lies", "a missing gradient is not reported before a step", HOOKS,
         "pending.complete = false;",
+        tests=("optimizer/test_gradients_by_hand.py", "optimizer/test_frozen_parameters.py"),
     )  # fmt: skip
     yield _statement(
         "accumulating_untold", "accumulated gradients are not reported", HOOKS,
         "pending.accumulating = true;",
+        tests=("optimizer/test_accumulation.py", "optimizer/test_uneven_batches.py"),
     )  # fmt: skip
     yield _statement(
         "sparse_untold", "a sparse gradient is reported as a dense one", HOOKS,
         "if (grad.is_sparse()) set(pending.sparse, i);",
+        tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
     yield _statement(
         "checked_late", "a gradient is checked for NaN after its bucket was sent", HOOKS,
         "if (bucket_full && looks_at_gradients()) look(members_[bucket], looked_at_);",
+        tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(
         "not_reduced", "an averaged gradient still counts as to be reduced", HOOKS,
         "parameters_[i].be_reduced();\n      parameters_[i].release_to_grad();",
         "parameters_[i].release_to_grad();",
+        tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _statement(
         "carried_sent", "an averaged gradient is averaged again with another one's pass", HOOKS,
         "if (!parameter.unreduced) rescale_reduced(parameter);\n      parameter.copy_in(copies);",
         "parameter.copy_in(copies);",
+        tests=("optimizer/test_join_in_training.py",),
     )  # fmt: skip
     yield _expression(
         "carried_twice", "an averaged gradient to which another is added counts n times", HOOKS,
         "scale() == 1.0 && !has_plan_", "true",
+        tests=("optimizer/test_join_in_training.py",),
     )  # fmt: skip
     yield _statement(
         "kept_overwritten", "a gradient tensor that the program keeps is overwritten", HOOKS,
         "if (!parameters_[index].would_overwrite_kept()) return;", "return;",
+        tests=("optimizer/test_kept_gradients.py",),
     )  # fmt: skip
     yield _statement(
         "zero_missing", "a missing gradient counts as the bucket's old content", PARAMETER,
         "copies.zero(bucket_view);",
+        tests=("optimizer/test_uneven_batches.py",),
     )  # fmt: skip
     yield _statement(
         "alias_taken", "autograd's memory is used although others refer to it", PARAMETER,
         "if (!has_one_owner(gradient)) return 0;",
+        tests=("optimizer/test_direct_gradients.py",),
     )  # fmt: skip
     yield _statement(
         "stream_not_followed", "a bucket is sent before another stream has filled it", HOOKS,
         "if (!device.is_cpu()) producers_[bucket].join(current_stream(device));",
+        tests=("device/test_gradient_streams.py",),
     )  # fmt: skip
     yield _expression(
         "no_agreement", "the fast end of a pass takes different reports for equal ones", DENSE,
         "!all_are_here || !all_sent(gathered, report)", "!all_are_here",
+        tests=("optimizer/test_dense_fast_path.py",),
     )  # fmt: skip
     yield _expression(
         "unchecked", "the fast end of a pass does not look for NaN", DENSE,
         "hooks_->looks_at_gradients() && !hooks_->not_finite(everything_).empty()", "false",
+        tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(
         "open_after_error", "an agreement that failed is continued by the next pass", PASS,
         "open_.reset();\n    reports_.reset();\n    throw;", "throw;",
+        tests=("optimizer/test_interrupted_backward.py", "optimizer/test_failed_backward.py"),
     )  # fmt: skip
     # --- running ahead
     yield _statement(
         "ready_ignored", "a bucket is launched on a stream that does not wait for it", AHEAD,
         "written.begin();",
+        tests=("device/test_gradient_streams.py", "device/test_run_ahead.py"),
     )  # fmt: skip
     yield _statement(
         "no_stand_in", "a joined rank launches nothing for the others", AHEAD,
         "launch_plain(engine_, state.runs[i], run, run, ready);",
+        tests=("device/test_run_ahead.py",),
     )  # fmt: skip
     yield _statement(
         "not_restored", "a planned gradient that no rank had is not restored", HOOKS,
         "if (get(nowhere, index)) give_back(parameters_[index], before);",
+        tests=("device/test_run_ahead.py", "device/test_run_ahead_apart.py"),
     )  # fmt: skip
     yield _statement(
         "base_put_aside", "an unplanned gradient is put aside with what was averaged", HOOKS,
         "mine.sub_(before.value, before.base_reduced ? scale() : 1.0);",
+        tests=("device/test_run_ahead_apart.py", "device/test_run_ahead_random.py"),
     )  # fmt: skip
     yield _python(
         "old_report", "the reports of the pass before are not read", PLANNED,
         "ends = any(self._judge(entered) for entered in before)", "ends = False",
+        tests=("device/test_run_ahead.py",),
     )  # fmt: skip
     yield _python(
         "plan_any", "a pass with sparse gradients goes on as planned", PLANNED,
         "is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)",
         "is_dense = True",
+        tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     yield _python(
         "aside_lost", "a gradient put aside is never taken up", SYNC,
         "taken = [index for index in used if self.run_ahead.take_up_aside(index)]", "taken = []",
+        tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     # --- the decision
     yield _python(
         "last_rank_only", "the gradients of the last rank decide what is reduced", SYNC,
         "touched[report.optimizer] = touched.get(report.optimizer, 0) | report.due",
         "touched[report.optimizer] = report.due",
+        tests=("optimizer/test_uneven_batches.py",),
     )  # fmt: skip
     yield _python(
         "dense_as_sparse", "a gradient that is dense on one rank is reduced as sparse", SYNC,
         "dense[index] |= is_here & report.due & ~report.sparse",
         "dense[index] = dense[index] or is_here & report.due & ~report.sparse",
+        tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
     yield _python(
         "steps_mixed", "the ranks' different steps are not noticed", SYNC,
         "require_same_steps([rank.steps for rank in ranks], self._size)", "pass",
+        tests=("optimizer/test_uneven_batches.py", "optimizer/test_early_stopping.py"),
     )  # fmt: skip
     yield _python(
         "stepping_too_early", "gradients of a stepping rank are reduced in the others' pass", SYNC,
         "if is_of_step or not rank.is_of_step", "if True",
+        tests=("optimizer/test_gradients_by_hand.py", "optimizer/test_uneven_batches.py"),
     )  # fmt: skip
     yield _python(
         "nothing_left", "a step does not ask for gradients that are left", SYNC,
         "known.nothing_pending = report.optimizer not in left", "known.nothing_pending = True",
+        tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _python(
         "other_stepped", "a step of one optimizer leaves the other without an agreement", SYNC,
         "                other.nothing_pending = False", "                pass",
+        tests=("optimizer/test_several_optimizers.py",),
     )  # fmt: skip
     yield _python(
         "joined_scale", "averaged gradients are not scaled after a rank has joined", SYNC,
         "return self._size / self._active", "return 1.0",
+        tests=("optimizer/test_join_in_training.py",),
     )  # fmt: skip
     yield _python(
         "joined_not_asked", "a joined rank's part of an averaged gradient is missing", SYNC,
         "self._follow_joins(ranks, touched)", "self._active = len(ranks)",
+        tests=("optimizer/test_join_in_training.py",),
     )  # fmt: skip
     yield _python(
         "own_order", "each rank plans its buckets by its own order", SYNC,
         "orders = {r.optimizer: r.order for r in ranks[0].gradients} if everybody else {}",
         "orders = {r.optimizer: r.order for r in ranks[self._rank % len(ranks)].gradients}",
+        tests=("optimizer/test_uneven_batches.py", "optimizer/test_bucket_groups.py"),
     )  # fmt: skip
     yield _python(
         "incomplete_untold", "the report leaves out that gradients are missing", REPORT,
         "flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping",
         "flags |= _STEPPING * report.stepping",
+        tests=("optimizer/test_gradients_by_hand.py", "optimizer/test_backward_messages.py"),
     )  # fmt: skip
     yield _python(
         "sparse_not_coalesced", "rows of a sparse gradient count several times", REDUCER,
         "return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()",
         "return gradient if gradient.is_sparse else gradient.to_sparse(1)",
+        tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
     yield _python(
         "stays_dense", "sparse_as_dense leaves a dense gradient", REDUCER,
         "for parameter in _members(self._sparse):", "for parameter in ():",
+        tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
     yield _python(
         "finished_early", "finish() does not wait for the second stage of a compressor", REDUCER,
         "while unfinished:", "if unfinished:",
+        tests=("compression",),
     )  # fmt: skip
     yield _python(
         "not_finite_dropped", "a NaN is forgotten when the gradient is reduced again", REDUCER,
         "if not touched >> parameter & 1 or parameter in added_to",
         "if not touched >> parameter & 1",
+        tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     # --- buckets and wires
     yield _python(
         "run_too_long", "a run of touched gradients takes the next one, too", BUCKETS,
         "extends = bool(touched >> slot.parameter & 1)", "extends = True",
+        tests=("optimizer/test_buckets.py",),
     )  # fmt: skip
     yield _python(
         "unaligned", "gradients of a bucket share cache lines", BUCKETS,
         "return -(-self.numel // alignment) * alignment", "return self.numel",
+        tests=("optimizer/test_buckets.py",),
     )  # fmt: skip
     yield _python(
         "predivided_wrong", "gradient_predivide_factor changes the average", WIRE,
         "return Sum, 1.0 / self.predivide_factor, self.predivide_factor / size",
         "return Sum, 1.0 / self.predivide_factor, 1.0 / size",
+        tests=("optimizer/test_distributed_optimizer.py",),
     )  # fmt: skip
     yield _python(
         "cast_lost", "the result of a cast bucket is not copied back", WIRE,
         "part.copy_(work.wait())", "work.wait()",
+        tests=("compression",),
     )  # fmt: skip
     yield _python(
         "digest_once", "weights are compared at the first gradients only", WEIGHTS,
         "return steps in _FIRST_STEPS or (steps > 0 and steps % _EVERY == 0)", "return False",
+        tests=("optimizer/test_drifting_weights.py",),
     )  # fmt: skip
 
 
