@@ -87,19 +87,18 @@ TEST(control_plane_makes_no_data_connection_that_the_higher_rank_does_not_need) 
 }
 
 TEST(control_plane_keeps_data_connections_of_a_set_that_nobody_uses_yet) {
-  const Planes planes = make_planes({0, 1});
+  RecordingObserver recorder;
   RecordingObserver high_recorder;
+  const Planes planes = make_planes({0, 1});
   planes[1]->subscribe(kSet, {0, 1}, high_recorder);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 3);
   const auto ours = take_all(*high, 0, true);
-  CHECK_EQ(high_recorder.times("connected"), 1);  // when all three were there
+  wait_until([&] { return high_recorder.times("connected") > 0; }, "its observer is told");
   // Rank 0 subscribes to the set afterwards.
-  RecordingObserver recorder;
   planes[0]->subscribe(kSet, {0, 1}, recorder);
   const auto low = planes[0]->sockets(kSet, {0, 1}, 3);
   check_same_order(ours, take_all(*low, 1, false));
-  planes[0]->unsubscribe(kSet);
-  planes[1]->unsubscribe(kSet);
+  CHECK_EQ(high_recorder.times("connected"), 1);  // for all three together
 }
 
 TEST(control_plane_keeps_no_data_connection_of_a_set_that_has_ended) {
@@ -141,8 +140,8 @@ TEST(control_plane_knows_the_end_also_of_a_set_that_has_long_been_left) {
 }
 
 TEST(control_plane_tells_an_observer_of_its_data_connections) {
-  const Planes planes = make_planes({0, 0});
   RecordingObserver recorder;
+  const Planes planes = make_planes({0, 0});
   planes[0]->subscribe(kSet, {0, 1}, recorder);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
   const auto other = planes[1]->sockets(kSet + 1, {0, 1}, 1);
@@ -151,7 +150,6 @@ TEST(control_plane_tells_an_observer_of_its_data_connections) {
   wait_until([&] { return recorder.times("connected") > 0; }, "the observer is told");
   CHECK_EQ(recorder.events().size(), 1u);
   CHECK_EQ(planes[0]->sockets(kSet, {0, 1}, 1)->take(1, false).size(), 1u);
-  planes[0]->unsubscribe(kSet);
 }
 
 TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
@@ -173,24 +171,23 @@ TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
 }
 
 TEST(control_plane_makes_no_data_connection_to_a_rank_that_is_gone) {
-  Planes planes = make_planes({0, 0});
   RecordingObserver recorder;
+  Planes planes = make_planes({0, 0});
   planes[1]->subscribe(kSet, {0, 1}, recorder);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
   planes[0].reset();
   wait_until([&] { return recorder.times("departed 0") > 0; }, "rank 0 leaves");
   CHECK_THROWS(high->take(0, true), ErrorKind::kPeerLost, "rank 0 (a thread): it has left");
   CHECK(planes[1]->descriptors().size() <= 4);
-  planes[1]->unsubscribe(kSet);
   planes[1]->stop();
   CHECK_THROWS(high->take(0, true), ErrorKind::kInternal, "has been stopped");
 }
 
 TEST(control_plane_keeps_the_last_data_of_a_rank_that_has_left) {
   for (const int sender : {0, 1}) {  // the rank that accepts, and the one that connects
+    RecordingObserver recorder;
     Planes planes = make_planes({0, 1, 2});
     const int receiver = 1 - sender;
-    RecordingObserver recorder;
     at(planes, receiver)->subscribe(kSet, {0, 1}, recorder);
     const auto from = at(planes, sender)->sockets(kSet, {0, 1}, 1);
     const auto to = at(planes, receiver)->sockets(kSet, {0, 1}, 1);
@@ -205,7 +202,6 @@ TEST(control_plane_keeps_the_last_data_of_a_rank_that_has_left) {
     wait_until([&] { return ::recv(theirs[0].get(), &received, 1, MSG_DONTWAIT) == 1; }, "a byte");
     CHECK_THROWS(to->take(sender, true), ErrorKind::kPeerLost, "it has left");
     CHECK(to->take(sender, false).empty());
-    at(planes, receiver)->unsubscribe(kSet);
   }
 }
 

@@ -23,8 +23,8 @@ void raise_descriptor_limit() {
 
 TEST(departing_rank_waits_until_a_slow_peer_has_heard_all) {
   const Armed armed("control.receive:0:late=400");
-  Planes planes = make_planes({0, 1});
   RecordingObserver recorder;
+  Planes planes = make_planes({0, 1});
   planes[0]->subscribe(0, {0, 1}, recorder);
   // More than the buffers of a connection hold.
   const Error cause(ErrorKind::kInternal, std::string(Message::kTextBytes, 'x'));
@@ -32,25 +32,23 @@ TEST(departing_rank_waits_until_a_slow_peer_has_heard_all) {
   planes[1]->stop();
   wait_until([&] { return !recorder.events().empty(); }, "rank 1 is gone");
   CHECK_EQ(recorder.events(), std::vector<std::string>{"departed 1"});
-  planes[0]->unsubscribe(0);
 }
 
 TEST(departing_rank_that_says_no_goodbye_is_lost) {
   const Armed armed("departure:1:close");
-  Planes planes = make_planes({0, 1});
   RecordingObserver recorder;
+  Planes planes = make_planes({0, 1});
   planes[0]->subscribe(0, {0, 1}, recorder);
   CHECK(planes[0]->lost().empty());
   planes[1]->stop();
   wait_until([&] { return recorder.times("lost 1") > 0; }, "rank 1 is lost");
   CHECK_EQ(planes[0]->lost(), std::vector<int>{1});
-  planes[0]->unsubscribe(0);
 }
 
 TEST(departing_rank_that_waits_for_nobody_is_heard_all_the_same) {
   const Armed armed("departed:1:close");
-  Planes planes = make_planes({0, 1, 2});
   std::vector<RecordingObserver> recorders(2);
+  Planes planes = make_planes({0, 1, 2});
   planes[0]->subscribe(0, {0, 1, 2}, recorders[0]);
   planes[2]->subscribe(0, {0, 1, 2}, recorders[1]);
   planes[1]->stop();
@@ -59,8 +57,6 @@ TEST(departing_rank_that_waits_for_nobody_is_heard_all_the_same) {
     wait_until([&] { return !recorder.events().empty(); }, "rank 1 is gone");
     CHECK_EQ(recorder.events(), std::vector<std::string>{"departed 1"});
   }
-  planes[0]->unsubscribe(0);
-  planes[2]->unsubscribe(0);
 }
 
 TEST(departed_rank_s_last_data_may_be_late) {

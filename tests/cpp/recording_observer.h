@@ -10,6 +10,7 @@
 
 namespace torch_ring::test {
 
+/// Of planes that are made after it, so that they end first.
 class RecordingObserver : public ControlObserver {
  public:
   void on_lost(int rank, const std::string& how) override {
