@@ -1,6 +1,6 @@
 """The native module: engine, communicators and gradient hooks (csrc/bindings)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, device
@@ -903,10 +903,152 @@ class Worst:
     value: int
     def __init__(self, value: int) -> None: ...
 
+class NotFinite:
+    """A gradient of one rank with a number that is not finite, or too large to be sent.
+
+    Attributes:
+        parameter: the index of the parameter.
+        rank: the rank in the world.
+        worst: the worst of the gradient's numbers.
+        on_base: whether it contains an averaged gradient, which may be the cause.
+    """
+
+    parameter: int
+    rank: int
+    worst: Worst
+    on_base: bool
+    def __init__(self, parameter: int, rank: int, worst: Worst, on_base: bool) -> None: ...
+
+class GradientReport:
+    """The gradients of one optimizer on one rank (csrc/gradients/report.h)."""
+
+    def __init__(
+        self,
+        optimizer: int,
+        due: int = 0,
+        *,
+        sparse: int = 0,
+        accumulating: bool = False,
+        incomplete: bool = False,
+        stepping: bool = False,
+        again: bool = False,
+        on_base: bool = False,
+        order: Sequence[int] = (),
+        digest: bytes = b"",
+        not_finite: Sequence[NotFinite] = (),
+    ) -> None: ...
+    @property
+    def optimizer(self) -> int: ...
+    @property
+    def due(self) -> int: ...
+    @property
+    def sparse(self) -> int: ...
+    @property
+    def accumulating(self) -> bool: ...
+    digest: bytes
+
+class PassReport:
+    """A rank's message at the end of a backward pass, or before a step (csrc/gradients/report.h).
+
+    Attributes:
+        steps: the total number of steps of its optimizers.
+        gradients: the report of each optimizer that has gradients.
+        gave_up: whether the pass before has failed on this rank, and its program has gone on.
+        plan: the digest of the plan of a planned pass.
+        is_of_step: whether the rank is about to step, rather than at the end of a pass.
+        due: the parameters to reduce now, by optimizer; optimizers without any are left out.
+    """
+
+    steps: int
+    gradients: list[GradientReport]
+    gave_up: bool
+    plan: int
+    is_of_step: bool
+    due: dict[int, int]
+    def __init__(
+        self,
+        steps: int,
+        gradients: Sequence[GradientReport] = (),
+        *,
+        gave_up: bool = False,
+        plan: int = 0,
+    ) -> None: ...
+    def encode(self) -> bytes:
+        """Return the bytes that `decode_all` decodes."""
+
+    @staticmethod
+    def decode_all(encoded: bytes) -> list[PassReport]:
+        """Return the reports of all ranks, which follow one another."""
+
+class Reduction:
+    """The gradients of one optimizer that all ranks reduce now (csrc/gradients/decide.h)."""
+
+    optimizer: int
+    touched: int
+    sparse: int
+    order: list[int]
+    not_finite: list[NotFinite]
+
+class PassDecision:
+    """The common end of a backward pass, or beginning of a step (csrc/gradients/decide.h).
+
+    Attributes:
+        given_up: whether some ranks have given up the pass before, and not all.
+        out_of_step: the first rank that is in another step than the first one, if any.
+        reductions: what they reduce, in the order of optimizers.
+        is_of_step: whether all ranks are about to step.
+        is_whole: whether no rank has joined.
+        agrees_again: whether the ranks report once more, as soon as this is reduced.
+        mentioned: the optimizers that a rank uses.
+        open: those with gradients that a later round or pass reduces.
+        incomplete: those with parameters that have no averaged gradient yet.
+        extended: those with gradients that may be added to averaged ones.
+    """
+
+    given_up: bool
+    out_of_step: int | None
+    reductions: list[Reduction]
+    is_of_step: bool
+    is_whole: bool
+    agrees_again: bool
+    mentioned: set[int]
+    open: set[int]
+    incomplete: set[int]
+    extended: set[int]
+
+def decide(reports: Sequence[PassReport], size: int, parameters: Mapping[int, int]) -> PassDecision:
+    """Decide by the reports alone, so that all ranks decide alike.
+
+    Args:
+        reports: of the ranks that have not joined; at least one.
+        size: the number of all ranks.
+        parameters: the numbers of parameters, by optimizer.
+    """
+
+class Pending:
+    """The gradients that this rank has accumulated and not yet reduced.
+
+    Attributes:
+        due: the parameters to reduce now.
+        sparse: those of them whose gradient is sparse.
+        accumulating: whether there are others, not due yet.
+        complete: whether each parameter is due, or was reduced since the step began.
+        again: whether some gradients have come again, after they had been sent.
+        unready: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
+            first.
+    """
+
+    due: int
+    sparse: int
+    accumulating: bool
+    complete: bool
+    again: bool
+    unready: bool
+
 class GradientHooks:
     """Moves gradients into buckets as autograd produces them (csrc/gradients/gradient_hooks.h).
 
-    In a bitmap, parameter i is bit i % 8 of byte i / 8.
+    A set of parameters is an int, of which bit i is parameter i.
 
     Args:
         parameters: leaves; hooked whether they require grad now or not.
@@ -947,18 +1089,11 @@ class GradientHooks:
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
-    def pending(self, which: Due) -> tuple[bytes, bytes, bool, bool, bool, bool]:
-        """Return bitmaps of due gradients, and of sparse ones; whether others accumulate.
+    def pending(self, which: Due) -> Pending: ...
+    def not_finite(self, due: int, rank: int) -> list[NotFinite]:
+        """Return the gradients of `due` that are not finite, as they are before the reduction.
 
-        Then: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
-        first; whether each parameter is due, or was reduced since the step began; whether some
-        gradients have come again, after they had been sent.
-        """
-
-    def not_finite(self, due: bytes) -> list[tuple[int, Worst, bool]]:
-        """Return the gradients of a bitmap that are not finite, as they are before the reduction.
-
-        And the worst of their numbers, and whether they contain already reduced gradients.
+        `rank`: this one. Empty without `largest`.
         """
 
     @staticmethod
@@ -977,22 +1112,22 @@ class GradientHooks:
     def parameters_moved(self) -> bool:
         """Return whether a parameter is on another device than its bucket."""
 
-    def move_into_buckets(self, touched: bytes) -> None:
+    def move_into_buckets(self, touched: int) -> None:
         """Prepare gradients to be reduced: they move into buckets; missing ones become zero."""
 
     def memory(self, bucket: int) -> Tensor:
         """Return a bucket's memory, after all its gradients have arrived or been moved there."""
 
-    def expect(self, planned: bytes | None) -> None:
+    def expect(self, planned: int | None) -> None:
         """Plan the next passes, which reduce these gradients; None: the ranks agree on them."""
 
-    def fill(self, planned: bytes, due: bytes) -> None:
+    def fill(self, planned: int, due: int) -> None:
         """Move planned gradients into buckets; remember those that are not due as they were."""
 
-    def restore(self, nowhere: bytes) -> None:
+    def restore(self, nowhere: int) -> None:
         """Give gradients back as they were before fill(), and forget the others."""
 
-    def put_aside(self, extra: bytes) -> None:
+    def put_aside(self, extra: int) -> None:
         """Take gradients aside; `grad` is as it was before they came."""
 
     def take_up_aside(self, again: bool) -> None:
@@ -1007,8 +1142,8 @@ class GradientHooks:
     def set_sparse_result(self, index: int, gradient: Tensor) -> None:
         """Make a sparse tensor the reduced gradient of a parameter."""
 
-    def mark_reduced(self, touched: bytes) -> None:
-        """Record that the gradients of the bitmap have been reduced."""
+    def mark_reduced(self, touched: int) -> None:
+        """Record that these gradients have been reduced."""
 
     def ready_order(self) -> list[int]:
         """Return the parameters in the order of their gradients' arrival in the current pass."""
@@ -1069,8 +1204,8 @@ class PassAgreement:
     """Whether gradients of such a pass have been sent; read-only."""
 
     def __init__(self) -> None: ...
-    def gather(self, engine: Engine, report: bytes, /) -> bytes:
-        """Return the reports of all ranks, one after the other.
+    def gather(self, engine: Engine, report: PassReport, /) -> list[PassReport]:
+        """Return the reports of all ranks that have not joined, in their order.
 
         If an interrupted call has sent a report, that one counts and not this.
         """
@@ -1095,7 +1230,7 @@ class DenseFinalizer:
     Args:
         hooks: of the optimizer.
         optimizer: its index on the process set.
-        everything: the bitmap of all parameters.
+        everything: all parameters.
         buckets: indices of the buckets with elements.
         op, prescale, postscale: of the allreduces.
     """
@@ -1104,19 +1239,21 @@ class DenseFinalizer:
         self,
         hooks: GradientHooks,
         optimizer: int,
-        everything: bytes,
+        everything: int,
         buckets: Sequence[int],
         op: int,
         prescale: float,
         postscale: float,
         /,
     ) -> None: ...
-    def run(self, engine: Engine, agreement: PassAgreement, report: bytes, /) -> bytes | None:
+    def run(
+        self, engine: Engine, rank: int, agreement: PassAgreement, steps: int, /
+    ) -> list[PassReport] | None:
         """End a backward pass if all gradients are due here and all ranks report the same.
 
         Returns:
-            None if a gradient is not due; nothing was sent. The reports of all ranks, one after the
-            other, if they differ; nothing was reduced. b"" if all gradients are reduced.
+            None if a gradient is not due; nothing was sent. The reports of all ranks, if they
+            differ; nothing was reduced. No report if all gradients are reduced.
         """
 
 def backward_name(number: int, /) -> str:

@@ -1,3 +1,4 @@
+#include <pybind11/operators.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,10 +11,35 @@
 
 #include "bindings/py_engine.h"
 #include "engine/request.h"
+#include "gradients/decide.h"
 #include "gradients/finalize_dense.h"
 #include "gradients/gradient_hooks.h"
 #include "gradients/promised_launches.h"
+#include "gradients/report.h"
 #include "gradients/run_ahead.h"
+
+namespace pybind11::detail {
+
+/// A bitmap is an int in Python.
+template <>
+struct type_caster<torch_ring::Bitmap> {
+  PYBIND11_TYPE_CASTER(torch_ring::Bitmap, const_name("int"));
+
+  bool load(handle source, bool /*convert*/) {
+    if (!PyLong_Check(source.ptr())) return false;
+    const auto bits = source.attr("bit_length")().cast<std::size_t>();
+    value =
+        torch_ring::Bitmap(source.attr("to_bytes")((bits + 7) / 8, "little").cast<std::string>());
+    return true;
+  }
+
+  static handle cast(const torch_ring::Bitmap& bitmap, return_value_policy, handle) {
+    const handle type(reinterpret_cast<PyObject*>(&PyLong_Type));
+    return type.attr("from_bytes")(bytes(bitmap.bytes()), "little").release();
+  }
+};
+
+}  // namespace pybind11::detail
 
 namespace torch_ring {
 namespace {
@@ -70,26 +96,103 @@ std::shared_ptr<RunAhead> make_run_ahead(PyEngine& engine) {
   return run_ahead;
 }
 
-std::optional<py::bytes> finalize(const DenseFinalizer& finalizer, const PyEngine& engine,
-                                  PassAgreement& agreement, const std::string& report) {
+std::optional<PassReports> finalize(const DenseFinalizer& finalizer, const PyEngine& engine,
+                                    int rank, PassAgreement& agreement, std::uint64_t steps) {
   const std::shared_ptr<Engine> running = engine.running();
-  std::optional<std::string> gathered;
-  {
-    const BlockingCall no_gil;
-    gathered = finalizer.run(*running, engine.size(), agreement, report, kCheckSignals);
-  }
-  if (!gathered) return std::nullopt;
-  return py::bytes(*gathered);
+  const BlockingCall no_gil;
+  return finalizer.run(*running, rank, engine.size(), agreement, steps, kCheckSignals);
 }
 
-py::bytes gather(PassAgreement& agreement, const PyEngine& engine, const std::string& report) {
+PassReports gather(PassAgreement& agreement, const PyEngine& engine, const PassReport& report) {
   const std::shared_ptr<Engine> running = engine.running();
-  std::string gathered;
-  {
-    const BlockingCall no_gil;
-    gathered = agreement.gather(*running, report, kCheckSignals);
-  }
-  return {gathered};
+  const BlockingCall no_gil;
+  return agreement.gather(*running, report, kCheckSignals);
+}
+
+/// The reports and the decision, which are values.
+void bind_reports(py::module_& module) {
+  py::enum_<Worst>(module, "Worst")
+      .value("finite", Worst::kFinite)
+      .value("large", Worst::kLarge)
+      .value("infinite", Worst::kInfinite)
+      .value("nan", Worst::kNaN);
+  py::class_<NotFinite>(module, "NotFinite")
+      .def(py::init<std::size_t, int, Worst, bool>(), py::arg("parameter"), py::arg("rank"),
+           py::arg("worst"), py::arg("on_base"))
+      .def_readonly("parameter", &NotFinite::parameter)
+      .def_readonly("rank", &NotFinite::rank)
+      .def_readonly("worst", &NotFinite::worst)
+      .def_readonly("on_base", &NotFinite::on_base)
+      .def(py::self == py::self);
+  py::class_<GradientReport>(module, "GradientReport")
+      .def(py::init([](std::size_t optimizer, Bitmap due, Bitmap sparse, bool accumulating,
+                       bool incomplete, bool stepping, bool again, bool on_base,
+                       std::vector<std::uint32_t> order, const py::bytes& digest,
+                       std::vector<NotFinite> not_finite) {
+             return GradientReport{optimizer,
+                                   std::move(due),
+                                   std::move(sparse),
+                                   accumulating,
+                                   incomplete,
+                                   stepping,
+                                   again,
+                                   on_base,
+                                   std::move(order),
+                                   std::move(digest),
+                                   std::move(not_finite)};
+           }),
+           py::arg("optimizer"), py::arg("due") = Bitmap(), py::kw_only(),
+           py::arg("sparse") = Bitmap(), py::arg("accumulating") = false,
+           py::arg("incomplete") = false, py::arg("stepping") = false, py::arg("again") = false,
+           py::arg("on_base") = false, py::arg("order") = std::vector<std::uint32_t>(),
+           py::arg("digest") = py::bytes(), py::arg("not_finite") = std::vector<NotFinite>())
+      .def_readonly("optimizer", &GradientReport::optimizer)
+      .def_readonly("due", &GradientReport::due)
+      .def_readonly("sparse", &GradientReport::sparse)
+      .def_readonly("accumulating", &GradientReport::accumulating)
+      .def_property(
+          "digest", [](const GradientReport& report) { return py::bytes(report.digest); },
+          [](GradientReport& report, const py::bytes& digest) { report.digest = digest; })
+      .def(py::self == py::self);
+  py::class_<PassReport, std::shared_ptr<PassReport>>(module, "PassReport")
+      .def(py::init([](std::uint64_t steps, std::vector<GradientReport> gradients, bool gave_up,
+                       std::uint32_t plan) {
+             return PassReport{steps, std::move(gradients), gave_up, plan};
+           }),
+           py::arg("steps"), py::arg("gradients") = std::vector<GradientReport>(), py::kw_only(),
+           py::arg("gave_up") = false, py::arg("plan") = 0)
+      .def_readonly("steps", &PassReport::steps)
+      .def_readonly("gradients", &PassReport::gradients)
+      .def_readonly("gave_up", &PassReport::gave_up)
+      .def_readonly("plan", &PassReport::plan)
+      .def_property_readonly("is_of_step", &PassReport::is_of_step)
+      .def_property_readonly("due", &PassReport::due)
+      .def("encode", [](const PassReport& report) { return py::bytes(report.encode()); })
+      .def_static(
+          "decode_all",
+          [](const py::bytes& encoded) {
+            return PassReport::decode_all(static_cast<std::string_view>(encoded));
+          },
+          py::arg("encoded"))
+      .def(py::self == py::self);
+  py::class_<PassDecision::Reduction>(module, "Reduction")
+      .def_readonly("optimizer", &PassDecision::Reduction::optimizer)
+      .def_readonly("touched", &PassDecision::Reduction::touched)
+      .def_readonly("sparse", &PassDecision::Reduction::sparse)
+      .def_readonly("order", &PassDecision::Reduction::order)
+      .def_readonly("not_finite", &PassDecision::Reduction::not_finite);
+  py::class_<PassDecision>(module, "PassDecision")
+      .def_readonly("given_up", &PassDecision::given_up)
+      .def_readonly("out_of_step", &PassDecision::out_of_step)
+      .def_readonly("reductions", &PassDecision::reductions)
+      .def_readonly("is_of_step", &PassDecision::is_of_step)
+      .def_readonly("is_whole", &PassDecision::is_whole)
+      .def_readonly("agrees_again", &PassDecision::agrees_again)
+      .def_readonly("mentioned", &PassDecision::mentioned)
+      .def_readonly("open", &PassDecision::open)
+      .def_readonly("incomplete", &PassDecision::incomplete)
+      .def_readonly("extended", &PassDecision::extended);
+  module.def("decide", &decide, py::arg("reports"), py::arg("size"), py::arg("parameters"));
 }
 
 }  // namespace
@@ -132,15 +235,19 @@ void bind_gradients(py::module_& module) {
           py::arg("optimizer"), py::arg("hooks"), Release())
       .def("launch_rest", &RunAhead::launch_rest, Release())
       .def("wait", &RunAhead::wait, Release());
-  py::enum_<Worst>(module, "Worst")
-      .value("finite", Worst::kFinite)
-      .value("large", Worst::kLarge)
-      .value("infinite", Worst::kInfinite)
-      .value("nan", Worst::kNaN);
+  bind_reports(module);
   py::enum_<GradientHooks::Due>(module, "Due")
       .value("now", GradientHooks::Due::kNow)
       .value("started", GradientHooks::Due::kStarted)
       .value("everything", GradientHooks::Due::kEverything);
+  using Pending = GradientHooks::Pending;
+  py::class_<Pending>(module, "Pending")
+      .def_readonly("due", &Pending::due)
+      .def_readonly("sparse", &Pending::sparse)
+      .def_readonly("accumulating", &Pending::accumulating)
+      .def_readonly("complete", &Pending::complete)
+      .def_readonly("again", &Pending::again)
+      .def_readonly("unready", &Pending::unready);
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
@@ -175,29 +282,8 @@ void bind_gradients(py::module_& module) {
             hooks.set_buckets(buckets, parts, std::move(early));
           },
           py::arg("buckets"), py::arg("slots"), py::arg("early"), Release())
-      .def(
-          "pending",
-          [](GradientHooks& hooks, GradientHooks::Due which) {
-            GradientHooks::Pending pending;
-            {
-              const py::gil_scoped_release release;
-              pending = hooks.pending(which);
-            }
-            return std::tuple(py::bytes(pending.due), py::bytes(pending.sparse),
-                              pending.accumulating, pending.unready, pending.complete,
-                              pending.again);
-          },
-          py::arg("which"))
-      .def(
-          "not_finite",
-          [](GradientHooks& hooks, const GradientHooks::Bitmap& due) {
-            std::vector<std::tuple<std::size_t, Worst, bool>> found;
-            for (const auto& [index, worst, on_base] : hooks.not_finite(due)) {
-              found.emplace_back(index, worst, on_base);
-            }
-            return found;
-          },
-          py::arg("due"), Release())
+      .def("pending", &GradientHooks::pending, py::arg("which"), Release())
+      .def("not_finite", &GradientHooks::not_finite, py::arg("due"), py::arg("rank"), Release())
       .def_static("worst_numbers", &GradientHooks::worst_numbers, py::arg("gradients"), Release())
       .def("set_by_hand", &GradientHooks::set_by_hand, Release())
       .def("share", &GradientHooks::share, py::arg("other"), Release())
@@ -252,8 +338,8 @@ void bind_gradients(py::module_& module) {
       .def("stop_ending", &PassAgreement::stop_ending);
 
   py::class_<DenseFinalizer>(module, "DenseFinalizer")
-      .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, GradientHooks::Bitmap,
-                    std::vector<std::size_t>, int, double, double>())
+      .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, Bitmap, std::vector<std::size_t>,
+                    int, double, double>())
       .def("run", &finalize);
 
   module.def("backward_name", &backward_name);

@@ -1,5 +1,6 @@
 #include "gradients/finalize_dense.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -44,8 +45,8 @@ class DeferredInterrupt {
 }  // namespace
 
 DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
-                               GradientHooks::Bitmap everything, std::vector<std::size_t> buckets,
-                               int op, double prescale, double postscale)
+                               Bitmap everything, std::vector<std::size_t> buckets, int op,
+                               double prescale, double postscale)
     : hooks_(std::move(hooks)),
       optimizer_(optimizer),
       everything_(std::move(everything)),
@@ -54,19 +55,23 @@ DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t
       prescale_(prescale),
       postscale_(postscale) {}
 
-std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgreement& agreement,
-                                               const std::string& report,
+std::optional<PassReports> DenseFinalizer::run(Engine& engine, int rank, int size,
+                                               PassAgreement& agreement, std::uint64_t steps,
                                                const Engine::Interrupt& interrupt) const {
   if (!agreement.failure().empty()) return std::nullopt;
   const GradientHooks::Pending pending = hooks_->pending(GradientHooks::Due::kNow);
-  const bool any_sparse = pending.sparse.find_first_not_of('\0') != std::string::npos;
+  const bool any_sparse = pending.sparse.any();
   if (pending.due != everything_ || any_sparse || pending.accumulating || pending.unready) {
     return std::nullopt;
   }
-  if (hooks_->looks_at_gradients() && !hooks_->not_finite(everything_).empty()) return std::nullopt;
-  std::string gathered = agreement.gather(engine, report, interrupt);
-  const bool all_are_here = gathered.size() == report.size() * static_cast<std::size_t>(size);
-  if (!all_are_here || !all_sent(gathered, report)) return gathered;
+  if (!hooks_->not_finite(everything_, rank).empty()) return std::nullopt;
+  const PassReport report{.steps = steps,
+                          .gradients = {{.optimizer = optimizer_, .due = everything_}}};
+  const PassReports gathered = agreement.gather(engine, report, interrupt);
+  const bool all_are_here = gathered.size() == static_cast<std::size_t>(size);
+  const bool all_tell_the_same =
+      std::ranges::all_of(gathered, [&](const auto& other) { return *other == report; });
+  if (!all_are_here || !all_tell_the_same) return gathered;
 
   DeferredInterrupt deferred(interrupt);
   agreement.begin_reduction();
@@ -81,7 +86,7 @@ std::optional<std::string> DenseFinalizer::run(Engine& engine, int size, PassAgr
   }
   agreement.finish();
   deferred.rethrow();
-  return std::string();
+  return PassReports();
 }
 
 void DenseFinalizer::reduce(Engine& engine, int size, std::uint64_t number,

@@ -7,12 +7,12 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "engine/engine.h"
 #include "gradients/gradient_hooks.h"
 #include "gradients/pass_agreement.h"
+#include "gradients/report.h"
 
 namespace torch_ring {
 
@@ -25,20 +25,18 @@ class DenseFinalizer {
  public:
   /// `optimizer`: its index on the process set. `everything` has all parameters, `buckets` the
   /// buckets with elements. `op`, `prescale` and `postscale` are the allreduces'.
-  DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
-                 GradientHooks::Bitmap everything, std::vector<std::size_t> buckets, int op,
-                 double prescale, double postscale);
+  DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer, Bitmap everything,
+                 std::vector<std::size_t> buckets, int op, double prescale, double postscale);
 
-  /// Sends `report` to the other ranks, and reduces the gradients if all ranks report the same.
+  /// Tells the other ranks that all gradients are due, and reduces them if all ranks tell the same.
+  /// `rank`: this one, in the world. `size`: of the process set. `steps`: of all optimizers.
   ///
   /// Returns nullopt, and sends nothing, if a gradient is not due here, or not finite, or if this
-  /// rank has given up a pass. Returns the ranks' reports, one after the other, and reduces
-  /// nothing, if they differ or a rank has joined; Python handles these. Returns an empty string if
-  /// all gradients are reduced and `agreement` has finished, as it also has if the interrupt throws
-  /// during the reduction.
-  std::optional<std::string> run(Engine& engine, int size, PassAgreement& agreement,
-                                 const std::string& report,
-                                 const Engine::Interrupt& interrupt) const;
+  /// rank has given up a pass. Returns the ranks' reports, and reduces nothing, if they differ or a
+  /// rank has joined; Python handles these. Returns no report if all gradients are reduced and
+  /// `agreement` has finished, as it also has if the interrupt throws during the reduction.
+  std::optional<PassReports> run(Engine& engine, int rank, int size, PassAgreement& agreement,
+                                 std::uint64_t steps, const Engine::Interrupt& interrupt) const;
 
  private:
   void reduce(Engine& engine, int size, std::uint64_t number,
@@ -46,7 +44,7 @@ class DenseFinalizer {
 
   const std::shared_ptr<GradientHooks> hooks_;
   const std::size_t optimizer_;
-  const GradientHooks::Bitmap everything_;
+  const Bitmap everything_;
   const std::vector<std::size_t> buckets_;
   const int op_;
   const double prescale_;

@@ -237,10 +237,6 @@ void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index
   }
 }
 
-void set(std::string& bitmap, std::size_t i) {
-  bitmap[i / 8] = static_cast<char>(bitmap[i / 8] | (1 << (i % 8)));
-}
-
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// Whether the elements of a tensor on the host are exactly those of its memory, in any order.
@@ -586,7 +582,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   ++parameter.passes;
   parameter.unreduced = true;
   if (synchronizing_ && due(parameter)) options_.agreement->arrive();
-  if (planned_ && !get(*planned_, index)) return false;
+  if (planned_ && !planned_->get(index)) return false;
   parameter.arrived = true;
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
@@ -645,7 +641,7 @@ void GradientHooks::tell_sharers(const Bitmap& reduced) {
   {
     const std::scoped_lock lock(mutex_);
     for (const auto& [index, sharers] : sharers_) {
-      if (!get(reduced, index)) continue;
+      if (!reduced.get(index)) continue;
       HookedParameter& parameter = parameters_[index];
       parameter.refresh();
       const bool is_here = parameter.variable.grad().is_same(parameter.bucket_view);
@@ -754,10 +750,9 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   const std::scoped_lock lock(mutex_);
   const bool everything = which == Due::kEverything;
   if (everything) close_failed();
-  const Bitmap none((parameters_.size() + 7) / 8, '\0');
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
   const bool unready = is_beside || (everything && has_sent_in_vain());
-  Pending pending{none, none, false, true, again_, unready};
+  Pending pending{{}, {}, false, true, again_, unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
@@ -780,8 +775,8 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
     }
     const bool started = which == Due::kStarted;
     if (everything || (synchronizing_ && (started || due(parameter)))) {
-      set(pending.due, i);
-      if (grad.is_sparse()) set(pending.sparse, i);
+      pending.due.set(i);
+      if (grad.is_sparse()) pending.sparse.set(i);
     } else {
       pending.accumulating = true;
     }
@@ -789,12 +784,12 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   return pending;
 }
 
-std::vector<GradientHooks::NotFinite> GradientHooks::not_finite(const Bitmap& due) {
+std::vector<NotFinite> GradientHooks::not_finite(const Bitmap& due, int rank) {
   if (!looks_at_gradients()) return {};
   const std::scoped_lock lock(mutex_);
   std::vector<std::size_t> rest;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!get(due, i) || looked_at_.has(i)) continue;
+    if (!due.get(i) || looked_at_.has(i)) continue;
     parameters_[i].refresh();
     rest.push_back(i);
   }
@@ -809,8 +804,8 @@ std::vector<GradientHooks::NotFinite> GradientHooks::not_finite(const Bitmap& du
   }
   std::vector<NotFinite> found;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!get(due, i) || !looks.has(i) || looks.worst[i] == Worst::kFinite) continue;
-    found.push_back({i, looks.worst[i], parameters_[i].on_base});
+    if (!due.get(i) || !looks.has(i) || looks.worst[i] == Worst::kFinite) continue;
+    found.push_back({i, rank, looks.worst[i], parameters_[i].on_base});
   }
   return found;
 }
@@ -896,8 +891,8 @@ void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradi
     parameter.be_reduced();
     if (sharers_.empty()) return;
   }
-  Bitmap reduced((parameters_.size() + 7) / 8, '\0');
-  set(reduced, index);
+  Bitmap reduced;
+  reduced.set(index);
   tell_sharers(reduced);
 }
 
@@ -908,7 +903,7 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
     if (looks_at_gradients()) looked_at_ = {};
     BatchedCopy copies;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (!get(touched, i)) continue;
+      if (!touched.get(i)) continue;
       parameters_[i].write_back(copies);
       parameters_[i].be_reduced();
       parameters_[i].release_to_grad();
@@ -1065,7 +1060,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched) {
   std::unique_lock lock(mutex_);
   BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!get(touched, i)) continue;
+    if (!touched.get(i)) continue;
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
     if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
@@ -1114,7 +1109,7 @@ void GradientHooks::expect(std::optional<Bitmap> planned) {
 void GradientHooks::count_missing() {
   missing_.assign(buckets_.size(), 0);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!planned_ || get(*planned_, i)) ++missing_[parameters_[i].bucket];
+    if (!planned_ || planned_->get(i)) ++missing_[parameters_[i].bucket];
   }
 }
 
@@ -1149,7 +1144,7 @@ void GradientHooks::give_back(HookedParameter& parameter, const Before& before) 
 
 /// Before autograd adds an unplanned gradient to an earlier value: keeps the value for put_aside().
 void GradientHooks::keep_base(std::size_t index) {
-  if (!planned_ || get(*planned_, index)) return;
+  if (!planned_ || planned_->get(index)) return;
   const HookedParameter& parameter = parameters_[index];
   if (!parameter.variable.grad().defined()) {
     bases_.erase(index);
@@ -1163,7 +1158,7 @@ void GradientHooks::fill(const Bitmap& planned, const Bitmap& due) {
     const std::scoped_lock lock(mutex_);
     filled_.clear();
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (!get(planned, i) || get(due, i)) continue;
+      if (!planned.get(i) || due.get(i)) continue;
       parameters_[i].refresh();
       filled_.emplace(i, before(parameters_[i]));
     }
@@ -1174,7 +1169,7 @@ void GradientHooks::fill(const Bitmap& planned, const Bitmap& due) {
 void GradientHooks::restore(const Bitmap& nowhere) {
   const std::scoped_lock lock(mutex_);
   for (const auto& [index, before] : filled_) {
-    if (get(nowhere, index)) give_back(parameters_[index], before);
+    if (nowhere.get(index)) give_back(parameters_[index], before);
   }
   filled_.clear();
 }
@@ -1183,7 +1178,7 @@ void GradientHooks::put_aside(const Bitmap& extra) {
   const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!get(extra, i)) continue;
+    if (!extra.get(i)) continue;
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();

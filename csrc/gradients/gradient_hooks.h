@@ -18,8 +18,10 @@
 
 #include "bindings/accelerator.h"
 #include "core/finite.h"
+#include "gradients/bitmap.h"
 #include "gradients/hooked_parameter.h"
 #include "gradients/pass_agreement.h"
+#include "gradients/report.h"
 #include "memory/block_pool.h"
 
 namespace pybind11 {
@@ -49,11 +51,6 @@ struct BackwardPass {
   }
 };
 
-/// Whether bit i % 8 of byte i / 8 is set.
-inline bool get(const std::string& bitmap, std::size_t i) {
-  return (static_cast<unsigned char>(bitmap.at(i / 8)) >> (i % 8)) & 1;
-}
-
 /// The hooks of one optimizer's parameters, which move gradients into buckets. After autograd has
 /// accumulated a parameter's gradient, its hook moves it into the parameter's part of a bucket and
 /// makes `grad` a view of that memory. From then on autograd accumulates in place, and nothing is
@@ -74,15 +71,11 @@ inline bool get(const std::string& bitmap, std::size_t i) {
 /// The hooks (hook_parameter()) outlive the object and do nothing once it is gone. Parameters are
 /// hooked even if they do not require grad, so that they can be unfrozen.
 ///
-/// In a bitmap, parameter i is bit i % 8 of byte i / 8.
-///
 /// Thread: any (autograd runs hooks in a thread per device). The mutex is never held while a
 /// callback runs. Callers do not hold the GIL, because dropping a gradient may take it.
 /// Blocking: no. Errors: backward() raises those of the hooks.
 class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
  public:
-  using Bitmap = std::string;
-
   /// The position of a parameter's gradient: its bucket, and its first element there.
   struct Slot {
     std::size_t bucket;
@@ -117,13 +110,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     std::optional<double> largest;
   };
 
-  /// A gradient with a number that is not finite, or too large.
-  struct NotFinite {
-    std::size_t index;
-    Worst worst;   // of its numbers
-    bool on_base;  // it contains an already reduced gradient
-  };
-
   ~GradientHooks();  // needs autograd's nodes, which this header only declares
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
@@ -154,8 +140,9 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   bool looks_at_gradients() const { return options_.largest.has_value(); }
 
   /// The gradients of `due` that are not finite, before their reduction. A gradient whose bucket
-  /// has been sent in this pass was checked before that. Waits for those on a device.
-  std::vector<NotFinite> not_finite(const Bitmap& due);
+  /// has been sent in this pass was checked before that. Waits for those on a device. `rank`: this
+  /// one.
+  std::vector<NotFinite> not_finite(const Bitmap& due, int rank);
 
   /// The worst number of each gradient. Waits for devices.
   static std::vector<Worst> worst_numbers(std::vector<at::Tensor> gradients);

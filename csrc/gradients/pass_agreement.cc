@@ -7,20 +7,20 @@
 
 namespace torch_ring {
 
-std::string PassAgreement::gather(Engine& engine, const std::string& report,
+PassReports PassAgreement::gather(Engine& engine, const PassReport& report,
                                   const Engine::Interrupt& interrupt) {
   if (reducing_) {
     engine.end(Error(ErrorKind::kInternal,
                      "a backward pass was interrupted while its gradients were being reduced"));
   }
   if (!open_) {
-    const auto reports = std::make_shared<Reports>(Reports{report, {}});
+    const auto reports = std::make_shared<Reports>(Reports{report.encode(), {}});
     Request request;
     request.fingerprint.collective = Collective::kAllgather;
     request.fingerprint.dtype = DType::kUInt8;
     request.fingerprint.name = backward_name(number_);
     request.fingerprint.joinable = true;
-    request.rows = {static_cast<std::int64_t>(report.size())};
+    request.rows = {static_cast<std::int64_t>(reports->mine.size())};
     request.input = reports->mine.data();
     request.allocate = [reports](std::span<const std::int64_t> rows) {
       reports->all.resize(
@@ -40,7 +40,7 @@ std::string PassAgreement::gather(Engine& engine, const std::string& report,
     reports_.reset();
     throw;
   }
-  return reports->all;
+  return PassReport::decode_all(reports->all);
 }
 
 void PassAgreement::restart(std::uint64_t number) {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "engine/engine.h"
+#include "gradients/report.h"
 
 namespace torch_ring {
 
@@ -41,7 +42,7 @@ class PassAgreement {
 
   /// Returns the reports of all ranks that have not joined, in the order of ranks. Sends `report`,
   /// unless an interrupted pass has sent one.
-  std::string gather(Engine& engine, const std::string& report, const Engine::Interrupt& interrupt);
+  PassReports gather(Engine& engine, const PassReport& report, const Engine::Interrupt& interrupt);
 
   /// Whether a report of an unfinished pass is on its way.
   bool is_open() const { return open_ != nullptr; }

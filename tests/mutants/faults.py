@@ -12,7 +12,8 @@ DENSE = "csrc/gradients/finalize_dense.cc"
 PASS = "csrc/gradients/pass_agreement.cc"
 SYNC = "torch_ring/optimizer/backward_sync.py"
 REDUCER = "torch_ring/optimizer/reducer.py"
-REPORT = "torch_ring/optimizer/gradient_report.py"
+REPORT = "csrc/gradients/report.cc"
+DECIDE = "csrc/gradients/decide.cc"
 PLANNED = "torch_ring/optimizer/planned_pass.py"
 BUCKETS = "torch_ring/optimizer/buckets.py"
 WIRE = "torch_ring/optimizer/bucket_wire.py"
@@ -203,7 +204,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "sparse_untold", "a sparse gradient is reported as a dense one", HOOKS,
-        "if (grad.is_sparse()) set(pending.sparse, i);",
+        "if (grad.is_sparse()) pending.sparse.set(i);",
         tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
     yield _statement(
@@ -250,12 +251,12 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "no_agreement", "the fast end of a pass takes different reports for equal ones", DENSE,
-        "!all_are_here || !all_sent(gathered, report)", "!all_are_here",
+        "!all_are_here || !all_tell_the_same", "!all_are_here",
         tests=("optimizer/test_dense_fast_path.py",),
     )  # fmt: skip
     yield _expression(
         "unchecked", "the fast end of a pass does not look for NaN", DENSE,
-        "hooks_->looks_at_gradients() && !hooks_->not_finite(everything_).empty()", "false",
+        "!hooks_->not_finite(everything_, rank).empty()", "false",
         tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(
@@ -276,7 +277,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "not_restored", "a planned gradient that no rank had is not restored", HOOKS,
-        "if (get(nowhere, index)) give_back(parameters_[index], before);",
+        "if (nowhere.get(index)) give_back(parameters_[index], before);",
         tests=("device/test_run_ahead.py", "device/test_run_ahead_apart.py"),
     )  # fmt: skip
     yield _statement(
@@ -301,31 +302,47 @@ def _gradients() -> Iterator[Fault]:
         tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     # --- the decision
-    yield _python(
-        "last_rank_only", "the gradients of the last rank decide what is reduced", SYNC,
-        "touched[report.optimizer] = touched.get(report.optimizer, 0) | report.due",
-        "touched[report.optimizer] = report.due",
-        tests=("optimizer/test_uneven_batches.py",),
+    yield _statement(
+        "last_rank_only", "the gradients of the last rank decide what is reduced", DECIDE,
+        "if (counts) of_optimizer.touched |= report.due;",
+        "if (counts) of_optimizer.touched = report.due;",
+        tests=("optimizer/test_decide.py",),
     )  # fmt: skip
-    yield _python(
-        "dense_as_sparse", "a gradient that is dense on one rank is reduced as sparse", SYNC,
-        "dense[index] |= is_here & report.due & ~report.sparse",
-        "dense[index] = dense[index] or is_here & report.due & ~report.sparse",
-        tests=("optimizer/test_sparse_gradients.py",),
+    yield _statement(
+        "dense_as_sparse", "a gradient that is dense on one rank is reduced as sparse", DECIDE,
+        "dense |= report->due - report->sparse;",
+        "if (!dense.any()) dense = report->due - report->sparse;",
+        tests=("optimizer/test_decide.py",),
+    )  # fmt: skip
+    yield _expression(
+        "stepping_too_early", "gradients of a stepping rank are reduced in the others' pass",
+        DECIDE, "decision.is_of_step || !rank->is_of_step()", "true",
+        tests=("optimizer/test_decide.py",),
+    )  # fmt: skip
+    yield _expression(
+        "stepping_forgotten", "gradients of a stepping rank that wait are not open", DECIDE,
+        "report->accumulating || report->again || waits", "report->accumulating || report->again",
+        tests=("optimizer/test_decide.py",),
+    )  # fmt: skip
+    yield _expression(
+        "order_after_join", "the ranks plan buckets in an order that a joined one does not know",
+        DECIDE, "decision.is_whole && report.optimizer == optimizer",
+        "report.optimizer == optimizer",
+        tests=("optimizer/test_decide.py",),
     )  # fmt: skip
     yield _python(
         "steps_mixed", "the ranks' different steps are not noticed", SYNC,
-        "require_same_steps([rank.steps for rank in ranks], self._size)", "pass",
+        "require_same_steps(ranks, decision.out_of_step, self._size)", "pass",
         tests=("optimizer/test_uneven_batches.py", "optimizer/test_early_stopping.py"),
     )  # fmt: skip
     yield _python(
-        "stepping_too_early", "gradients of a stepping rank are reduced in the others' pass", SYNC,
-        "if is_of_step or not rank.is_of_step", "if True",
-        tests=("optimizer/test_gradients_by_hand.py", "optimizer/test_uneven_batches.py"),
+        "given_up_ignored", "a pass that some ranks have given up is reduced", SYNC,
+        "if decision.given_up:", "if False:",
+        tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     yield _python(
         "nothing_left", "a step does not ask for gradients that are left", SYNC,
-        "known.nothing_pending = report.optimizer not in left", "known.nothing_pending = True",
+        "known.nothing_pending = index not in left", "known.nothing_pending = True",
         tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _python(
@@ -340,20 +357,20 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _python(
         "joined_not_asked", "a joined rank's part of an averaged gradient is missing", SYNC,
-        "self._follow_joins(ranks, touched)", "self._active = len(ranks)",
+        "self._follow_joins(len(ranks), decision)", "self._active = len(ranks)",
         tests=("optimizer/test_join_in_training.py",),
     )  # fmt: skip
     yield _python(
-        "own_order", "each rank plans its buckets by its own order", SYNC,
-        "orders = {r.optimizer: r.order for r in ranks[0].gradients} if everybody else {}",
-        "orders = {r.optimizer: r.order for r in ranks[self._rank % len(ranks)].gradients}",
+        "own_order", "each rank plans its buckets by its own order", REDUCER,
+        "rest = set(range(len(self._specs))).difference(order)",
+        "order = self.hooks.ready_order()\n"
+        "            rest = set(range(len(self._specs))).difference(order)",
         tests=("optimizer/test_uneven_batches.py", "optimizer/test_bucket_groups.py"),
     )  # fmt: skip
-    yield _python(
+    yield _statement(
         "incomplete_untold", "the report leaves out that gradients are missing", REPORT,
-        "flags |= _INCOMPLETE * report.incomplete | _STEPPING * report.stepping",
-        "flags |= _STEPPING * report.stepping",
-        tests=("optimizer/test_gradients_by_hand.py", "optimizer/test_backward_messages.py"),
+        "if (report.incomplete) flags |= kIncomplete;",
+        tests=("optimizer/test_decide.py", "optimizer/test_gradients_by_hand.py"),
     )  # fmt: skip
     yield _python(
         "sparse_not_coalesced", "rows of a sparse gradient count several times", REDUCER,

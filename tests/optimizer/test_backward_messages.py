@@ -11,9 +11,8 @@ from torch.optim import SGD
 from training import grads, weights
 
 import torch_ring as hvd
-from torch_ring._C import Worst
+from torch_ring._C import GradientReport, NotFinite, PassReport, Worst
 from torch_ring.optimizer.backward_sync import BackwardSync
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport, NotFinite
 
 ALIGNED = 16  # float32 elements between the beginnings of two neighbouring gradients
 
@@ -69,7 +68,7 @@ def train_with_a_peer_by_hand(path: str) -> None:
     engine = hvd.world.current.engine()
     steps, reports, optimizer_index, due = 2, 1, 0, b"\x03"
     body = struct.pack("<I?III", optimizer_index, False, len(due), 0, 0) + due
-    report = struct.pack("<IQI?", 17 + len(body), steps, reports, False) + body
+    report = struct.pack("<IQII?", 21 + len(body), steps, 0, reports, False) + body
     own = torch.frombuffer(bytearray(report), dtype=torch.uint8)
     gathered = engine.allgather(own, "backward.2", blocking=True, joinable=True).wait()
     assert bytes(gathered.numpy()) == 2 * report
@@ -88,7 +87,7 @@ def test_messages_of_a_pass_are_these(path):
 def test_bytes_of_a_report():
     """The first report of an optimizer has the order of readiness, and a digest of the weights."""
     digest = bytes(range(8))
-    first = GradientReport(2, 0b101, 0b100, True, (2, 0), digest)
+    first = GradientReport(2, 0b101, sparse=0b100, accumulating=True, order=(2, 0), digest=digest)
     later = GradientReport(3, 0b1)
     accumulating, has_digest = 1, 2
     body = struct.pack("<IBIII", 2, accumulating | has_digest, 1, 1, 2)
@@ -99,8 +98,11 @@ def test_bytes_of_a_report():
     not_finite = 64
     body += struct.pack("<IBIII", 4, not_finite, 2, 0, 0) + b"\x01\x01"
     body += struct.pack("<IIIB?IIB?", 2, 0, 5, 3, True, 8, 5, 2, False)
-    encoded = struct.pack("<IQI?", 17 + len(body), 7, 3, True) + body
-    report = BackwardReport(7, (first, later, spoilt), gave_up=True)
+    encoded = struct.pack("<IQII?", 21 + len(body), 7, 9, 3, True) + body
+    report = PassReport(7, (first, later, spoilt), gave_up=True, plan=9)
     assert report.encode() == encoded
-    other = BackwardReport(8)
-    assert list(BackwardReport.decode_all(memoryview(encoded + other.encode()))) == [report, other]
+    other = PassReport(8)
+    assert PassReport.decode_all(encoded + other.encode() + encoded) == [report, other, report]
+    for size in range(1, len(encoded)):  # also of a report whose size is cut off
+        with pytest.raises(hvd.RingError, match="cut off"):
+            PassReport.decode_all(encoded[:size])

@@ -6,8 +6,8 @@ from torch.optim import SGD
 from training import grads, weights
 
 import torch_ring as hvd
+from torch_ring._C import GradientReport
 from torch_ring.optimizer.backward_sync import BackwardSync
-from torch_ring.optimizer.gradient_report import GradientReport
 
 
 def train_and_count_exchanges() -> None:

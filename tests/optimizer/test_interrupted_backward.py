@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from training import grads, weights
 
 import torch_ring as hvd
+from torch_ring._C import PassDecision, PassReport
 from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
-from torch_ring.optimizer.gradient_report import BackwardReport
 
 DEADLINE_S = 20.0
 
@@ -224,11 +224,11 @@ def interrupt_a_reduction(folder: Path) -> None:
     reducing = threading.Event()
     reduce = BackwardSync._reduce
 
-    def observed(sync: BackwardSync, reports: list[BackwardReport]) -> None:
+    def observed(sync: BackwardSync, reports: list[PassReport]) -> PassDecision:
         reducing.set()
         if hvd.rank() == 0:
             wait_for(pressed)
-        reduce(sync, reports)
+        return reduce(sync, reports)
 
     def release() -> None:
         if reducing.wait(DEADLINE_S):

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from training import joined_batches, part
 
 import torch_ring as hvd
+from torch_ring._C import PassDecision, PassReport
 from torch_ring.optimizer.backward_sync import backward_sync_of
-from torch_ring.optimizer.gradient_report import BackwardReport
 
 on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -187,11 +187,12 @@ def interrupt_the_reduction(transport: str) -> None:
     sync = backward_sync_of(hvd.global_process_set)
     reduce = sync._reduce
 
-    def press_ctrl_c(ranks: Sequence[BackwardReport]) -> None:
+    def press_ctrl_c(ranks: Sequence[PassReport]) -> PassDecision:
         sync._reduce = reduce  # type: ignore[method-assign]
-        assert any(rank.agrees_again for rank in ranks) == (transport == "tcp")
         os.kill(os.getpid(), signal.SIGINT)
-        reduce(ranks)
+        decision = reduce(ranks)
+        assert decision.agrees_again == (transport == "tcp")
+        return decision
 
     for step in range(3):
         reference.zero_grad()

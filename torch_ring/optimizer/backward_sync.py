@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from torch_ring._C import Due, PassAgreement, all_sent, backward_name, in_words
+from torch_ring._C import (
+    Due,
+    GradientReport,
+    PassAgreement,
+    PassDecision,
+    PassReport,
+    backward_name,
+    decide,
+    in_words,
+)
 from torch_ring.errors import RingError
 from torch_ring.optimizer.bucket_wire import ReductionSettings
-from torch_ring.optimizer.gradient_report import (
-    BackwardReport,
-    GradientReport,
-    end_if_given_up,
-    explained,
-    require_same_steps,
-)
+from torch_ring.optimizer.gradient_report import end_given_up, explained, require_same_steps
 from torch_ring.optimizer.planned_pass import RunAhead
 from torch_ring.optimizer.reducer import Reducer, Reducers, require_same_parameters, weakly
 from torch_ring.optimizer.slow_links import AFTER_STEPS, advice
@@ -241,12 +244,10 @@ class BackwardSync:
         """Take the fast path if all gradients are due; return whether the pass has ended."""
         if reducer.fast_path is None or not reducer.comparison.is_idle:
             return False
-        finalizer, report = reducer.fast_path
-        own = BackwardReport(self.steps, (report,)).encode()
         number, nothing_pending = self.number, reducer.nothing_pending
         reducer.nothing_pending = False
         try:
-            differing = finalizer.run(self._engine, self.agreement, own)
+            differing = reducer.fast_path.run(self._engine, self._rank, self.agreement, self.steps)
         except RingError as error:
             self._raise_explained(error)
             raise
@@ -257,7 +258,7 @@ class BackwardSync:
             reducer.nothing_pending = nothing_pending
             return False
         if differing:
-            self._reduce_all(list(BackwardReport.decode_all(memoryview(differing))))
+            self._reduce_all(differing)
         else:
             reducer.nothing_pending = True
             reducer.not_finite = {}  # all gradients are new
@@ -353,8 +354,7 @@ class BackwardSync:
     def _report(self, reducer: Reducer, *, is_stepping: bool) -> GradientReport | None:
         which = Due.everything if is_stepping else Due.now
         pending = reducer.hooks.pending(which)
-        _, _, _, unready, *_ = pending
-        if unready:
+        if pending.unready:
             reducer.hooks.refuse_others_pass()
             self._follow_parameters(reducer)
             pending = reducer.hooks.pending(which)
@@ -367,32 +367,25 @@ class BackwardSync:
             Whether `stepping` need not wait any more: all ranks are about to step.
         """
         reports = self._with_aside(reports, stepping)
-        report = BackwardReport(
+        report = PassReport(
             self.steps,
             self._weights.added_to(reports, self.number, self._reducers.comparisons()),
-            bool(self.agreement.failure),
+            gave_up=bool(self.agreement.failure),
         )
-        own = report.encode()
         goes_on = self.agreement.is_open  # with the earlier report of an interrupted pass
         try:
-            gathered = self.agreement.gather(self._engine, own)
+            ranks = self.agreement.gather(self._engine, report)
         except RingError as error:
             self._raise_explained(error)
             raise
-        if all_sent(gathered, own):  # the usual case: nothing to decode
-            ranks = [report] * (len(gathered) // len(own))
-        else:
-            ranks = list(BackwardReport.decode_all(memoryview(gathered)))
-        if self._reduce_all(ranks):
+        decision = self._reduce_all(ranks)
+        if decision.agrees_again:
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
             for rest in self._reports():  # gradients that the earlier report did not have
                 self._reducers[rest.optimizer].nothing_pending = False
-        distinct = _distinct(ranks)
-        return all(rank.is_of_step for rank in distinct) and not any(
-            told.accumulating and self._reducers.get(told.optimizer) is stepping
-            for rank in distinct
-            for told in rank.gradients
+        return decision.is_of_step and not any(
+            self._reducers.get(index) is stepping for index in decision.open
         )
 
     def _with_aside(
@@ -416,28 +409,23 @@ class BackwardSync:
         left = [index for index in self.run_ahead.aside - told if index in self._reducers]
         return (
             *reports,
-            *(GradientReport(index, due=0, accumulating=True) for index in sorted(left)),
+            *(GradientReport(index, accumulating=True) for index in sorted(left)),
         )
 
-    def _reduce_all(self, ranks: Sequence[BackwardReport]) -> bool:
-        """Reduce, and end the agreement; Ctrl-C is deferred until then.
-
-        Returns:
-            Whether the ranks agree again at once, since some gradients came late.
-        """
+    def _reduce_all(self, ranks: Sequence[PassReport]) -> PassDecision:
+        """Decide, reduce, and end the agreement; Ctrl-C is deferred until then."""
         with interrupt_deferred():
             self.agreement.begin_reduction()
             try:
-                self._reduce(ranks)
+                decision = self._reduce(ranks)
             except Exception:
                 self.agreement.finish()
                 raise
             self.agreement.finish()
-            agrees_again = any(rank.agrees_again for rank in _distinct(ranks))
-            if agrees_again:
+            if decision.agrees_again:
                 for reducer in self._reducers.values():
                     reducer.hooks.take_up_aside(again=True)
-        return agrees_again
+        return decision
 
     def _raise_explained(self, error: RingError, name: str = "") -> None:
         """Raise the error of an agreement again, with the likely mistake of the program, if any."""
@@ -447,21 +435,21 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
-    def _follow_joins(self, ranks: Sequence[BackwardReport], touched: Mapping[int, int]) -> None:
+    def _follow_joins(self, ranks: int, decision: PassDecision) -> None:
         """Take note of the ranks that have joined since the pass before, if any.
 
         This pass has not allowed for them: where it has added to an averaged gradient, the sum
         lacks the parts of the joined ranks. So ask them for the averaged gradients that they keep.
 
         Args:
-            ranks: the reports of the ranks that have not joined.
-            touched: the gradients that are about to be reduced, by optimizer.
+            ranks: the number of those that have not joined.
+            decision: what they are about to reduce.
         """
-        if len(ranks) == self._active:
+        if ranks == self._active:
             return
-        before, self._active = self._base_scale, len(ranks)
-        told = (report for rank in ranks for report in rank.gradients)
-        for index in sorted({each.optimizer for each in told if each.due or each.on_base}):
+        before, self._active = self._base_scale, ranks
+        touched = {each.optimizer: each.touched for each in decision.reductions}
+        for index in sorted(decision.extended):
             reducer = self._reducers.named(index)
             due = touched.get(index, 0)
             problem = reducer.ask_joined(due, self.number, before, self._base_scale)
@@ -475,74 +463,45 @@ class BackwardSync:
         for reducer in self._reducers.values():
             reducer.hooks.set_base_scale(self._base_scale)
 
-    def _reduce(self, ranks: Sequence[BackwardReport]) -> None:
-        """Reduce the gradients that are due on any rank, according to the reports of all ranks."""
+    def _reduce(self, ranks: Sequence[PassReport]) -> PassDecision:
+        """Decide by the reports of all ranks, and reduce the gradients that are due on any."""
         number = self.number
-        end_if_given_up(ranks, self.agreement.failure, self._engine, backward_name(number))
-        require_same_steps([rank.steps for rank in ranks], self._size)
+        decision = decide(
+            ranks, self._size, {index: len(each.names) for index, each in self._reducers.items()}
+        )
+        if decision.given_up:
+            end_given_up(self.agreement.failure, self._engine, backward_name(number))
+        require_same_steps(ranks, decision.out_of_step, self._size)
         self._weights.differ(ranks, number)
         self._weights.tell(number)
-        distinct = _distinct(ranks)
-        is_of_step = all(rank.is_of_step for rank in distinct)
-        touched: dict[int, int] = {}
-        for report in (
-            report
-            for rank in distinct
-            if is_of_step or not rank.is_of_step
-            for report in rank.gradients
-        ):
-            touched[report.optimizer] = touched.get(report.optimizer, 0) | report.due
-        dense = dict.fromkeys(touched, 0)
-        accumulating = set()
-        told = [report for rank in distinct for report in rank.gradients]
-        for report in told:
-            index = report.optimizer
-            is_here = touched.get(index, 0)
-            if is_here:
-                dense[index] |= is_here & report.due & ~report.sparse
-            # A gradient that only stepping ranks have waits until the ranks in a pass step, too:
-            # their programs may set the same gradient by hand after the pass.
-            if report.accumulating or report.again or report.due & ~is_here:
-                accumulating.add(index)
-        # A joined rank is not told the order, and all must keep the same plan.
-        everybody = len(ranks) == self._size
-        orders = {r.optimizer: r.order for r in ranks[0].gradients} if everybody else {}
-        reduced = [
-            (index, self._reducers.named(index), due)
-            for index, due in sorted(touched.items())
-            if due
-        ]
-        self._follow_joins(ranks, touched)
-        for index, reducer, due in reduced:
+        reduced = [(each, self._reducers.named(each.optimizer)) for each in decision.reductions]
+        self._follow_joins(len(ranks), decision)
+        for each, reducer in reduced:
             if reducer.looks_at_gradients:
-                own = (report for report in told if report.optimizer == index)
-                reducer.note_not_finite(due, [each for report in own for each in report.not_finite])
-            reducer.prepare(due, due & ~dense[index], number)
-        for _, reducer, _ in reduced:
+                reducer.note_not_finite(each.touched, each.not_finite)
+            reducer.prepare(each.touched, each.sparse, number)
+        for _, reducer in reduced:
             reducer.start(number)
-        for index, reducer, _ in reduced:
-            reducer.finish(orders.get(index, ()))
-        if is_of_step:
-            for _, reducer, _ in reduced:
+        for each, reducer in reduced:
+            reducer.finish(each.order)
+        if decision.is_of_step:
+            for _, reducer in reduced:
                 reducer.comparison.note_averaging_step()
-        if reduced or not is_of_step:  # otherwise it was no pass, and no gradient was left over
-            is_steady = everybody and not (accumulating or is_of_step) and dense == touched
-            self.run_ahead.learn(number, touched if is_steady else {})
-        covered = {index for index, reducer, due in reduced if reducer.is_all(due)}
-        lacking = {report.optimizer for report in told if report.incomplete}
-        incomplete = lacking - covered
-        left = accumulating if self.run_ahead.is_planned else accumulating | incomplete
+        if reduced or not decision.is_of_step:  # else it was no pass, and no gradient was left over
+            is_steady = decision.is_whole and not (decision.open or decision.is_of_step)
+            is_dense = not any(each.sparse for each in decision.reductions)
+            touched = {each.optimizer: each.touched for each in decision.reductions}
+            self.run_ahead.learn(number, touched if is_steady and is_dense else {})
         # A report may mention an accumulating optimizer that is gone here: after a program has
         # dropped it, ranks report it until Python collects garbage.
-        for report in told:
-            known = self._reducers.get(report.optimizer)
-            if known is not None and (report.due or report.accumulating or report.stepping):
-                known.nothing_pending = report.optimizer not in left
-
-
-def _distinct(ranks: Sequence[BackwardReport]) -> list[BackwardReport]:
-    """Return the distinct reports: usually those of all ranks are one and the same object."""
-    return list({id(rank): rank for rank in ranks}.values())
+        left = decision.open
+        if not self.run_ahead.is_planned:
+            left = left | decision.incomplete
+        for index in decision.mentioned:
+            known = self._reducers.get(index)
+            if known is not None:
+                known.nothing_pending = index not in left
+        return decision
 
 
 def backward_sync_of(process_set: ProcessSet) -> BackwardSync:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from torch_ring._C import GradientHooks, Worst
+from torch_ring._C import GradientHooks, NotFinite, Worst
 from torch_ring.collectives.compare import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
@@ -28,7 +28,7 @@ from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.buckets import split_evenly
-from torch_ring.optimizer.gradient_report import NotFinite, culprit
+from torch_ring.optimizer.gradient_report import culprit
 from torch_ring.optimizer.reducer import Reducer, has_gradients
 from torch_ring.optimizer.sharded_state import ShardedState, can_cut, require_dense
 from torch_ring.optimizer.wrapping import (

@@ -62,21 +62,27 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from torch_ring._C import Due, Engine, GradientHooks, PassAgreement, Work, backward_name
+from torch_ring._C import (
+    Due,
+    Engine,
+    GradientHooks,
+    GradientReport,
+    PassAgreement,
+    PassReport,
+    Pending,
+    Work,
+    backward_name,
+    decide,
+)
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
-from torch_ring.optimizer.gradient_report import (
-    BackwardReport,
-    GradientReport,
-    end_if_given_up,
-    require_same_steps,
-)
-from torch_ring.optimizer.reducer import Pending, Reducer, Reducers
+from torch_ring.optimizer.gradient_report import end_given_up, require_same_steps
+from torch_ring.optimizer.reducer import Reducer, Reducers
 from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.join import World
@@ -96,7 +102,6 @@ _SET_ALONE = (
     "If the program has set a gradient itself before step(), it must do so on all ranks, or wrap "
     "the optimizer with run_ahead=False"
 )
-_PLAN_BYTES = 4  # size of the digest of the plan before each report
 
 
 def union_of(ranks: Iterable[Gradients]) -> dict[int, int]:
@@ -121,7 +126,6 @@ class Entered:
     Attributes:
         number: the number of the pass.
         report: this rank's report.
-        encoded: the bytes of the report, as sent.
         work: the allgather of the reports.
         has_base: whether gradients were added to others, reduced before.
         ranks: the reports of all ranks that had not joined; empty until they are read.
@@ -129,11 +133,10 @@ class Entered:
     """
 
     number: int
-    report: BackwardReport
-    encoded: bytes
+    report: PassReport
     work: Work
     has_base: bool
-    ranks: list[BackwardReport] = field(default_factory=list)
+    ranks: Sequence[PassReport] = ()
     ends_plan: bool | None = None
 
 
@@ -237,7 +240,7 @@ class RunAhead:
         self._native.open()
         self._plan, self._first = gradients, number + 1
         for index, reducer in self._reducers.items():
-            reducer.hooks.expect(reducer.bitmap(gradients.get(index, 0)))
+            reducer.hooks.expect(gradients.get(index, 0))
 
     def _is_possible(self, gradients: Gradients) -> bool:
         """Return whether planned passes are possible, the same on all ranks."""
@@ -315,10 +318,10 @@ class RunAhead:
             index: reducer.hooks.pending(Due.everything if reducer is stepping else Due.now)
             for index, reducer in self._reducers.items()
         }
-        if any(unready for _, _, _, unready, *_ in pending.values()):
+        if any(each.unready for each in pending.values()):
             return False  # an agreement follows: parameters have moved, or the pass is refused
         self._note_accumulation(pending, {})
-        if stepping is None and not any(any(due) for due, *_ in pending.values()):
+        if stepping is None and not any(each.due for each in pending.values()):
             return True
         gradients, sparse = self._started_gradients(pending)
         with interrupt_deferred():
@@ -344,12 +347,13 @@ class RunAhead:
             Bitmaps of the gradients by optimizer, and of those that are sparse.
         """
         gradients, sparse = {}, {}
-        for index, (due, sparse_ones, accumulating, *_) in pending.items():
-            if accumulating:
-                due, sparse_ones, *_ = self._reducers[index].hooks.pending(Due.started)
-            if any(due):
-                gradients[index] = int.from_bytes(due, "little")
-                sparse[index] = int.from_bytes(sparse_ones, "little")
+        for index, each in pending.items():
+            started = each
+            if each.accumulating:
+                started = self._reducers[index].hooks.pending(Due.started)
+            if started.due:
+                gradients[index] = started.due
+                sparse[index] = started.sparse
         return gradients, sparse
 
     def _run(
@@ -365,21 +369,20 @@ class RunAhead:
         for index, bitmap in planned.items():
             reducer = self._reducers.get(index)
             if reducer is not None:
-                due = gradients.get(index, 0) & bitmap
-                reducer.hooks.fill(reducer.bitmap(bitmap), reducer.bitmap(due))
+                reducer.hooks.fill(bitmap, gradients.get(index, 0) & bitmap)
         self._explaining(number, self._native.launch_rest)
         reports = tuple(
             GradientReport(
                 index,
                 gradients.get(index, 0),
-                sparse.get(index, 0),
+                sparse=sparse.get(index, 0),
                 stepping=reducer is stepping,
             )
             for index, reducer in self._reducers.items()
             if index in gradients or reducer is stepping
         )
         reports = self._weights.added_to(reports, number, self._reducers.comparisons())
-        entered = self._send(number, BackwardReport(steps, reports, bool(self._agreement.failure)))
+        entered = self._send(number, steps, reports)
         if entered.report.gave_up:
             self._read(entered)
         self._explaining(number, self._native.wait)
@@ -389,24 +392,25 @@ class RunAhead:
             reducer = self._reducers.get(index)
             if reducer is not None:
                 nowhere = bitmap & ~union.get(index, 0)
-                reducer.hooks.restore(reducer.bitmap(nowhere))
-                reducer.hooks.mark_reduced(reducer.bitmap(bitmap & ~nowhere))
+                reducer.hooks.restore(nowhere)
+                reducer.hooks.mark_reduced(bitmap & ~nowhere)
         if all(without(rank.due, planned) for rank in ranks):
             self._reduce_extra(ranks, without(union, planned), number)
         else:
             self._put_aside(without(gradients, planned))
         self._note_reduction(ranks)
 
-    def _send(self, number: int, report: BackwardReport) -> Entered:
+    def _send(self, number: int, steps: int, gradients: Sequence[GradientReport]) -> Entered:
         """Send this rank's report of a pass to the others. Does not wait for them."""
+        gave_up = bool(self._agreement.failure)
         plan = zlib.crc32(repr(sorted(self._plan.items())).encode())
-        encoded = plan.to_bytes(_PLAN_BYTES, "little") + report.encode()
-        message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        report = PassReport(steps, gradients, gave_up=gave_up, plan=plan)
+        message = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8)
         work = self._explaining(
             number, lambda: self._engine.allgather(message, _name(number), joinable=True)
         )
         has_base = any(each.hooks.has_base() for each in self._reducers.values())
-        entered = Entered(number, report, encoded, work, has_base)
+        entered = Entered(number, report, work, has_base)
         self._passes = [*self._passes[-1:], entered]
         self._is_concluded = False
         return entered
@@ -419,7 +423,7 @@ class RunAhead:
             self._explain(error, _name(number))
             raise
 
-    def _reduce_extra(self, ranks: Sequence[BackwardReport], extra: Gradients, number: int) -> None:
+    def _reduce_extra(self, ranks: Sequence[PassReport], extra: Gradients, number: int) -> None:
         """Reduce unplanned gradients, when all ranks know of them. Collective."""
         dense = dict.fromkeys(extra, 0)
         for report in (report for rank in ranks for report in rank.gradients):
@@ -436,7 +440,7 @@ class RunAhead:
     def _put_aside(self, extra: Gradients) -> None:
         for index, bitmap in extra.items():
             reducer = self._reducers[index]
-            reducer.hooks.put_aside(reducer.bitmap(bitmap))
+            reducer.hooks.put_aside(bitmap)
             self.aside.add(index)
         if extra and not self._has_warned:
             self._has_warned = True
@@ -461,11 +465,11 @@ class RunAhead:
 
     def _note_accumulation(self, pending: Mapping[int, Pending], taken: Gradients) -> None:
         """Take note of the optimizers that keep gradients for a later pass."""
-        for index, (_, _, accumulating, *_) in pending.items():
-            if accumulating and index not in taken:
+        for index, each in pending.items():
+            if each.accumulating and index not in taken:
                 self._reducers[index].nothing_pending = False
 
-    def _note_reduction(self, ranks: Sequence[BackwardReport]) -> None:
+    def _note_reduction(self, ranks: Sequence[PassReport]) -> None:
         """Take note of the optimizers that have nothing left to reduce on any rank.
 
         These are the optimizers in the reports that all ranks know: those in the plan, or, if no
@@ -479,20 +483,22 @@ class RunAhead:
 
     # --- the reports
 
-    def _read(self, entered: Entered) -> list[BackwardReport]:
+    def _read(self, entered: Entered) -> Sequence[PassReport]:
         """Wait for the reports of a pass; return those of all ranks that had not joined."""
         if not entered.ranks:
-            gathered = bytes(self._explaining(entered.number, entered.work.wait).numpy())
-            own = entered.encoded
-            if gathered == own * (len(gathered) // len(own)):  # the usual case: nothing to decode
-                entered.ranks = [entered.report] * (len(gathered) // len(own))
-            else:
-                entered.ranks = _decoded(memoryview(gathered), own[:_PLAN_BYTES])
+            gathered = self._explaining(entered.number, entered.work.wait)
+            entered.ranks = PassReport.decode_all(gathered.numpy().tobytes())
+            if any(rank.plan != entered.report.plan for rank in entered.ranks):
+                raise RingError(
+                    "the ranks have different plans, which is an error in torch_ring: set "
+                    "TORCH_RING_RUN_AHEAD=0"
+                )
+            if decide(entered.ranks, self._size, {}).given_up:
                 failure = self._agreement.failure if entered.report.gave_up else ""
-                end_if_given_up(entered.ranks, failure, self._engine, _name(entered.number))
+                end_given_up(failure, self._engine, _name(entered.number))
         return entered.ranks
 
-    def _all_deviate(self, ranks: Sequence[BackwardReport]) -> bool:
+    def _all_deviate(self, ranks: Sequence[PassReport]) -> bool:
         """Return whether no rank had the planned gradients; then all have read the reports."""
         return all(rank.due != self._plan for rank in ranks)
 
@@ -530,7 +536,7 @@ class RunAhead:
         are_same = not self._weights.differ(ranks, entered.number)
         entered.ends_plan = not (is_planned and is_dense and are_same and len(ranks) == self._size)
         try:
-            require_same_steps([rank.steps for rank in ranks], self._size)
+            require_same_steps(ranks, decide(ranks, self._size, {}).out_of_step, self._size)
         except MismatchError as difference:
             entered.ends_plan = True
             if any(rank.is_of_step for rank in ranks):
@@ -553,19 +559,6 @@ class RunAhead:
             _log.error("the last backward passes: %s", error)
         finally:
             self._passes.clear()
-
-
-def _decoded(data: memoryview, plan: bytes) -> list[BackwardReport]:
-    ranks = []
-    while data:
-        if data[:_PLAN_BYTES] != plan:
-            raise RingError(
-                "the ranks have different plans, which is an error in torch_ring: set "
-                "TORCH_RING_RUN_AHEAD=0"
-            )
-        report, data = BackwardReport.decode(data[_PLAN_BYTES:])
-        ranks.append(report)
-    return ranks
 
 
 def _name(number: int) -> str:

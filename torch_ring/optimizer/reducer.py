@@ -9,7 +9,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from torch_ring._C import (
     DenseFinalizer,
     Due,
     GradientHooks,
+    GradientReport,
+    NotFinite,
     PassAgreement,
+    Pending,
     PlannedBucket,
     RunAhead,
     bucket_name,
@@ -39,8 +42,6 @@ from torch_ring.optimizer.bucket_wire import (
 )
 from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import (
-    GradientReport,
-    NotFinite,
     culprit,
     require_usable,
     warn_of_ddp,
@@ -50,7 +51,7 @@ from torch_ring.optimizer.weight_comparison import WeightComparison
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
-__all__ = ["Pending", "Reducer", "Reducers", "has_gradients", "require_same_parameters", "weakly"]
+__all__ = ["Reducer", "Reducers", "has_gradients", "require_same_parameters", "weakly"]
 
 T = TypeVar("T")
 
@@ -144,17 +145,6 @@ def require_same_parameters(
         raise InvalidArgumentError(problem)
 
 
-Pending = tuple[bytes, bytes, bool, bool, bool, bool]
-"""The result of `GradientHooks.pending`."""
-
-
-class FastPath(NamedTuple):
-    """The end of a pass in which all gradients of the only optimizer are due on all ranks."""
-
-    finalizer: DenseFinalizer
-    report: GradientReport  # the same on all ranks
-
-
 class Reducer:
     """Keeps the gradients of one optimizer's parameters in buckets, and reduces those.
 
@@ -177,7 +167,8 @@ class Reducer:
 
     Attributes:
         nothing_pending: whether the ranks have nothing to agree on before the step.
-        fast_path: the fast path, if there is one; None until the buckets have their final order.
+        fast_path: ends a pass in which all gradients are due on all ranks, if this is the only
+            optimizer; None if there is no such path, or until the buckets have their final order.
         comparison: the comparison of the ranks' weights.
         steps: the optimizer's steps since the start, or since join().
         not_finite: the non-finite gradients that went into averages of this step, by parameter, if
@@ -222,7 +213,7 @@ class Reducer:
         self.steps = 0
         self.not_finite: dict[int, list[NotFinite]] = {}
         self._steps_alone = False  # whether the present step uses gradients of this rank alone
-        self.fast_path: FastPath | None = None
+        self.fast_path: DenseFinalizer | None = None
         self.owner: weakref.ref[object] | None = None  # the optimizer; its end removes this reducer
         named_weights = dict(zip(parameters, names, strict=True))
         self.comparison = WeightComparison(named_weights, process_set)
@@ -270,8 +261,8 @@ class Reducer:
         The weights after such a step (in local SGD, for example) are not compared.
         """
         if self.comparison.is_due(self.steps + 1):
-            due, _, accumulating, *_ = self.hooks.pending(Due.everything)
-            self._steps_alone = accumulating or any(due)
+            pending = self.hooks.pending(Due.everything)
+            self._steps_alone = pending.accumulating or pending.due != 0
 
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks, reduced as the gradients are."""
@@ -289,26 +280,19 @@ class Reducer:
             pending: the present result of `hooks.pending()`.
             is_stepping: whether the optimizer is about to step; then `pending` has everything.
         """
-        due, sparse, accumulating, _, complete, again = pending
-        bitmap = int.from_bytes(due, "little")
-        if not (bitmap or accumulating or again or is_stepping):
+        if not (pending.due or pending.accumulating or pending.again or is_stepping):
             return None
-        order = () if self._order_is_real else tuple(self.hooks.ready_order())
-        not_finite = self.hooks.not_finite(due) if self.looks_at_gradients else ()
         return GradientReport(
             self.index,
-            bitmap,
-            int.from_bytes(sparse, "little"),
-            accumulating,
-            incomplete=not complete,
+            pending.due,
+            sparse=pending.sparse,
+            accumulating=pending.accumulating,
+            incomplete=not pending.complete,
             stepping=is_stepping,
-            again=again,
-            on_base=accumulating and self.hooks.has_base(),
-            order=order,
-            not_finite=tuple(
-                NotFinite(parameter, self._rank, worst, on_base)
-                for parameter, worst, on_base in not_finite
-            ),
+            again=pending.again,
+            on_base=pending.accumulating and self.hooks.has_base(),
+            order=[] if self._order_is_real else self.hooks.ready_order(),
+            not_finite=self.hooks.not_finite(pending.due, self._rank),
         )
 
     def note_not_finite(self, touched: int, found: Sequence[NotFinite]) -> None:
@@ -316,8 +300,7 @@ class Reducer:
 
         Args:
             touched: the parameters that are about to be reduced, as a bitmap.
-            found: the non-finite gradients of all ranks; some may be reduced later, and are then
-                reported again.
+            found: their non-finite gradients, of all ranks.
         """
         added_to = {each.parameter for each in found if each.on_base}
         self.not_finite = {
@@ -327,7 +310,7 @@ class Reducer:
         }
         known = frozenset(self.not_finite)
         for each in found:
-            if touched >> each.parameter & 1 and each.parameter not in known:
+            if each.parameter not in known:
                 self.not_finite.setdefault(each.parameter, []).append(each)
 
     def require_finite(self) -> None:
@@ -381,7 +364,7 @@ class Reducer:
         self._touched = touched
         if self._asked_in != number:  # they belong to a failed agreement
             self._of_joined.clear()
-        self.hooks.move_into_buckets(self.bitmap(touched))
+        self.hooks.move_into_buckets(touched)
 
     def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
         """Ask ranks that have just joined for the averaged gradients to which others were added.
@@ -459,7 +442,7 @@ class Reducer:
         unfinished, self._unfinished = self._unfinished, []
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
-        self.hooks.mark_reduced(self.bitmap(self._touched))
+        self.hooks.mark_reduced(self._touched)
         of_joined, self._of_joined = self._of_joined, {}
         for index, gradient in of_joined.items():
             self.hooks.add(index, gradient)
@@ -513,17 +496,14 @@ class Reducer:
         """Return whether a reduction during backward leaves backward the processor."""
         return device.type != "cpu" or self._engine.overlaps()
 
-    def _make_fast_path(self) -> FastPath | None:
+    def _make_fast_path(self) -> DenseFinalizer | None:
         """Return the fast path, if gradients are summed uncompressed and after the pass."""
         if not self._is_plain or any(self._overlaps(bucket.device) for bucket in self._plan):
             return None
         buckets = [index for index, bucket in enumerate(self._plan) if bucket.numel]
         everything = (1 << len(self._specs)) - 1
         arguments = self._settings.arguments(self._size)
-        finalizer = DenseFinalizer(
-            self.hooks, self.index, self.bitmap(everything), buckets, *arguments
-        )
-        return FastPath(finalizer, GradientReport(self.index, everything))
+        return DenseFinalizer(self.hooks, self.index, everything, buckets, *arguments)
 
     def _finish_sparse(self) -> None:
         sums, self._sparse_sums = self._sparse_sums, {}
@@ -533,14 +513,6 @@ class Reducer:
             gradient = self._parameters[parameter].grad
             assert gradient is not None, "it has just been reduced"
             self.hooks.set_sparse_result(parameter, gradient.to_sparse(1))
-
-    def bitmap(self, parameters: int) -> bytes:
-        """Return a bitmap in the format of the hooks."""
-        return parameters.to_bytes((len(self._specs) + 7) // 8, "little")
-
-    def is_all(self, parameters: int) -> bool:
-        """Return whether a bitmap has all parameters."""
-        return parameters.bit_count() == len(self._specs)
 
     @property
     def runs_ahead(self) -> bool:

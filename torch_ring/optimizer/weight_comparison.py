@@ -22,12 +22,12 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from torch_ring._C import Engine, backward_name
+from torch_ring._C import Engine, GradientReport, PassReport, backward_name
 from torch_ring.collectives.compare import (
     Difference,
     Line,
@@ -39,7 +39,6 @@ from torch_ring.collectives.compare import (
     start_lines,
     summary_of,
 )
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet
 
@@ -258,14 +257,15 @@ class WeightReports:
         """
         by_index = {report.optimizer: report for report in reports}
         for index, comparison in comparisons.items():
-            report = by_index.get(index, GradientReport(index, due=0))
+            report = by_index.get(index, GradientReport(index))
             snapshot = comparison.due_snapshot(number, has_due=bool(report.due))
             if snapshot is not None:
                 self._sent.setdefault(number, {})[index] = comparison, snapshot
-                by_index[index] = replace(report, digest=snapshot.summary())
+                report.digest = snapshot.summary()
+                by_index[index] = report
         return tuple(by_index.values())
 
-    def differ(self, ranks: Sequence[BackwardReport], number: int) -> bool:
+    def differ(self, ranks: Sequence[PassReport], number: int) -> bool:
         """Compare the digests in the reports of a pass; return whether some differ."""
         sent = self._sent.pop(number, {})
         digests: dict[int, list[bytes]] = {}
@@ -288,7 +288,7 @@ class WeightReports:
         self,
         index: int,
         own: tuple[WeightComparison, Snapshot] | None,
-        ranks: Sequence[BackwardReport],
+        ranks: Sequence[PassReport],
         number: int,
     ) -> None:
         """Take note of an optimizer whose first gradients only some ranks have.

@@ -1,0 +1,218 @@
+"""`decide()`: how the ranks go on with the gradients that they have reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_ring._C import GradientReport, NotFinite, PassDecision, PassReport, Worst, decide
+
+A, B, C = 1, 2, 4  # parameters 0, 1 and 2, as a bitmap
+ALL = A | B | C
+PARAMETERS = {0: 3, 1: 3}  # by optimizer
+
+
+def rank(*gradients: GradientReport, **report: Any) -> PassReport:
+    return PassReport(report.pop("steps", 7), gradients, **report)
+
+
+def of(optimizer: int = 0, due: int = 0, **report: Any) -> GradientReport:
+    return GradientReport(optimizer, due, **report)
+
+
+@dataclass
+class Expected:
+    """A decision; what is not named is as in a pass of all ranks with nothing left over."""
+
+    reductions: list[tuple[int, int, int]] = field(default_factory=list)  # optimizer, due, sparse
+    is_of_step: bool = False
+    agrees_again: bool = False
+    open: set[int] = field(default_factory=set)
+    incomplete: set[int] = field(default_factory=set)
+    mentioned: set[int] = field(default_factory=lambda: {0})
+
+
+CASES: dict[str, tuple[list[PassReport], Expected]] = {
+    "all dense": ([rank(of(due=ALL))] * 3, Expected([(0, ALL, 0)])),
+    "some here, some there": (
+        [rank(of(due=A, incomplete=True)), rank(of(due=B, incomplete=True))],
+        Expected([(0, A | B, 0)], incomplete={0}),
+    ),
+    "all of them together": (
+        [rank(of(due=A, incomplete=True)), rank(of(due=B | C, incomplete=True))],
+        Expected([(0, ALL, 0)]),
+    ),
+    "a rank without data": ([rank(of(due=ALL)), rank()], Expected([(0, ALL, 0)])),
+    "two optimizers": (
+        [rank(of(1, A), of(0, B)), rank(of(1, B))],
+        Expected([(0, B, 0), (1, A | B, 0)], mentioned={0, 1}),
+    ),
+    "sparse on all ranks": (
+        [rank(of(due=ALL, sparse=A)), rank(of(due=A | B, sparse=A))],
+        Expected([(0, ALL, A)]),
+    ),
+    "sparse here, dense there": (
+        [rank(of(due=A | B, sparse=A | B)), rank(of(due=A)), rank(of(due=B, sparse=B))],
+        Expected([(0, A | B, B)]),
+    ),
+    "accumulating beside a due one": (
+        [rank(of(due=A)), rank(of(due=A, accumulating=True))],
+        Expected([(0, A, 0)], open={0}),
+    ),
+    "accumulating only": (
+        [rank(of(1, ALL)), rank(of(1, ALL), of(accumulating=True))],
+        Expected([(1, ALL, 0)], open={0}, mentioned={0, 1}),
+    ),
+    "another part later": (
+        [rank(of(due=ALL)), rank(of(due=ALL, again=True))],
+        Expected([(0, ALL, 0)], agrees_again=True, open={0}),
+    ),
+    "all step": (
+        [rank(of(due=A, stepping=True)), rank(of(due=B, stepping=True))],
+        Expected([(0, A | B, 0)], is_of_step=True),
+    ),
+    "all step, without gradients": (
+        [rank(of(stepping=True, incomplete=True))] * 2,
+        Expected(is_of_step=True, incomplete={0}),
+    ),
+    "one steps without data": (
+        [rank(of(due=ALL)), rank(of(stepping=True))],
+        Expected([(0, ALL, 0)]),
+    ),
+    "one steps with a gradient set by hand": (
+        [rank(of(due=A)), rank(of(due=A | B, stepping=True)), rank(of(due=A))],
+        Expected([(0, A, 0)], open={0}),
+    ),
+    "one steps with such a gradient of another optimizer": (
+        [rank(of(due=ALL)), rank(of(1, B, stepping=True))],
+        Expected([(0, ALL, 0)], open={1}, mentioned={0, 1}),
+    ),
+    "nothing but a digest": ([rank(of(digest=b"12345678"))] * 2, Expected(mentioned=set())),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decisions(case):
+    reports, expected = CASES[case]
+    decision = decide(reports, len(reports), PARAMETERS)
+    found = [(each.optimizer, each.touched, each.sparse) for each in decision.reductions]
+    assert found == expected.reductions
+    for name in ("is_of_step", "agrees_again", "open", "incomplete", "mentioned"):
+        assert getattr(decision, name) == getattr(expected, name), name
+    assert not decision.given_up
+    assert decision.out_of_step is None
+
+
+def test_the_first_rank_that_is_out_of_step_is_named():
+    assert decide([rank(steps=n) for n in (4, 4, 5, 3)], 4, {}).out_of_step == 2
+
+
+@pytest.mark.parametrize(
+    ("gave_up", "ends"), [([False] * 2, False), ([True] * 2, False), ([False, True], True)]
+)
+def test_a_pass_that_only_some_ranks_have_given_up_ends_the_job(gave_up, ends):
+    reports = [rank(of(due=A), gave_up=each) for each in gave_up]
+    assert decide(reports, 2, PARAMETERS).given_up == ends
+
+
+def test_the_order_is_that_of_rank_0_unless_a_rank_has_joined():
+    reports = [rank(of(due=ALL, order=(2, 0, 1))), rank(of(due=ALL, order=(0, 1, 2)))]
+    assert decide(reports, 2, PARAMETERS).reductions[0].order == [2, 0, 1]
+    joined = decide(reports, 3, PARAMETERS)
+    assert not joined.is_whole
+    assert joined.reductions[0].order == []
+
+
+def test_gradients_that_are_not_finite_count_where_they_are_reduced():
+    found = [NotFinite(0, 0, Worst.nan, False), NotFinite(1, 1, Worst.infinite, True)]
+    reports = [
+        rank(of(due=A, not_finite=found[:1])),
+        rank(of(due=B, stepping=True, not_finite=found[1:])),
+    ]
+    assert decide(reports, 2, PARAMETERS).reductions[0].not_finite == found[:1]
+
+
+def test_optimizers_whose_gradients_may_be_added_to_averaged_ones():
+    reports = [
+        rank(of(1, A)),
+        rank(of(accumulating=True, on_base=True)),
+        rank(of(2, stepping=True)),
+    ]
+    assert decide(reports, 4, PARAMETERS).extended == {0, 1}
+
+
+bitmaps = st.integers(0, 2**20 - 1)
+
+
+@st.composite
+def gradient_reports(draw: st.DrawFn, optimizer: int) -> GradientReport:
+    due = draw(bitmaps)
+    return GradientReport(
+        optimizer,
+        due,
+        sparse=due & draw(bitmaps),
+        accumulating=draw(st.booleans()),
+        incomplete=draw(st.booleans()),
+        stepping=draw(st.booleans()),
+        again=draw(st.booleans()),
+        order=draw(st.lists(st.integers(0, 19), max_size=4)),
+    )
+
+
+@st.composite
+def pass_reports(draw: st.DrawFn) -> list[PassReport]:
+    reports = []
+    for _ in range(draw(st.integers(1, 4))):
+        optimizers = draw(st.sets(st.integers(0, 3)))
+        gradients = [draw(gradient_reports(optimizer)) for optimizer in sorted(optimizers)]
+        reports.append(PassReport(draw(st.integers(0, 1)), gradients, gave_up=draw(st.booleans())))
+    return reports
+
+
+def values(decision: PassDecision) -> list[object]:
+    reductions = [(e.optimizer, e.touched, e.sparse, e.order) for e in decision.reductions]
+    names = ["given_up", "is_of_step", "agrees_again", "open", "incomplete", "mentioned"]
+    return [reductions, *(getattr(decision, name) for name in names)]
+
+
+@given(pass_reports(), st.data())
+def test_decisions_of_random_reports(reports, data):
+    size = len(reports)
+    parameters = dict.fromkeys(range(4), 20)
+    # Every rank has decoded the same bytes; equal reports may be one object or several.
+    decoded = PassReport.decode_all(b"".join(report.encode() for report in reports))
+    assert decoded == reports
+    decision = decide(reports, size, parameters)
+    assert values(decide(decoded, size, parameters)) == values(decision)
+    touched = {each.optimizer: each.touched for each in decision.reductions}
+    assert list(touched) == sorted(touched)
+    all_step = all(report.is_of_step for report in reports)
+    assert decision.is_of_step == all_step
+    for report in reports:
+        for each in report.gradients:
+            reduced = touched.get(each.optimizer, 0)
+            # A due gradient is reduced now, or a later round or pass does it.
+            assert each.due & ~reduced == 0 or each.optimizer in decision.open
+            if all_step or not report.is_of_step:
+                assert each.due & ~reduced == 0
+    for each in decision.reductions:
+        mine = [g for report in reports for g in report.gradients if g.optimizer == each.optimizer]
+        due = dense = 0
+        for gradients in mine:
+            due |= gradients.due
+            dense |= gradients.due & ~gradients.sparse
+        assert each.touched & ~due == 0, "no rank has it"
+        assert each.sparse == each.touched & ~dense
+    # No step goes on while a rank has gradients for a later pass.
+    left = {each.optimizer for r in reports for each in r.gradients if each.accumulating}
+    assert left <= decision.open
+    # The order of the ranks decides only whose order of gradients counts.
+    turned = decide(data.draw(st.permutations(reports)), size, parameters)
+    assert [(e.optimizer, e.touched, e.sparse) for e in turned.reductions] == [
+        (e.optimizer, e.touched, e.sparse) for e in decision.reductions
+    ]
+    assert values(turned)[1:] == values(decision)[1:]
