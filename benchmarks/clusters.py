@@ -11,7 +11,7 @@ from choice import allreduce_s, choose_allreduce
 from layers import Job
 from steps import FUSION_BYTES, Bucket, Link, Step, horovod_step, ring_s, torch_ring_step
 
-from torch_ring.optimizer.gradient_report import BackwardReport, GradientReport
+from torch_ring._C import GradientReport, PassReport
 
 # A ring's share of a line's rate, from the fit to Horovod's curves at 25 Gbit/s.
 LINE_SHARE = 0.82
@@ -140,7 +140,7 @@ def frame_bytes(parameters: int) -> tuple[int, int]:
     frame also has a report about the gradients, with its rows and length.
     """
     frame = FRAME_BYTES + RUN_BYTES + ENTRY_BYTES
-    report = BackwardReport(1, (GradientReport(0, (1 << parameters) - 1),)).encode()
+    report = PassReport(1, (GradientReport(0, (1 << parameters) - 1),)).encode()
     return frame, frame + OWN_RUN_BYTES + 8 + 8 + (len(report) + 7) // 8 * 8
 
 

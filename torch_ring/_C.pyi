@@ -945,10 +945,15 @@ class GradientReport:
     def sparse(self) -> int: ...
     @property
     def accumulating(self) -> bool: ...
-    digest: bytes
+    @property
+    def digest(self) -> bytes: ...
+    def with_digest(self, digest: bytes) -> GradientReport:
+        """Return a copy with a digest of the weights, of 8 bytes."""
 
 class PassReport:
     """A rank's message at the end of a backward pass, or before a step (csrc/gradients/report.h).
+
+    Read-only.
 
     Attributes:
         steps: the total number of steps of its optimizers.
@@ -994,7 +999,7 @@ class PassDecision:
 
     Attributes:
         given_up: whether some ranks have given up the pass before, and not all.
-        out_of_step: the first rank that is in another step than the first one, if any.
+        out_of_step: the first report of another step than the first one, if any.
         reductions: what they reduce, in the order of optimizers.
         is_of_step: whether all ranks are about to step.
         is_whole: whether no rank has joined.
@@ -1247,7 +1252,7 @@ class DenseFinalizer:
         /,
     ) -> None: ...
     def run(
-        self, engine: Engine, rank: int, agreement: PassAgreement, steps: int, /
+        self, engine: Engine, agreement: PassAgreement, steps: int, /
     ) -> list[PassReport] | None:
         """End a backward pass if all gradients are due here and all ranks report the same.
 

@@ -97,10 +97,10 @@ std::shared_ptr<RunAhead> make_run_ahead(PyEngine& engine) {
 }
 
 std::optional<PassReports> finalize(const DenseFinalizer& finalizer, const PyEngine& engine,
-                                    int rank, PassAgreement& agreement, std::uint64_t steps) {
+                                    PassAgreement& agreement, std::uint64_t steps) {
   const std::shared_ptr<Engine> running = engine.running();
   const BlockingCall no_gil;
-  return finalizer.run(*running, rank, engine.size(), agreement, steps, kCheckSignals);
+  return finalizer.run(*running, engine.size(), agreement, steps, kCheckSignals);
 }
 
 PassReports gather(PassAgreement& agreement, const PyEngine& engine, const PassReport& report) {
@@ -150,9 +150,15 @@ void bind_reports(py::module_& module) {
       .def_readonly("due", &GradientReport::due)
       .def_readonly("sparse", &GradientReport::sparse)
       .def_readonly("accumulating", &GradientReport::accumulating)
-      .def_property(
-          "digest", [](const GradientReport& report) { return py::bytes(report.digest); },
-          [](GradientReport& report, const py::bytes& digest) { report.digest = digest; })
+      .def_property_readonly("digest",
+                             [](const GradientReport& report) { return py::bytes(report.digest); })
+      .def(
+          "with_digest",
+          [](GradientReport report, const py::bytes& digest) {
+            report.digest = digest;
+            return report;
+          },
+          py::arg("digest"))
       .def(py::self == py::self);
   py::class_<PassReport, std::shared_ptr<PassReport>>(module, "PassReport")
       .def(py::init([](std::uint64_t steps, std::vector<GradientReport> gradients, bool gave_up,

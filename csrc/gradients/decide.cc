@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/error.h"
+
 namespace torch_ring {
 
 namespace {
@@ -27,6 +29,7 @@ struct Told {
 
 PassDecision decide(const PassReports& reports, std::size_t size,
                     const std::map<std::size_t, std::size_t>& parameters) {
+  if (reports.empty()) throw Error(ErrorKind::kInternal, "no rank has reported its gradients");
   const std::vector<const PassReport*> ranks = distinct(reports);
   const PassReport& first = *ranks.front();
   PassDecision decision;

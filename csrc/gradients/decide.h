@@ -25,7 +25,7 @@ struct PassDecision {
   };
 
   bool given_up = false;                   // by some ranks, not by all: the job must end
-  std::optional<std::size_t> out_of_step;  // the first rank in another step than the first one
+  std::optional<std::size_t> out_of_step;  // the first report of another step than the first one
 
   std::vector<Reduction> reductions;  // in the order of optimizers
   bool is_of_step = false;            // all ranks are about to step
@@ -45,8 +45,8 @@ struct PassDecision {
 /// while some ranks end a pass and others are about to step, the gradients of the latter wait until
 /// all step: the programs of the former may set the same ones by hand.
 ///
-/// `reports`: of the ranks that have not joined; at least one. `size`: of all ranks. `parameters`:
-/// their numbers, by optimizer. Thread: any. Blocking: no.
+/// `reports`: of the ranks that have not joined. `size`: of all ranks. `parameters`: their numbers,
+/// by optimizer. Thread: any. Blocking: no. Errors: Error(kInternal) without any report.
 PassDecision decide(const PassReports& reports, std::size_t size,
                     const std::map<std::size_t, std::size_t>& parameters);
 

@@ -55,8 +55,8 @@ DenseFinalizer::DenseFinalizer(std::shared_ptr<GradientHooks> hooks, std::size_t
       prescale_(prescale),
       postscale_(postscale) {}
 
-std::optional<PassReports> DenseFinalizer::run(Engine& engine, int rank, int size,
-                                               PassAgreement& agreement, std::uint64_t steps,
+std::optional<PassReports> DenseFinalizer::run(Engine& engine, int size, PassAgreement& agreement,
+                                               std::uint64_t steps,
                                                const Engine::Interrupt& interrupt) const {
   if (!agreement.failure().empty()) return std::nullopt;
   const GradientHooks::Pending pending = hooks_->pending(GradientHooks::Due::kNow);
@@ -64,7 +64,7 @@ std::optional<PassReports> DenseFinalizer::run(Engine& engine, int rank, int siz
   if (pending.due != everything_ || any_sparse || pending.accumulating || pending.unready) {
     return std::nullopt;
   }
-  if (!hooks_->not_finite(everything_, rank).empty()) return std::nullopt;
+  if (!hooks_->not_finite(everything_, /*rank=*/0).empty()) return std::nullopt;
   const PassReport report{.steps = steps,
                           .gradients = {{.optimizer = optimizer_, .due = everything_}}};
   const PassReports gathered = agreement.gather(engine, report, interrupt);

@@ -29,13 +29,13 @@ class DenseFinalizer {
                  std::vector<std::size_t> buckets, int op, double prescale, double postscale);
 
   /// Tells the other ranks that all gradients are due, and reduces them if all ranks tell the same.
-  /// `rank`: this one, in the world. `size`: of the process set. `steps`: of all optimizers.
+  /// `size`: of the process set. `steps`: of all optimizers.
   ///
   /// Returns nullopt, and sends nothing, if a gradient is not due here, or not finite, or if this
   /// rank has given up a pass. Returns the ranks' reports, and reduces nothing, if they differ or a
   /// rank has joined; Python handles these. Returns no report if all gradients are reduced and
   /// `agreement` has finished, as it also has if the interrupt throws during the reduction.
-  std::optional<PassReports> run(Engine& engine, int rank, int size, PassAgreement& agreement,
+  std::optional<PassReports> run(Engine& engine, int size, PassAgreement& agreement,
                                  std::uint64_t steps, const Engine::Interrupt& interrupt) const;
 
  private:

@@ -1,6 +1,7 @@
 #include "gradients/report.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "core/error.h"
@@ -8,6 +9,8 @@
 namespace torch_ring {
 
 namespace {
+
+static_assert(std::endian::native == std::endian::little, "put() and number() copy memory");
 
 constexpr std::size_t kDigestBytes = 8;
 
@@ -32,7 +35,7 @@ class Encoded {
   explicit Encoded(std::string_view rest) : rest_(rest) {}
 
   std::string_view text(std::size_t size) {
-    if (size > rest_.size()) throw Error(ErrorKind::kInternal, "a rank's report is cut off");
+    require(size <= rest_.size());
     const std::string_view taken = rest_.substr(0, size);
     rest_.remove_prefix(size);
     return taken;
@@ -48,6 +51,9 @@ class Encoded {
     return Encoded(*this).number<Number>();
   }
   bool empty() const { return rest_.empty(); }
+  static void require(bool holds) {
+    if (!holds) throw Error(ErrorKind::kInternal, "a rank's report has other bytes than its parts");
+  }
 
  private:
   std::string_view rest_;
@@ -100,6 +106,7 @@ GradientReport gradients_of(Encoded& bytes) {
     const std::size_t parameter = bytes.number<std::uint32_t>();
     const int rank = bytes.number<std::int32_t>();
     const auto worst = static_cast<Worst>(bytes.number<std::uint8_t>());
+    Encoded::require(worst <= Worst::kNaN);
     report.not_finite.push_back({parameter, rank, worst, bytes.number<std::uint8_t>() != 0});
   }
   return report;
@@ -113,6 +120,7 @@ PassReport report_of(Encoded bytes) {
   const auto count = bytes.number<std::uint32_t>();
   report.gave_up = bytes.number<std::uint8_t>() != 0;
   for (std::uint32_t i = 0; i < count; ++i) report.gradients.push_back(gradients_of(bytes));
+  Encoded::require(bytes.empty());
   return report;
 }
 

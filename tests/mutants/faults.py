@@ -256,7 +256,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "unchecked", "the fast end of a pass does not look for NaN", DENSE,
-        "!hooks_->not_finite(everything_, rank).empty()", "false",
+        "!hooks_->not_finite(everything_, /*rank=*/0).empty()", "false",
         tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(

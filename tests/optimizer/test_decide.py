@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ring._C import GradientReport, NotFinite, PassDecision, PassReport, Worst, decide
+from torch_ring.errors import RingError
 
 A, B, C = 1, 2, 4  # parameters 0, 1 and 2, as a bitmap
 ALL = A | B | C
@@ -107,6 +108,11 @@ def test_decisions(case):
     assert decision.out_of_step is None
 
 
+def test_without_a_report_there_is_no_decision():
+    with pytest.raises(RingError, match="no rank has reported"):
+        decide([], 2, PARAMETERS)
+
+
 def test_the_first_rank_that_is_out_of_step_is_named():
     assert decide([rank(steps=n) for n in (4, 4, 5, 3)], 4, {}).out_of_step == 2
 
@@ -159,6 +165,7 @@ def gradient_reports(draw: st.DrawFn, optimizer: int) -> GradientReport:
         incomplete=draw(st.booleans()),
         stepping=draw(st.booleans()),
         again=draw(st.booleans()),
+        on_base=draw(st.booleans()),
         order=draw(st.lists(st.integers(0, 19), max_size=4)),
     )
 
@@ -175,13 +182,14 @@ def pass_reports(draw: st.DrawFn) -> list[PassReport]:
 
 def values(decision: PassDecision) -> list[object]:
     reductions = [(e.optimizer, e.touched, e.sparse, e.order) for e in decision.reductions]
-    names = ["given_up", "is_of_step", "agrees_again", "open", "incomplete", "mentioned"]
+    names = ["given_up", "is_of_step", "is_whole", "agrees_again"]
+    names += ["open", "incomplete", "mentioned", "extended"]
     return [reductions, *(getattr(decision, name) for name in names)]
 
 
 @given(pass_reports(), st.data())
 def test_decisions_of_random_reports(reports, data):
-    size = len(reports)
+    size = len(reports) + data.draw(st.integers(0, 1))  # a rank may have joined
     parameters = dict.fromkeys(range(4), 20)
     # Every rank has decoded the same bytes; equal reports may be one object or several.
     decoded = PassReport.decode_all(b"".join(report.encode() for report in reports))
@@ -190,6 +198,11 @@ def test_decisions_of_random_reports(reports, data):
     assert values(decide(decoded, size, parameters)) == values(decision)
     touched = {each.optimizer: each.touched for each in decision.reductions}
     assert list(touched) == sorted(touched)
+    assert decision.is_whole == (size == len(reports))
+    assert decision.is_whole or not any(each.order for each in decision.reductions)
+    steps = [report.steps for report in reports]
+    others = [index for index, each in enumerate(steps) if each != steps[0]]
+    assert decision.out_of_step == (others[0] if others else None)
     all_step = all(report.is_of_step for report in reports)
     assert decision.is_of_step == all_step
     for report in reports:

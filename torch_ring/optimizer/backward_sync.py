@@ -247,7 +247,7 @@ class BackwardSync:
         number, nothing_pending = self.number, reducer.nothing_pending
         reducer.nothing_pending = False
         try:
-            differing = reducer.fast_path.run(self._engine, self._rank, self.agreement, self.steps)
+            differing = reducer.fast_path.run(self._engine, self.agreement, self.steps)
         except RingError as error:
             self._raise_explained(error)
             raise

@@ -487,13 +487,14 @@ class RunAhead:
         """Wait for the reports of a pass; return those of all ranks that had not joined."""
         if not entered.ranks:
             gathered = self._explaining(entered.number, entered.work.wait)
-            entered.ranks = PassReport.decode_all(gathered.numpy().tobytes())
-            if any(rank.plan != entered.report.plan for rank in entered.ranks):
+            ranks = PassReport.decode_all(gathered.numpy().tobytes())
+            if any(rank.plan != entered.report.plan for rank in ranks):
                 raise RingError(
                     "the ranks have different plans, which is an error in torch_ring: set "
                     "TORCH_RING_RUN_AHEAD=0"
                 )
-            if decide(entered.ranks, self._size, {}).given_up:
+            entered.ranks = ranks
+            if decide(ranks, self._size, {}).given_up:
                 failure = self._agreement.failure if entered.report.gave_up else ""
                 end_given_up(failure, self._engine, _name(entered.number))
         return entered.ranks

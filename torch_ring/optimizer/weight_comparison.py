@@ -261,8 +261,7 @@ class WeightReports:
             snapshot = comparison.due_snapshot(number, has_due=bool(report.due))
             if snapshot is not None:
                 self._sent.setdefault(number, {})[index] = comparison, snapshot
-                report.digest = snapshot.summary()
-                by_index[index] = report
+                by_index[index] = report.with_digest(snapshot.summary())
         return tuple(by_index.values())
 
     def differ(self, ranks: Sequence[PassReport], number: int) -> bool:
