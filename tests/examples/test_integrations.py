@@ -70,6 +70,9 @@ def run_to_the_end(*command: str, **variables: str) -> str:
             "TMPDIR": folder,
             "RAY_TMPDIR": folder,
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200",
+            # By default Ray kills a process that is not there after 60 s, and starts another one:
+            # on a busy machine the import of torch may take longer.
+            "RAY_worker_register_timeout_seconds": "300",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_monitor_refresh_ms": "0",  # ends workers when others use the memory
             "HF_HUB_OFFLINE": "1",
