@@ -20,7 +20,7 @@ from torch_ring.setup import store_client as stores
 def refuses(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, 5).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # the latter: it ends at this moment
         return True
     return False
 
