@@ -1025,9 +1025,12 @@ def decide(reports: Sequence[PassReport], size: int, parameters: Mapping[int, in
     """Decide by the reports alone, so that all ranks decide alike.
 
     Args:
-        reports: of the ranks that have not joined; at least one.
+        reports: of the ranks that have not joined.
         size: the number of all ranks.
         parameters: the numbers of parameters, by optimizer.
+
+    Raises:
+        RingError: there is no report.
     """
 
 class Pending:

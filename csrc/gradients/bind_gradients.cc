@@ -138,7 +138,7 @@ void bind_reports(py::module_& module) {
                                    again,
                                    on_base,
                                    std::move(order),
-                                   std::move(digest),
+                                   digest,
                                    std::move(not_finite)};
            }),
            py::arg("optimizer"), py::arg("due") = Bitmap(), py::kw_only(),

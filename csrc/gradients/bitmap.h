@@ -16,13 +16,6 @@ class Bitmap {
   /// Of bytes(), with or without zeros at the end.
   explicit Bitmap(std::string bytes) : bytes_(std::move(bytes)) { trim(); }
 
-  /// Parameters 0 to `count` - 1.
-  static Bitmap first(std::size_t count) {
-    Bitmap bitmap;
-    for (std::size_t i = 0; i < count; ++i) bitmap.set(i);
-    return bitmap;
-  }
-
   bool get(std::size_t i) const {
     return i / 8 < bytes_.size() && (static_cast<unsigned char>(bytes_[i / 8]) >> (i % 8) & 1) != 0;
   }
@@ -47,14 +40,6 @@ class Bitmap {
     }
     return *this;
   }
-  Bitmap& operator&=(const Bitmap& other) {
-    bytes_.resize(std::min(bytes_.size(), other.bytes_.size()));
-    for (std::size_t i = 0; i < bytes_.size(); ++i) {
-      bytes_[i] = static_cast<char>(bytes_[i] & other.bytes_[i]);
-    }
-    trim();
-    return *this;
-  }
   /// Takes the parameters of `other` out.
   Bitmap& operator-=(const Bitmap& other) {
     for (std::size_t i = 0; i < std::min(bytes_.size(), other.bytes_.size()); ++i) {
@@ -63,7 +48,6 @@ class Bitmap {
     trim();
     return *this;
   }
-  friend Bitmap operator&(Bitmap one, const Bitmap& other) { return one &= other; }
   friend Bitmap operator-(Bitmap one, const Bitmap& other) { return one -= other; }
   bool operator==(const Bitmap&) const = default;
 

@@ -21,7 +21,6 @@ std::vector<const PassReport*> distinct(const PassReports& reports) {
 /// Some reports' gradients of one optimizer.
 struct Told {
   Bitmap touched;
-  Bitmap dense;  // somewhere
   std::vector<const GradientReport*> reports;
 };
 
@@ -53,7 +52,8 @@ PassDecision decide(const PassReports& reports, std::size_t size,
     }
   }
   for (auto& [optimizer, of_optimizer] : told) {
-    auto& [touched, dense, mine] = of_optimizer;
+    const auto& [touched, mine] = of_optimizer;
+    Bitmap dense;  // on some rank
     PassDecision::Reduction reduction{optimizer, touched, {}, {}, {}};
     bool is_incomplete = false;
     for (const GradientReport* report : mine) {
