@@ -18,6 +18,17 @@ PLANNED = "torch_ring/optimizer/planned_pass.py"
 BUCKETS = "torch_ring/optimizer/buckets.py"
 WIRE = "torch_ring/optimizer/bucket_wire.py"
 WEIGHTS = "torch_ring/optimizer/weight_comparison.py"
+EXECUTOR = "csrc/engine/executor.cc"
+AGREEMENT = "csrc/engine/agreement.cc"
+DRIVER = "csrc/engine/driver.cc"
+QUEUE = "csrc/engine/request_queue.cc"
+WATCHDOG = "csrc/engine/watchdog.cc"
+PEERS = "torch_ring/setup/peer_info.py"
+STORE = "torch_ring/setup/store_exchange.py"
+TOPOLOGY = "torch_ring/setup/topology.py"
+STATE = "torch_ring/elastic/state.py"
+SAMPLER = "torch_ring/elastic/sampler.py"
+REGROUP = "torch_ring/elastic/regroup.py"
 
 
 class Fault(NamedTuple):
@@ -423,8 +434,142 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
 
 
+def _world() -> Iterator[Fault]:
+    # --- the engine
+    yield _expression(
+        "ops_fused", "a sum and a maximum are reduced together", EXECUTOR,
+        "std::tuple(f.dtype, f.op, f.prescale, f.postscale)",
+        "std::tuple(f.dtype, ReduceOp::kSum, f.prescale, f.postscale)",
+        tests=("collectives/test_grouped.py", "collectives/test_handles.py"),
+    )  # fmt: skip
+    yield _statement(
+        "not_divided", "an average is a sum", EXECUTOR,
+        "reduction.scaling.divisor = communicator.size();",
+        tests=("collectives/test_allreduce.py",),
+    )  # fmt: skip
+    yield _expression(
+        "root_keeps_its_own", "the root's output of a broadcast is not written", EXECUTOR,
+        "f.root == communicator_.rank() && request.output != request.input", "false",
+        tests=("collectives/test_broadcast.py",),
+    )  # fmt: skip
+    yield _statement(
+        "equal_parts", "the parts of a small reducescatter count as equal", EXECUTOR,
+        "begin += scattered_count(f, rank) * size_of(f.dtype);",
+        "begin += scattered_count(f, 0) * size_of(f.dtype) + 0 * rank;",
+        tests=("collectives/test_reducescatter.py",),
+    )  # fmt: skip
+    yield _expression(
+        "first_rows", "each rank gets the first rows of a small alltoall", EXECUTOR,
+        "std::accumulate(rows, rows + communicator_.rank(), std::int64_t{0})", "std::int64_t{0}",
+        tests=("collectives/test_alltoall.py",),
+    )  # fmt: skip
+    yield _statement(
+        "not_unpacked", "fused results stay in the fusion buffer", EXECUTOR,
+        "buffers_.copy(unpacking, reduction.dtype);",
+        tests=("collectives/test_grouped.py",),
+    )  # fmt: skip
+    yield _expression(
+        "unlike_agreed", "different shapes or dtypes are no mismatch", AGREEMENT,
+        "!decision.mismatch && a != *reference && !equal(first, a->fingerprint)", "false",
+        tests=("collectives/test_consistency.py",),
+    )  # fmt: skip
+    yield _expression(
+        "splits_unchecked", "the splits of an alltoall need not fit", AGREEMENT,
+        "sent != expected && !misfit", "false",
+        tests=("c10d/test_errors.py",),
+    )  # fmt: skip
+    yield _expression(
+        "joined_awaited", "a rank that has joined is waited for", AGREEMENT,
+        "!pending.by_rank[rank] && !joined_[rank]", "!pending.by_rank[rank]",
+        tests=("collectives/test_join.py",),
+    )  # fmt: skip
+    yield _statement(
+        "numbers_go_on", "requests are not numbered anew after a barrier", DRIVER,
+        "if (decision.resets_numbering) reset_numbering();",
+        tests=("collectives/test_consistency.py", "collectives/test_handles.py"),
+    )  # fmt: skip
+    yield _expression(
+        "name_twice", "two requests of one name may be in flight", QUEUE,
+        "!in_flight_.emplace(work.key_, &work).second", "false",
+        tests=("collectives/test_handles.py", "collectives/test_wrong_calls.py"),
+    )  # fmt: skip
+    yield _statement(
+        "failure_untold", "the others do not hear why a rank has failed", WATCHDOG,
+        "if (plane_ != nullptr) plane_->fail(set_, cause);",
+        tests=("world/test_lost_ranks.py", "world/test_departures.py"),
+    )  # fmt: skip
+    # --- the beginning
+    yield _python(
+        "settings_differ", "ranks may have different settings", PEERS,
+        "if text != texts[lowest]:", "if False:",
+        tests=("setup/test_exchange.py", "setup/test_exchange_failures.py"),
+    )  # fmt: skip
+    yield _python(
+        "rank_twice", "two processes may have the same rank", PEERS,
+        "if peer.rank in peers:", "if False:",
+        tests=("setup/test_exchange_fuzz.py", "setup/test_exchange.py"),
+    )  # fmt: skip
+    yield _python(
+        "overwritten", "a stranger may change what a rank has sent", STORE,
+        "not isinstance(values, list) or self._unpacked(pack(own)) not in values",
+        "not isinstance(values, list)",
+        tests=("setup/test_store_exchange.py",),
+    )  # fmt: skip
+    yield _python(
+        "hosts_mixed", "ranks of different hosts share memory", TOPOLOGY,
+        "[machines.setdefault(peer.machine, len(machines)) for peer in peers]",
+        "[machines.setdefault(peer.machine, 0) for peer in peers]",
+        tests=("setup/test_topology.py",),
+    )  # fmt: skip
+    yield _python(
+        "spins_beside_others", "ranks that share a CPU spin", TOPOLOGY,
+        "return cpus.bit_count() >= len(neighbours)", "return True",
+        tests=("setup/test_topology.py",),
+    )  # fmt: skip
+    # --- elastic training
+    yield _python(
+        "state_not_copied", "a commit keeps the parameters themselves", STATE,
+        "self._saved = copy.deepcopy(self.value.state_dict())\n\n    def restore",
+        "self._saved = self.value.state_dict()\n\n    def restore",
+        tests=("elastic/test_state.py",),
+    )  # fmt: skip
+    yield _python(
+        "nearest_progress", "samplers go on from the rank that is farthest behind", STATE,
+        "farthest = max(states,", "farthest = min(states,",
+        tests=("elastic/test_state.py",),
+    )  # fmt: skip
+    yield _python(
+        "step_twice", "a step that was taken before a death is taken again", STATE,
+        "is_taken = self._again.get(name, 0) > 0", "is_taken = False",
+        tests=("elastic/test_steps_of_a_batch.py", "elastic/test_survivors.py"),
+    )  # fmt: skip
+    yield _python(
+        "damage_unseen", "a damaged state is trained on", STATE,
+        "if damage is not None:", "if False:",
+        tests=("elastic/test_damaged_state.py",),
+    )  # fmt: skip
+    yield _python(
+        "own_batch_only", "a sampler counts the samples of one rank", SAMPLER,
+        "self.processed_num += batch_size * self.num_replicas", "self.processed_num += batch_size",
+        tests=("elastic/test_state.py",),
+    )  # fmt: skip
+    yield _python(
+        "two_worlds", "both halves of a divided job go on", REGROUP,
+        "if not self._may_go_on():\n            raise", "if False:\n            raise",
+        tests=("elastic/test_regroup.py",),
+    )  # fmt: skip
+    yield _python(
+        "dead_counted", "a process that has died since it came is a survivor", REGROUP,
+        "            if request.channel.is_closed():", "            if False:",
+        tests=("elastic/test_regroup.py",),
+    )  # fmt: skip
+
+
 ROOMS = {
     "gradients": Room(
         ("tests/optimizer", "tests/compression"), ("tests/device",), tuple(_gradients())
+    ),
+    "world": Room(
+        ("tests/collectives", "tests/setup", "tests/world", "tests/elastic"), (), tuple(_world())
     ),
 }

@@ -6,13 +6,13 @@ faults they found.
 
 A fault replaces one place of a source file (`faults.py`, by hand). It works in a copy of the tree,
 so the checkout stays as it is. The faults of C++ files are all compiled into one extension, and the
-variable TORCH_RING_MUTANT turns one of them on: a build a fault would take hours. Those of Python
-files are written to the copy one after the other.
+variable TORCH_RING_MUTANT turns one of them on: a build a fault would take hours. Each of a Python
+file is written to a copy of its own.
 
-A fault *died* if a test failed or did not end, again when it ran alone, and passed without the
-fault; it *survived* if all tests of the room passed. Tests that found a fault run first for the
-next ones, so most faults die within seconds. The exit status is 1 if a fault survived, or if its
-place is no longer in the source.
+The tests that know the places of faults run once without any. A fault *died* if a test failed or
+did not end, alone, and passed without the fault; it *survived* if all tests of the room passed.
+Tests that found a fault run first for the next ones, so most faults die within seconds. The exit
+status is 1 if a fault survived, or if its place is no longer in the source.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,18 +129,31 @@ def build(tree: Path) -> None:
 
 
 class Planted:
-    """A fault in the copy. One of C++ is there already, behind its switch."""
+    """A fault in a copy of the tree. One of C++ is there already, behind its switch.
 
-    def __init__(self, fault: Fault, tree: Path) -> None:
+    Attributes:
+        fault: the fault; None: no fault.
+        tree: the copy.
+    """
+
+    def __init__(self, fault: Fault | None, tree: Path) -> None:
         self.fault = fault
-        self._place = tree / fault.file if fault.file.endswith(".py") else None
-        self._sound = self._place.read_text() if self._place else ""
+        self.tree = tree
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        if fault is None or not fault.file.endswith(".py"):
+            return
+        self._copy = tempfile.TemporaryDirectory(dir=tree.parent)
+        self.tree = Path(self._copy.name) / "tree"
+        shutil.copytree(tree, self.tree, symlinks=True, copy_function=os.link)
+        place = self.tree / fault.file
+        sound = place.read_text()
+        place.unlink()  # the tree has the same file
+        place.write_text(sound.replace(fault.old, fault.new))
 
-    def put(self, *, is_on: bool) -> None:
-        """Plant the fault, or take it out."""
-        if self._place:
-            old, new = self.fault.old, self.fault.new
-            self._place.write_text(self._sound.replace(old, new) if is_on else self._sound)
+    def end(self) -> None:
+        """Remove the copy of its own, if there is one."""
+        if self._copy:
+            self._copy.cleanup()
 
 
 class Tests:
@@ -152,102 +168,134 @@ class Tests:
     """
 
     def __init__(self, tree: Path, room: Room, found: Path, jobs: int, seconds: float) -> None:
-        self._tree = tree
+        self._without = Planted(None, tree)
         self._room = room
         self._found = found
         self._jobs = jobs
         self._seconds = seconds
+        self._lock = threading.Lock()  # guards the members below
         self._finders: list[str] = json.loads(found.read_text()) if found.exists() else []
         self._sound: set[str] = set()  # tests that pass without a fault
         self._unsound: set[str] = set()  # tests that fail without one, or now and then
 
+    def run_without(self, faults: Sequence[Fault]) -> None:
+        """Run the tests that know the faults' places, without a fault."""
+        known = sorted({f"tests/{test}" for fault in faults for test in fault.tests})
+        output = self._output(self._without, ["-rA", *known], self._jobs, 10 * self._seconds)[1]
+        self._sound.update(re.findall(r"^PASSED (.+?)$", output, re.MULTILINE))
+
     def first_failure(self, planted: Planted) -> str:
         """Return the first test that fails with a fault; "" if all pass."""
-        fault = planted.fault
-        own = [f"tests/{each}" for each in fault.tests]
+        assert planted.fault is not None
+        own = [f"tests/{each}" for each in planted.fault.tests]
+        finders = list(self._finders)
         quick = ["-m", "not slow", *self._room.tests]
         for tests, jobs in (
             (own, 1),
-            (self._finders[:_FEW], 1),
-            (self._finders[_FEW:], self._jobs),
+            (finders[:_FEW], 1),
+            (finders[_FEW:], self._jobs),
             (quick, self._jobs),
             (list(self._room.slow_tests), self._jobs),
         ):
-            while failure := self._run(fault.name, tests, jobs) if tests else "":
-                if "::" not in failure or self._is_found_by(planted, failure):
+            while failure := self._failure(planted, tests, jobs) if tests else "":
+                if "::" not in failure or self._is_found_by(planted, failure, alone=jobs == 1):
                     self._note(failure)
                     return failure
                 self._unsound.add(failure)
         return ""
 
-    def _is_found_by(self, planted: Planted, test: str) -> bool:
-        """Return whether a test that has failed fails again, and passes without the fault."""
+    def _is_found_by(self, planted: Planted, test: str, *, alone: bool) -> bool:
+        """Return whether a test that has failed passes without the fault, and fails alone with it.
+
+        Args:
+            alone: whether it has failed alone.
+        """
         if test not in self._sound:
-            planted.put(is_on=False)
-            failure = self._run("none", [test], 1)
-            planted.put(is_on=True)
-            if failure:
+            if self._failure(self._without, [test], 1):
                 return False
             self._sound.add(test)
-        return bool(self._run(planted.fault.name, [test], 1))
+        return alone or bool(self._failure(planted, [test], 1))
 
-    def _run(self, fault: str, tests: list[str], jobs: int) -> str:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no"]
+    def _failure(self, planted: Planted, tests: list[str], jobs: int) -> str:
+        """Return the first test that fails, or the reason that none has ended; "" if all pass."""
+        status, output = self._output(planted, ["-x", *tests], jobs, self._seconds)
+        if status is None:
+            return f"no end within {self._seconds:.0f} s"
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+        if status in (0, 5):  # 5: no test is left
+            return ""
+        if failed:
+            return failed[1]
+        last = output.strip().splitlines()[-1:] or [f"exit status {status}"]
+        return f"pytest: {last[0]}"
+
+    def _output(
+        self, planted: Planted, arguments: list[str], jobs: int, seconds: float
+    ) -> tuple[int | None, str]:
+        """Run pytest; return its status, None if it did not end in time, and its output."""
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no"]
         command += ["-p", "no:cacheprovider"]
         command += [f"--deselect={test}" for test in sorted(self._unsound)]
         command += ["--numprocesses", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
         environment = {
             **os.environ,
-            SWITCH: fault,
-            "PYTHONPATH": str(self._tree),
+            SWITCH: planted.fault.name if planted.fault else "none",
+            "PYTHONPATH": str(planted.tree),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         process = subprocess.Popen(
-            [*command, *tests], cwd=self._tree, env=environment, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*command, *arguments], cwd=planted.tree, env=environment, text=True,
+            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=self._seconds)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return f"no end within {self._seconds:.0f} s"
-        if process.returncode == 0:
-            return ""
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-        if failed:
-            return failed[1]
-        if process.returncode == 5:  # no test is left
-            return ""
-        last = output.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
-        return f"pytest: {last[0]}"
+            return None, process.communicate()[0]
+        return process.returncode, output
 
     def _note(self, failure: str) -> None:
-        if "::" in failure:
+        if "::" not in failure:
+            return
+        with self._lock:
             self._finders = [failure, *(test for test in self._finders if test != failure)]
             self._found.write_text(json.dumps(self._finders[:40]))
 
 
-def run(faults: list[Fault], tree: Path, tests: Tests) -> Iterator[Result]:
-    """Plant the faults one at a time; yield the result of each."""
+def result_of(fault: Fault, tree: Path, tests: Tests) -> Result:
+    """Plant a fault, and run the tests until one fails."""
+    begin = time.monotonic()
+    planted = Planted(fault, tree)
+    try:
+        by = tests.first_failure(planted)
+    finally:
+        planted.end()
+    return Result(fault, "died" if by else "survived", by, time.monotonic() - begin)
+
+
+def run(faults: list[Fault], tree: Path, tests: Tests, at_once: int) -> Iterator[Result]:
+    """Plant the faults, a few at a time in copies of their own; yield the results in order."""
     in_cpp = [fault for fault in faults if not fault.file.endswith(".py")]
     problems = plant_in_cpp(in_cpp, tree)
-    if in_cpp:
-        build(tree)
     for fault in faults:
         if fault.file.endswith(".py"):
             count = (tree / fault.file).read_text().count(fault.old)
             if count != 1:
                 problems[fault.name] = f"its text is there {count} times"
-        if fault.name in problems:
-            yield Result(fault, "no such place", problems[fault.name])
-            continue
-        begin = time.monotonic()
-        planted = Planted(fault, tree)
-        planted.put(is_on=True)
-        by = tests.first_failure(planted)
-        planted.put(is_on=False)
-        yield Result(fault, "died" if by else "survived", by, time.monotonic() - begin)
+    if in_cpp:
+        build(tree)
+    tests.run_without(faults)
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = {
+            fault.name: pool.submit(result_of, fault, tree, tests)
+            for fault in faults
+            if fault.name not in problems
+        }
+        for fault in faults:
+            if fault.name in problems:
+                yield Result(fault, "no such place", problems[fault.name])
+            else:
+                yield waiting[fault.name].result()
 
 
 def main() -> None:
@@ -257,7 +305,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of faults")
     parser.add_argument("--list", action="store_true", help="print the faults, and run none")
     parser.add_argument("--keep", action="store_true", help="keep the copy of the tree")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest")
+    parser.add_argument("--at-once", type=int, default=2, help="faults that are tried at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest, for a fault")
     parser.add_argument("--seconds", type=float, default=600.0, help="for the tests of a fault")
     options = parser.parse_args()
     room = ROOMS[options.room]
@@ -275,7 +324,7 @@ def main() -> None:
     tests = Tests(tree, room, found, options.jobs, options.seconds)
     results: list[Result] = []
     try:
-        for result in run(faults, tree, tests):
+        for result in run(faults, tree, tests, options.at_once):
             results.append(result)
             fault = result.fault
             print(
