@@ -1,4 +1,4 @@
-"""Plants faults one at a time, runs the tests of a room until the first failure, and prints which
+"""Plants faults, runs the tests of a room with each until the first failure, and prints which
 faults they found.
 
     make mutants ROOM=gradients
@@ -10,9 +10,9 @@ variable TORCH_RING_MUTANT turns one of them on: a build a fault would take hour
 file is written to a copy of its own.
 
 The tests that know the places of faults run once without any. A fault *died* if a test failed or
-did not end, alone, and passed without the fault; it *survived* if all tests of the room passed.
-Tests that found a fault run first for the next ones, so most faults die within seconds. The exit
-status is 1 if a fault survived, or if its place is no longer in the source.
+did not end, again when it ran alone, and passed without the fault; it *survived* if all tests of
+the room passed. Tests that found a fault run first for the next ones, so most faults die within
+seconds. The exit status is 1 if a fault survived, or if its place is no longer in the source.
 """
 
 from __future__ import annotations
@@ -181,6 +181,8 @@ class Tests:
     def run_without(self, faults: Sequence[Fault]) -> None:
         """Run the tests that know the faults' places, without a fault."""
         known = sorted({f"tests/{test}" for fault in faults for test in fault.tests})
+        if not known:
+            return
         output = self._output(self._without, ["-rA", *known], self._jobs, 10 * self._seconds)[1]
         self._sound.update(re.findall(r"^PASSED (.+?)$", output, re.MULTILINE))
 
@@ -188,7 +190,8 @@ class Tests:
         """Return the first test that fails with a fault; "" if all pass."""
         assert planted.fault is not None
         own = [f"tests/{each}" for each in planted.fault.tests]
-        finders = list(self._finders)
+        with self._lock:
+            finders = list(self._finders)
         quick = ["-m", "not slow", *self._room.tests]
         for tests, jobs in (
             (own, 1),
@@ -198,23 +201,23 @@ class Tests:
             (list(self._room.slow_tests), self._jobs),
         ):
             while failure := self._failure(planted, tests, jobs) if tests else "":
-                if "::" not in failure or self._is_found_by(planted, failure, alone=jobs == 1):
+                if "::" not in failure or self._is_found_by(planted, failure):
                     self._note(failure)
                     return failure
-                self._unsound.add(failure)
+                with self._lock:
+                    self._unsound.add(failure)
         return ""
 
-    def _is_found_by(self, planted: Planted, test: str, *, alone: bool) -> bool:
-        """Return whether a test that has failed passes without the fault, and fails alone with it.
-
-        Args:
-            alone: whether it has failed alone.
-        """
-        if test not in self._sound:
+    def _is_found_by(self, planted: Planted, test: str) -> bool:
+        """Return whether a test that has failed fails again, and passes without the fault."""
+        with self._lock:
+            is_sound = test in self._sound
+        if not is_sound:
             if self._failure(self._without, [test], 1):
                 return False
-            self._sound.add(test)
-        return alone or bool(self._failure(planted, [test], 1))
+            with self._lock:
+                self._sound.add(test)
+        return bool(self._failure(planted, [test], 1))
 
     def _failure(self, planted: Planted, tests: list[str], jobs: int) -> str:
         """Return the first test that fails, or the reason that none has ended; "" if all pass."""
@@ -235,7 +238,8 @@ class Tests:
         """Run pytest; return its status, None if it did not end in time, and its output."""
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no"]
         command += ["-p", "no:cacheprovider"]
-        command += [f"--deselect={test}" for test in sorted(self._unsound)]
+        with self._lock:
+            command += [f"--deselect={test}" for test in sorted(self._unsound)]
         command += ["--numprocesses", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
         environment = {
             **os.environ,
@@ -285,7 +289,8 @@ def run(faults: list[Fault], tree: Path, tests: Tests, at_once: int) -> Iterator
     if in_cpp:
         build(tree)
     tests.run_without(faults)
-    with ThreadPoolExecutor(at_once) as pool:
+    pool = ThreadPoolExecutor(at_once)
+    try:
         waiting = {
             fault.name: pool.submit(result_of, fault, tree, tests)
             for fault in faults
@@ -296,6 +301,8 @@ def run(faults: list[Fault], tree: Path, tests: Tests, at_once: int) -> Iterator
                 yield Result(fault, "no such place", problems[fault.name])
             else:
                 yield waiting[fault.name].result()
+    finally:  # after Ctrl-C only the faults under way end
+        pool.shutdown(cancel_futures=True)
 
 
 def main() -> None:

@@ -233,16 +233,13 @@ def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
 @pytest.mark.parametrize(
     "tests",
     [
-        "tests/collectives/test_dtypes.py tests/collectives/test_alltoall.py -k tcp",
+        "tests/collectives -k tcp",
         "tests/world/test_lost_ranks.py tests/world/test_departures.py -k tcp",
         "tests/world/test_several_hosts.py tests/world/test_process_sets_on_hosts.py",
-        "tests/elastic/test_survivors.py",
+        "tests/elastic/test_kills.py tests/elastic/test_survivors.py",
     ],
 )
 def test_other_tests_pass_over_ucx(tests: str, tmp_path: Path, full: bool) -> None:
-    if full:
-        tests = tests.replace("/test_dtypes.py tests/collectives/test_alltoall.py", "")
-        tests = tests.replace("test_survivors", "test_kills.py tests/elastic/test_survivors")
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
     command += [] if full else ["-m", "not slow"]
     ended = subprocess.run(
