@@ -1135,11 +1135,8 @@ class GradientHooks:
     def restore(self, nowhere: int) -> None:
         """Give gradients back as they were before fill(), and forget the others."""
 
-    def put_aside(self, extra: int) -> None:
-        """Take gradients aside; `grad` is as it was before they came."""
-
-    def take_up_aside(self, again: bool) -> None:
-        """Add what was put aside to the gradients, where it is due."""
+    def take_up_again(self) -> None:
+        """Add the gradients that came after their bucket was sent to `grad`, where they are due."""
 
     def bucket_view(self, index: int) -> Tensor:
         """Return a new tensor over a parameter's part of a bucket."""

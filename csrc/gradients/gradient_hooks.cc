@@ -408,13 +408,12 @@ void GradientHooks::before_accumulation(std::size_t index) {
     parameter.was_zero = parameter.was_written_with_zeros();
   }
   if (parameter.arrived && !disabled_) keep_sent(index);
-  if (disabled_ || (scale() == 1.0 && !has_plan_)) return;
+  if (disabled_ || scale() == 1.0) return;
   std::vector<Sharer> told;
   bool is_on_base = false;
   {
     const std::scoped_lock lock(mutex_);
     parameter.refresh();
-    keep_base(index);
     const bool was_reduced = parameter.base_reduced;
     rescale_reduced(parameter);
     const auto shared = sharers_.find(index);
@@ -448,7 +447,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
         present_[index].load(std::memory_order_relaxed) != grad.unsafeGetTensorImpl();
     enter_pass(lock, parameter.variable.device());
     if (parameter.sent.defined()) {
-      if (!planned_) return put_aside_again(index);
+      if (!planned_) return keep_again(index);
       lock.unlock();
       options_.fail("'" + parameter.name + "' " + kCameAgain);
     }
@@ -543,16 +542,15 @@ void GradientHooks::keep_sent(std::size_t index) {
   parameter.sent = std::exchange(parameter.variable.mutable_grad(), {});
 }
 
-/// Puts such a gradient aside, to be reduced after the bucket.
-void GradientHooks::put_aside_again(std::size_t index) {
+/// Keeps such a gradient, to be reduced after the bucket.
+void GradientHooks::keep_again(std::size_t index) {
   const at::NoGradGuard no_grad;
   HookedParameter& parameter = parameters_[index];
   at::Tensor mine =
       std::exchange(parameter.variable.mutable_grad(), std::exchange(parameter.sent, {}));
   if (mine.is_sparse()) mine = mine.to_dense();
-  at::Tensor& kept = aside_[index];
+  at::Tensor& kept = again_[index];
   kept = kept.defined() ? kept.add(mine) : mine;
-  again_ = true;
   repeated_.insert(index);
 }
 
@@ -586,7 +584,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   parameter.arrived = true;
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
-  if (parameter.has_moved() || (!planned_ && !aside_.empty())) return false;
+  if (parameter.has_moved() || !again_.empty()) return false;
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
   std::size_t& missing = missing_[parameter.bucket];
   if (--missing > 0 || !early_.at(parameter.bucket)) return false;
@@ -696,7 +694,7 @@ void GradientHooks::close(bool failed) {
   arrived_.clear();
   if (looks_at_gradients()) looked_at_ = {};
   for (Producers& producers : producers_) producers.clear();
-  if (failed && std::exchange(again_, false)) aside_.clear();
+  if (failed) again_.clear();
   for (HookedParameter& parameter : parameters_) {
     parameter.arrived = parameter.made = false;
     if (parameter.sent.defined()) {  // autograd has failed to make another one
@@ -752,7 +750,7 @@ GradientHooks::Pending GradientHooks::pending(Due which) {
   if (everything) close_failed();
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
   const bool unready = is_beside || (everything && has_sent_in_vain());
-  Pending pending{{}, {}, false, true, again_, unready};
+  Pending pending{{}, {}, false, true, !again_.empty(), unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const at::Tensor& grad = parameter.variable.mutable_grad();
@@ -855,7 +853,6 @@ std::vector<std::size_t> GradientHooks::set_by_hand() {
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
     if (parameter.unreduced || parameter.reduced || !parameter.variable.grad().defined()) continue;
-    if (aside_.contains(i)) continue;  // `grad` is as before the pass whose gradient is kept
     if (!parameter.has_known() || parameter.written_by_hand()) found.push_back(i);
   }
   return found;
@@ -967,8 +964,7 @@ void GradientHooks::reset(bool gradients) {
     parameter.sparse.reset();
     parameter.outside.reset();
   }
-  if (gradients) bases_.clear();
-  if (gradients && std::exchange(again_, false)) aside_.clear();
+  if (gradients) again_.clear();
 }
 
 bool GradientHooks::has_base() {
@@ -1101,7 +1097,6 @@ void GradientHooks::settle() {
 void GradientHooks::expect(std::optional<Bitmap> planned) {
   const std::scoped_lock lock(mutex_);
   planned_ = std::move(planned);
-  has_plan_ = planned_.has_value();
   count_missing();
 }
 
@@ -1142,17 +1137,6 @@ void GradientHooks::give_back(HookedParameter& parameter, const Before& before) 
   if (before.writes) parameter.version = parameter.current_version() - *before.writes;
 }
 
-/// Before autograd adds an unplanned gradient to an earlier value: keeps the value for put_aside().
-void GradientHooks::keep_base(std::size_t index) {
-  if (!planned_ || planned_->get(index)) return;
-  const HookedParameter& parameter = parameters_[index];
-  if (!parameter.variable.grad().defined()) {
-    bases_.erase(index);
-  } else if (!parameter.unreduced) {
-    bases_.insert_or_assign(index, before(parameter));
-  }
-}
-
 void GradientHooks::fill(const Bitmap& planned, const Bitmap& due) {
   {
     const std::scoped_lock lock(mutex_);
@@ -1174,40 +1158,10 @@ void GradientHooks::restore(const Bitmap& nowhere) {
   filled_.clear();
 }
 
-void GradientHooks::put_aside(const Bitmap& extra) {
+void GradientHooks::take_up_again() {
   const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!extra.get(i)) continue;
-    HookedParameter& parameter = parameters_[i];
-    parameter.refresh();
-    at::Tensor& grad = parameter.variable.mutable_grad();
-    if (!grad.defined()) continue;
-    at::Tensor mine = grad.is_sparse() ? grad.to_dense() : grad.clone();
-    const auto base = bases_.find(i);
-    if (base != bases_.end()) {
-      const Before& before = base->second;
-      mine.sub_(before.value, before.base_reduced ? scale() : 1.0);
-      give_back(parameter, before);
-      bases_.erase(base);
-    } else {
-      grad.reset();
-      parameter.unreduced = parameter.base_reduced = false;
-    }
-    parameter.passes = 0;
-    parameter.sparse.reset();
-    parameter.outside.reset();
-    at::Tensor& kept = aside_[i];
-    kept = kept.defined() ? kept.to(mine.device()).add_(mine) : mine;
-  }
-}
-
-void GradientHooks::take_up_aside(bool again) {
-  const at::NoGradGuard no_grad;
-  const std::scoped_lock lock(mutex_);
-  if (again != again_) return;
-  again_ = false;
-  for (auto& [index, kept] : std::exchange(aside_, {})) {
+  for (auto& [index, kept] : std::exchange(again_, {})) {
     HookedParameter& parameter = parameters_[index];
     parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();
@@ -1216,7 +1170,7 @@ void GradientHooks::take_up_aside(bool again) {
       parameter.outside_stream.reset();
       parameter.base_reduced = false;
     } else {
-      parameter.on_base = parameter.on_base || (again && parameter.base_reduced);
+      parameter.on_base = parameter.on_base || parameter.base_reduced;
       if (!parameter.unreduced) rescale_reduced(parameter);
       if (grad.is_sparse()) grad = grad.to_dense();
       grad.add_(kept.to(grad.device()));

@@ -88,7 +88,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     Bitmap sparse;      // those of `due` that are sparse
     bool accumulating;  // whether there are others, not due yet
     bool complete;      // whether each parameter is due, or was reduced since the step began
-    bool again;         // some gradients have another part, to reduce after these: take_up_aside()
+    bool again;         // some gradients have another part, to reduce after these: take_up_again()
     bool unready;       // refuse_others_pass() or set_buckets() must come first
   };
 
@@ -188,14 +188,9 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// the others.
   void restore(const Bitmap& nowhere);
 
-  /// Puts aside this rank's gradients of `extra`, which are not planned: `grad` returns to its
-  /// state before they arrived.
-  void put_aside(const Bitmap& extra);
-
-  /// Adds the gradients put aside to `grad`, where they are due. Call it before the ranks agree on
-  /// a pass; with `again` before they agree once more, because gradients have arrived again after
-  /// their bucket was sent.
-  void take_up_aside(bool again);
+  /// Adds the gradients that have arrived after their bucket was sent to `grad`, where they are
+  /// due. Call it before the ranks agree once more on the pass.
+  void take_up_again();
 
   /// Records on both sides that `other` has hooks on some of the same parameters. Both copy a
   /// gradient into buckets of their own, and `grad` is in one of them: so none of these is sent
@@ -302,7 +297,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void count_missing();
   Before before(const HookedParameter& parameter) const;
   void give_back(HookedParameter& parameter, const Before& before);
-  void keep_base(std::size_t index);
   void enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device);
   void expect_in_block(HookedParameter& parameter);
   bool count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient);
@@ -317,7 +311,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   }
   double scale() const { return options_.reduced_scale * base_scale_; }
   void keep_sent(std::size_t index);
-  void put_aside_again(std::size_t index);
+  void keep_again(std::size_t index);
   bool is_held(std::size_t bucket) const;
   void rescale_reduced(HookedParameter& parameter) { parameter.rescale_reduced(scale()); }
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
@@ -326,8 +320,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::atomic<bool> disabled_{false};  // set while no hook runs
 
   std::atomic<double> base_scale_{1.0};  // set between passes
-
-  std::atomic<bool> has_plan_{false};  // whether planned_ has a value; guards no other data
 
   // By parameter: its `grad` before autograd accumulates into it or makes it. Relaxed: stored by
   // the accumulating thread itself.
@@ -348,9 +340,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::map<std::size_t, std::vector<Sharer>> sharers_;  // by parameter
   std::optional<Bitmap> planned_;            // in a planned pass: the gradients it reduces
   std::map<std::size_t, Before> filled_;     // by parameter: for restore()
-  std::map<std::size_t, Before> bases_;      // by parameter: before an unplanned gradient
-  std::map<std::size_t, at::Tensor> aside_;  // by parameter: the gradients put aside
-  bool again_ = false;                       // ... because they arrived after their bucket was sent
+  std::map<std::size_t, at::Tensor> again_;  // by parameter: arrived after its bucket was sent
   at::Tensor kept_;                          // the last result of kept()
   Looks looked_at_;                          // gradients whose buckets have been sent in this pass
   std::set<std::size_t> repeated_;           // parameters with several gradients in one pass

@@ -1,7 +1,7 @@
 """Events in the middle of training on a device: ranks that join, leave, fail, or add parameters.
 
 Each function is called on every rank with the name of a device's type. Gradients are constants, so
-the sum of all steps is known, whether a gradient counts in its own pass or a few passes later.
+the sum of all steps is known.
 """
 
 from __future__ import annotations
@@ -85,8 +85,11 @@ def first(rank: int) -> Factors:
 
 
 def with_branch(whose: int, branch: int) -> Callable[[int], Factors]:
-    """Return the gradients of a pass in which one rank has one more."""
-    return lambda rank: {0: 6, branch: 12} if rank == whose else {0: 6}
+    """Return the gradients of a pass with a new one: hosts that run ahead all know of it.
+
+    One rank has it besides the usual one, the others instead.
+    """
+    return lambda rank: {0: 6, branch: 12} if rank == whose else {branch: 6}
 
 
 def join_and_go_on(device: str, run_ahead: bool) -> None:
@@ -143,7 +146,7 @@ def add_a_process_set(device: str, run_ahead: bool) -> None:
 
 
 def add_parameters(device: str, run_ahead: bool) -> None:
-    """add_param_group() while a new gradient waits for its agreed pass."""
+    """add_param_group() while passes are planned, and passes with new gradients after it."""
     trainer = Trainer(device, run_ahead)
     trainer.steps(first, 6)
     trainer.settle()
@@ -170,7 +173,7 @@ def add_optimizers(device: str, run_ahead: bool) -> None:
 
 
 def train_in_turn(device: str, run_ahead: bool) -> None:
-    """Two optimizers take passes in turn, as a GAN's; a late gradient waits for its own."""
+    """Two optimizers take passes in turn, as a GAN's, some with a new gradient."""
     for branch_at in (8, 9):
         one, other = Trainer(device, run_ahead), Trainer(device, run_ahead)
         for number in range(20):
@@ -212,7 +215,7 @@ def clear_without_the_optimizer(device: str, run_ahead: bool) -> None:
         trainer.weights[0].grad = trainer.weights[0].grad * 2
         trainer.optimizer.step()
         trainer.expect(of)
-        trainer.expect(lambda rank: {0: of(rank)[0]})  # noqa: B023
+        trainer.expect(lambda rank: {0: of(rank).get(0, 0)})  # noqa: B023
     trainer.settle()
 
 

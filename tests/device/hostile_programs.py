@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from random_programs import FIRST_GROUPS, LAST_GROUPS, LATE, STEADY, Group, Pass, Program
+from random_programs import FIRST_GROUPS, STEADY, WILD, Group, Pass, Program
 
 Branches = Sequence[Iterable[int] | None]  # by rank: the parameters besides 0. None: no data
 
@@ -47,11 +47,8 @@ def program(
         scales=False,
         bucket_groups=0,
     )
-    everything = range(len(written.shapes))
     rows = [[list(first)] * size for _ in range(FIRST_GROUPS * passes_per_step)]
     rows += [list(row) for row in middle]
-    if kind == LATE:
-        rows += [[list(everything)] * size for _ in range(LAST_GROUPS * passes_per_step)]
     passes = [
         Pass(
             tuple(
@@ -82,25 +79,25 @@ def nothing(size: int, passes: int) -> list[Branches]:
 def two_ranks_ask_in_one_pass(size: int) -> Program:
     """Two ranks have a new gradient each, in the same pass; a third one has none."""
     both: Branches = [[1], [2], []][:size]
-    # With two ranks, all have new gradients, so the ranks agree on that pass.
-    return program(size, LATE if size > 2 else STEADY, [both, *nothing(size, 6), both, both])
+    # With two ranks, all have new gradients, and know it.
+    return program(size, WILD if size > 2 else STEADY, [both, *nothing(size, 6), both, both])
 
 
 def two_ranks_ask_for_the_same(size: int) -> Program:
     """Ranks have the same new gradient, one pass after the other."""
-    return program(size, LATE, [only(rank, size, 1) for rank in range(size)] * 3)
+    return program(size, WILD, [only(rank, size, 1) for rank in range(size)] * 3)
 
 
 def every_rank_asks_in_its_own_pass(size: int) -> Program:
     """Rank 0 has a new gradient, rank 1 another one in the next pass, and so on."""
     passes = [only(number % size, size, 1 + number % 3) for number in range(9)]
-    return program(size, LATE, passes)
+    return program(size, WILD, passes)
 
 
 def a_new_gradient_everywhere_behind_one_on_a_rank(size: int) -> Program:
-    """A rank's new gradient waits to enter the plan when all ranks have another one."""
+    """A rank has a new gradient one pass before all ranks have another one."""
     everywhere: Branches = [[2] for _ in range(size)]
-    return program(size, LATE, [only(1, size, 1), everywhere, everywhere, only(0, size, 1)])
+    return program(size, WILD, [only(1, size, 1), everywhere, everywhere, only(0, size, 1)])
 
 
 def new_gradients_everywhere_in_turn(size: int) -> Program:
@@ -109,12 +106,12 @@ def new_gradients_everywhere_in_turn(size: int) -> Program:
 
 
 def unfrozen_on_one_rank_for_ever(size: int) -> Program:
-    return program(size, LATE, [only(1, size, 1)] * 40)
+    return program(size, WILD, [only(1, size, 1)] * 40)
 
 
 def new_once_and_never_again(size: int) -> Program:
-    """The only gradient that a rank has kept aside comes once."""
-    return program(size, LATE, [only(size - 1, size, 3), *nothing(size, 30)])
+    """One rank has a new gradient in one pass."""
+    return program(size, WILD, [only(size - 1, size, 3), *nothing(size, 30)])
 
 
 def alternating_from_the_start(size: int) -> Program:
@@ -124,7 +121,7 @@ def alternating_from_the_start(size: int) -> Program:
 
 
 def alternating_later(size: int) -> Program:
-    return program(size, LATE, [only(number % size, size, 1) for number in range(25)])
+    return program(size, WILD, [only(number % size, size, 1) for number in range(25)])
 
 
 def passes_without_any_gradient(size: int) -> Program:
@@ -150,7 +147,7 @@ def without_data_when_another_rank_asks(size: int) -> Program:
         [[1] if rank == 0 else None if rank == 1 else [] for rank in range(size)]
     ]
     rows += [[[] if rank != 1 else None for rank in range(size)]] * 6
-    return program(size, LATE, rows)
+    return program(size, WILD, rows)
 
 
 def an_optimizer_of_one_rank(size: int) -> Program:
@@ -161,40 +158,40 @@ def an_optimizer_of_one_rank(size: int) -> Program:
 
 def an_optimizer_that_one_rank_begins(size: int) -> Program:
     """The second optimizer has its first gradients late, and on one rank alone."""
-    return program(size, LATE, [only(1, size, 2)] * 10, owners=(0, 0, 1, 1))
+    return program(size, WILD, [only(1, size, 2)] * 10, owners=(0, 0, 1, 1))
 
 
 def two_optimizers_ask_in_one_pass(size: int) -> Program:
     rows = [[[1] if rank == 0 else [2, 3] for rank in range(size)], *nothing(size, 8)]
-    # All ranks have new gradients: they agree on the pass.
+    # All ranks have new gradients, and know it.
     return program(size, STEADY, rows, owners=(0, 0, 1, 1))
 
 
 def back_after_many_passes(size: int) -> Program:
     """A gradient long missing on all ranks leaves the plan at the next change; then one has it."""
     rows = [*nothing(size, 20), only(0, size, 2), *nothing(size, 20), only(1, size, 1)]
-    return program(size, LATE, [*rows, *nothing(size, 3), only(0, size, 1)], first=[1])
+    return program(size, WILD, [*rows, *nothing(size, 3), only(0, size, 1)], first=[1])
 
 
 def new_while_accumulating(size: int) -> Program:
     """The new gradient exists in one of the passes before a step, or in all of them."""
     rows = [only(0, size, 1), *nothing(size, 5), only(1, size, 2), only(1, size, 2)]
-    return program(size, LATE, [*rows, *nothing(size, 4)], passes_per_step=2)
+    return program(size, WILD, [*rows, *nothing(size, 4)], passes_per_step=2)
 
 
 def new_beside_kept_zeros(size: int) -> Program:
     """zero_grad(set_to_none=False): gradients outside the plan are zeros, not missing."""
     turns = [only(number % size, size, 1, 2) for number in range(20)]
-    return program(size, LATE, turns, set_to_none=False)
+    return program(size, WILD, turns, set_to_none=False)
 
 
 def a_late_rank_asks(size: int) -> Program:
     """The other ranks are passes ahead of the rank that has new gradients."""
-    return program(size, LATE, [only(1, size, 1), *nothing(size, 8)] * 2, sleeper=1)
+    return program(size, WILD, [only(1, size, 1), *nothing(size, 8)] * 2, sleeper=1)
 
 
 def a_late_rank_is_asked(size: int) -> Program:
-    return program(size, LATE, [only(1, size, 1), *nothing(size, 8)] * 2, sleeper=0)
+    return program(size, WILD, [only(1, size, 1), *nothing(size, 8)] * 2, sleeper=0)
 
 
 def many_equal_passes(size: int) -> Program:

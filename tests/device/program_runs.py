@@ -7,7 +7,9 @@ import faulthandler
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +24,11 @@ from program_model import (
     fresh_scaler,
     pattern,
 )
-from random_programs import LATE, STEADY, Group, Pass, Program
+from random_programs import Group, Pass, Program
 from torch import Tensor
 
 import torch_ring as hvd
-from torch_ring.optimizer.planned_pass import RunAhead
+from torch_ring.optimizer.planned_pass import Gradients, RunAhead, without
 
 both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
@@ -35,7 +37,7 @@ LATER_S = 0.02  # delay of a late rank
 
 def run_programs(
     device: str, programs: Sequence[Callable[[int], Program]], reports: str, run_ahead: bool
-) -> None:
+) -> tuple[int, int]:
     """Run programs and compare them with the model.
 
     Args:
@@ -44,29 +46,59 @@ def run_programs(
             stacks.
         run_ahead: the argument of DistributedOptimizer.
 
+    Returns:
+        The numbers of planned passes, and of programs that were refused.
+
     Raises:
         AssertionError: a program went wrong; the message has it.
     """
-    with counted_passes() as planned:
-        for make in programs:
-            program = make(hvd.size())
-            hvd.join()  # hosts forget that earlier programs did not repeat themselves
-            with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
-                check(program, device, run_ahead)
-            gc.collect()
-    if len(programs) > 1:
-        assert bool(planned) == run_ahead, "no pass was planned, or one that should not be"
+    planned = refused = 0
+    for make in programs:
+        program = make(hvd.size())
+        hvd.join()  # hosts forget that earlier programs did not repeat themselves
+        with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
+            passes, is_refused = check(program, device, run_ahead)
+        planned += len(passes)
+        refused += is_refused
+        gc.collect()
+    return planned, refused
+
+
+@dataclass
+class PlannedPass:
+    """A planned pass of this rank.
+
+    Attributes:
+        group: the number of its group in the program.
+        plan: the gradients that it has by the plan, and `mine` those that this rank has.
+    """
+
+    group: int
+    plan: Gradients
+    mine: Gradients
+
+    @property
+    def is_exact(self) -> bool:
+        return self.mine == self.plan
+
+    @property
+    def has_more(self) -> bool:
+        return bool(without(self.mine, self.plan))
 
 
 @contextlib.contextmanager
-def counted_passes() -> Iterator[list[int]]:
-    """Yield a list that gets the number of each pass whose end no host waits for."""
-    planned: list[int] = []
+def recorded_passes(player: Player) -> Iterator[dict[int, PlannedPass]]:
+    """Yield a dictionary that gets the passes whose end no host waits for, by their numbers."""
+    found: dict[int, PlannedPass] = {}
+    run = RunAhead._run
+
+    def recorded(self: RunAhead, number: int, steps: int, gradients: Gradients, *more: Any) -> None:
+        found[number] = PlannedPass(player.number, dict(self._plan), dict(gradients))
+        run(self, number, steps, gradients, *more)
+
     with pytest.MonkeyPatch.context() as patch:
-        run = RunAhead._run
-        counted = lambda self, *told: (planned.append(told[0]), run(self, *told))[1]  # noqa: E731
-        patch.setattr(RunAhead, "_run", counted)
-        yield planned
+        patch.setattr(RunAhead, "_run", recorded)
+        yield found
 
 
 @contextlib.contextmanager
@@ -85,22 +117,45 @@ def told(program: str, reports: Path) -> Iterator[None]:
             path.unlink()
 
 
-def check(program: Program, device: str, run_ahead: bool) -> None:
-    """Run a program; compare its weights with the model's, and with those of all other ranks.
+def check(
+    program: Program, device: str, run_ahead: bool
+) -> tuple[dict[int, PlannedPass], bool]:
+    """Run a program; compare its weights with the model's, up to the pass that is refused, if any.
 
-    A new gradient of only some ranks counts a few passes later if they run ahead: the sum of all
-    steps is the same, and so are the weights in the end.
+    A pass is to be refused if a rank has a gradient that is not planned, while another one has
+    exactly those of the plan. Returns the planned passes, and whether one was refused.
     """
-    found = Player(program, device, run_ahead).play()
+    player = Player(program, device, run_ahead)
+    error = ""
+    with recorded_passes(player) as passes:
+        try:
+            player.play()
+            hvd.barrier()  # the ranks that are ahead hear of it here at the latest
+        except hvd.RingError as refusal:
+            error = str(refusal)
+    found = player.snapshots
+    if error:
+        assert "has a gradient of 'weight." in error, error
+        assert "run_ahead=False" in error, error
+        hvd.shutdown()
+        hvd.init()
+    ranks = hvd.allgather_object(passes)
+    refused = [
+        number
+        for number in sorted(set.intersection(*map(set, ranks)))
+        if any(each[number].has_more for each in ranks)
+        and any(each[number].is_exact for each in ranks)
+    ]
+    assert bool(refused) == bool(error), (refused, error)
+    assert all(hvd.allgather_object(bool(error))) == bool(error), "ranks differ in the refusal"
     wanted = Model(program).play()
-    may_be_late = run_ahead and program.kind != STEADY
-    for number in range(len(wanted)):
-        is_settled = program.kind == LATE and number == len(wanted) - 1
-        if not may_be_late or is_settled:
-            compare(found[number], wanted[number], f"the model after group {number}")
-    for rank, others in enumerate(hvd.allgather_object(found if may_be_late else [])):
-        for number, theirs in enumerate(others):
-            compare(found[number], theirs, f"rank {rank} after group {number}")
+    right = len(wanted)
+    if refused:
+        assert len(refused) == 1, "a pass was refused, and the ranks went on"
+        (right,) = {each[refused[0]].group for each in ranks}
+    for number in range(right):
+        compare(found[number], wanted[number], f"the model after group {number}")
+    return passes, bool(refused)
 
 
 def compare(found: Snapshot, wanted: Snapshot, whose: str) -> None:
@@ -138,11 +193,17 @@ class Player:
         ]
         self.zero = torch.zeros((), device=device)
         self.number = -1  # the number of the group
+        self._after: list[Snapshot] = []  # each group so far, on the device
 
-    def play(self) -> list[Snapshot]:
-        """Return the weights after each group, on the host."""
-        snapshots = [self._play(group) for group in self.program.groups]
-        return [[weight.cpu() for weight in snapshot] for snapshot in snapshots]
+    def play(self) -> None:
+        """Play all groups."""
+        for group in self.program.groups:
+            self._after.append(self._play(group))
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """The weights after each group that was played, on the host."""
+        return [[weight.cpu() for weight in snapshot] for snapshot in self._after]
 
     def _play(self, group: Group) -> Snapshot:
         self.number += 1

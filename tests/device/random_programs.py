@@ -4,11 +4,9 @@ Gradients do not depend on weights: the loss is a sum of parameters times small 
 multiples of the number of ranks. So every sum and every average is exact, in any order of addition,
 and weights can be compared bit by bit.
 
-A program is of one of three kinds. In a STEADY one, every gradient exists on some rank in every
-pass but two, or it comes for the first time on all ranks at once: the ranks know the gradients to
-expect. In a LATE one, some ranks use branches for the first time before others do; weights are only
-sums of gradients, and in its last steps every rank has all gradients. A WILD one is late and has
-all other features: the effect of a step depends on the averages before it.
+A program is of one of two kinds. In a STEADY one, every gradient exists on some rank in every pass
+but two, or it comes for the first time on all ranks at once: the ranks know the gradients to
+expect. In a WILD one, some ranks use branches for the first time before others do.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-STEADY, LATE, WILD = "steady", "late", "wild"
+STEADY, WILD = "steady", "wild"
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 5), (7, 3), (40,), (16, 8), (300,)]
 FIRST_GROUPS = 4  # groups in which every gradient of a steady program exists on some rank
-LAST_GROUPS = 12  # groups of other programs in which every gradient exists on every rank
 # Additional calls of the user; after the passes only if all ranks have ended one: if a rank has
 # skipped it, the others wait for its step.
 BEFORE = ["host allreduce", "device allreduce", "device allgather", "evaluate", "host async"]
@@ -103,12 +100,11 @@ class Program:
 def make_program(seed: int, size: int, kind: str | None = None) -> Program:
     """Return the program of a seed for a number of ranks."""
     rng = random.Random(f"{seed} of {size}")
-    kind = kind or rng.choice([STEADY, STEADY, LATE, WILD])
+    kind = kind or rng.choice([STEADY, WILD])
     count = rng.randint(3, 8)
     optimizers = rng.choice([1, 1, 2])
     owners = [index % optimizers for index in range(count)]
     rng.shuffle(owners)
-    is_sum_of_gradients = kind == LATE
     is_sum = rng.random() < 0.15
     program = Program(
         seed,
@@ -118,12 +114,12 @@ def make_program(seed: int, size: int, kind: str | None = None) -> Program:
         {index for index in range(count) if rng.random() < 0.15},
         owners,
         passes_per_step=rng.choice([1, 1, 1, 2]),
-        momentum=0.0 if is_sum_of_gradients else rng.choice([0.0, 0.5]),
+        momentum=rng.choice([0.0, 0.5]),
         is_sum=is_sum,
         predivide=2.0 if not is_sum and rng.random() < 0.1 else 1.0,
         # A device divides float16 before it adds: a third would be rounded.
         casts=rng.random() < 0.2 and size in (1, 2, 4),
-        scales=not is_sum_of_gradients and rng.random() < 0.3,
+        scales=rng.random() < 0.3,
         bucket_groups=rng.choice([0, 0, 0, 2]),
     )
     program.groups = list(_Author(program, rng).groups())
@@ -156,7 +152,7 @@ class _Author:
         if self.program.kind == STEADY:
             yield from self._steady_groups()
         else:
-            yield from self._late_groups()
+            yield from self._wild_groups()
 
     def _steady_groups(self) -> Iterator[Group]:
         length = self.rng.choice([4, 8, 16])
@@ -169,14 +165,10 @@ class _Author:
             yield self._any_group(self._changes(steady=True))
             yield from self._quiet_groups()
 
-    def _late_groups(self) -> Iterator[Group]:
+    def _wild_groups(self) -> Iterator[Group]:
         for _ in range(self.rng.choice([5, 10, 10, 20])):
             yield self._any_group(self._changes(steady=False))
             yield from self._quiet_groups()
-        changes = tuple((rank, i, True) for rank in self.ranks for i in self.parameters)
-        self._apply(changes)
-        for number in range(LAST_GROUPS):
-            yield self._full_group(changes if number == 0 else ())
 
     def _quiet_groups(self) -> Iterator[Group]:
         """Return, now and then, identical groups, so that hosts begin to run ahead."""
@@ -249,11 +241,11 @@ class _Author:
         is_plain = is_plain and program.passes_per_step == 1
         clears = self._clears()
         steps = list(range(program.optimizers))
-        if program.kind != LATE and len(steps) == 2 and rng.random() < 0.3:
+        if len(steps) == 2 and rng.random() < 0.3:
             steps = [rng.choice(steps)]  # as a GAN's optimizers do in turn
         rng.shuffle(steps)
         self.all_stepped = len(steps) == program.optimizers
-        clips = rng.choice(["", "value", "norm"]) if program.kind != LATE else ""
+        clips = rng.choice(["", "value", "norm"])
         reads = bool(clips) or program.scales
         return Group(
             changes,
@@ -267,13 +259,9 @@ class _Author:
         )
 
     def _clears(self) -> tuple[bool | None, ...]:
-        """Gradients are kept over a step if all optimizers have taken it, never in a late program.
-
-        A kept gradient counts again in each step, so a later one counts less often.
-        """
+        """Gradients are kept over a step if all optimizers have taken it."""
         program = self.program
         may_keep = self.all_stepped and not (program.scales or program.is_sum)
-        may_keep = may_keep and program.kind != LATE
         may_keep = may_keep and program.passes_per_step == 1
         if may_keep and self.rng.random() < 0.15:
             return (None,) * program.optimizers

@@ -31,14 +31,17 @@ def run_all(
     reports: Path,
     run_ahead: bool,
     **env: str,
-) -> None:
-    """Run programs; a failure shows each rank's place, even after a hang."""
+) -> tuple[int, int]:
+    """Return the numbers of planned passes and refused programs.
+
+    A failure shows each rank's place, even after a hang.
+    """
     on_device = functools.partial(
         run_programs, programs=programs, reports=str(reports), run_ahead=run_ahead
     )
     deadline_s = pool.DEADLINE_S + A_PROGRAM_S * len(programs)
     try:
-        run_on_double(on_device, size, deadline_s=deadline_s, **env)
+        return run_on_double(on_device, size, deadline_s=deadline_s, **env)[0]
     except pool.RanksFailed as failure:
         texts = [f"--- {path.name} was at ---\n{path.read_text()}" for path in reports.iterdir()]
         raise pool.RanksFailed("\n".join([str(failure), *texts])) from None
@@ -51,9 +54,11 @@ def test_random_programs(size, bucket_bytes, part, run_ahead, tmp_path, full):
     count = ALL_PROGRAMS if full else PROGRAMS if run_ahead else PROGRAMS // 4
     seeds = [int(ALONE)] if ALONE else range(part, count, 2)
     programs = [functools.partial(make_program, seed) for seed in seeds]
-    run_all(programs, size, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES=bucket_bytes)
+    planned, _ = run_all(programs, size, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES=bucket_bytes)
+    assert ALONE or bool(planned) == run_ahead, "no pass was planned, or one that should not be"
 
 
 @both_ways
 def test_hostile_programs(run_ahead, tmp_path):
-    run_all(HOSTILE, 3, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES="64")
+    _, refused = run_all(HOSTILE, 3, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES="64")
+    assert (0 < refused < len(HOSTILE)) == run_ahead

@@ -14,10 +14,8 @@ from ahead_programs import (
     PROGRAMS,
     Program,
     branch_out,
-    missing_branch_accumulated,
     planned_passes,
     same_branches,
-    two_networks,
 )
 from pool import eventually
 from training import assert_same_on_all_ranks
@@ -40,9 +38,7 @@ def compare(program: Program, device: str) -> None:
         agreed = program(device, False)
         assert numbers == []
         ahead = program(device, True)
-    # Passes that alternate are equal once: this plan ends at once, and no other one follows.
-    differ_in_turn = program in (two_networks, missing_branch_accumulated)
-    assert len(numbers) == 1 if differ_in_turn else len(numbers) >= 3
+    assert len(numbers) >= 3
     assert_same_on_all_ranks(*ahead)
     for mine, other in zip(ahead, agreed, strict=True):
         exact = {"rtol": 0, "atol": 0} if hvd.size() == 2 else {}
@@ -77,13 +73,13 @@ def count_while_changing(device: str) -> list[int]:
     return numbers
 
 
-def test_programs_that_change_are_agreed_longer():
-    """A pass without the branch ends a plan, and so does its return; the next one takes longer.
+def test_a_changed_pass_ends_a_plan_and_two_make_the_next():
+    """A pass without the branch ends a plan, and so does its return.
 
-    The passes of steps 0, 1, 7 to 10 and 17 to 24 are agreed. Where no plan follows, the step
-    agrees once more, on the third branch, which has no gradient: that counts as a pass.
+    The passes of steps 0, 1, 7, 8, 17 and 18 are agreed. Where no plan follows, the step agrees
+    once more, on the third branch, which has no gradient: that counts as a pass.
     """
-    planned = [*range(3, 8), *range(15, 21), *range(36, 41)]
+    planned = [*range(3, 8), *range(11, 19), *range(22, 33)]
     assert run_on_double(count_while_changing, 3) == [planned] * 3
 
 

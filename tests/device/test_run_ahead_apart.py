@@ -21,7 +21,6 @@ from ahead_training import (
     run_ahead_on_double,
     wait_for,
 )
-from logs import logged
 from pool import error_of, eventually
 from torch.optim import SGD
 from training import assert_same_on_all_ranks
@@ -75,60 +74,89 @@ def test_a_host_runs_so_far_ahead_and_no_further(tmp_path):
     run_ahead_on_double(functools.partial(run_into_the_bound, tmp_path), 2)
 
 
-def use_a_branch_first(set_to_none: bool, device: str) -> None:
-    """Rank 0 alone uses another branch in one pass: it is averaged `AHEAD` + 1 passes later."""
-    torch.manual_seed(1)
-    x, y = (torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0), [("x", x), ("y", y)])
-    first, found = PLANNED + 3, []
-    with logged() as messages:
-        for step in range(first + AHEAD + 3):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss = (2 * x).sum()
-            if step == 0 or (step in (first, first + 2) and hvd.rank() == 0):
-                loss = loss + (6 * y).sum()
-            loss.backward()
-            assert x.grad.tolist() == [2, 2]
-            found.append(None if y.grad is None else y.grad.tolist())
-            optimizer.step()
-    late = [message for message in messages if "two steps later" in message]
-    assert len(late) == (hvd.rank() == 0), messages
-    assert all("of 'y', which" in message for message in late), late
-    none = None if set_to_none else [0, 0]
-    share = 2 * 6 / hvd.size()  # of two passes
-    expected = [[6, 6], *[none] * (first + AHEAD), [share, share], none]
-    assert found == [*expected][: len(found)]
+class Trunk:
+    """Steps with a gradient of 2 for `x` in each pass, and of 6 for a branch where ranks say so."""
+
+    def __init__(self, device: str, set_to_none: bool = True) -> None:
+        torch.manual_seed(1)
+        self.x, *self.branches = (
+            torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(3)
+        )
+        named = [("x", self.x), *((f"y{i}", y) for i, y in enumerate(self.branches))]
+        self.optimizer = hvd.DistributedOptimizer(SGD([p for _, p in named], lr=1.0), named)
+        self.set_to_none = set_to_none
+        self.done = 0
+
+    def backward(self, *used: int) -> None:
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        loss = (2 * self.x).sum() + sum((6 * self.branches[i]).sum() for i in used)
+        loss.backward()
+
+    def step(self, *used: int) -> None:
+        self.backward(*used)
+        self.optimizer.step()
+        self.done += 1
+
+    def plan(self) -> None:
+        """Take steps until passes with `x` alone are planned."""
+        self.step(0, 1)
+        for _ in range(PLANNED + 2):
+            self.step()
+        assert is_planned()
+
+
+def use_a_branch_alone(set_to_none: bool, device: str) -> tuple[int, str, str, str]:
+    """Rank 0 alone uses a branch in one pass, while the others run ahead."""
+    trunk = Trunk(device, set_to_none)
+    trunk.plan()
+    first = trunk.done
+
+    def go_on() -> None:
+        for step in range(AHEAD + 4):
+            trunk.step(*[1] * (step == 0 and hvd.rank() == 0))
+
+    kind, text = error_of(go_on)
+    done = trunk.done - first
+    return done, kind, text, error_of(trunk.optimizer.step)[0]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_worlds
-def test_gradients_that_only_some_ranks_have_count_later(size, set_to_none):
-    run_ahead_on_double(functools.partial(use_a_branch_first, set_to_none), size)
+def test_a_gradient_that_only_some_ranks_have_is_refused(size, set_to_none):
+    results = run_ahead_on_double(functools.partial(use_a_branch_alone, set_to_none), size)
+    for rank, (done, kind, text, later) in enumerate(results):
+        assert kind in ("RingError", "PeerLostError"), text
+        assert (
+            "rank 0 has a gradient of 'y1', which the passes before did not have, and which "
+            "rank 1 does not have"
+        ) in text
+        assert "run_ahead=False" in text
+        assert done <= (AHEAD + 1 if rank else 0)
+        assert later in ("RingError", "PeerLostError"), "it has stepped after the error"
 
 
-def use_a_branch_of_two_optimizers(device: str) -> None:
-    """As above, with two optimizers in each pass: ranks that put no gradient aside step alike."""
-    x, y, other = (torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(3))
-    optimizers = [hvd.DistributedOptimizer(SGD(of, lr=0.0)) for of in ([x, y], [other])]
-    first, found = PLANNED + 3, []
-    for step in range(first + AHEAD + 3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = (2 * x).sum() + other.sum()
-        if step == 0 or (step == first and hvd.rank() == 0):
-            loss = loss + (6 * y).sum()
-        loss.backward()
-        found.append(None if y.grad is None else y.grad.tolist())
-        for optimizer in optimizers:
-            optimizer.step()
-    late = first + AHEAD + 1
-    share = 6 / hvd.size()
-    assert found == [[6, 6], *[None] * (late - 1), [share, share], None]
+def differ_everywhere(device: str) -> list[tuple[float, float, float]]:
+    """In one pass each rank has another branch, or no data: all average all branches at once."""
+    trunk = Trunk(device)
+    trunk.plan()
+    found = []
+    for step in range(AHEAD + 4):
+        if step == 1 and hvd.rank() > 1:
+            trunk.optimizer.zero_grad()
+            trunk.optimizer.step()
+        else:
+            trunk.step(*[hvd.rank()] * (step == 1))
+        weights = (trunk.x, *trunk.branches)
+        found.append(tuple(0 if w.grad is None else w.grad[0].item() for w in weights))
+    return found
 
 
 @on_worlds
-def test_gradients_of_some_ranks_in_one_of_two_optimizers(size):
-    run_ahead_on_double(use_a_branch_of_two_optimizers, size)
+def test_gradients_of_ranks_that_all_differ_count_at_once(size):
+    share = 6 / size
+    usual = (2, 0, 0)
+    expected = [usual, (pytest.approx(4 / size), share, share), *[usual] * (AHEAD + 2)]
+    assert run_ahead_on_double(differ_everywhere, size) == [expected] * size
 
 
 def step_too_often(device: str) -> tuple[str, str]:

@@ -291,10 +291,16 @@ def _gradients() -> Iterator[Fault]:
         "if (nowhere.get(index)) give_back(parameters_[index], before);",
         tests=("device/test_run_ahead.py", "device/test_run_ahead_apart.py"),
     )  # fmt: skip
-    yield _statement(
-        "base_put_aside", "an unplanned gradient is put aside with what was averaged", HOOKS,
-        "mine.sub_(before.value, before.base_reduced ? scale() : 1.0);",
-        tests=("device/test_run_ahead_apart.py", "device/test_run_ahead_random.py"),
+    yield _python(
+        "unplanned_lost", "a gradient that only some ranks have is not refused", PLANNED,
+        "if decision.out_of_step is None and not self._all_deviate(ranks):", "if False:",
+        tests=("device/test_run_ahead_apart.py",),
+    )  # fmt: skip
+    yield _python(
+        "unplanned_refused", "a gradient is refused although all ranks know of it", PLANNED,
+        "if decision.out_of_step is None and not self._all_deviate(ranks):",
+        "if decision.out_of_step is None:",
+        tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     yield _python(
         "old_report", "the reports of the pass before are not read", PLANNED,
@@ -308,8 +314,8 @@ def _gradients() -> Iterator[Fault]:
         tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     yield _python(
-        "aside_lost", "a gradient put aside is never taken up", SYNC,
-        "taken = [index for index in used if self.run_ahead.take_up_aside(index)]", "taken = []",
+        "rest_unreduced", "gradients that are new on all ranks stay each rank's own", PLANNED,
+        "self._reduce_extra(ranks, without(union, planned), number)", "pass",
         tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     # --- the decision

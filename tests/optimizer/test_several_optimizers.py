@@ -230,6 +230,6 @@ def collect_during_the_end_of_a_pass(how: str) -> None:
 
 
 @on_both_transports
-@pytest.mark.parametrize("how", ["_agree", "_with_aside", "_reduce"])
+@pytest.mark.parametrize("how", ["_agree", "_reduce_all", "_reduce"])
 def test_an_optimizer_is_collected_during_the_end_of_a_pass(transport, how):
     run(collect_during_the_end_of_a_pass, 2, args=(how,), transport=transport)

@@ -163,7 +163,7 @@ class BackwardSync:
             ValueError: a parameter cannot be reduced.
         """
         require_same_parameters(self._process_set, parameters, names, settings, groups)
-        self.run_ahead.begin_anew()
+        self.run_ahead.stop()
         index = self._added
         self._added += 1
         reducer = Reducer(
@@ -366,7 +366,6 @@ class BackwardSync:
         Returns:
             Whether `stepping` need not wait any more: all ranks are about to step.
         """
-        reports = self._with_aside(reports, stepping)
         report = PassReport(
             self.steps,
             self._weights.added_to(reports, self.number, self._reducers.comparisons()),
@@ -388,30 +387,6 @@ class BackwardSync:
             self._reducers.get(index) is stepping for index in decision.open
         )
 
-    def _with_aside(
-        self, reports: tuple[GradientReport, ...], stepping: Reducer | None
-    ) -> tuple[GradientReport, ...]:
-        """Return the reports, with the gradients that planned passes have put aside.
-
-        Those of optimizers in use now are due. An unused optimizer's zero_grad() may come before
-        its next step, and would drop them: so they stay aside, and this report only mentions them.
-        The other ranks hear of them here for the first time: until then this rank must step like
-        ranks that do not know of them.
-        """
-        used = [
-            report.optimizer
-            for report in reports
-            if report.due or self._reducers[report.optimizer] is stepping
-        ]
-        taken = [index for index in used if self.run_ahead.take_up_aside(index)]
-        reports = self._reports(stepping) if taken else reports
-        told = {report.optimizer for report in reports}
-        left = [index for index in self.run_ahead.aside - told if index in self._reducers]
-        return (
-            *reports,
-            *(GradientReport(index, accumulating=True) for index in sorted(left)),
-        )
-
     def _reduce_all(self, ranks: Sequence[PassReport]) -> PassDecision:
         """Decide, reduce, and end the agreement; Ctrl-C is deferred until then."""
         with interrupt_deferred():
@@ -424,7 +399,7 @@ class BackwardSync:
             self.agreement.finish()
             if decision.agrees_again:
                 for reducer in self._reducers.values():
-                    reducer.hooks.take_up_aside(again=True)
+                    reducer.hooks.take_up_again()
         return decision
 
     def _raise_explained(self, error: RingError, name: str = "") -> None:
@@ -491,7 +466,7 @@ class BackwardSync:
             is_steady = decision.is_whole and not (decision.open or decision.is_of_step)
             is_dense = not any(each.sparse for each in decision.reductions)
             touched = {each.optimizer: each.touched for each in decision.reductions}
-            self.run_ahead.learn(number, touched if is_steady and is_dense else {})
+            self.run_ahead.learn(touched if is_steady and is_dense else {})
         # A report may mention an accumulating optimizer that is gone here: after a program has
         # dropped it, ranks report it until Python collects garbage.
         left = decision.open

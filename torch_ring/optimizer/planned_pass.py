@@ -19,17 +19,16 @@ slowest one.
 which are the same on all ranks, and not on the time when a rank reads them: a pass is agreed if the
 reports of the pass two before it have ended the plan, or if *every* rank had other gradients than
 planned in the pass before it, since then all ranks have read those reports at once. The same
-program gives the same bits. After a plan that has ended soon, the next one needs twice as many
-equal passes.
+program gives the same bits.
 
 A rank whose gradients are not those of the plan waits for the others' reports of that pass:
 
 - It *lacks* some. If no rank has had them, ``grad`` is restored (to None, for example), so that no
   weight moves by momentum or decay; otherwise ``grad`` gets the mean.
-- It has *extra* ones. If every rank has extra ones (a layer was unfrozen), the ranks reduce them at
-  once, in this pass. If only some ranks have, the others do not know yet: these ranks put theirs
-  aside and restore ``grad``. They add them to the optimizer's gradients in its next agreed pass,
-  which with a single optimizer is two passes later.
+- It has *extra* ones. If every rank's gradients differ from the plan (a layer was unfrozen, another
+  network has its turn), all know, and reduce the rest at once, in this pass. If a rank has exactly
+  those of the plan, that rank goes on without waiting, and the rest cannot be averaged any more:
+  the job ends on all ranks, with an error that names the gradient.
 
 Special cases:
 
@@ -96,8 +95,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("torch_ring")
 
-_FEWEST, _MOST = 2, 256  # equal passes that make a plan
-_LONG_LIVED = 64  # passes: a plan that lasts so long is no sign of a changing program
 _SET_ALONE = (
     "If the program has set a gradient itself before step(), it must do so on all ranks, or wrap "
     "the optimizer with run_ahead=False"
@@ -153,9 +150,6 @@ class RunAhead:
         weights: the digests of weights in the reports.
         explain: raises the error of a named operation again, with the likely mistake of the
             program.
-
-    Attributes:
-        aside: the optimizers whose gradients were put aside on this rank.
     """
 
     def __init__(
@@ -176,15 +170,10 @@ class RunAhead:
         self._explain = explain
         self._world: World | None = None
         self._agreed: Gradients = {}  # the last agreed pass
-        self._equal = 0  # number of consecutive passes equal to it
-        self._needed = _FEWEST  # equal passes before they are a plan
         self._plan: Gradients = {}
-        self._first = 0  # the plan's first pass
         self._passes: list[Entered] = []  # the last two planned passes
         self._is_concluded = True  # whether the kind of the next pass is decided
         self._difference: MismatchError | None = None
-        self._has_warned = False
-        self.aside: set[int] = set()
 
     @property
     def hooks(self) -> NativeRunAhead | None:
@@ -217,17 +206,16 @@ class RunAhead:
 
     # --- the plan
 
-    def learn(self, number: int, gradients: Gradients) -> None:
-        """Take note of an agreed pass, and make it the plan if the last ones were equal.
+    def learn(self, gradients: Gradients) -> None:
+        """Take note of an agreed pass, and make it the plan if it repeats the one before.
 
         Args:
-            number: the number of the pass.
             gradients: the gradients that any rank had; empty if such a pass cannot be planned.
         """
         gradients = without(gradients, {})
-        self._equal = self._equal + 1 if gradients == self._agreed else 1
+        is_repeated = gradients == self._agreed
         self._agreed = gradients
-        if not gradients or self._equal < self._needed or not self._is_possible(gradients):
+        if not gradients or not is_repeated or not self._is_possible(gradients):
             return
         buckets = [
             bucket
@@ -238,7 +226,7 @@ class RunAhead:
             return
         self._native.set_plan(buckets)
         self._native.open()
-        self._plan, self._first = gradients, number + 1
+        self._plan = gradients
         for index, reducer in self._reducers.items():
             reducer.hooks.expect(gradients.get(index, 0))
 
@@ -263,20 +251,15 @@ class RunAhead:
         self._difference = None  # the next agreed pass raises it
         self._drop_plan()
 
-    def begin_anew(self) -> None:
-        """As stop(), and reset the number of equal passes needed: the program has changed."""
-        self.stop()
-        self._needed = _FEWEST
-
     def forget(self) -> None:
         """Forget all passes: all ranks have joined."""
         self._passes.clear()
-        self.begin_anew()
+        self.stop()
 
     def _drop_plan(self) -> None:
         self._passes.clear()
         self._is_concluded = True
-        self._agreed, self._equal = {}, 0
+        self._agreed = {}
         if not self._plan:
             return
         self._plan = {}
@@ -302,12 +285,17 @@ class RunAhead:
             self._conclude()  # continues a wait that Ctrl-C has interrupted
             is_planned = bool(self._plan) and self._ends_pass(steps, stepping)
             self._conclude()
-        except PeerLostError:  # unread reports may show that the lost rank has raised MismatchError
-            with contextlib.suppress(RingError):
-                for entered in self._passes:
-                    if entered.work.done():
-                        self._judge(entered)
-            self._raise_difference()
+        except MismatchError:
+            raise
+        except RingError as error:
+            for reducer in self._reducers.values():  # step() must not use this pass's gradients
+                reducer.nothing_pending = False
+            if isinstance(error, PeerLostError):  # unread reports may show a MismatchError there
+                with contextlib.suppress(RingError):
+                    for entered in self._passes:
+                        if entered.work.done():
+                            self._judge(entered)
+                self._raise_difference()
             raise
         return is_planned
 
@@ -394,10 +382,8 @@ class RunAhead:
                 nowhere = bitmap & ~union.get(index, 0)
                 reducer.hooks.restore(nowhere)
                 reducer.hooks.mark_reduced(bitmap & ~nowhere)
-        if all(without(rank.due, planned) for rank in ranks):
+        if self._all_deviate(ranks):
             self._reduce_extra(ranks, without(union, planned), number)
-        else:
-            self._put_aside(without(gradients, planned))
         self._note_reduction(ranks)
 
     def _send(self, number: int, steps: int, gradients: Sequence[GradientReport]) -> Entered:
@@ -424,7 +410,7 @@ class RunAhead:
             raise
 
     def _reduce_extra(self, ranks: Sequence[PassReport], extra: Gradients, number: int) -> None:
-        """Reduce unplanned gradients, when all ranks know of them. Collective."""
+        """Reduce the gradients that are not planned; all ranks know of them. Collective."""
         dense = dict.fromkeys(extra, 0)
         for report in (report for rank in ranks for report in rank.gradients):
             if report.optimizer in dense:
@@ -436,32 +422,6 @@ class RunAhead:
             reducer.start(number)
         for reducer in found.values():
             reducer.finish(())
-
-    def _put_aside(self, extra: Gradients) -> None:
-        for index, bitmap in extra.items():
-            reducer = self._reducers[index]
-            reducer.hooks.put_aside(bitmap)
-            self.aside.add(index)
-        if extra and not self._has_warned:
-            self._has_warned = True
-            index, bitmap = min(extra.items())
-            first = self._reducers[index].names[(bitmap & -bitmap).bit_length() - 1]
-            others = sum(bitmap.bit_count() for bitmap in extra.values()) - 1
-            _log.warning(
-                "only some ranks have a gradient of '%s'%s, which the passes before did not have: "
-                "it counts in the next step on which the ranks agree, two steps later. In its own "
-                "step it counts with run_ahead=False or TORCH_RING_RUN_AHEAD=0",
-                first,
-                f" and of {others} other parameters" if others else "",
-            )
-
-    def take_up_aside(self, index: int) -> bool:
-        """Add the gradients put aside to an optimizer's; return whether there were any."""
-        if index not in self.aside:
-            return False
-        self.aside.discard(index)
-        self._reducers[index].hooks.take_up_aside(again=False)
-        return True
 
     def _note_accumulation(self, pending: Mapping[int, Pending], taken: Gradients) -> None:
         """Take note of the optimizers that keep gradients for a later pass."""
@@ -494,10 +454,32 @@ class RunAhead:
                     "TORCH_RING_RUN_AHEAD=0"
                 )
             entered.ranks = ranks
-            if decide(ranks, self._size, {}).given_up:
+            decision = decide(ranks, self._size, {})
+            if decision.given_up:
                 failure = self._agreement.failure if entered.report.gave_up else ""
                 end_given_up(failure, self._engine, _name(entered.number))
+            if decision.out_of_step is None and not self._all_deviate(ranks):
+                self._require_planned(ranks)
         return entered.ranks
+
+    def _require_planned(self, ranks: Sequence[PassReport]) -> None:
+        """End the job if a rank has a gradient that is not planned, and another one is ahead."""
+        for number, rank in enumerate(ranks):
+            extra = without(rank.due, self._plan)
+            if not extra:
+                continue
+            index, bitmap = min(extra.items())
+            first = self._reducers.named(index).names[(bitmap & -bitmap).bit_length() - 1]
+            others = sum(bitmap.bit_count() for bitmap in extra.values()) - 1
+            more = f" and {others} other parameter{'s' if others > 1 else ''}" if others else ""
+            who = "rank" if len(ranks) == self._size else "of the ranks that have not joined, number"
+            ahead = next(n for n, other in enumerate(ranks) if other.due == self._plan)
+            self._engine.end(
+                f"{who} {number} has a gradient of '{first}'{more}, which the passes before did not "
+                f"have, and which {who} {ahead} does not have: hosts run ahead, so it has stepped "
+                "without it. Wrap the optimizer with run_ahead=False (or set "
+                "TORCH_RING_RUN_AHEAD=0) where ranks use different parts of a model"
+            )
 
     def _all_deviate(self, ranks: Sequence[PassReport]) -> bool:
         """Return whether no rank had the planned gradients; then all have read the reports."""
@@ -513,8 +495,6 @@ class RunAhead:
             ends = (self._judge(last) and self._all_deviate(last.ranks)) or ends
         self._is_concluded = True
         if ends:
-            lived = self._agreement.number - self._first
-            self._needed = _FEWEST if lived >= _LONG_LIVED else min(2 * self._needed, _MOST)
             self._drop_plan()
         else:
             self._native.open()
