@@ -11,16 +11,6 @@ from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prep
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def know_ring():
-    """Run in each worker, whose group Ray makes before `train` could import anything.
-
-    An installed torch_ring does not need this: torch finds the name by itself.
-    """
-    import torch  # noqa: F401 - first: torch_ring registers its backend with an imported torch
-
-    import torch_ring  # noqa: F401
-
-
 def train():
     torch.manual_seed(0)
     inputs = torch.randn(2048, 16)
@@ -48,11 +38,7 @@ def train():
 
 
 if __name__ == "__main__":
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        runtime_env={"worker_process_setup_hook": know_ring},
-    )
+    ray.init(num_cpus=4, include_dashboard=False)
     with tempfile.TemporaryDirectory() as folder:
         TorchTrainer(
             train,
