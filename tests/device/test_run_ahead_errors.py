@@ -159,6 +159,50 @@ def test_an_exception_that_one_rank_catches(size, where, before, tmp_path):
         assert f"rank 1{'' if rank == 1 else ' ('}" in text
 
 
+def step_while_a_thread_is_in_the_failed_pass(device: str) -> tuple[str, str]:
+    """On rank 1 the device's thread of autograd is still in a pass whose host part has failed."""
+    held, gone, here = (
+        torch.nn.Parameter(torch.ones(3, device=d)) for d in (device, device, "cpu")
+    )
+    optimizer = hvd.DistributedOptimizer(SGD([held, gone, here], lr=1.0))
+    is_held, has_stepped = threading.Event(), threading.Event()
+
+    def hold(_: torch.Tensor) -> None:
+        is_held.set()
+        assert has_stepped.wait(DEADLINE_S)
+
+    def refuse(_: torch.Tensor) -> None:
+        assert is_held.wait(DEADLINE_S)
+        raise ValueError("bad batch")
+
+    middle, first = held * 1.0, here * 1.0
+    if hvd.rank() == 1:
+        middle.register_hook(hold)
+        first.register_hook(refuse)
+    # The last operation made is the first one of backward: `gone` has its gradient before the hook.
+    loss = middle.sum().cpu() + first.sum() + (gone * 2.0).sum().cpu()
+
+    def go_on() -> None:
+        if hvd.rank() == 1:
+            with pytest.raises(ValueError, match="bad"):
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+
+    try:
+        return error_of(go_on)
+    finally:
+        has_stepped.set()
+
+
+def test_a_step_after_a_failed_pass_in_which_a_thread_still_is():
+    failures = run_ahead_on_double(step_while_a_thread_is_in_the_failed_pass, 2)
+    for rank, (kind, text) in enumerate(failures):
+        assert kind == ("RingError" if rank == 1 else "PeerLostError"), text
+        assert "has failed (ValueError: bad batch)" in text
+
+
 def agree_on_failures(device: str) -> None:
     """All ranks leave out a batch with which one of them fails; the plan is made anew."""
     training = Training(device)

@@ -26,6 +26,25 @@ def add_up_two_passes(op: int) -> None:
         assert x.item() == before - 15 * share
 
 
+def keep_gradients_over_steps() -> None:
+    """Two passes a step, and no zero_grad(): the gradients of all steps add up."""
+    (x,) = weights(0)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=1.0), backward_passes_per_step=2)
+    expected = gradient = 0.0
+    for _ in range(3):
+        for factor in (1, 2):
+            ((hvd.rank() + factor) * x).backward()
+        gradient += 1.5 + 2.5  # the means of the ranks' factors
+        assert grads([x]) == [gradient]
+        optimizer.step()
+        expected -= gradient
+        assert x.item() == expected
+
+
+def test_each_step_counts_its_passes_anew():
+    run(keep_gradients_over_steps, 2)
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_second_backward_adds_to_the_first(op):
     run(add_up_two_passes, 2, args=(op,))

@@ -306,3 +306,27 @@ def join_after_a_failure() -> tuple[str, str]:
 
 def test_a_join_after_gradients_were_sent():
     expect_given_up(run(join_after_a_failure, 2, transport="tcp", env=SMALL_BUCKETS))
+
+
+def go_on_after_an_error_of_all_ranks() -> tuple[str, str]:
+    """The ranks are in different steps when a bucket has been sent already."""
+    training = Training("")
+    for batch in range(2):
+        training.optimizer.zero_grad()
+        training.backward(batch, fails=False)
+        training.step()
+    if hvd.rank() == 1:
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+    training.optimizer.zero_grad()
+    kind, text = error_of(lambda: training.backward(2, fails=False))
+    assert kind == "MismatchError", text
+    training.optimizer.zero_grad()
+    return error_of(lambda: training.backward(3, fails=False))
+
+
+def test_a_pass_after_one_whose_buckets_were_sent_in_vain():
+    failures = run(go_on_after_an_error_of_all_ranks, 2, transport="tcp", env=SMALL_BUCKETS)
+    for kind, text in failures:
+        assert kind in ("RingError", "PeerLostError"), text
+        assert "which only shutdown() and init() can mend" in text

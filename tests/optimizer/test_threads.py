@@ -67,6 +67,35 @@ def test_one_optimizer_in_two_threads_at_once():
     run(train_two_at_once, 2, args=(True,), kind="ended")
 
 
+def pass_within_another() -> None:
+    """A thread's whole pass lies in the midst of another one's, of the same optimizer."""
+    first, last, other = weights(1, 1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD([first, last, other], lr=1.0))  # noqa: F841 - it lives
+    is_in_midst, is_over = threading.Event(), threading.Event()
+
+    def wait(_: Tensor) -> None:
+        is_in_midst.set()
+        assert is_over.wait(20)
+
+    between = last * 1.0
+    between.register_hook(wait)
+
+    def train_inside() -> None:
+        assert is_in_midst.wait(20)
+        try:
+            (other * 2).backward()
+        finally:
+            is_over.set()
+
+    errors = in_threads(train_inside, lambda: (first * between).backward())
+    assert len(errors) == 2, errors  # else its gradient has joined the other thread's pass
+    assert "two threads" in errors[0], errors
+
+
+def test_a_pass_in_the_midst_of_another_threads():
+    run(pass_within_another, 2, kind="ended")
+
+
 def train_in_turns() -> None:
     first, second = weights(1, 1)
     one = hvd.DistributedOptimizer(SGD([first], lr=0.0))
