@@ -117,9 +117,7 @@ def told(program: str, reports: Path) -> Iterator[None]:
             path.unlink()
 
 
-def check(
-    program: Program, device: str, run_ahead: bool
-) -> tuple[dict[int, PlannedPass], bool]:
+def check(program: Program, device: str, run_ahead: bool) -> tuple[dict[int, PlannedPass], bool]:
     """Run a program; compare its weights with the model's, up to the pass that is refused, if any.
 
     A pass is to be refused if a rank has a gradient that is not planned, while another one has

@@ -302,16 +302,13 @@ class RunAhead:
     def _ends_pass(self, steps: int, stepping: Reducer | None) -> bool:
         if self._agreement.is_reducing:
             self._engine.end("a backward pass was interrupted while its gradients were launched")
-        pending = {
-            index: reducer.hooks.pending(Due.everything if reducer is stepping else Due.now)
-            for index, reducer in self._reducers.items()
-        }
+        pending = {index: reducer.pending(stepping) for index, reducer in self._reducers.items()}
         if any(each.unready for each in pending.values()):
             return False  # an agreement follows: parameters have moved, or the pass is refused
         self._note_accumulation(pending, {})
         if stepping is None and not any(each.due for each in pending.values()):
             return True
-        gradients, sparse = self._started_gradients(pending)
+        gradients, sparse = self._started_gradients(pending, stepping)
         with interrupt_deferred():
             self._agreement.begin_reduction()
             self._run(self._agreement.number, steps, gradients, sparse, stepping)
@@ -324,12 +321,13 @@ class RunAhead:
         return True
 
     def _started_gradients(
-        self, pending: Mapping[int, Pending]
+        self, pending: Mapping[int, Pending], stepping: Reducer | None
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Return the gradients that a planned pass takes: due or accumulating ones.
 
         Args:
-            pending: the result of `hooks.pending()` for each optimizer.
+            pending: the result of `Reducer.pending()` for each optimizer.
+            stepping: the optimizer that is about to step.
 
         Returns:
             Bitmaps of the gradients by optimizer, and of those that are sparse.
@@ -338,7 +336,7 @@ class RunAhead:
         for index, each in pending.items():
             started = each
             if each.accumulating:
-                started = self._reducers[index].hooks.pending(Due.started)
+                started = self._reducers[index].pending(stepping, Due.started)
             if started.due:
                 gradients[index] = started.due
                 sparse[index] = started.sparse
@@ -472,12 +470,13 @@ class RunAhead:
             first = self._reducers.named(index).names[(bitmap & -bitmap).bit_length() - 1]
             others = sum(bitmap.bit_count() for bitmap in extra.values()) - 1
             more = f" and {others} other parameter{'s' if others > 1 else ''}" if others else ""
-            who = "rank" if len(ranks) == self._size else "of the ranks that have not joined, number"
+            all_are_here = len(ranks) == self._size
+            who = "rank" if all_are_here else "of the ranks that have not joined, number"
             ahead = next(n for n, other in enumerate(ranks) if other.due == self._plan)
             self._engine.end(
-                f"{who} {number} has a gradient of '{first}'{more}, which the passes before did not "
-                f"have, and which {who} {ahead} does not have: hosts run ahead, so it has stepped "
-                "without it. Wrap the optimizer with run_ahead=False (or set "
+                f"{who} {number} has a gradient of '{first}'{more}, which the passes before did "
+                f"not have, and which {who} {ahead} does not have. Hosts run ahead, so that rank "
+                "has stepped without it: wrap the optimizer with run_ahead=False (or set "
                 "TORCH_RING_RUN_AHEAD=0) where ranks use different parts of a model"
             )
 
