@@ -1097,7 +1097,7 @@ class GradientHooks:
         `early`: by bucket, whether `on_bucket_full` is called for it.
         """
 
-    def pending(self, which: Due) -> Pending: ...
+    def pending(self, which: Due, stepping: GradientHooks | None = None) -> Pending: ...
     def not_finite(self, due: int, rank: int) -> list[NotFinite]:
         """Return the gradients of `due` that are not finite, as they are before the reduction.
 
@@ -1111,8 +1111,11 @@ class GradientHooks:
     def set_by_hand(self) -> list[int]:
         """Return the parameters whose gradient the program has set, and nothing has reduced."""
 
-    def share(self, other: GradientHooks) -> None:
-        """Take note of other hooks, which may be on some of the same parameters."""
+    def set_elsewhere(self, slots: dict[int, tuple[GradientHooks, int]]) -> None:
+        """Give these parameters' slots to other hooks, as the parameters of these indices there."""
+
+    def leave(self) -> None:
+        """Serve only other optimizers' slots: this one's is gone. Never waits."""
 
     def refuse_others_pass(self) -> None:
         """Call `fail` if another thread's pass runs now, or if one has failed in the middle."""

@@ -288,11 +288,25 @@ void bind_gradients(py::module_& module) {
             hooks.set_buckets(buckets, parts, std::move(early));
           },
           py::arg("buckets"), py::arg("slots"), py::arg("early"), Release())
-      .def("pending", &GradientHooks::pending, py::arg("which"), Release())
+      .def("pending", &GradientHooks::pending, py::arg("which"), py::arg("stepping") = nullptr,
+           Release())
       .def("not_finite", &GradientHooks::not_finite, py::arg("due"), py::arg("rank"), Release())
       .def_static("worst_numbers", &GradientHooks::worst_numbers, py::arg("gradients"), Release())
       .def("set_by_hand", &GradientHooks::set_by_hand, Release())
-      .def("share", &GradientHooks::share, py::arg("other"), Release())
+      .def("leave", &GradientHooks::leave)
+      .def(
+          "set_elsewhere",
+          [](GradientHooks& hooks,
+             const std::map<std::size_t, std::pair<std::shared_ptr<GradientHooks>, std::size_t>>&
+                 slots) {
+            std::map<std::size_t, GradientHooks::Elsewhere> elsewhere;
+            for (const auto& [index, there] : slots) {
+              elsewhere.emplace(index, GradientHooks::Elsewhere{there.first, there.second});
+            }
+            const py::gil_scoped_release release;
+            hooks.set_elsewhere(std::move(elsewhere));
+          },
+          py::arg("slots"))
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
       .def("parameters_moved", &GradientHooks::parameters_moved, Release())
       .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())

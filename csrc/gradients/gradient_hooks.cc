@@ -84,6 +84,9 @@ constexpr const char* kTwoThreads =
 
 constexpr std::size_t kSent = std::numeric_limits<std::size_t>::max();
 
+/// Counts the reductions of this process; guards no other data.
+std::atomic<std::uint64_t> reductions{0};
+
 constexpr const char* kCameAgain =
     "got another gradient in a backward pass that had already sent its first one, and which hosts "
     "run ahead of: wrap the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0), or use "
@@ -345,7 +348,7 @@ std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> param
 
 GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                              Options options)
-    : options_(std::move(options)), present_(parameters.size()) {
+    : options_(std::move(options)), is_lent_(parameters.size()), present_(parameters.size()) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(std::move(parameters[i]), std::move(names.at(i)));
   }
@@ -407,38 +410,22 @@ void GradientHooks::before_accumulation(std::size_t index) {
     parameter.refresh();
     parameter.was_zero = parameter.was_written_with_zeros();
   }
-  if (parameter.arrived && !disabled_) keep_sent(index);
-  if (disabled_ || scale() == 1.0) return;
-  std::vector<Sharer> told;
-  bool is_on_base = false;
-  {
-    const std::scoped_lock lock(mutex_);
-    parameter.refresh();
-    const bool was_reduced = parameter.base_reduced;
-    rescale_reduced(parameter);
-    const auto shared = sharers_.find(index);
-    const bool is_scaled = was_reduced && !parameter.base_reduced;
-    if (is_scaled && shared != sharers_.end()) told = shared->second;
-    is_on_base = parameter.on_base;
-  }
-  for (const Sharer& sharer : told) {  // so that they do not scale it again
-    const auto hooks = sharer.hooks.lock();
-    if (!hooks) continue;
-    const std::scoped_lock lock(hooks->mutex_);
-    HookedParameter& theirs = hooks->parameters_[sharer.index];
-    theirs.base_reduced = false;
-    theirs.on_base = is_on_base;
-  }
+  if (is_ignored(index)) return;
+  if (parameter.arrived) keep_sent(index);
+  if (scale() == 1.0) return;
+  const std::scoped_lock lock(mutex_);
+  parameter.refresh();
+  rescale_reduced(parameter);
 }
 
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
-  if (disabled_) return;
+  if (is_ignored(index)) return;
   bool bucket_full = false;
   bool is_planned = false;
   std::size_t bucket = 0;
-  std::vector<Sharer> told;
   {
     std::unique_lock lock(mutex_);
+    if (is_elsewhere(index)) return;
     HookedParameter& parameter = parameters_[index];
     const at::Tensor& grad = parameter.variable.mutable_grad();
     if (!grad.defined()) return;  // another hook has taken it
@@ -464,15 +451,6 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     if (bucket_full && looks_at_gradients()) look(members_[bucket], looked_at_);
     sent_ = sent_ || bucket_full;
     is_planned = planned_.has_value();
-    const auto shared = sharers_.find(index);
-    if (shared != sharers_.end() && grad.is_same(parameter.bucket_view)) told = shared->second;
-  }
-  for (const Sharer& sharer : told) {  // tell them that `grad` is not the program's
-    const auto hooks = sharer.hooks.lock();
-    if (!hooks) continue;
-    const std::scoped_lock lock(hooks->mutex_);
-    HookedParameter& theirs = hooks->parameters_[sharer.index];
-    theirs.known.emplace(theirs.variable.mutable_grad().getIntrusivePtr());
   }
   if (!bucket_full) return;
   is_planned ? options_.launch(*this, bucket) : options_.on_bucket_full(bucket);
@@ -557,9 +535,6 @@ void GradientHooks::keep_again(std::size_t index) {
 /// Returns whether the bucket has become full and on_bucket_full is due.
 bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient) {
   HookedParameter& parameter = parameters_[index];
-  if (fresh && passes_per_step_ > 1 && sharers_.count(index) > 0 && !gradient.is_sparse()) {
-    fresh = parameter.has_value(gradient);  // otherwise other hooks have the earlier one
-  }
   if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
   fresh ? parameter.forget_base() : parameter.note_base();
   parameter.unreduced = parameter.unreduced || parameter.arrived;
@@ -588,21 +563,9 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
   std::size_t& missing = missing_[parameter.bucket];
   if (--missing > 0 || !early_.at(parameter.bucket)) return false;
-  if (pass_->has_nested || is_shared(parameter.bucket) || is_held(parameter.bucket)) return false;
+  if (pass_->has_nested || is_held(parameter.bucket)) return false;
   missing = kSent;
   return true;
-}
-
-/// Whether other hooks may still copy a gradient from the bucket.
-bool GradientHooks::is_shared(std::size_t bucket) const {
-  if (sharers_.empty()) return false;
-  const auto& members = members_[bucket];
-  return std::any_of(members.begin(), members.end(), [&](std::size_t i) {
-    const auto found = sharers_.find(i);
-    return found != sharers_.end() &&
-           std::any_of(found->second.begin(), found->second.end(),
-                       [](const Sharer& sharer) { return !sharer.hooks.expired(); });
-  });
 }
 
 /// Whether a parameter of the bucket may get another gradient in this pass, as in an earlier pass.
@@ -613,58 +576,66 @@ bool GradientHooks::is_held(std::size_t bucket) const {
                      [&](std::size_t i) { return repeated_.contains(i); });
 }
 
-void GradientHooks::share(const std::shared_ptr<GradientHooks>& other) {
-  std::unordered_map<const c10::TensorImpl*, std::size_t> own;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    own.emplace(parameters_[i].variable.unsafeGetTensorImpl(), i);
-  }
-  std::vector<std::pair<std::size_t, std::size_t>> shared;  // indices of a parameter here and there
-  for (std::size_t i = 0; i < other->parameters_.size(); ++i) {
-    const auto found = own.find(other->parameters_[i].variable.unsafeGetTensorImpl());
-    if (found != own.end()) shared.emplace_back(found->second, i);
-  }
-  for (const auto& [here, there] : shared) {
-    {
-      const std::scoped_lock lock(mutex_);
-      sharers_[here].push_back({other, there});
-    }
-    const std::scoped_lock lock(other->mutex_);
-    other->sharers_[there].push_back({weak_from_this(), here});
+void GradientHooks::set_elsewhere(std::map<std::size_t, Elsewhere> slots) {
+  const std::scoped_lock lock(mutex_);
+  if (pass_) {
+    next_elsewhere_ = std::move(slots);
+  } else {
+    change_elsewhere(std::move(slots));
   }
 }
 
-/// Tells other hooks of the same parameters that `grad` is reduced now.
-void GradientHooks::tell_sharers(const Bitmap& reduced) {
-  std::vector<std::pair<Sharer, bool>> told;  // and whether `grad` is in a bucket here
-  {
-    const std::scoped_lock lock(mutex_);
-    for (const auto& [index, sharers] : sharers_) {
-      if (!reduced.get(index)) continue;
-      HookedParameter& parameter = parameters_[index];
-      parameter.refresh();
-      const bool is_here = parameter.variable.grad().is_same(parameter.bucket_view);
-      for (const Sharer& sharer : sharers) told.emplace_back(sharer, is_here);
-      parameter.release_to_grad();
+void GradientHooks::change_elsewhere(std::map<std::size_t, Elsewhere> slots) {
+  for (const auto& [index, there] : slots) {
+    const auto before = elsewhere_.find(index);
+    const bool was_here = before == elsewhere_.end();
+    if (!was_here && before->second.hooks == there.hooks) continue;
+    GradientHooks& owner = *there.hooks;
+    owner.is_lent_.at(there.index) = true;
+    const std::scoped_lock lock(owner.mutex_);
+    HookedParameter& slot = owner.parameters_.at(there.index);
+    if (was_here) {
+      slot.take_over(parameters_.at(index), owner.passes_per_step_);
+    } else if (before->second.hooks->disabled_) {  // its optimizer has new hooks: these
+      GradientHooks& last = *before->second.hooks;
+      const std::scoped_lock lock_of_last(last.mutex_);
+      slot.take_over(last.parameters_.at(before->second.index), owner.passes_per_step_);
     }
   }
-  for (const auto& [sharer, is_here] : told) {
-    const auto hooks = sharer.hooks.lock();
-    if (!hooks) continue;
-    hooks->reduced_elsewhere(sharer.index);
-    if (!is_here) continue;
-    const std::scoped_lock lock(hooks->mutex_);
-    HookedParameter& theirs = hooks->parameters_[sharer.index];
-    theirs.known.emplace(theirs.variable.mutable_grad().getIntrusivePtr());
-  }
+  elsewhere_ = std::move(slots);
+  count_missing();
 }
 
-void GradientHooks::reduced_elsewhere(std::size_t index) {
+std::uint64_t GradientHooks::step_began() {
+  const std::scoped_lock lock(mutex_);
+  return step_began_;
+}
+
+/// The slots in `other` that belong to parameters of these hooks.
+Bitmap GradientHooks::slots_in(const GradientHooks& other) {
+  const std::scoped_lock lock(mutex_);
+  Bitmap found;
+  for (const auto& [index, there] : elsewhere_) {
+    if (there.hooks.get() == &other) found.set(there.index);
+  }
+  return found;
+}
+
+/// Whether a gradient has been reduced since a step began that another optimizer takes, or is due.
+bool GradientHooks::is_settled(std::size_t index, std::uint64_t since, bool stepping) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
-  parameter.unreduced = false;
-  parameter.reduced = true;
-  parameter.outside.reset();
-  parameter.version.reset();
+  parameter.refresh();
+  if (!parameter.variable.grad().defined()) return false;
+  if (parameter.unreduced) return stepping || (synchronizing_ && due(parameter));
+  return parameter.reduced_at > since;
+}
+
+/// reset() of one parameter, for another optimizer.
+void GradientHooks::reset_slot(std::size_t index, bool gradients) {
+  const std::scoped_lock lock(mutex_);
+  begin_step(parameters_.at(index), gradients);
+  if (gradients) again_.erase(index);
 }
 
 void GradientHooks::close_pass(std::uint64_t number, bool failed) {
@@ -702,6 +673,7 @@ void GradientHooks::close(bool failed) {
     }
   }
   count_missing();
+  if (next_elsewhere_) change_elsewhere(*std::exchange(next_elsewhere_, std::nullopt));
 }
 
 /// Gives the bucket other memory before a gradient overwrites an earlier one that the program
@@ -744,31 +716,44 @@ bool GradientHooks::parameters_moved() {
                      [](const HookedParameter& parameter) { return parameter.has_moved(); });
 }
 
-GradientHooks::Pending GradientHooks::pending(Due which) {
+GradientHooks::Pending GradientHooks::pending(Due which,
+                                              const std::shared_ptr<GradientHooks>& stepping) {
+  const Bitmap stepped = stepping ? stepping->slots_in(*this) : Bitmap();
+  const std::uint64_t began = stepping ? stepping->step_began() : 0;
   const std::scoped_lock lock(mutex_);
-  const bool everything = which == Due::kEverything;
-  if (everything) close_failed();
+  const bool is_of_step = which == Due::kEverything || stepped.any();
+  if (is_of_step) close_failed();
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
-  const bool unready = is_beside || (everything && has_sent_in_vain());
+  const bool unready = is_beside || (is_of_step && has_sent_in_vain());
   Pending pending{{}, {}, false, true, !again_.empty(), unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_elsewhere(i)) {
+      const Elsewhere& there = elsewhere_.at(i);
+      const bool is_stepping = which == Due::kEverything;
+      pending.complete =
+          pending.complete && there.hooks->is_settled(there.index, step_began_, is_stepping);
+      continue;
+    }
+    if (is_ignored(i)) continue;
     HookedParameter& parameter = parameters_[i];
+    const bool everything = which == Due::kEverything || stepped.get(i);
+    const bool was_reduced = parameter.reduced_at > (stepped.get(i) ? began : step_began_);
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
     pending.unready = pending.unready || parameter.has_moved();
     if (!grad.defined()) {  // dropped by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
-      parameter.reduced = false;  // so the next gradient is a new one
+      parameter.reduced_at = 0;  // so the next gradient is a new one
       parameter.outside.reset();
       pending.complete = false;
       continue;
     }
-    if (everything && parameter.written_by_hand()) {
+    if (everything && !was_reduced && parameter.written_by_hand()) {
       parameter.unreduced = true;
       parameter.base_reduced = false;
     }
-    if (!parameter.unreduced && !(everything && parameter.may_be_by_hand())) {
-      pending.complete = pending.complete && parameter.reduced;
+    if (!parameter.unreduced && !(everything && parameter.may_be_by_hand(was_reduced))) {
+      pending.complete = pending.complete && was_reduced;
       continue;
     }
     const bool started = which == Due::kStarted;
@@ -850,12 +835,19 @@ std::vector<std::size_t> GradientHooks::set_by_hand() {
   const std::scoped_lock lock(mutex_);
   std::vector<std::size_t> found;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    HookedParameter& parameter = parameters_[i];
-    parameter.refresh();
-    if (parameter.unreduced || parameter.reduced || !parameter.variable.grad().defined()) continue;
-    if (!parameter.has_known() || parameter.written_by_hand()) found.push_back(i);
+    if (is_elsewhere(i)) {
+      const Elsewhere& there = elsewhere_.at(i);
+      if (there.hooks->is_by_hand(there.index, step_began_)) found.push_back(i);
+    } else if (parameters_[i].is_by_hand(step_began_)) {
+      found.push_back(i);
+    }
   }
   return found;
+}
+
+bool GradientHooks::is_by_hand(std::size_t index, std::uint64_t since) {
+  const std::scoped_lock lock(mutex_);
+  return parameters_.at(index).is_by_hand(since);
 }
 
 at::Tensor GradientHooks::memory(std::size_t bucket) {
@@ -880,35 +872,26 @@ at::Tensor GradientHooks::local_gradient(std::size_t index) {
 }
 
 void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
-  {
-    const std::scoped_lock lock(mutex_);
-    HookedParameter& parameter = parameters_.at(index);
-    parameter.variable.mutable_grad() = parameter.sparse = gradient;
-    parameter.outside.reset();
-    parameter.be_reduced();
-    if (sharers_.empty()) return;
-  }
-  Bitmap reduced;
-  reduced.set(index);
-  tell_sharers(reduced);
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.variable.mutable_grad() = parameter.sparse = gradient;
+  parameter.outside.reset();
+  parameter.be_reduced(++reductions);
 }
 
 void GradientHooks::mark_reduced(const Bitmap& touched) {
-  {
-    const std::scoped_lock lock(mutex_);
-    sent_ = false;
-    if (looks_at_gradients()) looked_at_ = {};
-    BatchedCopy copies;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (!touched.get(i)) continue;
-      parameters_[i].write_back(copies);
-      parameters_[i].be_reduced();
-      parameters_[i].release_to_grad();
-    }
-    copies.run();
-    if (sharers_.empty()) return;
+  const std::scoped_lock lock(mutex_);
+  const std::uint64_t now = ++reductions;
+  sent_ = false;
+  if (looks_at_gradients()) looked_at_ = {};
+  BatchedCopy copies;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!touched.get(i)) continue;
+    parameters_[i].write_back(copies);
+    parameters_[i].be_reduced(now);
+    parameters_[i].release_to_grad();
   }
-  tell_sharers(touched);
+  copies.run();
 }
 
 std::vector<std::size_t> GradientHooks::ready_order() {
@@ -944,27 +927,39 @@ std::vector<std::size_t> GradientHooks::compiled_together() {
 }
 
 void GradientHooks::reset(bool gradients) {
-  const std::scoped_lock lock(mutex_);
-  if (gradients) close_failed();
-  for (HookedParameter& parameter : parameters_) {
-    parameter.passes = 0;
-    parameter.refresh();
-    parameter.version.reset();
-    if (parameter.bucket_view.defined() || parameter.is_given()) {
-      parameter.version = parameter.current_version();
+  std::map<std::size_t, Elsewhere> elsewhere;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (gradients) close_failed();
+    elsewhere = elsewhere_;
+    step_began_ = reductions;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (is_elsewhere(i)) continue;
+      begin_step(parameters_[i], gradients);
     }
-    parameter.release_to_grad();
-    parameter.reduced = false;
-    parameter.is_zero = gradients;
-    if (!gradients) continue;
-    require_shape(parameter);
-    // Zeros that replace a gradient of this rank alone: the others must get them, too.
-    parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
-    parameter.forget_base();
-    parameter.sparse.reset();
-    parameter.outside.reset();
+    if (gradients) again_.clear();
   }
-  if (gradients) again_.clear();
+  for (const auto& [index, there] : elsewhere) there.hooks->reset_slot(there.index, gradients);
+}
+
+/// reset() of one parameter.
+void GradientHooks::begin_step(HookedParameter& parameter, bool gradients) {
+  parameter.passes = 0;
+  parameter.refresh();
+  parameter.version.reset();
+  if (parameter.bucket_view.defined() || parameter.is_given()) {
+    parameter.version = parameter.current_version();
+  }
+  parameter.release_to_grad();
+  parameter.is_zero = gradients;
+  if (!gradients) return;
+  parameter.reduced_at = 0;
+  require_shape(parameter);
+  // Zeros that replace a gradient of this rank alone: the others must get them, too.
+  parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
+  parameter.forget_base();
+  parameter.sparse.reset();
+  parameter.outside.reset();
 }
 
 bool GradientHooks::has_base() {
@@ -977,8 +972,7 @@ std::vector<std::uint8_t> GradientHooks::bases() {
   const std::scoped_lock lock(mutex_);
   std::vector<std::uint8_t> found;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const bool is_certain = !parameters_[i].base_changed && !sharers_.contains(i);
-    found.push_back(!parameters_[i].on_base ? 0 : is_certain ? 1 : 2);
+    found.push_back(!parameters_[i].on_base ? 0 : parameters_[i].base_changed ? 2 : 1);
   }
   return found;
 }
@@ -1032,8 +1026,15 @@ void GradientHooks::set_passes_per_step(int passes) {
 }
 
 void GradientHooks::set_synchronizing(bool synchronizing) {
-  const std::scoped_lock lock(mutex_);
-  synchronizing_ = synchronizing;
+  std::map<std::size_t, Elsewhere> elsewhere;
+  {
+    const std::scoped_lock lock(mutex_);
+    synchronizing_ = synchronizing;
+    elsewhere = elsewhere_;
+  }
+  for (const auto& [index, there] : elsewhere) {  // of others that are gone, but for their slots
+    if (there.hooks->is_left_) there.hooks->set_synchronizing(synchronizing);
+  }
 }
 
 void GradientHooks::disable() { disabled_ = true; }
@@ -1104,7 +1105,8 @@ void GradientHooks::expect(std::optional<Bitmap> planned) {
 void GradientHooks::count_missing() {
   missing_.assign(buckets_.size(), 0);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!planned_ || planned_->get(i)) ++missing_[parameters_[i].bucket];
+    const bool is_expected = !planned_ || planned_->get(i);
+    if (is_expected && !is_elsewhere(i)) ++missing_[parameters_[i].bucket];
   }
 }
 
@@ -1120,7 +1122,7 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
           in_bucket,
           parameter.unreduced,
           parameter.base_reduced,
-          parameter.reduced,
+          parameter.reduced_at,
           writes};
 }
 
@@ -1128,7 +1130,7 @@ void GradientHooks::give_back(HookedParameter& parameter, const Before& before) 
   const at::NoGradGuard no_grad;
   parameter.unreduced = before.unreduced;
   parameter.base_reduced = before.base_reduced;
-  parameter.reduced = before.reduced;
+  parameter.reduced_at = before.reduced_at;
   at::Tensor& grad = parameter.variable.mutable_grad();
   grad = before.in_bucket ? parameter.bucket_view : before.grad;  // the bucket may have moved
   parameter.outside.reset();

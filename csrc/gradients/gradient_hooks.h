@@ -68,6 +68,9 @@ struct BackwardPass {
 /// Tensors that the program keeps do not change: before a new gradient would overwrite one, the
 /// bucket gets other memory (`spare_kept`).
 ///
+/// A parameter of several optimizers has one slot, in the hooks of the one that wrapped it last
+/// (set_elsewhere()): its gradient is copied, counted and reduced there, and all step with that.
+///
 /// The hooks (hook_parameter()) outlive the object and do nothing once it is gone. Parameters are
 /// hooked even if they do not require grad, so that they can be unfrozen.
 ///
@@ -80,6 +83,12 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   struct Slot {
     std::size_t bucket;
     std::int64_t offset;
+  };
+
+  /// The slot of a parameter in the hooks of another optimizer.
+  struct Elsewhere {
+    std::shared_ptr<GradientHooks> hooks;
+    std::size_t index;  // the parameter's there
   };
 
   /// The gradients that this rank has accumulated and not yet reduced.
@@ -129,8 +138,9 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
                   // that has not been reduced since the step began
   };
 
-  /// The gradients that are due or accumulating.
-  Pending pending(Due which);
+  /// The gradients that are due or accumulating. `stepping`: hooks of an optimizer that is about to
+  /// step; everything in its slots here is due. May be null.
+  Pending pending(Due which, const std::shared_ptr<GradientHooks>& stepping = nullptr);
 
   /// The parameters whose gradient is not reduced although a step would use it, because the program
   /// has set or written it. Writes that torch does not count (through `.data`, say) are missed.
@@ -192,10 +202,13 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// due. Call it before the ranks agree once more on the pass.
   void take_up_again();
 
-  /// Records on both sides that `other` has hooks on some of the same parameters. Both copy a
-  /// gradient into buckets of their own, and `grad` is in one of them: so none of these is sent
-  /// before the end of the pass, when both have it.
-  void share(const std::shared_ptr<GradientHooks>& other);
+  /// Gives these parameters' slots, with their gradients, to hooks that were made later. Those keep
+  /// them when their own optimizer is gone. During a backward pass it waits for the end.
+  void set_elsewhere(std::map<std::size_t, Elsewhere> slots);
+
+  /// The optimizer is gone: from now on only slots of other optimizers' parameters count.
+  /// Thread: any, with any lock.
+  void leave() { is_left_ = true; }
 
   /// Parameters in the order in which their gradients became ready in the current pass.
   std::vector<std::size_t> ready_order();
@@ -257,14 +270,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     bool in_bucket;    // whether it was a view of the bucket
     bool unreduced;
     bool base_reduced;
-    bool reduced;
+    std::uint64_t reduced_at;
     std::optional<std::uint32_t> writes;  // to the gradient, since the step began
-  };
-
-  /// Other hooks of a parameter.
-  struct Sharer {
-    std::weak_ptr<GradientHooks> hooks;
-    std::size_t index;  // the parameter's there
   };
 
   /// The worst numbers of some gradients.
@@ -288,8 +295,11 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void close_pass(std::uint64_t number, bool failed);
   void go_on(std::uint64_t number);
   void queue_end(std::uint64_t number);
-  void tell_sharers(const Bitmap& reduced);
-  void reduced_elsewhere(std::size_t index);
+  std::uint64_t step_began();
+  Bitmap slots_in(const GradientHooks& other);
+  bool is_settled(std::size_t index, std::uint64_t since, bool stepping);
+  bool is_by_hand(std::size_t index, std::uint64_t since);
+  void reset_slot(std::size_t index, bool gradients);
 
   // Under mutex_:
   void close_failed();
@@ -304,7 +314,10 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
   void look(const std::vector<std::size_t>& parameters, Looks& looks) const;
-  bool is_shared(std::size_t bucket) const;
+  void change_elsewhere(std::map<std::size_t, Elsewhere> slots);
+  bool is_elsewhere(std::size_t i) const { return !elsewhere_.empty() && elsewhere_.contains(i); }
+  bool is_ignored(std::size_t i) const { return disabled_ || (is_left_ && !is_lent_[i]); }
+  void begin_step(HookedParameter& parameter, bool gradients);
   bool has_sent_in_vain() const { return sent_in_vain_ || options_.agreement->has_sent_in_vain(); }
   std::string failure() const {
     return sent_in_vain_ ? PassAgreement::kSentInVain : options_.agreement->failure();
@@ -321,6 +334,9 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
 
   std::atomic<double> base_scale_{1.0};  // set between passes
 
+  std::atomic<bool> is_left_{false};        // the optimizer is gone; guards no other data
+  std::vector<std::atomic<bool>> is_lent_;  // by parameter: the slot is another optimizer's, too
+
   // By parameter: its `grad` before autograd accumulates into it or makes it. Relaxed: stored by
   // the accumulating thread itself.
   std::vector<std::atomic<const void*>> present_;
@@ -331,13 +347,15 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   bool sent_ = false;                 // a bucket has been sent in this pass
   bool sent_in_vain_ = false;         // ... and the agreed reduction has failed, on all ranks
   std::vector<HookedParameter> parameters_;
+  std::map<std::size_t, Elsewhere> elsewhere_;  // by parameter: its slot, if it is not here
+  std::optional<std::map<std::size_t, Elsewhere>> next_elsewhere_;  // after this pass
+  std::uint64_t step_began_ = 0;  // the number of reductions before
   std::vector<at::Tensor> buckets_;
   std::vector<std::vector<std::size_t>> members_;  // by bucket: its parameters
   std::vector<bool> early_;                        // by bucket: whether on_bucket_full is called
-  std::vector<std::size_t> missing_;  // by bucket: gradients missing in this pass, or kSent
-  std::vector<Producers> producers_;  // by bucket on a device: of this pass
-  std::vector<std::size_t> arrived_;  // parameters, in order
-  std::map<std::size_t, std::vector<Sharer>> sharers_;  // by parameter
+  std::vector<std::size_t> missing_;         // by bucket: gradients missing in this pass, or kSent
+  std::vector<Producers> producers_;         // by bucket on a device: of this pass
+  std::vector<std::size_t> arrived_;         // parameters, in order
   std::optional<Bitmap> planned_;            // in a planned pass: the gradients it reduces
   std::map<std::size_t, Before> filled_;     // by parameter: for restore()
   std::map<std::size_t, at::Tensor> again_;  // by parameter: arrived after its bucket was sent

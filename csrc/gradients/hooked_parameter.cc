@@ -5,6 +5,7 @@
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -355,6 +356,63 @@ void HookedParameter::make_zero(BatchedCopy& copies) {
   variable.mutable_grad() = bucket_view;
 }
 
+void HookedParameter::take_over(HookedParameter& other, int most) {
+  if (other.is_given_up) return;
+  other.refresh();
+  passes = other.unreduced ? std::min(other.passes, most) : 0;
+  reduced_at = other.reduced_at;
+  unreduced = other.unreduced;
+  base_reduced = other.base_reduced;
+  on_base = other.on_base;
+  base_changed = other.base_changed;
+  is_zero = other.is_zero;
+  was_zero = other.was_zero;
+  given = other.given;
+  given_data = other.given_data;
+  sparse = other.sparse;
+  outside = other.outside;
+  outside_stream = other.outside_stream;
+  version = other.version;
+  reduced_version = other.reduced_version;
+  at::Tensor& grad = variable.mutable_grad();
+  const bool is_there = grad.defined() && other.bucket_view.defined() && !has_moved() &&
+                        (grad.is_same(other.bucket_view) || other.is_given());
+  if (is_there) {
+    ensure_memory();
+    BatchedCopy copies;
+    copies.copy(bucket_view, other.bucket_view);
+    copies.run();
+    if (!is_given()) {
+      const std::uint32_t last = other.current_version();
+      grad = bucket_view;
+      reduced_version = current_version() - (last - other.reduced_version);
+      if (version) version = current_version() - (last - *other.version);
+    }
+    release_to_grad();
+  }
+  other.forget();
+}
+
+/// Forgets the gradient, which another slot has taken over.
+void HookedParameter::forget() {
+  passes = 0;
+  reduced_at = 0;
+  unreduced = base_reduced = on_base = base_changed = is_zero = was_zero = false;
+  arrived = made = converted = false;
+  is_given_up = true;
+  given.reset();
+  known.reset();
+  given_data = nullptr;
+  sparse.reset();
+  outside.reset();
+  outside_stream.reset();
+  sent.reset();
+  version.reset();
+  if (!in_block()) return;
+  bucket_view.reset();
+  view.bucket.reset();
+}
+
 void HookedParameter::ensure_memory() {
   if (bucket_view.defined()) return;
   view.move_to(direct->blocks().take(view.bytes()));
@@ -394,9 +452,10 @@ void HookedParameter::require_unchanged() const {
                         : "");
 }
 
-void HookedParameter::be_reduced() {
+void HookedParameter::be_reduced(std::uint64_t now) {
   unreduced = is_zero = on_base = arrived = false;
-  reduced = base_reduced = true;
+  base_reduced = true;
+  reduced_at = now;
   version.reset();
   note_reduced_version();
 }
@@ -431,9 +490,15 @@ bool HookedParameter::written_by_hand() const {
          !has_zeros();
 }
 
-bool HookedParameter::may_be_by_hand() const {
+bool HookedParameter::is_by_hand(std::uint64_t since) {
+  refresh();
+  if (unreduced || reduced_at > since || !variable.grad().defined()) return false;
+  return !has_known() || written_by_hand();
+}
+
+bool HookedParameter::may_be_by_hand(bool was_reduced) const {
   const at::Tensor& grad = variable.grad();
-  if (unreduced || reduced || !grad.defined()) return false;
+  if (unreduced || was_reduced || !grad.defined()) return false;
   if (!has_known()) return true;
   const bool has_version = version && !grad.is_same(sparse);
   const bool is_written = has_version && *version != current_version();

@@ -162,8 +162,13 @@ struct HookedParameter {
   /// Drops this object's references to a block, so that `grad` alone owns it.
   void release_to_grad();
 
-  /// Records that `grad` holds the reduced gradient.
-  void be_reduced();
+  /// Records that `grad` holds the reduced gradient. `now`: the number of reductions so far.
+  void be_reduced(std::uint64_t now);
+
+  /// Takes the gradient of the same parameter over, and what is known of it. `other`: the slot of
+  /// another optimizer, which is empty afterwards; one that is empty already leaves this as it is.
+  /// `most`: the passes of a step here.
+  void take_over(HookedParameter& other, int most);
 
   /// Records that `grad` has not been written since it was reduced.
   void note_reduced_version();
@@ -178,9 +183,12 @@ struct HookedParameter {
   /// a gradient that was reduced in this step do not count (clipping, say), nor do zeros.
   bool written_by_hand() const;
 
-  /// Whether no pass has reduced the gradient since the step began, so that the program may have
-  /// set or written it: a write through `.data` or NumPy leaves no trace.
-  bool may_be_by_hand() const;
+  /// Whether the program may have set or written the gradient: a write through `.data` or NumPy
+  /// leaves no trace. `was_reduced`: since the step began.
+  bool may_be_by_hand(bool was_reduced) const;
+
+  /// Whether the program has set or written a gradient that no pass has reduced since a step began.
+  bool is_by_hand(std::uint64_t since);
 
   /// Records that autograd has accumulated into the earlier gradient in place.
   void note_base();
@@ -218,21 +226,23 @@ struct HookedParameter {
   const void* given_data = nullptr;
   // `bucket_view` when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
-  int passes = 0;             // since the step began
-  bool unreduced = false;     // this rank's gradient is not reduced yet
-  bool base_reduced = false;  // the value in `bucket_view` is the same on all ranks
-  bool on_base = false;       // the gradient that is not reduced yet contains a reduced one
-  bool base_changed = false;  // ... that the program may have changed
-  bool reduced = false;       // the gradient was reduced since the step began, here or by sharers
-  bool is_zero = false;       // the step began with a gradient of zeros, if any
-  bool arrived = false;       // in the current pass
-  bool made = false;          // `grad` was made by autograd, in the current pass
-  bool converted = false;     // `grad` has the value of `bucket_view`, in other memory
+  int passes = 0;                // since the step began
+  std::uint64_t reduced_at = 0;  // the number of the gradient's last reduction; 0: none
+  bool unreduced = false;        // this rank's gradient is not reduced yet
+  bool base_reduced = false;     // the value in `bucket_view` is the same on all ranks
+  bool on_base = false;          // the gradient that is not reduced yet contains a reduced one
+  bool base_changed = false;     // ... that the program may have changed
+  bool is_zero = false;          // the step began with a gradient of zeros, if any
+  bool arrived = false;          // in the current pass
+  bool made = false;             // `grad` was made by autograd, in the current pass
+  bool converted = false;        // `grad` has the value of `bucket_view`, in other memory
+  bool is_given_up = false;      // another slot has taken the gradient over
   // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
   std::uint32_t reduced_version = 0;  // the gradient's after its reduction
 
  private:
+  void forget();
   bool has_zeros() const;
   bool computed_in_block(const at::Tensor& gradient) const;
   bool leave_outside();

@@ -11,6 +11,7 @@ import torch
 from ahead_programs import planned_passes
 from device_runs import run_on_double
 from pool import all_have_passed, error_of
+from slot_programs import train_programs_at_random
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -131,3 +132,16 @@ def share_a_trunk(ahead: bool, op: hvd.ReduceOp, passes: int, device: str) -> No
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_shared_trunk(ahead, op, passes):
     run_on_double(functools.partial(share_a_trunk, ahead, op, passes), 2)
+
+
+def come_and_go(seeds: range, op: hvd.ReduceOp, ahead: bool, device: str) -> None:
+    train_programs_at_random(seeds, op, device, run_ahead=ahead)
+
+
+@in_both_ways
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.slow
+def test_optimizers_of_the_same_parameters_that_come_and_go(ahead, op, full):
+    seeds = range(1000 if full else 15)
+    program = functools.partial(come_and_go, seeds, op, ahead)
+    run_on_double(program, 2, deadline_s=3600.0 if full else 120.0)

@@ -1,17 +1,23 @@
 """Parameters whose gradients several wrapped optimizers reduce."""
 
+import contextlib
 import gc
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from pool import eventually, run
+from logs import logged
+from pool import error_of, eventually, run
+from slot_programs import train_programs_at_random
 from slow import on_shm_and_slowly_on_tcp
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 import torch_ring as hvd
+from torch_ring.optimizer.reducer import Reducer
+from torch_ring.world import current
 
 on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 both_ops = pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
@@ -152,3 +158,254 @@ def train_with_random_delays(steps: int) -> None:
 def test_many_steps_of_a_shared_trunk(transport):
     env = {"TORCH_RING_BUCKET_BYTES": "8192"}
     run(train_with_random_delays, 2, args=(100,), transport=transport, env=env)
+
+
+# --- one slot, whoever steps
+
+
+@both_ops
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
+def test_optimizers_that_come_and_go(transport, size, op, full):
+    seeds = range(1000 if full else 30)
+    run(
+        train_programs_at_random,
+        size,
+        args=(seeds, op),
+        transport=transport,
+        deadline_s=3600 if full else 120,
+    )
+
+
+def step_with_the_older(op: hvd.ReduceOp) -> None:
+    """Two passes a step; the later optimizer never steps."""
+    (trunk,) = scalars(0)
+    first, later = (
+        hvd.DistributedOptimizer(SGD([trunk], lr=1.0), op=op, backward_passes_per_step=2)
+        for _ in range(2)
+    )
+    for _ in range(4):
+        trunk.data.zero_()
+        first.zero_grad()
+        for number in range(2):
+            (trunk * (1 + hvd.rank() + number)).sum().backward()
+        gradient = joined(op, lambda rank: 3 + 2 * rank)
+        assert_near(trunk.grad, gradient)
+        first.step()
+        assert_near(trunk, -gradient)
+    del later
+
+
+@on_both_transports
+@both_ops
+def test_only_the_older_optimizer_steps(transport, op):
+    run(step_with_the_older, 3, args=(op,), transport=transport)
+
+
+def count_reductions(optimizers: int) -> int:
+    """Return how many bytes a pass reduces of a trunk that several optimizers have, and a head."""
+    trunk, head = (nn.Parameter(torch.ones(n)) for n in (1000, 10))
+    wrapped = [hvd.DistributedOptimizer(SGD([trunk, head], lr=0.0))]
+    wrapped += [hvd.DistributedOptimizer(SGD([trunk], lr=0.0)) for _ in range(optimizers - 1)]
+    for _ in range(3):  # the first passes compare weights, and plan buckets
+        for each in wrapped:
+            each.zero_grad()
+        hvd.barrier()
+        before = len(current.engine().records())
+        (trunk.sum() + head.sum()).backward()
+        found = current.engine().records()[before:]
+        for each in wrapped:
+            each.step()
+    return sum(4 * math.prod(each.shape) for each in found if each.operation == "allreduce")
+
+
+@on_both_transports
+@pytest.mark.parametrize("optimizers", [1, 2, 3])
+def test_each_gradient_is_reduced_once(transport, optimizers):
+    reduced = run(count_reductions, 2, args=(optimizers,), transport=transport)
+    padding = 15 * 4 * 2  # each gradient begins on a cache line
+    assert all(4 * 1010 <= each <= 4 * 1010 + padding for each in reduced), reduced
+
+
+def lack_the_head() -> None:
+    """One rank has no gradient of the older optimizer's own parameter."""
+    (trunk, head) = scalars(0, 0)
+    first = hvd.DistributedOptimizer(SGD([trunk, head], lr=1.0))
+    later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0))
+    for step in range(4):
+        for optimizer in (first, later):
+            optimizer.zero_grad()
+        loss = trunk * 2
+        if step % 2 or hvd.rank() == 0:
+            loss = loss + head * 4
+        loss.backward()
+        assert_near(trunk.grad, 2)
+        assert_near(head.grad, 4 if step % 2 else 2)
+        first.step()
+
+
+@on_both_transports
+def test_a_rank_without_the_gradient_beside_a_slot_elsewhere(transport):
+    run(lack_the_head, 2, transport=transport)
+
+
+def set_by_hand() -> None:
+    """The older optimizer steps with gradients that the program has set; the later one never."""
+    (trunk,) = scalars(0)
+    first, later = (hvd.DistributedOptimizer(SGD([trunk], lr=1.0)) for _ in range(2))
+    for number, set_to_none in enumerate([True, False, True]):
+        trunk.data.zero_()
+        if number:
+            first.zero_grad(set_to_none=set_to_none)
+            trunk.grad = torch.full_like(trunk, 1.0 + hvd.rank())
+        else:
+            (trunk * (1 + hvd.rank())).backward()
+        first.step()
+        assert_near(trunk, -1.5)
+    del later
+
+
+@on_both_transports
+def test_gradients_set_by_hand_in_a_slot_elsewhere(transport):
+    run(set_by_hand, 2, transport=transport)
+
+
+def lose_the_later_one(op: hvd.ReduceOp, when: str) -> None:
+    """The optimizer with the slot goes in the midst of a pass, or Python collects it in a step."""
+    trunk, other = scalars(0, 0)
+    first = hvd.DistributedOptimizer(SGD([trunk, other], lr=1.0), op=op)
+    later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), op=op)
+    kept = [later]
+    kept.append(kept)  # only the collector of garbage frees it
+
+    def lose(*_: object) -> None:
+        kept.clear()
+        gc.collect()
+
+    between = trunk * 1.0
+    if when == "in a hook":
+        between.register_hook(lose)  # after the gradient of `other`
+    with later.no_sync() if when == "in a step" else contextlib.nullcontext():
+        del later
+        (between * (1 + hvd.rank()) + other * 2).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        if when == "in a step":
+            prepare = Reducer.prepare
+            patch.setattr(Reducer, "prepare", lambda *args: (lose(), prepare(*args))[1])
+        first.step()
+    expected = joined(op, lambda rank: 1.0 + rank)
+    assert_near(trunk, -expected)
+    (trunk * (1 + hvd.rank())).backward()  # is added to the first one
+    assert_near(trunk.grad, 2 * expected)
+
+
+@both_ops
+@on_both_transports
+@pytest.mark.parametrize("when", ["in a hook", "in a step"])
+def test_a_slot_outlives_its_optimizer(transport, op, when):
+    run(lose_the_later_one, 2, args=(op, when), transport=transport)
+
+
+def drop_one_with_parameters_of_its_own() -> None:
+    """What only the optimizer that is gone had is left to the program, as without torch_ring."""
+    trunk, own = scalars(0, 0)
+    first = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), backward_passes_per_step=2)
+    later = hvd.DistributedOptimizer(SGD([trunk, own], lr=1.0), backward_passes_per_step=2)
+    del later
+    for _ in range(3):
+        trunk.data.zero_()
+        first.zero_grad()
+        for _ in range(2):
+            ((trunk + own) * (1 + hvd.rank())).backward()
+        assert_near(trunk.grad, 3)
+        first.step()
+    assert_near(own.grad, 6 * (1 + hvd.rank()))
+
+
+@on_both_transports
+def test_other_parameters_of_an_optimizer_that_is_gone(transport):
+    run(drop_one_with_parameters_of_its_own, 2, transport=transport)
+
+
+def keep_what_the_program_did() -> None:
+    """A rank's own change of an averaged gradient, between two steps, stays its own."""
+    (trunk,) = scalars(0)
+    first, second = (hvd.DistributedOptimizer(SGD([trunk], lr=1.0)) for _ in range(2))
+    for optimizer, other in ((first, second), (second, first)):
+        trunk.data.zero_()
+        optimizer.zero_grad()
+        (trunk * 2).sum().backward()
+        optimizer.step()
+        trunk.grad.mul_(10 + hvd.rank())
+        other.step()
+        assert_near(trunk, -2 - 2 * (10 + hvd.rank()))
+
+
+@on_both_transports
+def test_changes_between_the_steps_of_two_optimizers(transport):
+    run(keep_what_the_program_did, 2, transport=transport)
+
+
+def find_nan() -> tuple[str, str]:
+    """Rank 1 has a NaN for a parameter that only the later optimizer reduces; the first steps."""
+    trunk, head = scalars(1, 2)
+    names = [("trunk", trunk), ("head", head)]
+    first = hvd.DistributedOptimizer(SGD([trunk, head], lr=1.0), names, nan_check=True)
+    later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), names[:1], nan_check=True)
+    (trunk * (math.nan if hvd.rank() == 1 else 1.0) + head).sum().backward()
+    failure = error_of(first.step)
+    assert trunk.item() == 1
+    first.zero_grad()
+    (trunk + head).sum().backward()
+    first.step()
+    later.step()
+    assert_near(trunk, -1)
+    return failure
+
+
+@on_both_transports
+def test_a_nan_in_a_slot_of_another_optimizer(transport):
+    for kind, text in run(find_nan, 2, transport=transport):
+        assert kind == "NonFiniteGradientError", text
+        assert "rank 1: the gradient of 'trunk' has a NaN, step 1" in text
+
+
+def wrap_for_two_sets() -> tuple[str, str]:
+    """A parameter is averaged over all ranks, and later wrapped for two of them."""
+    pair = hvd.add_process_set([0, 1])
+    (trunk,) = scalars(1)
+    first = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), [("trunk", trunk)])
+    later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), process_set=pair)
+
+    def train() -> None:
+        later.zero_grad()
+        trunk.sum().backward()
+        first.step()
+        hvd.barrier()
+
+    return error_of(train)
+
+
+def test_a_parameter_of_two_process_sets_is_refused():
+    for kind, text in run(wrap_for_two_sets, 3):
+        assert kind in ("RingError", "PeerLostError"), text
+        assert "'trunk' is averaged over ranks [0, 1], as an optimizer wanted" in text
+
+
+def wrap_with_other_settings() -> tuple[list[str], float]:
+    (trunk,) = scalars(0)
+    named = [("trunk", trunk)]
+    first = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), named)
+    with logged() as messages:
+        later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), named, op=hvd.Sum)
+    (trunk * (1 + hvd.rank())).sum().backward()
+    first.step()
+    del later
+    return messages, trunk.item()
+
+
+def test_the_settings_of_the_later_optimizer_count():
+    (first, weight), (second, other) = run(wrap_with_other_settings, 2)
+    assert weight == other == -3
+    (message,) = first
+    assert "two optimizers have wrapped 'trunk' with different settings" in message
+    assert second == []

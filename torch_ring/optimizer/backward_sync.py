@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torch_ring._C import (
-    Due,
     GradientReport,
     PassAgreement,
     PassDecision,
@@ -180,12 +179,19 @@ class BackwardSync:
         )
         reducer.hooks.set_base_scale(self._base_scale)
         self.run_ahead.add(index, reducer.hooks)
-        for record in current.world().process_sets.records:
-            sync: BackwardSync | None = record.owned.get(BackwardSync)
-            for other in sync._reducers.values() if sync else ():
-                reducer.hooks.share(other.hooks)  # they may have the same parameters
         self._reducers.add(index, reducer)
+        Reducer.assign_slots(_living_reducers())
         return reducer
+
+    def leave(self, reducer: Reducer) -> None:
+        """Ignore the gradients of an optimizer that is gone, but for slots of others. Thread: any.
+
+        Takes no lock: Python may be collecting garbage anywhere.
+        """
+        if any(reducer in each.owners() for each in _living_reducers()):
+            reducer.hooks.leave()
+        else:
+            self.remove(reducer)
 
     def remove(self, reducer: Reducer) -> None:
         """Ignore the gradients of an optimizer from now on. Thread: any."""
@@ -220,14 +226,20 @@ class BackwardSync:
                 return
             reports = self._reports()
             for report in reports:
-                reducer = self._reducers[report.optimizer]
                 # The gradients are pending until reduced. Under no_sync() only this rank knows.
-                reducer.nothing_pending = False
-                reducer.comparison.note_gradients(self.number)
+                self._note_pending(report.optimizer)
+                self._reducers[report.optimizer].comparison.note_gradients(self.number)
             if any(report.due for report in reports):
                 self._agree(reports)
         finally:
             self._end_ending()
+
+    def _note_pending(self, index: int) -> None:
+        """Take note that an optimizer, and those with slots in it, have gradients to reduce."""
+        reducer = self._reducers.get(index)
+        for each in self._reducers.values():
+            if each is reducer or reducer in each.owners():
+                each.nothing_pending = False
 
     def _begin_ending(self, *, of_step: bool) -> None:
         """Begin the end of a pass, or a step; no gradient may arrive in other threads meanwhile."""
@@ -266,6 +278,7 @@ class BackwardSync:
 
     def reduce_pending(self, reducer: Reducer) -> None:
         """Reduce the gradients of `reducer` that a rank has accumulated, or its program has set."""
+        reducer.require_slots_on_set()
         if reducer.nothing_pending:
             # In other cases every parameter has been reduced.
             is_set_by_hand = self.run_ahead.is_planned and reducer.hooks.set_by_hand()
@@ -309,8 +322,9 @@ class BackwardSync:
 
     def drop_gradients(self, reducer: Reducer) -> None:
         """Drop an optimizer's accumulated gradients: they are zero or None now."""
-        reducer.nothing_pending = False
-        reducer.not_finite = {}
+        for each in (reducer, *reducer.owners()):
+            self._note_pending(each.index)
+        reducer.drop_not_finite()
         reducer.hooks.reset(gradients=True)
         if reducer.hooks.parameters_moved():
             self._follow_parameters(reducer)
@@ -347,18 +361,16 @@ class BackwardSync:
         self._weights.forget()
 
     def _reports(self, stepping: Reducer | None = None) -> tuple[GradientReport, ...]:
-        reducers = self._reducers.values()
-        reports = [self._report(each, is_stepping=each is stepping) for each in reducers]
+        reports = [self._report(each, stepping) for each in self._reducers.values()]
         return tuple(report for report in reports if report)
 
-    def _report(self, reducer: Reducer, *, is_stepping: bool) -> GradientReport | None:
-        which = Due.everything if is_stepping else Due.now
-        pending = reducer.hooks.pending(which)
+    def _report(self, reducer: Reducer, stepping: Reducer | None) -> GradientReport | None:
+        pending = reducer.pending(stepping)
         if pending.unready:
             reducer.hooks.refuse_others_pass()
             self._follow_parameters(reducer)
-            pending = reducer.hooks.pending(which)
-        return reducer.report(pending, is_stepping=is_stepping)
+            pending = reducer.pending(stepping)
+        return reducer.report(pending, is_stepping=reducer is stepping)
 
     def _agree(self, reports: tuple[GradientReport, ...], stepping: Reducer | None = None) -> bool:
         """Exchange reports, and reduce the gradients that are due on any rank.
@@ -382,7 +394,7 @@ class BackwardSync:
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
             for rest in self._reports():  # gradients that the earlier report did not have
-                self._reducers[rest.optimizer].nothing_pending = False
+                self._note_pending(rest.optimizer)
         return decision.is_of_step and not any(
             self._reducers.get(index) is stepping for index in decision.open
         )
@@ -476,7 +488,19 @@ class BackwardSync:
             known = self._reducers.get(index)
             if known is not None:
                 known.nothing_pending = index not in left
+        for index, reducer in self._reducers.items():
+            there = {owner.index for owner in reducer.owners()}
+            if there & (decision.mentioned if index not in decision.mentioned else decision.open):
+                reducer.nothing_pending = False
         return decision
+
+
+def _living_reducers() -> list[Reducer]:
+    """Return the reducers of all process sets."""
+    world = current.find_world()
+    records = () if world is None else world.process_sets.records
+    syncs = [record.owned.get(BackwardSync) for record in records]
+    return [reducer for sync in syncs if sync for reducer in sync._reducers.living()]
 
 
 def backward_sync_of(process_set: ProcessSet) -> BackwardSync:

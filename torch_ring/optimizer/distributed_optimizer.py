@@ -68,25 +68,19 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are averaged over all ranks.
 
-    The gradients in ``p.grad`` are averaged when ``backward()`` returns: clipping, ``GradScaler``
-    and other readers of gradients need no special call. A parameter with a gradient on any rank
-    gets one on all; a rank without one counts as zero. A parameter without a gradient on any rank
-    keeps its ``p.grad``. As in torch, a gradient tensor that you keep over ``zero_grad()`` keeps
-    its value, and one that you have assigned (``p.grad = flat[a:b].view_as(p)``) stays ``p.grad``:
-    the average is copied back into it. A frozen parameter of a dtype that cannot be reduced (int8,
-    say) is left alone. On a GPU, ``p.grad.record_stream(side)`` does nothing, as ``p.grad`` is a
-    view of memory that the next pass uses again: let the current stream wait for `side` before that
-    pass, or let `side` read a clone made on the current stream.
+    ``p.grad`` is averaged when ``backward()`` returns, so clipping, ``GradScaler`` and other
+    readers of gradients need no special call. A parameter with a gradient on any rank gets one on
+    all; a rank without one counts as zero. Without a gradient on any rank, ``p.grad`` stays. A
+    tensor that you keep over ``zero_grad()`` keeps its value, and one that you have assigned
+    (``p.grad = flat[a:b].view_as(p)``) stays ``p.grad``. A parameter of several optimizers is
+    averaged once, with the settings of the one that was wrapped last; each steps with that average.
 
-    ``step()`` averages the gradients that no backward pass has averaged since the last step: those
-    that the program has set (``p.grad = ...``) or written itself. After a pass has averaged a
-    gradient, the program may change it, as in clipping; such changes are not averaged. So before
-    clipping gradients that only ``step()`` would average, call ``synchronize()``: otherwise each
-    rank clips by a norm of its own.
+    ``step()`` averages what the program has set or written into ``p.grad`` itself
+    (docs/migrating-from-ddp.md). Changes of an averaged gradient, as by clipping, stay this rank's
+    own: call ``synchronize()`` before you clip a gradient that only ``step()`` would average.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
-    has them. The result is the uncoalesced sum of all ranks' rows, divided by the size for Average;
-    compression does not apply to it. A gradient that is dense on one rank becomes dense on all.
+    has them: the uncoalesced rows of all ranks, divided by the size for Average.
 
     The optimizer becomes an instance of a subclass of its class, with these additions:
 
@@ -95,54 +89,41 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     * ``skip_synchronize()``: a context in which ``step()`` reduces nothing;
     * ``set_backward_passes_per_step(passes)``, and ``backward_passes_per_step``.
 
-    Its state, hyper-parameters, hooks and schedulers stay; ``state_dict()`` gives the same as
-    without torch_ring. A copy (deepcopy, pickle, ``torch.load``) reduces nothing: in a world of
-    several ranks its ``step()`` raises until it is wrapped, too. A closure given to ``step``
-    returns the loss, as a tensor or a number, which is reduced over the ranks as gradients are; so
-    LBFGS takes the step of one process on every rank.
-
-    ``backward(create_graph=True)`` is refused if a gradient would lose its graph. Average the
-    results of ``torch.autograd.grad(..., create_graph=True)`` with :func:`grouped_allreduce`, which
-    can be differentiated again. The ranks must change weights alike: ``Embedding(max_norm=...)``
-    does not, since each rank scales the rows that it has read (docs/errors.md).
+    State, hyper-parameters, hooks, schedulers and ``state_dict()`` stay as they are. A closure
+    given to ``step`` returns the loss, as a tensor or a number, which is reduced as gradients are.
+    Errors on all ranks: ``backward(create_graph=True)``, a step of a copy (docs/errors.md).
 
     Collective: all ranks of the process set wrap optimizers of the same parameters in the same
     order, and call ``add_param_group`` alike. On one rank it costs nothing.
 
     Args:
         optimizer: any torch optimizer, fresh or with state.
-        named_parameters: the names of parameters in errors, as ``model.named_parameters()``. All
-            parameters of the optimizer must be among them. None: errors have numbers instead.
+        named_parameters: the names of parameters in errors, as ``model.named_parameters()``; all
+            of the optimizer's are among them. None: errors have numbers instead.
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, ``.int8()``, ``.powersgd()``, or
-            a Compressor or StatefulCompressor of your own (docs/compression.md).
+            your own (docs/compression.md).
         backward_passes_per_step: the number of passes whose gradients are added up (not averaged)
-            before they are averaged over ranks. One more pass before ``step()`` raises
-            AssertionError. With 1, the gradients of each pass are averaged and added to ``p.grad``.
-            Under ``GradScaler``, call ``synchronize()`` before a step that follows fewer passes.
+            before they are averaged over ranks; one more before ``step()`` is an AssertionError.
+            With 1, the average of each pass is added to ``p.grad``. Under ``GradScaler``, call
+            ``synchronize()`` before a step that follows fewer passes.
         op: Average or Sum of gradients; or Adasum, with which each rank steps with its own
-            gradients and the changes of the parameters are combined by adaptive summation. The
-            optimizer's state is each rank's own then: a checkpoint needs that of all ranks.
+            gradients, and the changes of the parameters are combined by adaptive summation: a
+            checkpoint needs the state of all ranks.
         gradient_predivide_factor: Average divides by this before the sum, by size / this after it.
         num_groups: deprecated, use `groups`.
-        groups: gradients of any size that are reduced together, and apart from others: lists of
-            parameters (those of one dtype and device in a list make one bucket), or the number of
-            groups of consecutive parameters into which to split all. 0 or None: gradients are
-            packed into buckets by size and readiness.
+        groups: gradients that are reduced together, and apart from others: lists of parameters,
+            or the number of groups of consecutive ones. 0 or None: by size and readiness.
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
         process_set: the ranks that train this model together; by default all. On other ranks the
             wrapped optimizer steps with its own gradients.
-        run_ahead: whether backward passes on GPUs end without waiting for other hosts while they
-            repeat themselves (docs/gpu.md). False: the ranks agree on each pass. None: the value of
-            TORCH_RING_RUN_AHEAD, by default yes. The same on all ranks.
-        shard_state: whether each rank steps only a part of the parameters. Then a host holds the
-            optimizer's state only once, and on CPUs the parameters, too (docs/sharding.md). For
-            torch's elementwise optimizers, Adafactor and Muon; the same on all ranks.
-        nan_check: whether each rank checks its gradients before they are averaged. If one has a NaN
-            or an infinity, or a number too large for ``Compression.fp16``, ``step()`` raises
-            NonFiniteGradientError on all ranks: it names the ranks, the parameter and the step
-            (docs/errors.md). A step that ``GradScaler`` skips raises nothing, since GradScaler
-            handles overflows itself. Not with Adasum. None: the value of TORCH_RING_NAN_CHECK, by
-            default no.
+        run_ahead: whether hosts do not wait for each other in backward passes on GPUs that repeat
+            themselves (docs/gpu.md). None: the value of TORCH_RING_RUN_AHEAD, by default yes.
+        shard_state: whether each rank steps only a part of the parameters, and a host holds the
+            optimizer's state once (docs/sharding.md).
+        nan_check: whether each rank checks its gradients before they are averaged. If one is not
+            finite, or too large for ``Compression.fp16``, ``step()`` raises NonFiniteGradientError
+            on all ranks (docs/errors.md), unless ``GradScaler`` skips it. Not with Adasum. None:
+            the value of TORCH_RING_NAN_CHECK, by default no.
 
     Returns:
         `optimizer`.
@@ -540,7 +521,7 @@ class _ShardedOptimizer(_DistributedOptimizer):
 def _leave(sync: BackwardSync, reference: weakref.ref[Reducer], _owner: object) -> None:
     reducer = reference()
     if reducer is not None:
-        sync.remove(reducer)
+        sync.leave(reducer)
 
 
 def _before_step(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -58,6 +59,7 @@ T = TypeVar("T")
 _log = logging.getLogger("torch_ring")
 
 _ON_NO_DEVICE = ("cpu", "meta")
+_wrapped = itertools.count()  # the reducers of this process
 
 
 def device_problem(parameters: Iterable[Tensor]) -> str | None:
@@ -174,6 +176,8 @@ class Reducer:
         not_finite: the non-finite gradients that went into averages of this step, by parameter, if
             the ranks check them.
         hooks: the hooks of the parameters.
+        elsewhere: the parameters whose slot an optimizer has that was wrapped later: its reducer,
+            which lives as long as this one, and their index there.
     """
 
     def __init__(
@@ -192,6 +196,8 @@ class Reducer:
     ) -> None:
         named = tuple(zip(names, parameters, strict=True))
         self._process_set = process_set
+        self._wrapped = next(_wrapped)
+        self.elsewhere: dict[int, tuple[Reducer, int]] = {}
         self.index = index
         self._agreement = agreement
         self._engine = engine_of(process_set)
@@ -246,6 +252,61 @@ class Reducer:
         self._rebuild_buckets()
         current.disable_in_child(self.hooks)
 
+    @staticmethod
+    def assign_slots(reducers: Iterable[Reducer]) -> None:
+        """Give each parameter's slot to the optimizer that was wrapped last.
+
+        Args:
+            reducers: all of this process.
+        """
+        ordered = sorted(reducers, key=lambda each: each._wrapped)
+        last = {p: (each, index) for each in ordered for index, p in enumerate(each._parameters)}
+        for each in ordered:
+            slots = {index: last[p] for index, p in enumerate(each._parameters)}
+            slots = {index: slot for index, slot in slots.items() if slot[0] is not each}
+            if not slots:
+                continue
+            new = [(i, owner) for i, (owner, _) in slots.items() if owner not in each.owners()]
+            each.elsewhere = slots
+            each.hooks.set_elsewhere({i: (owner.hooks, j) for i, (owner, j) in slots.items()})
+            each._warn_of_settings(new)
+
+    def _warn_of_settings(self, slots: Sequence[tuple[int, Reducer]]) -> None:
+        """Warn on rank 0 if the last wrapped optimizer has other settings for a parameter."""
+        mine = self._settings.describe()
+        others = [(self.names[i], owner._settings.describe()) for i, owner in slots]
+        differing = [(name, theirs) for name, theirs in others if theirs != mine]
+        if differing and self._rank == 0:
+            name, theirs = differing[0]
+            more = len(differing) - 1
+            _log.warning(
+                "two optimizers have wrapped '%s'%s with different settings: its gradient is "
+                "reduced once, by those of the later one (%s), not by %s",
+                name,
+                f" and {more} other parameter{'s' if more > 1 else ''}" if more else "",
+                theirs,
+                mine,
+            )
+
+    def owners(self) -> set[Reducer]:
+        """Return the reducers that have slots of this one's parameters."""
+        return {owner for owner, _ in self.elsewhere.values()}
+
+    def require_slots_on_set(self) -> None:
+        """End the job if another process set reduces a parameter of a step that is about to begin.
+
+        Raises:
+            RingError: on all ranks; names the parameter.
+        """
+        for index, (owner, _) in self.elsewhere.items():
+            if owner._engine is not self._engine:
+                self._engine.end(
+                    f"rank {self._rank}: '{self.names[index]}' is averaged over ranks "
+                    f"{_ranks(owner._process_set)}, as an optimizer wanted that was wrapped later, "
+                    f"and the one that steps now wants ranks {_ranks(self._process_set)}: wrap a "
+                    "parameter for one process set, or wrap the optimizer that steps last"
+                )
+
     def finish_step(self) -> None:
         """Begin the next step, of which nothing is reduced yet."""
         self.steps += 1
@@ -262,7 +323,8 @@ class Reducer:
         """
         if self.comparison.is_due(self.steps + 1):
             pending = self.hooks.pending(Due.everything)
-            self._steps_alone = pending.accumulating or pending.due != 0
+            is_open = bool(self.elsewhere) and not pending.complete
+            self._steps_alone = pending.accumulating or pending.due != 0 or is_open
 
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks, reduced as the gradients are."""
@@ -272,6 +334,17 @@ class Reducer:
             reduced, reduced, name, self._settings.op, 1.0, 1.0, blocking=True
         )
         return work.wait()
+
+    def pending(self, stepping: Reducer | None, which: Due = Due.now) -> Pending:
+        """Return the gradients that are due or accumulating.
+
+        Args:
+            stepping: the optimizer that is about to step, if any: all its gradients are due.
+            which: the others that are due.
+        """
+        if stepping is self:
+            return self.hooks.pending(Due.everything)
+        return self.hooks.pending(which, stepping.hooks if stepping else None)
 
     def report(self, pending: Pending, *, is_stepping: bool) -> GradientReport | None:
         """Return the report of this rank's gradients; None: there is nothing to report.
@@ -320,18 +393,27 @@ class Reducer:
             NonFiniteGradientError: one is not finite; names the first in the order of backward, and
                 the ranks with the cause.
         """
-        if self.not_finite:
-            first = min(self.not_finite, key=self._order.index)
-            name, others = self.names[first], len(self.not_finite) - 1
-            raise NonFiniteGradientError(
-                culprit(name, self.not_finite[first], others, self.steps + 1)
-            )
+        found = dict(self.not_finite)
+        for index, (owner, there) in self.elsewhere.items():
+            if there in owner.not_finite:
+                found[index] = owner.not_finite[there]
+        if found:
+            first = min(found, key=self._order.index)
+            name, others = self.names[first], len(found) - 1
+            raise NonFiniteGradientError(culprit(name, found[first], others, self.steps + 1))
+
+    def drop_not_finite(self) -> None:
+        """Forget the non-finite gradients: all gradients are zero or gone."""
+        self.not_finite = {}
+        for owner, there in self.elsewhere.values():
+            owner.not_finite.pop(there, None)
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket with all gradients due here; other ranks will follow."""
-        self._started[index] = self._start_wire(
-            index, self._plan[index].parameters, self._agreement.number, blocking=False
-        )
+        own = self._plan[index].parameters
+        for elsewhere in self.elsewhere:  # of these the bucket has no gradients
+            own &= ~(1 << elsewhere)
+        self._started[index] = self._start_wire(index, own, self._agreement.number, blocking=False)
 
     def new_memory(self, bucket: int) -> Tensor:
         """Return new memory for a bucket."""
@@ -339,8 +421,6 @@ class Reducer:
 
     def prepare(self, touched: int, sparse: int, number: int) -> None:
         """Take the gradients of parameters that are about to be reduced.
-
-        Optimizers may share parameters: so all are prepared before the first one starts.
 
         Args:
             touched: the parameters with a gradient on any rank, as a bitmap.
@@ -643,6 +723,11 @@ class Reducers:
         """Remove a reducer, if it is there."""
         self._references.pop(index, None)
 
+    def living(self) -> list[Reducer]:
+        """Return the reducers that are there now, whether `hold` keeps others or not."""
+        found = [reference() for reference in list(self._references.values())]
+        return [reducer for reducer in found if reducer is not None]
+
     def hold(self) -> list[Reducer]:
         """Keep all reducers alive until `let_go`; return them in the order of their indices."""
         self._held = dict(self.items())
@@ -713,6 +798,11 @@ def weakly(method: Callable[..., T]) -> Callable[..., T]:
         return found(*args)
 
     return call
+
+
+def _ranks(process_set: ProcessSet) -> list[int]:
+    """Return the ranks of a process set."""
+    return list(process_set.ranks or range(process_set.size()))
 
 
 def _members(bitmap: int) -> list[int]:
