@@ -105,6 +105,30 @@ def test_a_gradient_set_in_a_planned_step_is_averaged_or_refused(everywhere, tmp
     run_on_double(functools.partial(set_in_a_planned_step, everywhere, tmp_path), 2)
 
 
+def set_in_place_of_backward(ahead: bool, first: bool, device: str) -> None:
+    """In one step all ranks set a gradient that all passes before have computed."""
+    computed, other = parameters = scalars(device, 0, 0)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), run_ahead=ahead)
+    gradient = torch.full_like(other, 1.0 + hvd.rank())
+    for step in range(STEPS):
+        is_set = step == STEPS - 2
+        optimizer.zero_grad()
+        if is_set and first:
+            other.grad = gradient
+        (computed * 2 + (0 if is_set else other * 4)).backward()
+        if is_set and not first:
+            other.grad = gradient
+        optimizer.step()
+    assert_near(computed, -2 * STEPS)
+    assert_near(other, -4 * (STEPS - 1) - (1 + hvd.size()) / 2)
+
+
+@in_both_ways
+@pytest.mark.parametrize("first", [True, False], ids=["before backward", "after backward"])
+def test_a_gradient_set_where_passes_had_one(ahead, first):
+    run_on_double(functools.partial(set_in_place_of_backward, ahead, first), 2)
+
+
 def share_a_trunk(ahead: bool, op: hvd.ReduceOp, passes: int, device: str) -> None:
     trunk, actor, critic = scalars(device, 1, 2, 3)
     optimizers = [

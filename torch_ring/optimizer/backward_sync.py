@@ -281,7 +281,7 @@ class BackwardSync:
         reducer.require_slots_on_set()
         if reducer.nothing_pending:
             # In other cases every parameter has been reduced.
-            is_set_by_hand = self.run_ahead.is_planned and reducer.hooks.set_by_hand()
+            is_set_by_hand = self.run_ahead.may_have_missed and reducer.hooks.set_by_hand()
             if not (is_set_by_hand or self.agreement.failure):
                 return
             reducer.nothing_pending = False

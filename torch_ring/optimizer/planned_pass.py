@@ -171,6 +171,7 @@ class RunAhead:
         self._world: World | None = None
         self._agreed: Gradients = {}  # the last agreed pass
         self._plan: Gradients = {}
+        self._was_planned = False  # whether the last pass was a planned one
         self._passes: list[Entered] = []  # the last two planned passes
         self._is_concluded = True  # whether the kind of the next pass is decided
         self._difference: MismatchError | None = None
@@ -193,6 +194,11 @@ class RunAhead:
         return bool(self._plan)
 
     @property
+    def may_have_missed(self) -> bool:
+        """Whether the last pass may have left gradients that the program has set."""
+        return self.is_planned or self._was_planned
+
+    @property
     def has_launched(self) -> bool:
         """Whether a part of the present pass has been launched."""
         return self._native.has_launched()
@@ -213,6 +219,7 @@ class RunAhead:
             gradients: the gradients that any rank had; empty if such a pass cannot be planned.
         """
         gradients = without(gradients, {})
+        self._was_planned = False
         is_repeated = gradients == self._agreed
         self._agreed = gradients
         if not gradients or not is_repeated or not self._is_possible(gradients):
@@ -340,6 +347,12 @@ class RunAhead:
             if started.due:
                 gradients[index] = started.due
                 sparse[index] = started.sparse
+        for index, planned in self._plan.items():  # those that the program has set count, too
+            lacking = planned & ~gradients.get(index, 0)
+            reducer = self._reducers.get(index)
+            for parameter in reducer.hooks.set_by_hand() if lacking and reducer else ():
+                if lacking >> parameter & 1:
+                    gradients[index] = gradients.get(index, 0) | 1 << parameter
         return gradients, sparse
 
     def _run(
@@ -352,6 +365,7 @@ class RunAhead:
     ) -> None:
         """Launch a pass and report it; read the reports at once if it is not as planned."""
         planned = self._plan
+        self._was_planned = True
         for index, bitmap in planned.items():
             reducer = self._reducers.get(index)
             if reducer is not None:
