@@ -122,7 +122,7 @@ def _gradients() -> Iterator[Fault]:
     yield _expression(
         "sent_though_repeated", "a bucket is sent although a gradient may come again", HOOKS,
         "is_held(parameter.bucket)", "false",
-        tests=("optimizer/test_nested_backward.py",),
+        tests=("device/test_run_ahead_errors.py",),
     )  # fmt: skip
     yield _statement(
         "lock_dropped", "enter_pass() returns without its lock", HOOKS,
@@ -137,12 +137,12 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "failed_pass_stays", "a failed pass is not closed before a step", HOOKS,
         "if (is_of_step) close_failed();",
-        tests=("optimizer/test_failed_backward.py", "device/test_hostile_events.py"),
+        tests=("device/test_run_ahead_errors.py",),
     )  # fmt: skip
     yield _statement(
         "sent_in_vain", "a pass that failed after it had sent a bucket is forgotten", HOOKS,
         "sent_in_vain_ = sent_in_vain_ || sent_;",
-        tests=("optimizer/test_failed_backward.py", "optimizer/test_interrupted_backward.py"),
+        tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     yield _statement(
         "given_up_untold", "a pass that one rank gives up is not told to the others", HOOKS,
@@ -291,7 +291,7 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "zero_missing", "a missing gradient counts as the bucket's old content", PARAMETER,
         "copies.zero(bucket_view);",
-        tests=("optimizer/test_uneven_batches.py",),
+        tests=("optimizer/test_dynamic_graphs.py",),
     )  # fmt: skip
     yield _statement(
         "alias_taken", "autograd's memory is used although others refer to it", PARAMETER,
@@ -316,7 +316,7 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "open_after_error", "an agreement that failed is continued by the next pass", PASS,
         "open_.reset();\n    reports_.reset();\n    throw;", "throw;",
-        tests=("optimizer/test_interrupted_backward.py", "optimizer/test_failed_backward.py"),
+        tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     # --- running ahead
     yield _statement(
@@ -327,7 +327,7 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "no_stand_in", "a joined rank launches nothing for the others", AHEAD,
         "launch_plain(engine_, state.runs[i], run, run, ready);",
-        tests=("device/test_run_ahead.py",),
+        tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     yield _statement(
         "not_restored", "a planned gradient that no rank had is not restored", HOOKS,
@@ -348,7 +348,7 @@ def _gradients() -> Iterator[Fault]:
     yield _python(
         "old_report", "the reports of the pass before are not read", PLANNED,
         "ends = any(self._judge(entered) for entered in before)", "ends = False",
-        tests=("device/test_run_ahead.py",),
+        tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     yield _python(
         "plan_any", "a pass with sparse gradients goes on as planned", PLANNED,
@@ -393,7 +393,7 @@ def _gradients() -> Iterator[Fault]:
     yield _python(
         "steps_mixed", "the ranks' different steps are not noticed", SYNC,
         "require_same_steps(ranks, decision.out_of_step, self._size)", "pass",
-        tests=("optimizer/test_uneven_batches.py", "optimizer/test_early_stopping.py"),
+        tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     yield _python(
         "given_up_ignored", "a pass that some ranks have given up is reduced", SYNC,

@@ -1,7 +1,7 @@
 """The fast path of backward synchronisation: dense gradients of all parameters, on all ranks."""
 
 import pytest
-from pool import run
+from pool import error_of, run
 from torch.optim import SGD
 from training import grads, weights
 
@@ -48,3 +48,23 @@ def train_with_and_without_b(exchanges: list[int]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_backward_with_all_gradients_takes_the_fast_path(size):
     run(train_and_count_exchanges, size)
+
+
+def step_once_more() -> tuple[str, str]:
+    """All ranks have all gradients, and one has taken another step."""
+    parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(parameters).backward()
+        optimizer.step()
+    if hvd.rank() == 1:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return error_of(sum(parameters).backward)
+
+
+def test_ranks_in_different_steps_do_not_take_it():
+    for kind, text in run(step_once_more, 2):
+        assert kind == "MismatchError", text
+        assert "rank 0 has taken 3 optimizer steps, rank 1 4" in text

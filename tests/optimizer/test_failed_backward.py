@@ -330,3 +330,25 @@ def test_a_pass_after_one_whose_buckets_were_sent_in_vain():
     for kind, text in failures:
         assert kind in ("RingError", "PeerLostError"), text
         assert "which only shutdown() and init() can mend" in text
+
+
+def go_on_after_waiting_for_another_collective() -> None:
+    """One rank's pass meets another rank's allreduce; then both train."""
+    training = Training("")
+    training.optimizer.zero_grad()
+    training.backward(0, fails=False)
+    training.step()
+    training.optimizer.zero_grad()
+    if hvd.rank() == 0:
+        kind, text = error_of(lambda: training.backward(1, fails=False))
+    else:
+        kind, text = error_of(lambda: hvd.allreduce(torch.ones(1), name="m"))
+    assert kind == "MismatchError", text
+    training.optimizer.zero_grad()
+    training.backward(2, fails=False)
+    training.step()
+    training.check(0, 2)
+
+
+def test_a_pass_after_one_that_met_another_collective():
+    run(go_on_after_waiting_for_another_collective, 2)

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import error_of, run
+from pool import error_of, eventually, run
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 from training import weights
 
 import torch_ring as hvd
+from torch_ring.world import current
 
 ERROR = "NonFiniteGradientError"
 on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -233,6 +234,35 @@ def come_again() -> None:
 @on_both_transports
 def test_gradients_that_come_again_are_named(transport):
     run(come_again, 2, transport=transport)
+
+
+def spoil_a_bucket_that_is_reduced_early() -> str:
+    """The first bucket is reduced before the last gradient comes: by then it has everyone's NaN."""
+    x, y = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0), [("x", x), ("y", y)], nan_check=True)
+
+    def reduced() -> int:
+        records = current.engine().records()
+        return sum(r.operation == "allreduce" and r.finished_ns > 0 for r in records)
+
+    for step in range(3):
+        optimizer.zero_grad()
+        before = reduced()
+        between = x * 1.0
+        if step == 2:
+            between.register_hook(
+                lambda _, n=before: None if eventually(lambda: reduced() > n) else 1
+            )
+        factor = float("nan") if step == 2 and hvd.rank() == 1 else 1.0
+        (between + y * factor).backward()
+        if step < 2:
+            optimizer.step()
+    return expect(optimizer, "rank 1: the gradient of 'y' has a NaN")
+
+
+def test_a_rank_is_named_though_the_nan_is_everywhere():
+    env = {"TORCH_RING_BUCKET_BYTES": "4"}
+    run(spoil_a_bucket_that_is_reduced_early, 2, transport="tcp", env=env)
 
 
 def leave_it_to_a_scaler(
