@@ -127,7 +127,7 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "lock_dropped", "enter_pass() returns without its lock", HOOKS,
         "queue_end(number);\n    lock.lock();", "queue_end(number);",
-        tests=("optimizer/test_threads.py",),
+        tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     yield _expression(
         "two_threads", "a pass in another thread is not noticed", HOOKS,

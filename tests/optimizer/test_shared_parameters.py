@@ -248,25 +248,29 @@ def test_a_rank_without_the_gradient_beside_a_slot_elsewhere(transport):
     run(lack_the_head, 2, transport=transport)
 
 
-def set_by_hand() -> None:
+def set_by_hand(with_pass: bool) -> None:
     """The older optimizer steps with gradients that the program has set; the later one never."""
-    (trunk,) = scalars(0)
-    first, later = (hvd.DistributedOptimizer(SGD([trunk], lr=1.0)) for _ in range(2))
+    trunk, own = scalars(0, 0)
+    first = hvd.DistributedOptimizer(SGD([trunk, own], lr=1.0))
+    later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0))
     for number, set_to_none in enumerate([True, False, True]):
         trunk.data.zero_()
         if number:
             first.zero_grad(set_to_none=set_to_none)
             trunk.grad = torch.full_like(trunk, 1.0 + hvd.rank())
+            if with_pass:
+                own.sum().backward()
         else:
-            (trunk * (1 + hvd.rank())).backward()
+            ((trunk + own) * (1 + hvd.rank())).backward()
         first.step()
         assert_near(trunk, -1.5)
     del later
 
 
 @on_both_transports
-def test_gradients_set_by_hand_in_a_slot_elsewhere(transport):
-    run(set_by_hand, 2, transport=transport)
+@pytest.mark.parametrize("with_pass", [False, True])
+def test_gradients_set_by_hand_in_a_slot_elsewhere(transport, with_pass):
+    run(set_by_hand, 2, args=(with_pass,), transport=transport)
 
 
 def lose_the_later_one(op: hvd.ReduceOp, when: str) -> None:
