@@ -309,8 +309,49 @@ def test_a_slot_outlives_its_optimizer(transport, op, when):
     run(lose_the_later_one, 2, args=(op, when), transport=transport)
 
 
+def accumulate_without_the_later_one() -> None:
+    """no_sync() holds a slot whose own optimizer is gone."""
+    (trunk,) = scalars(0)
+    first = hvd.DistributedOptimizer(SGD([trunk], lr=1.0))
+    later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0))
+    del later
+    with first.no_sync():
+        (trunk * (1 + hvd.rank())).backward()
+        assert_near(trunk.grad, 1 + hvd.rank())
+    (trunk * 2).backward()
+    assert_near(trunk.grad, 1.5 + 2)
+
+
+@on_both_transports
+def test_accumulation_in_a_slot_that_outlives_its_optimizer(transport):
+    run(accumulate_without_the_later_one, 2, transport=transport)
+
+
+def touch_the_slot_on_one_rank() -> None:
+    """A pass reaches the slot on one rank alone: all agree before the older optimizer steps."""
+    trunk, own, other = scalars(0, 0, 0)
+    optimizers = [
+        hvd.DistributedOptimizer(SGD(p, lr=1.0)) for p in ([own, trunk], [trunk], [other])
+    ]
+    for _ in range(2):
+        for parameter, optimizer in zip((own, trunk, other), optimizers, strict=True):
+            parameter.data.zero_()
+            optimizer.zero_grad()
+        (own + trunk + other).backward()
+        (trunk * 2 if hvd.rank() == 0 else other * 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for parameter, expected in ((own, -1), (trunk, -4), (other, -2)):
+            assert_near(parameter, expected)
+
+
+@on_both_transports
+def test_a_pass_that_reaches_a_slot_on_one_rank(transport):
+    run(touch_the_slot_on_one_rank, 2, transport=transport)
+
+
 def drop_one_with_parameters_of_its_own() -> None:
-    """What only the optimizer that is gone had is left to the program, as without torch_ring."""
+    """Parameters that only the optimizer that is gone had are left to the program."""
     trunk, own = scalars(0, 0)
     first = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), backward_passes_per_step=2)
     later = hvd.DistributedOptimizer(SGD([trunk, own], lr=1.0), backward_passes_per_step=2)
