@@ -368,3 +368,23 @@ def fork_and_compute() -> None:
 
 def test_a_forked_child_has_memory_of_its_own():
     run(fork_and_compute, 2, env=LARGE, kind=FORKS)
+
+
+def keep_in_a_hook_of_the_accumulator() -> None:
+    """The program's hook, which runs first, keeps the gradient whose memory `grad` has taken."""
+    weight = nn.Parameter(torch.ones(100_000))
+    kept: list[Tensor] = []
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda _, gradients: kept.append(gradients[0]))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        kept.clear()
+        (weight * (1.0 + hvd.rank())).sum().backward()
+        assert (weight.grad == 1.5).all()
+        assert (kept[0] == 1.0 + hvd.rank()).all()
+        optimizer.step()
+
+
+def test_a_gradient_that_a_hook_of_the_accumulator_keeps():
+    run(keep_in_a_hook_of_the_accumulator, 2)
