@@ -18,7 +18,6 @@ from training import FailingBackward
 import torch_ring as hvd
 
 LR = 2.0**-4
-LAST_STEPS = 12  # after which all gradients have been averaged
 
 Factors = dict[int, int]  # from parameters to gradients
 

@@ -80,7 +80,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     own: call ``synchronize()`` before you clip a gradient that only ``step()`` would average.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
-    has them: the uncoalesced rows of all ranks, divided by the size for Average.
+    has them: the uncoalesced rows of all ranks, divided by the size for Average. One that is dense
+    on a rank becomes dense on all.
 
     The optimizer becomes an instance of a subclass of its class, with these additions:
 

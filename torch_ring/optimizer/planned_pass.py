@@ -33,7 +33,8 @@ A rank whose gradients are not those of the plan waits for the others' reports o
 Special cases:
 
 - *A rank without data* enters the pass in step(), as it enters an agreement. It counts as zeros.
-- *A gradient that the program sets itself* before step() makes that step a pass, in the same way.
+- *A gradient that the program sets itself* in place of a planned one counts in the pass. Another
+  one, or one that it sets after the pass, makes the step a pass, in the same way.
   If only one rank does so, the ranks are in different steps.
 - *Accumulation.* When a gradient is due after ``backward_passes_per_step`` passes, a planned pass
   takes all gradients that have begun. Agreed passes that leave gradients for step() make no plan.

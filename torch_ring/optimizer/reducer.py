@@ -304,7 +304,7 @@ class Reducer:
                     f"rank {self._rank}: '{self.names[index]}' is averaged over ranks "
                     f"{_ranks(owner._process_set)}, as an optimizer wanted that was wrapped later, "
                     f"and the one that steps now wants ranks {_ranks(self._process_set)}: wrap a "
-                    "parameter for one process set, or wrap the optimizer that steps last"
+                    "parameter for one process set, or make and wrap a new optimizer"
                 )
 
     def finish_step(self) -> None:
