@@ -371,6 +371,25 @@ def test_other_parameters_of_an_optimizer_that_is_gone(transport):
     run(drop_one_with_parameters_of_its_own, 2, transport=transport)
 
 
+def add_a_group_between_two_passes(op: hvd.ReduceOp, optimizers: int) -> None:
+    """The averaged gradient of the first pass counts once in the second one's sum."""
+    trunk, other = scalars(0, 0)
+    wrapped = [hvd.DistributedOptimizer(SGD([trunk], lr=1.0), op=op) for _ in range(optimizers)]
+    trunk.backward()
+    wrapped[-1].add_param_group({"params": [other]})
+    trunk.backward()
+    assert_near(trunk.grad, 2 * joined(op, lambda _: 1.0))
+    wrapped[0].step()
+    assert_near(trunk, -2 * joined(op, lambda _: 1.0))
+
+
+@both_ops
+@on_both_transports
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_group_that_is_added_between_two_passes(transport, op, optimizers):
+    run(add_a_group_between_two_passes, 2, args=(op, optimizers), transport=transport)
+
+
 def keep_what_the_program_did() -> None:
     """A rank's own change of an averaged gradient, between two steps, stays its own."""
     (trunk,) = scalars(0)

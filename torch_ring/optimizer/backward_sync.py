@@ -146,6 +146,7 @@ class BackwardSync:
         names: Sequence[str],
         settings: ReductionSettings,
         groups: Sequence[Sequence[int]] = (),
+        before: Reducer | None = None,
     ) -> Reducer:
         """Make the reducer of an optimizer's parameters. Collective.
 
@@ -156,6 +157,7 @@ class BackwardSync:
             names: the parameters' names in errors.
             settings: how to reduce the gradients.
             groups: indices of parameters whose gradients stay together (`plan_buckets`).
+            before: the optimizer's reducer so far, whose gradients the new one takes over.
 
         Raises:
             MismatchError: the parameters differ between ranks.
@@ -180,7 +182,7 @@ class BackwardSync:
         reducer.hooks.set_base_scale(self._base_scale)
         self.run_ahead.add(index, reducer.hooks)
         self._reducers.add(index, reducer)
-        Reducer.assign_slots(_living_reducers())
+        Reducer.assign_slots([*_living_reducers(), *([before] if before is not None else [])])
         return reducer
 
     def leave(self, reducer: Reducer) -> None:

@@ -410,7 +410,7 @@ class _DistributedOptimizer(Wrapped):
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             self._parameter_names[parameter] = unnamed(group, index)
         self._left_out = [p for p in self._parameter_names if not has_gradients(p)]
-        self._make_reducer()
+        self._make_reducer(before=self._reducer)
 
     def _follow_world(self) -> None:
         self._step_is_open = False
@@ -421,10 +421,13 @@ class _DistributedOptimizer(Wrapped):
             if current.rank() == 0:
                 _log.warning("the steps of an optimizer will fail: %s", error)
 
-    def _make_reducer(self) -> None:
+    def _make_reducer(self, before: Reducer | None = None) -> None:
         """Make a reducer of the parameters, if there is another rank. Collective.
 
         The reducer leaves the agreement when this optimizer is deleted, even if others refer to it.
+
+        Args:
+            before: the present one, if its gradients go on in the new one.
         """
         if self._reducer is not None:  # the traceback of a failed pass may keep it alive
             self._backward_sync.remove(self._reducer)
@@ -441,6 +444,7 @@ class _DistributedOptimizer(Wrapped):
             [self._parameter_names[parameter] for parameter in parameters],
             self._settings.reduction,
             _group_indices(self._settings.groups, parameters),
+            before,
         )
         reducer.hooks.set_passes_per_step(self._passes_per_step)
         leave = functools.partial(_leave, sync, weakref.ref(reducer))
@@ -511,8 +515,8 @@ class _ShardedOptimizer(_DistributedOptimizer):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self.step = step  # type: ignore[method-assign]
 
-    def _make_reducer(self) -> None:
-        super()._make_reducer()
+    def _make_reducer(self, before: Reducer | None = None) -> None:
+        super()._make_reducer(before)
         if self._reducer is None:
             self._shards.leave(self)
         else:
