@@ -875,12 +875,6 @@ class RunAhead:
     def wait(self) -> None:
         """Make the current stream wait for the pass; write the results into the buckets."""
 
-    def add(self, optimizer: int, hooks: GradientHooks) -> None:
-        """Take note of an optimizer, of whose gradients this rank gives copies once it has joined.
-
-        Other ranks ask for them that have added to those.
-        """
-
 class Due:
     """The gradients that `GradientHooks.pending` calls due."""
 
@@ -910,14 +904,14 @@ class NotFinite:
         parameter: the index of the parameter.
         rank: the rank in the world.
         worst: the worst of the gradient's numbers.
-        on_base: whether it contains an averaged gradient, which may be the cause.
+        carries: whether it has an averaged part, which may be the cause.
     """
 
     parameter: int
     rank: int
     worst: Worst
-    on_base: bool
-    def __init__(self, parameter: int, rank: int, worst: Worst, on_base: bool) -> None: ...
+    carries: bool
+    def __init__(self, parameter: int, rank: int, worst: Worst, carries: bool) -> None: ...
 
 class GradientReport:
     """The gradients of one optimizer on one rank (csrc/gradients/report.h)."""
@@ -932,7 +926,8 @@ class GradientReport:
         incomplete: bool = False,
         stepping: bool = False,
         again: bool = False,
-        on_base: bool = False,
+        carried: int = 0,
+        changed: int = 0,
         order: Sequence[int] = (),
         digest: bytes = b"",
         not_finite: Sequence[NotFinite] = (),
@@ -944,7 +939,13 @@ class GradientReport:
     @property
     def sparse(self) -> int: ...
     @property
+    def carried(self) -> int: ...
+    @property
+    def changed(self) -> int: ...
+    @property
     def accumulating(self) -> bool: ...
+    @property
+    def stepping(self) -> bool: ...
     @property
     def digest(self) -> bytes: ...
     def with_digest(self, digest: bytes) -> GradientReport:
@@ -991,6 +992,8 @@ class Reduction:
     optimizer: int
     touched: int
     sparse: int
+    carried: int
+    unlike: int
     order: list[int]
     not_finite: list[NotFinite]
 
@@ -1007,7 +1010,6 @@ class PassDecision:
         mentioned: the optimizers that a rank uses.
         open: those with gradients that a later round or pass reduces.
         incomplete: those with parameters that have no averaged gradient yet.
-        extended: those with gradients that may be added to averaged ones.
     """
 
     given_up: bool
@@ -1019,7 +1021,6 @@ class PassDecision:
     mentioned: set[int]
     open: set[int]
     incomplete: set[int]
-    extended: set[int]
 
 def decide(reports: Sequence[PassReport], size: int, parameters: Mapping[int, int]) -> PassDecision:
     """Decide by the reports alone, so that all ranks decide alike.
@@ -1039,6 +1040,8 @@ class Pending:
     Attributes:
         due: the parameters to reduce now.
         sparse: those of them whose gradient is sparse.
+        carried: those, due or not, with an averaged part, which is not sent.
+        changed: those of them that the program has changed while both parts were in them.
         accumulating: whether there are others, not due yet.
         complete: whether each parameter is due, or was reduced since the step began.
         again: whether some gradients have come again, after they had been sent.
@@ -1048,6 +1051,8 @@ class Pending:
 
     due: int
     sparse: int
+    carried: int
+    changed: int
     accumulating: bool
     complete: bool
     again: bool
@@ -1061,7 +1066,6 @@ class GradientHooks:
     Args:
         parameters: leaves; hooked whether they require grad now or not.
         names: their names in errors.
-        reduced_scale: multiplies an already reduced gradient before autograd accumulates into it.
         on_backward_end: called at the end of each backward pass with a gradient; its exception
             comes out of backward().
         on_bucket_full: called during the pass with each bucket that has all its gradients.
@@ -1078,7 +1082,6 @@ class GradientHooks:
         parameters: Sequence[Tensor],
         names: Sequence[str],
         *,
-        reduced_scale: float,
         on_backward_end: Callable[[], None],
         on_bucket_full: Callable[[int], None],
         new_memory: Callable[[int], Tensor],
@@ -1123,8 +1126,24 @@ class GradientHooks:
     def parameters_moved(self) -> bool:
         """Return whether a parameter is on another device than its bucket."""
 
-    def move_into_buckets(self, touched: int) -> None:
-        """Prepare gradients to be reduced: they move into buckets; missing ones become zero."""
+    def carry(self, carried: int) -> None:
+        """Take the averaged parts of these gradients out: they are not sent."""
+
+    def drop_averaged(self, dropped: int) -> None:
+        """Drop the averaged parts of these gradients."""
+
+    def carried_part(self, index: int) -> Tensor:
+        """Return the part that `carry` has taken out, flat, to be averaged in place; or zeros."""
+
+    def sparse_carried(self, index: int) -> Tensor | None:
+        """Return that part of a sparse gradient, if any."""
+
+    def set_sparse_carried(self, index: int, part: Tensor) -> None: ...
+    def move_into_buckets(self, touched: int, scale: float) -> None:
+        """Prepare gradients to be reduced: they move into buckets; missing ones become zero.
+
+        `scale` multiplies an averaged gradient that is sent again.
+        """
 
     def memory(self, bucket: int) -> Tensor:
         """Return a bucket's memory, after all its gradients have arrived or been moved there."""
@@ -1132,8 +1151,11 @@ class GradientHooks:
     def expect(self, planned: int | None) -> None:
         """Plan the next passes, which reduce these gradients; None: the ranks agree on them."""
 
-    def fill(self, planned: int, due: int) -> None:
-        """Move planned gradients into buckets; remember those that are not due as they were."""
+    def fill(self, planned: int, due: int, scale: float) -> int:
+        """Move planned gradients into buckets; remember those that are not due as they were.
+
+        Returns those with an averaged part; `scale`: see `move_into_buckets`.
+        """
 
     def restore(self, nowhere: int) -> None:
         """Give gradients back as they were before fill(), and forget the others."""
@@ -1144,8 +1166,8 @@ class GradientHooks:
     def bucket_view(self, index: int) -> Tensor:
         """Return a new tensor over a parameter's part of a bucket."""
 
-    def local_gradient(self, index: int) -> Tensor | None:
-        """Return a parameter's gradient, to be reduced outside the buckets."""
+    def local_gradient(self, index: int, scale: float) -> Tensor | None:
+        """Return a parameter's gradient, to be reduced outside the buckets; see `carry`."""
 
     def set_sparse_result(self, index: int, gradient: Tensor) -> None:
         """Make a sparse tensor the reduced gradient of a parameter."""
@@ -1164,24 +1186,6 @@ class GradientHooks:
 
     def reset(self, *, gradients: bool) -> None:
         """Begin the next step; with `gradients`, also forget accumulated gradients."""
-
-    def set_base_scale(self, scale: float) -> None:
-        """Multiply reduced gradients by this before others are added, as ranks have joined."""
-
-    def bases(self) -> list[int]:
-        """Return, by parameter, whether an unreduced gradient contains a reduced one.
-
-        0: no; 1: yes; 2: yes, and the program may have changed that one since.
-        """
-
-    def keep_scale(self, index: int) -> None:
-        """Scale a reduced gradient as it would have been if something was added to it."""
-
-    def add(self, index: int, value: Tensor) -> None:
-        """Add a flat tensor to a gradient; one that is reduced stays so."""
-
-    def has_base(self) -> bool:
-        """Return whether a gradient that is not reduced yet contains a reduced one."""
 
     def restart_passes(self) -> None:
         """Count passes from zero again."""

@@ -1,7 +1,6 @@
 #include "engine/driver.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <map>
 
@@ -45,19 +44,6 @@ void tell_of_pass(const auto& pending, const Fingerprint& entered) {
   const auto join = pending.find(kJoinKey);
   const auto pass = static_cast<std::int64_t>(planned_pass(entered.name).value_or(0));
   if (pass > 0 && join != pending.end()) join->second.work->request().allocate({&pass, 1});
-}
-
-/// Contributes the kept gradient that the others request from this rank's join, if it has one.
-void give_kept(const auto& pending, const StandIn& stand_in) {
-  const Request& request = stand_in.request;
-  const auto kept = kept_gradient(request.fingerprint.name);
-  const auto join = pending.find(kJoinKey);
-  if (!kept || join == pending.end() || !stand_in.data || !request.fingerprint.on_host()) return;
-  const std::size_t bytes = request.input_bytes();
-  const std::int64_t asked[] = {kept->optimizer, kept->number, kept->parameter,
-                                static_cast<std::int64_t>(bytes)};
-  const void* const found = join->second.work->request().allocate(asked);
-  if (found != nullptr) std::memcpy(stand_in.data.get(), found, bytes);
 }
 
 /// The one of `candidates` (empty: any rank) that was last in the round in which `last` posted
@@ -350,7 +336,6 @@ void Driver::add(Batch& batch, const Decision& decision, Buffers& buffers) {
   } else {
     batch.works.push_back(nullptr);
     batch.stand_ins.emplace_back(*decision.for_joined, buffers);
-    give_kept(pending_, batch.stand_ins.back());
     batch.jobs.push_back({&batch.stand_ins.back().request, &decision});
   }
 }

@@ -108,18 +108,6 @@ std::optional<std::uint64_t> planned_pass(std::string_view name) {
   return name == kAhead ? number : std::nullopt;
 }
 
-std::optional<KeptGradient> kept_gradient(std::string_view name) {
-  if (!take(name, kGradients)) return std::nullopt;
-  const auto optimizer = take_number(name);
-  if (!optimizer || !take(name, ".")) return std::nullopt;
-  const auto number = take_number(name);
-  if (!number || !take(name, ".kept.")) return std::nullopt;
-  const auto parameter = take_number(name);
-  if (!parameter || !name.empty()) return std::nullopt;
-  return KeptGradient{static_cast<std::int64_t>(*optimizer), static_cast<std::int64_t>(*number),
-                      static_cast<std::int64_t>(*parameter)};
-}
-
 std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t bucket,
                         std::int64_t begin) {
   std::string name(kGradients);
@@ -145,8 +133,8 @@ std::optional<std::string> in_words(std::string_view name) {
   const auto number = take_number(name);
   if (!number || !take(name, ".")) return std::nullopt;
   if (name == "loss") return "averaging the closure's loss after " + pass(*number);
-  if (name.starts_with("kept")) {
-    return "asking ranks that have joined for the gradients that " + pass(*number) + " adds to";
+  if (take(name, "carried.")) {
+    return "averaging once more what '" + std::string(name) + "' had before " + pass(*number);
   }
   if (take(name, "sparse.")) {
     const auto parameter = std::string(name.substr(0, name.rfind('.')));

@@ -138,8 +138,7 @@ struct Request {
   std::function<void()> begin;
 
   /// Called once, for an allgather or alltoall, with the rows of each rank: returns the memory of
-  /// the result. For a join: with the number of each pass in which the others run ahead; and with
-  /// four numbers that request a gradient, which it returns (standing_in() in run_ahead.h).
+  /// the result. For a join: with the number of each pass in which the others run ahead.
   std::function<void*(std::span<const std::int64_t> rows)> allocate;
 
   /// Called before the work is done, when the output is written or, on a device, its writing is
@@ -249,18 +248,6 @@ std::string backward_name(std::uint64_t number);
 /// these.
 std::optional<std::uint64_t> planned_pass(std::string_view name);
 
-/// A gradient that the others request from ranks that have joined, which still have it: it was
-/// averaged before agreement `number`.
-struct KeptGradient {
-  std::int64_t optimizer;
-  std::int64_t number;
-  std::int64_t parameter;
-};
-
-/// The gradient that an allreduce of this name requests: "gradients.<optimizer>.<number>.kept.
-/// <parameter>", in Python.
-std::optional<KeptGradient> kept_gradient(std::string_view name);
-
 /// The name of the allreduce of a bucket from element `begin` on. `optimizer` is its index on the
 /// process set.
 std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t bucket,
@@ -269,7 +256,8 @@ std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t
 /// The purpose of an operation of such a name: "averaging the gradients of backward pass 3".
 /// Nothing for a name of another kind. Python adds to these names: to that of an agreement
 /// ".weights", or ".ahead" if nobody waits for it; in place of the bucket "sparse.", a parameter
-/// and a number, "loss", or "kept"; to a bucket's, the names of a compressor's rounds.
+/// and a number, "carried." and a parameter, or "loss"; to a bucket's, the names of a compressor's
+/// rounds.
 std::optional<std::string> in_words(std::string_view name);
 
 /// Whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes.

@@ -118,15 +118,15 @@ void bind_reports(py::module_& module) {
       .value("nan", Worst::kNaN);
   py::class_<NotFinite>(module, "NotFinite")
       .def(py::init<std::size_t, int, Worst, bool>(), py::arg("parameter"), py::arg("rank"),
-           py::arg("worst"), py::arg("on_base"))
+           py::arg("worst"), py::arg("carries"))
       .def_readonly("parameter", &NotFinite::parameter)
       .def_readonly("rank", &NotFinite::rank)
       .def_readonly("worst", &NotFinite::worst)
-      .def_readonly("on_base", &NotFinite::on_base)
+      .def_readonly("carries", &NotFinite::carries)
       .def(py::self == py::self);
   py::class_<GradientReport>(module, "GradientReport")
       .def(py::init([](std::size_t optimizer, Bitmap due, Bitmap sparse, bool accumulating,
-                       bool incomplete, bool stepping, bool again, bool on_base,
+                       bool incomplete, bool stepping, bool again, Bitmap carried, Bitmap changed,
                        std::vector<std::uint32_t> order, const py::bytes& digest,
                        std::vector<NotFinite> not_finite) {
              return GradientReport{optimizer,
@@ -136,7 +136,8 @@ void bind_reports(py::module_& module) {
                                    incomplete,
                                    stepping,
                                    again,
-                                   on_base,
+                                   std::move(carried),
+                                   std::move(changed),
                                    std::move(order),
                                    digest,
                                    std::move(not_finite)};
@@ -144,12 +145,16 @@ void bind_reports(py::module_& module) {
            py::arg("optimizer"), py::arg("due") = Bitmap(), py::kw_only(),
            py::arg("sparse") = Bitmap(), py::arg("accumulating") = false,
            py::arg("incomplete") = false, py::arg("stepping") = false, py::arg("again") = false,
-           py::arg("on_base") = false, py::arg("order") = std::vector<std::uint32_t>(),
-           py::arg("digest") = py::bytes(), py::arg("not_finite") = std::vector<NotFinite>())
+           py::arg("carried") = Bitmap(), py::arg("changed") = Bitmap(),
+           py::arg("order") = std::vector<std::uint32_t>(), py::arg("digest") = py::bytes(),
+           py::arg("not_finite") = std::vector<NotFinite>())
       .def_readonly("optimizer", &GradientReport::optimizer)
       .def_readonly("due", &GradientReport::due)
       .def_readonly("sparse", &GradientReport::sparse)
+      .def_readonly("carried", &GradientReport::carried)
+      .def_readonly("changed", &GradientReport::changed)
       .def_readonly("accumulating", &GradientReport::accumulating)
+      .def_readonly("stepping", &GradientReport::stepping)
       .def_property_readonly("digest",
                              [](const GradientReport& report) { return py::bytes(report.digest); })
       .def(
@@ -185,6 +190,8 @@ void bind_reports(py::module_& module) {
       .def_readonly("optimizer", &PassDecision::Reduction::optimizer)
       .def_readonly("touched", &PassDecision::Reduction::touched)
       .def_readonly("sparse", &PassDecision::Reduction::sparse)
+      .def_readonly("carried", &PassDecision::Reduction::carried)
+      .def_readonly("unlike", &PassDecision::Reduction::unlike)
       .def_readonly("order", &PassDecision::Reduction::order)
       .def_readonly("not_finite", &PassDecision::Reduction::not_finite);
   py::class_<PassDecision>(module, "PassDecision")
@@ -196,8 +203,7 @@ void bind_reports(py::module_& module) {
       .def_readonly("agrees_again", &PassDecision::agrees_again)
       .def_readonly("mentioned", &PassDecision::mentioned)
       .def_readonly("open", &PassDecision::open)
-      .def_readonly("incomplete", &PassDecision::incomplete)
-      .def_readonly("extended", &PassDecision::extended);
+      .def_readonly("incomplete", &PassDecision::incomplete);
   module.def("decide", &decide, py::arg("reports"), py::arg("size"), py::arg("parameters"));
 }
 
@@ -234,11 +240,6 @@ void bind_gradients(py::module_& module) {
       .def("set_plan", &RunAhead::set_plan, py::arg("buckets"), Release())
       .def("open", &RunAhead::open, Release())
       .def("has_launched", &RunAhead::has_launched, Release())
-      .def(
-          "add",
-          [](RunAhead& run_ahead, std::int64_t optimizer,
-             const std::shared_ptr<GradientHooks>& hooks) { run_ahead.add(optimizer, hooks); },
-          py::arg("optimizer"), py::arg("hooks"), Release())
       .def("launch_rest", &RunAhead::launch_rest, Release())
       .def("wait", &RunAhead::wait, Release());
   bind_reports(module);
@@ -250,19 +251,21 @@ void bind_gradients(py::module_& module) {
   py::class_<Pending>(module, "Pending")
       .def_readonly("due", &Pending::due)
       .def_readonly("sparse", &Pending::sparse)
+      .def_readonly("carried", &Pending::carried)
+      .def_readonly("changed", &Pending::changed)
       .def_readonly("accumulating", &Pending::accumulating)
       .def_readonly("complete", &Pending::complete)
       .def_readonly("again", &Pending::again)
       .def_readonly("unready", &Pending::unready);
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                       double reduced_scale, py::object on_backward_end, py::object on_bucket_full,
-                       py::object new_memory, py::object fail, std::shared_ptr<BlockPool> blocks,
+                       py::object on_backward_end, py::object on_bucket_full, py::object new_memory,
+                       py::object fail, std::shared_ptr<BlockPool> blocks,
                        std::shared_ptr<PassAgreement> agreement,
                        const std::shared_ptr<RunAhead>& run_ahead, std::optional<double> largest) {
              return GradientHooks::make(
                  std::move(parameters), std::move(names),
-                 {reduced_scale, callback<void>(std::move(on_backward_end)),
+                 {callback<void>(std::move(on_backward_end)),
                   callback<void, std::size_t>(std::move(on_bucket_full)),
                   [run_ahead](const GradientHooks& hooks, std::size_t bucket) {
                     run_ahead->bucket_full(hooks, bucket);
@@ -274,10 +277,9 @@ void bind_gradients(py::module_& module) {
                   callback<void, const std::string&>(std::move(fail)), std::move(blocks),
                   std::move(agreement), largest});
            }),
-           py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("reduced_scale"),
-           py::arg("on_backward_end"), py::arg("on_bucket_full"), py::arg("new_memory"),
-           py::arg("fail"), py::arg("blocks"), py::arg("agreement"), py::arg("run_ahead"),
-           py::arg("largest"))
+           py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("on_backward_end"),
+           py::arg("on_bucket_full"), py::arg("new_memory"), py::arg("fail"), py::arg("blocks"),
+           py::arg("agreement"), py::arg("run_ahead"), py::arg("largest"))
       .def(
           "set_buckets",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
@@ -309,34 +311,45 @@ void bind_gradients(py::module_& module) {
           py::arg("slots"))
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
       .def("parameters_moved", &GradientHooks::parameters_moved, Release())
-      .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"), Release())
+      .def("carry", &GradientHooks::carry, py::arg("carried"), Release())
+      .def("drop_averaged", &GradientHooks::drop_averaged, py::arg("dropped"), Release())
+      .def("carried_part", &GradientHooks::carried_part, py::arg("index"), Release())
+      .def(
+          "sparse_carried",
+          [](GradientHooks& hooks, std::size_t index) -> std::optional<at::Tensor> {
+            const py::gil_scoped_release release;
+            at::Tensor part = hooks.sparse_carried(index);
+            if (!part.defined()) return std::nullopt;
+            return part;
+          },
+          py::arg("index"))
+      .def("set_sparse_carried", &GradientHooks::set_sparse_carried, py::arg("index"),
+           py::arg("part"), Release())
+      .def("move_into_buckets", &GradientHooks::move_into_buckets, py::arg("touched"),
+           py::arg("scale"), Release())
       .def("memory", &GradientHooks::memory, py::arg("bucket"), Release())
       .def("bucket_view", &GradientHooks::bucket_view, py::arg("index"), Release())
       .def(
           "local_gradient",
-          [](GradientHooks& hooks, std::size_t index) -> std::optional<at::Tensor> {
+          [](GradientHooks& hooks, std::size_t index, double scale) -> std::optional<at::Tensor> {
             const py::gil_scoped_release release;
-            at::Tensor gradient = hooks.local_gradient(index);
+            at::Tensor gradient = hooks.local_gradient(index, scale);
             if (!gradient.defined()) return std::nullopt;
             return gradient;
           },
-          py::arg("index"))
+          py::arg("index"), py::arg("scale"))
       .def("set_sparse_result", &GradientHooks::set_sparse_result, py::arg("index"),
            py::arg("gradient"), Release())
       .def("mark_reduced", &GradientHooks::mark_reduced, py::arg("touched"), Release())
       .def("expect", &GradientHooks::expect, py::arg("planned"), Release())
-      .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), Release())
+      .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), py::arg("scale"),
+           Release())
       .def("restore", &GradientHooks::restore, py::arg("nowhere"), Release())
       .def("take_up_again", &GradientHooks::take_up_again, Release())
       .def("ready_order", &GradientHooks::ready_order, Release())
       .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("restart_passes", &GradientHooks::restart_passes, Release())
-      .def("set_base_scale", &GradientHooks::set_base_scale, py::arg("scale"))
-      .def("has_base", &GradientHooks::has_base, Release())
-      .def("bases", &GradientHooks::bases, Release())
-      .def("keep_scale", &GradientHooks::keep_scale, py::arg("index"), Release())
-      .def("add", &GradientHooks::add, py::arg("index"), py::arg("value"), Release())
       .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
            Release())

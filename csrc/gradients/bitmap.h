@@ -49,6 +49,7 @@ class Bitmap {
     return *this;
   }
   friend Bitmap operator-(Bitmap one, const Bitmap& other) { return one -= other; }
+  friend Bitmap operator&(const Bitmap& one, const Bitmap& other) { return one - (one - other); }
   bool operator==(const Bitmap&) const = default;
 
   /// Bit i % 8 of byte i / 8 is parameter i; the last byte is not zero.

@@ -53,12 +53,20 @@ PassDecision decide(const PassReports& reports, std::size_t size,
   }
   for (auto& [optimizer, of_optimizer] : told) {
     const auto& [touched, mine] = of_optimizer;
-    Bitmap dense;  // on some rank
-    PassDecision::Reduction reduction{optimizer, touched, {}, {}, {}};
+    Bitmap dense;    // on some rank
+    Bitmap carried;  // on some rank
+    Bitmap on_all = mine.size() == ranks.size() ? touched : Bitmap();
+    Bitmap changed;
+    Bitmap changed_on_all = touched;
+    PassDecision::Reduction reduction{optimizer, touched, {}, {}, {}, {}, {}};
     bool is_incomplete = false;
     for (const GradientReport* report : mine) {
       const bool waits = (report->due - touched).any();
       dense |= report->due - report->sparse;
+      carried |= report->due & report->carried;
+      on_all = on_all & report->carried;
+      changed |= report->changed;
+      changed_on_all = changed_on_all & report->changed;
       for (const NotFinite& each : report->not_finite) {
         if (touched.get(each.parameter)) reduction.not_finite.push_back(each);
       }
@@ -67,7 +75,6 @@ PassDecision decide(const PassReports& reports, std::size_t size,
       if (report->due.any() || report->accumulating || report->stepping) {
         decision.mentioned.insert(optimizer);
       }
-      if (report->due.any() || report->on_base) decision.extended.insert(optimizer);
       is_incomplete = is_incomplete || report->incomplete;
     }
     const auto count = parameters.find(optimizer);
@@ -75,6 +82,8 @@ PassDecision decide(const PassReports& reports, std::size_t size,
     if (is_incomplete && !is_covered) decision.incomplete.insert(optimizer);
     if (!touched.any()) continue;
     reduction.sparse = touched - dense;
+    reduction.carried = carried & touched;
+    reduction.unlike = reduction.carried - (on_all - (changed - changed_on_all));
     // A joined rank is not told the order, and all must keep the same plan.
     for (const GradientReport& report : first.gradients) {
       if (decision.is_whole && report.optimizer == optimizer) reduction.order = report.order;

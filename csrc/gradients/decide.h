@@ -20,6 +20,10 @@ struct PassDecision {
     std::size_t optimizer;
     Bitmap touched;                     // a rank has them; the others send zeros
     Bitmap sparse;                      // those of `touched` that no rank has as a dense one
+    Bitmap carried;                     // those of `touched` that a rank has added to an averaged
+                                        // gradient, which stays; of others an averaged one is gone
+    Bitmap unlike;                      // those of `carried` of which not all ranks have the same
+                                        // averaged one: it is averaged once more
     std::vector<std::uint32_t> order;   // rank 0's; empty if it is known, or a rank has joined
     std::vector<NotFinite> not_finite;  // those of `touched`, of all ranks
   };
@@ -36,7 +40,6 @@ struct PassDecision {
   std::set<std::size_t> mentioned;   // that a rank uses: the decision is about them
   std::set<std::size_t> open;        // with gradients that a later round or pass reduces
   std::set<std::size_t> incomplete;  // with parameters that have no averaged gradient yet
-  std::set<std::size_t> extended;    // with gradients that may be added to averaged ones
 };
 
 /// Decides by the reports alone, so that all ranks decide alike.

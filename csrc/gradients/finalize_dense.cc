@@ -66,7 +66,10 @@ std::optional<PassReports> DenseFinalizer::run(Engine& engine, int size, PassAgr
   }
   if (!hooks_->not_finite(everything_, /*rank=*/0).empty()) return std::nullopt;
   const PassReport report{.steps = steps,
-                          .gradients = {{.optimizer = optimizer_, .due = everything_}}};
+                          .gradients = {{.optimizer = optimizer_,
+                                         .due = everything_,
+                                         .carried = pending.carried,
+                                         .changed = pending.changed}}};
   const PassReports gathered = agreement.gather(engine, report, interrupt);
   const bool all_are_here = gathered.size() == static_cast<std::size_t>(size);
   const bool all_tell_the_same =
@@ -76,6 +79,7 @@ std::optional<PassReports> DenseFinalizer::run(Engine& engine, int size, PassAgr
   DeferredInterrupt deferred(interrupt);
   agreement.begin_reduction();
   try {
+    hooks_->carry(pending.carried);
     reduce(engine, size, agreement.number(), deferred.function());
   } catch (const Error&) {  // an error on all ranks, after which they may continue
     agreement.finish();
@@ -91,7 +95,7 @@ std::optional<PassReports> DenseFinalizer::run(Engine& engine, int size, PassAgr
 
 void DenseFinalizer::reduce(Engine& engine, int size, std::uint64_t number,
                             const Engine::Interrupt& interrupt) const {
-  hooks_->move_into_buckets(everything_);
+  hooks_->move_into_buckets(everything_, 1.0);  // all are open: none is scaled
   std::vector<Request> requests;
   for (const std::size_t bucket : buckets_) {
     const at::Tensor memory = hooks_->memory(bucket);

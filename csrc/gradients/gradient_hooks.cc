@@ -403,19 +403,17 @@ void GradientHooks::before_accumulation(std::size_t index) {
   present_[index].store(grad.defined() ? grad.unsafeGetTensorImpl() : nullptr,
                         std::memory_order_relaxed);
   HookedParameter& parameter = parameters_[index];
-  if (parameter.given && parameter.is_given()) {
-    parameter.was_zero = parameter.is_given_zero();
-  } else if (parameter.base_reduced && parameter.version) {
-    const std::scoped_lock lock(mutex_);
-    parameter.refresh();
-    parameter.was_zero = parameter.was_written_with_zeros();
-  }
   if (is_ignored(index)) return;
-  if (parameter.arrived) keep_sent(index);
-  if (scale() == 1.0) return;
-  const std::scoped_lock lock(mutex_);
+  if (may_have_changes_.load(std::memory_order_relaxed)) {
+    const std::scoped_lock lock(mutex_);
+    note_changes();
+  }
+  if (parameter.arrived) return keep_sent(index);
+  if (!parameter.is_averaged && !parameter.carried.defined()) return;
+  std::unique_lock lock(mutex_);
+  enter_pass(lock, parameter.variable.device());  // its end puts both parts together again
   parameter.refresh();
-  rescale_reduced(parameter);
+  parameter.carry();
 }
 
 void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& gradient) {
@@ -446,7 +444,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     } else if (!parameter.has_moved()) {
       producers_[bucket].add(current_stream(parameter.device));
     }
-    bucket_full = count_arrival(index, parameter.on_gradient(gradient, is_new), gradient);
+    bucket_full = count_arrival(index, parameter.on_gradient(gradient, is_new));
     if (bucket_full) complete(lock, bucket);
     if (bucket_full && looks_at_gradients()) look(members_[bucket], looked_at_);
     sent_ = sent_ || bucket_full;
@@ -533,10 +531,11 @@ void GradientHooks::keep_again(std::size_t index) {
 }
 
 /// Returns whether the bucket has become full and on_bucket_full is due.
-bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient) {
+bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   HookedParameter& parameter = parameters_[index];
   if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
-  fresh ? parameter.forget_base() : parameter.note_base();
+  if (fresh && !parameter.is_apart) parameter.forget_averaged();
+  parameter.is_averaged = false;
   parameter.unreduced = parameter.unreduced || parameter.arrived;
   if (parameter.arrived) {  // computed by two nested graphs, or by a nested and an outer one
     repeated_.insert(index);
@@ -544,7 +543,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh, const at::Tenso
     return false;
   }
   const bool too_many = passes_per_step_ > 1 && due(parameter) && !parameter.unreduced;
-  if (too_many && parameter.has_value(gradient)) {
+  if (too_many && !parameter.carries_value()) {
     parameter.passes = 0;  // the earlier gradient was zeroed, after a step that GradScaler skipped
   } else if (too_many) {
     throw AssertionError(c10::str(
@@ -593,6 +592,7 @@ void GradientHooks::change_elsewhere(std::map<std::size_t, Elsewhere> slots) {
     GradientHooks& owner = *there.hooks;
     owner.is_lent_.at(there.index) = true;
     const std::scoped_lock lock(owner.mutex_);
+    owner.may_have_changes_ = true;
     HookedParameter& slot = owner.parameters_.at(there.index);
     if (was_here) {
       slot.take_over(parameters_.at(index), owner.passes_per_step_);
@@ -671,6 +671,12 @@ void GradientHooks::close(bool failed) {
     if (parameter.sent.defined()) {  // autograd has failed to make another one
       parameter.variable.mutable_grad() = std::exchange(parameter.sent, {});
     }
+    parameter.rejoin();
+  }
+  for (HookedParameter& parameter : parameters_) {
+    if (!parameter.carried.defined()) continue;
+    parameter.note_version();
+    may_have_changes_ = true;
   }
   count_missing();
   if (next_elsewhere_) change_elsewhere(*std::exchange(next_elsewhere_, std::nullopt));
@@ -725,7 +731,7 @@ GradientHooks::Pending GradientHooks::pending(Due which,
   if (is_of_step) close_failed();
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
   const bool unready = is_beside || (is_of_step && has_sent_in_vain());
-  Pending pending{{}, {}, false, true, !again_.empty(), unready};
+  Pending pending{{}, {}, {}, {}, false, true, !again_.empty(), unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (is_elsewhere(i)) {
       const Elsewhere& there = elsewhere_.at(i);
@@ -741,8 +747,13 @@ GradientHooks::Pending GradientHooks::pending(Due which,
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
     pending.unready = pending.unready || parameter.has_moved();
+    if (!pass_) {
+      parameter.rejoin();  // autograd has failed to add to it
+      parameter.note_changes();
+    }
     if (!grad.defined()) {  // dropped by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
+      parameter.forget_averaged();
       parameter.reduced_at = 0;  // so the next gradient is a new one
       parameter.outside.reset();
       pending.complete = false;
@@ -750,9 +761,12 @@ GradientHooks::Pending GradientHooks::pending(Due which,
     }
     if (everything && !was_reduced && parameter.written_by_hand()) {
       parameter.unreduced = true;
-      parameter.base_reduced = false;
+      parameter.is_averaged = false;
     }
-    if (!parameter.unreduced && !(everything && parameter.may_be_by_hand(was_reduced))) {
+    const bool by_hand = everything && parameter.may_be_by_hand(was_reduced);
+    if (parameter.has_average() && !by_hand) pending.carried.set(i);
+    if (parameter.was_changed) pending.changed.set(i);
+    if (!parameter.unreduced && !by_hand) {
       pending.complete = pending.complete && was_reduced;
       continue;
     }
@@ -782,13 +796,14 @@ std::vector<NotFinite> GradientHooks::not_finite(const Bitmap& due, int rank) {
     const at::Tensor largest = at::stack(on_device.largest).to(at::kCPU, at::kDouble);
     const auto* const values = largest.const_data_ptr<double>();
     for (std::size_t k = 0; k < on_device.parameters.size(); ++k) {
-      looks.worst[on_device.parameters[k]] = worst_of(values[k], *options_.largest);
+      Worst& worst = looks.worst[on_device.parameters[k]];
+      worst = std::max(worst, worst_of(values[k], *options_.largest));
     }
   }
   std::vector<NotFinite> found;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!due.get(i) || !looks.has(i) || looks.worst[i] == Worst::kFinite) continue;
-    found.push_back({i, rank, looks.worst[i], parameters_[i].on_base});
+    found.push_back({i, rank, looks.worst[i], parameters_[i].carried.defined()});
   }
   return found;
 }
@@ -814,15 +829,16 @@ void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& look
   looks.worst.resize(parameters_.size(), Worst::kFinite);
   for (const std::size_t i : parameters) {
     looks.checked[i] = true;
-    at::Tensor values = parameters_[i].to_send();
-    if (!values.defined()) continue;
-    if (const auto worst = worst_on_host(values, *options_.largest)) {
-      looks.worst[i] = *worst;
-      continue;
+    for (at::Tensor values : {parameters_[i].to_send(), parameters_[i].carried}) {
+      if (!values.defined()) continue;
+      if (const auto worst = worst_on_host(values, *options_.largest)) {
+        looks.worst[i] = std::max(looks.worst[i], *worst);
+        continue;
+      }
+      Looks::OnDevice& others = looks.on_device[values.scalar_type()];
+      others.parameters.push_back(i);
+      others.gradients.push_back(values);
     }
-    Looks::OnDevice& others = looks.on_device[values.scalar_type()];
-    others.parameters.push_back(i);
-    others.gradients.push_back(values);
   }
   for (auto& [dtype, others] : looks.on_device) {
     if (others.gradients.empty()) continue;
@@ -863,23 +879,73 @@ at::Tensor GradientHooks::bucket_view(std::size_t index) {
   return parameters_.at(index).view.tensor();
 }
 
-at::Tensor GradientHooks::local_gradient(std::size_t index) {
+at::Tensor GradientHooks::local_gradient(std::size_t index, double scale) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
   parameter.refresh();
-  if (!parameter.unreduced) rescale_reduced(parameter);
+  parameter.rescale_averaged(scale);
   return parameter.variable.mutable_grad();
 }
 
-void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
+void GradientHooks::carry(const Bitmap& carried) {
+  const std::scoped_lock lock(mutex_);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!carried.get(i)) continue;
+    parameters_[i].refresh();
+    parameters_[i].carry();
+  }
+}
+
+void GradientHooks::drop_averaged(const Bitmap& dropped) {
+  carry(dropped);
+  const std::scoped_lock lock(mutex_);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (dropped.get(i)) parameters_[i].forget_averaged();
+  }
+}
+
+at::Tensor GradientHooks::carried_part(std::size_t index) {
+  const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
-  parameter.variable.mutable_grad() = parameter.sparse = gradient;
+  const auto options = at::TensorOptions().dtype(parameter.view.dtype).device(parameter.device);
+  at::Tensor part = at::zeros(parameter.view.sizes, options);
+  if (parameter.is_apart) add_to(part, parameter.carried);
+  parameter.carried = part;
+  parameter.is_apart = true;
+  return flat(part);
+}
+
+at::Tensor GradientHooks::sparse_carried(std::size_t index) {
+  const std::scoped_lock lock(mutex_);
+  const HookedParameter& parameter = parameters_.at(index);
+  return parameter.is_apart ? parameter.carried : at::Tensor();
+}
+
+void GradientHooks::set_sparse_carried(std::size_t index, at::Tensor part) {
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  parameter.carried = std::move(part);
+  parameter.is_apart = true;
+}
+
+void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  const std::scoped_lock lock(mutex_);
+  HookedParameter& parameter = parameters_.at(index);
+  at::Tensor& grad = parameter.variable.mutable_grad();
+  grad = gradient;
+  if (parameter.is_apart) {
+    add_to(grad, parameter.carried);
+    if (grad.is_sparse()) grad = grad.coalesce();  // else repeated passes would multiply its rows
+  }
+  parameter.sparse = grad;
   parameter.outside.reset();
   parameter.be_reduced(++reductions);
 }
 
 void GradientHooks::mark_reduced(const Bitmap& touched) {
+  const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
   const std::uint64_t now = ++reductions;
   sent_ = false;
@@ -887,9 +953,11 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
   BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!touched.get(i)) continue;
-    parameters_[i].write_back(copies);
-    parameters_[i].be_reduced(now);
-    parameters_[i].release_to_grad();
+    HookedParameter& parameter = parameters_[i];
+    if (parameter.is_apart) add_to(parameter.bucket_view, parameter.carried);
+    parameter.write_back(copies);
+    parameter.be_reduced(now);
+    parameter.release_to_grad();
   }
   copies.run();
 }
@@ -957,62 +1025,9 @@ void GradientHooks::begin_step(HookedParameter& parameter, bool gradients) {
   require_shape(parameter);
   // Zeros that replace a gradient of this rank alone: the others must get them, too.
   parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
-  parameter.forget_base();
+  parameter.forget_averaged();
   parameter.sparse.reset();
   parameter.outside.reset();
-}
-
-bool GradientHooks::has_base() {
-  const std::scoped_lock lock(mutex_);
-  return std::any_of(parameters_.begin(), parameters_.end(),
-                     [](const HookedParameter& parameter) { return parameter.on_base; });
-}
-
-std::vector<std::uint8_t> GradientHooks::bases() {
-  const std::scoped_lock lock(mutex_);
-  std::vector<std::uint8_t> found;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    found.push_back(!parameters_[i].on_base ? 0 : parameters_[i].base_changed ? 2 : 1);
-  }
-  return found;
-}
-
-const void* GradientHooks::kept(std::int64_t number, std::size_t index, std::size_t bytes) {
-  const at::NoGradGuard no_grad;
-  const std::scoped_lock lock(mutex_);
-  const bool is_next = static_cast<std::int64_t>(options_.agreement->number()) == number;
-  if (!is_next || disabled_ || index >= parameters_.size()) return nullptr;
-  HookedParameter& parameter = parameters_[index];
-  parameter.refresh();
-  if (!parameter.has_unchanged_base()) return nullptr;
-  const at::Tensor& grad = parameter.variable.grad();
-  at::Tensor elements = flat(grad.contiguous());
-  // The sum over several ranks must fit the dtype.
-  if (at::isReducedFloatingType(elements.scalar_type())) elements = elements.to(at::kFloat);
-  kept_ = at::cat({elements, at::ones({1}, elements.options())});
-  return kept_.nbytes() == bytes ? kept_.const_data_ptr() : nullptr;
-}
-
-void GradientHooks::keep_scale(std::size_t index) {
-  const std::scoped_lock lock(mutex_);
-  HookedParameter& parameter = parameters_.at(index);
-  parameter.refresh();
-  if (parameter.unreduced) return;
-  rescale_reduced(parameter);
-  parameter.forget_base();
-}
-
-void GradientHooks::add(std::size_t index, const at::Tensor& value) {
-  const at::NoGradGuard no_grad;
-  const std::scoped_lock lock(mutex_);
-  HookedParameter& parameter = parameters_.at(index);
-  parameter.refresh();
-  at::Tensor& grad = parameter.variable.mutable_grad();
-  grad.add_(grad.is_complex() ? value.view(grad.scalar_type()).view(grad.sizes())
-                              : value.view(grad.sizes()));
-  if (parameter.unreduced) return;
-  parameter.note_reduced_version();
-  parameter.release_to_grad();
 }
 
 void GradientHooks::restart_passes() {
@@ -1053,7 +1068,7 @@ void GradientHooks::complete(std::unique_lock<std::mutex>& lock, std::size_t buc
   copies.run();
 }
 
-void GradientHooks::move_into_buckets(const Bitmap& touched) {
+void GradientHooks::move_into_buckets(const Bitmap& touched, double scale) {
   std::unique_lock lock(mutex_);
   BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -1069,7 +1084,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched) {
     } else if (!grad.defined()) {
       parameter.make_zero(copies);
     } else {
-      if (!parameter.unreduced) rescale_reduced(parameter);
+      parameter.rescale_averaged(scale);
       parameter.copy_in(copies);
     }
   }
@@ -1093,6 +1108,13 @@ void GradientHooks::settle() {
     parameter.outside.reset();
   }
   copies.run();
+}
+
+/// Finds the gradients that the program has changed since the last pass, before this one changes
+/// any.
+void GradientHooks::note_changes() {
+  if (!may_have_changes_.exchange(false)) return;
+  for (HookedParameter& parameter : parameters_) parameter.note_changes();
 }
 
 void GradientHooks::expect(std::optional<Bitmap> planned) {
@@ -1121,7 +1143,8 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
           grad.defined() ? grad.clone() : grad,
           in_bucket,
           parameter.unreduced,
-          parameter.base_reduced,
+          parameter.is_averaged,
+          parameter.carried,
           parameter.reduced_at,
           writes};
 }
@@ -1129,7 +1152,9 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
 void GradientHooks::give_back(HookedParameter& parameter, const Before& before) {
   const at::NoGradGuard no_grad;
   parameter.unreduced = before.unreduced;
-  parameter.base_reduced = before.base_reduced;
+  parameter.is_averaged = before.is_averaged;
+  parameter.carried = before.carried;
+  parameter.is_apart = false;
   parameter.reduced_at = before.reduced_at;
   at::Tensor& grad = parameter.variable.mutable_grad();
   grad = before.in_bucket ? parameter.bucket_view : before.grad;  // the bucket may have moved
@@ -1139,17 +1164,25 @@ void GradientHooks::give_back(HookedParameter& parameter, const Before& before) 
   if (before.writes) parameter.version = parameter.current_version() - *before.writes;
 }
 
-void GradientHooks::fill(const Bitmap& planned, const Bitmap& due) {
+Bitmap GradientHooks::fill(const Bitmap& planned, const Bitmap& due, double scale) {
+  Bitmap carried;
   {
     const std::scoped_lock lock(mutex_);
     filled_.clear();
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (!planned.get(i) || due.get(i)) continue;
-      parameters_[i].refresh();
-      filled_.emplace(i, before(parameters_[i]));
+      if (!planned.get(i)) continue;
+      HookedParameter& parameter = parameters_[i];
+      parameter.refresh();
+      if (!due.get(i)) {
+        parameter.rejoin();
+        filled_.emplace(i, before(parameter));
+      }
+      if (parameter.carried.defined() || !due.get(i)) parameter.carry();
+      if (parameter.is_apart) carried.set(i);
     }
   }
-  move_into_buckets(planned);
+  move_into_buckets(planned, scale);
+  return carried;
 }
 
 void GradientHooks::restore(const Bitmap& nowhere) {
@@ -1167,13 +1200,11 @@ void GradientHooks::take_up_again() {
     HookedParameter& parameter = parameters_[index];
     parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();
+    parameter.carry();
     if (!grad.defined()) {
       parameter.outside = grad = kept.to(parameter.variable.device());
       parameter.outside_stream.reset();
-      parameter.base_reduced = false;
     } else {
-      parameter.on_base = parameter.on_base || parameter.base_reduced;
-      if (!parameter.unreduced) rescale_reduced(parameter);
       if (grad.is_sparse()) grad = grad.to_dense();
       grad.add_(kept.to(grad.device()));
     }

@@ -95,6 +95,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   struct Pending {
     Bitmap due;         // to be reduced now
     Bitmap sparse;      // those of `due` that are sparse
+    Bitmap carried;     // those, due or not, that have an averaged part, which is not sent
+    Bitmap changed;     // those of `carried` that the program changed while both parts were in it
     bool accumulating;  // whether there are others, not due yet
     bool complete;      // whether each parameter is due, or was reduced since the step began
     bool again;         // some gradients have another part, to reduce after these: take_up_again()
@@ -102,9 +104,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   };
 
   struct Options {
-    /// 1/size for op=Sum, else 1. It multiplies an already reduced gradient before autograd
-    /// accumulates into it, so that the next Sum counts it once.
-    double reduced_scale = 1.0;
     std::function<void()> on_backward_end;                   // at the end of a pass with a gradient
     std::function<void(std::size_t bucket)> on_bucket_full;  // during the pass
     // In a planned pass: launches a full bucket; makes the current stream wait for a launched one.
@@ -165,9 +164,25 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// reduction.
   bool parameters_moved();
 
+  /// Takes the averaged parts of these gradients out: only the open ones are sent, and
+  /// mark_reduced() adds the averaged ones again.
+  void carry(const Bitmap& carried);
+
+  /// Drops the averaged parts of these gradients.
+  void drop_averaged(const Bitmap& dropped);
+
+  /// A gradient's averaged part after carry(), which the ranks average once more in place: in one
+  /// dimension; zeros if there is none.
+  at::Tensor carried_part(std::size_t index);
+
+  /// The same of a sparse gradient; undefined if there is none. set_sparse_carried() replaces it.
+  at::Tensor sparse_carried(std::size_t index);
+  void set_sparse_carried(std::size_t index, at::Tensor part);
+
   /// Prepares the gradients of `touched`, the parameters that have one on some rank: a gradient
-  /// outside its bucket moves there, a missing one becomes zero.
-  void move_into_buckets(const Bitmap& touched);
+  /// outside its bucket moves there, a missing one becomes zero. `scale` multiplies an averaged
+  /// gradient that is sent again, because the program may have written to it.
+  void move_into_buckets(const Bitmap& touched, double scale);
 
   /// The memory of a bucket to reduce. All its gradients have arrived or been moved into it.
   at::Tensor memory(std::size_t bucket);
@@ -176,8 +191,9 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// (complex) dtype. Not for a gradient that lies in a block.
   at::Tensor bucket_view(std::size_t index);
 
-  /// A parameter's gradient, to be reduced outside the buckets; undefined if it has none.
-  at::Tensor local_gradient(std::size_t index);
+  /// A parameter's gradient, to be reduced outside the buckets; undefined if it has none. `scale`:
+  /// see move_into_buckets().
+  at::Tensor local_gradient(std::size_t index, double scale);
 
   /// Makes a sparse tensor the reduced gradient of a parameter.
   void set_sparse_result(std::size_t index, const at::Tensor& gradient);
@@ -192,7 +208,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void expect(std::optional<Bitmap> planned);
 
   /// As move_into_buckets(), at the end of a planned pass. Saves the gradients that are not `due`.
-  void fill(const Bitmap& planned, const Bitmap& due);
+  /// Returns those with an averaged part, after carry().
+  Bitmap fill(const Bitmap& planned, const Bitmap& due, double scale);
 
   /// Restores the gradients of `nowhere`, which no rank had, to their state before fill(). Forgets
   /// the others.
@@ -224,28 +241,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// Counts passes from zero again.
   void restart_passes();
 
-  /// Sets a factor for already reduced gradients, in addition to Options::reduced_scale, with which
-  /// they count once although ranks have joined.
-  void set_base_scale(double scale) { base_scale_ = scale; }
-
-  /// Whether a gradient that is not reduced yet contains an already reduced one.
-  bool has_base();
-
-  /// The same, by parameter: 0 no, 1 yes, 2 yes, but the program may have changed it since.
-  std::vector<std::uint8_t> bases();
-
-  /// A gradient that was averaged before agreement `number`, the next one here, and is unchanged
-  /// since, followed by a 1. Null if there is none, or if it has another size. Valid until the next
-  /// call.
-  const void* kept(std::int64_t number, std::size_t index, std::size_t bytes);
-
-  /// Multiplies a reduced gradient by the present scale, as accumulation does, if nothing was added
-  /// to it in this pass.
-  void keep_scale(std::size_t index);
-
-  /// Adds a flat tensor to a gradient; a reduced gradient stays reduced.
-  void add(std::size_t index, const at::Tensor& value);
-
   void set_passes_per_step(int passes);
   void set_synchronizing(bool synchronizing);
 
@@ -269,7 +264,8 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     at::Tensor value;  // a copy of it
     bool in_bucket;    // whether it was a view of the bucket
     bool unreduced;
-    bool base_reduced;
+    bool is_averaged;
+    at::Tensor carried;
     std::uint64_t reduced_at;
     std::optional<std::uint32_t> writes;  // to the gradient, since the step began
   };
@@ -309,10 +305,11 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void give_back(HookedParameter& parameter, const Before& before);
   void enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device);
   void expect_in_block(HookedParameter& parameter);
-  bool count_arrival(std::size_t index, bool fresh, const at::Tensor& gradient);
+  bool count_arrival(std::size_t index, bool fresh);
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
+  void note_changes();
   void look(const std::vector<std::size_t>& parameters, Looks& looks) const;
   void change_elsewhere(std::map<std::size_t, Elsewhere> slots);
   bool is_elsewhere(std::size_t i) const { return !elsewhere_.empty() && elsewhere_.contains(i); }
@@ -322,17 +319,17 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::string failure() const {
     return sent_in_vain_ ? PassAgreement::kSentInVain : options_.agreement->failure();
   }
-  double scale() const { return options_.reduced_scale * base_scale_; }
   void keep_sent(std::size_t index);
   void keep_again(std::size_t index);
   bool is_held(std::size_t bucket) const;
-  void rescale_reduced(HookedParameter& parameter) { parameter.rescale_reduced(scale()); }
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
   std::atomic<bool> disabled_{false};  // set while no hook runs
 
-  std::atomic<double> base_scale_{1.0};  // set between passes
+  // Some gradients have both an averaged and an open part, and note_changes() has not been called
+  // since the last pass. Guards no other data.
+  std::atomic<bool> may_have_changes_{false};
 
   std::atomic<bool> is_left_{false};        // the optimizer is gone; guards no other data
   std::vector<std::atomic<bool>> is_lent_;  // by parameter: the slot is another optimizer's, too
@@ -359,7 +356,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::optional<Bitmap> planned_;            // in a planned pass: the gradients it reduces
   std::map<std::size_t, Before> filled_;     // by parameter: for restore()
   std::map<std::size_t, at::Tensor> again_;  // by parameter: arrived after its bucket was sent
-  at::Tensor kept_;                          // the last result of kept()
   Looks looked_at_;                          // gradients whose buckets have been sent in this pass
   std::set<std::size_t> repeated_;           // parameters with several gradients in one pass
   int passes_per_step_ = 1;

@@ -57,6 +57,15 @@ at::Tensor flat(const at::Tensor& tensor) {
       tensor.options().dtype(real));
 }
 
+void add_to(at::Tensor& to, const at::Tensor& from) {
+  const at::Tensor here = from.to(to.device());
+  if (to.is_sparse() && !here.is_sparse()) {
+    to = here.add(to);
+  } else {
+    to.add_(here);
+  }
+}
+
 void copy_into(const at::Tensor& to, const at::Tensor& from) {
   if (from.is_sparse()) return copy_into(to, from.detach().to_dense());
   const bool same_layout = from.is_cpu() && from.scalar_type() == to.scalar_type() &&
@@ -262,8 +271,6 @@ void HookedParameter::lie_in(GradientView other) {
   if (is_in_view || is_copied) copy_into(bucket_view, before);
   if (is_in_view) grad = bucket_view;
   if (is_given()) return;
-  const std::uint32_t last = before.defined() ? version_of(before) : reduced_version;
-  reduced_version = current_version() - (last - reduced_version);
   if (!version) return;
   // Keeps the number of writes since the step began.
   *version = current_version() - (before.defined() ? version_of(before) - *version : 0);
@@ -274,13 +281,6 @@ bool HookedParameter::would_overwrite_kept() const {
   const at::Tensor& grad = variable.grad();
   if (grad.is_same(bucket_view) || has_moved()) return false;
   return !has_one_owner(bucket_view) || bucket_view.storage().use_count() != 1;
-}
-
-bool HookedParameter::has_value(const at::Tensor& gradient) const {
-  const at::Tensor& grad = variable.grad();
-  if (grad.layout() != at::kStrided || gradient.layout() != at::kStrided) return false;
-  const at::NoGradGuard no_grad;
-  return at::isclose(grad, gradient, 0.0, 0.0, /*equal_nan=*/true).all().item<bool>();
 }
 
 bool HookedParameter::copy_in(BatchedCopy& copies) {
@@ -362,18 +362,18 @@ void HookedParameter::take_over(HookedParameter& other, int most) {
   passes = other.unreduced ? std::min(other.passes, most) : 0;
   reduced_at = other.reduced_at;
   unreduced = other.unreduced;
-  base_reduced = other.base_reduced;
-  on_base = other.on_base;
-  base_changed = other.base_changed;
+  is_averaged = other.is_averaged;
+  carried = other.carried;
+  is_apart = other.is_apart;
+  other.note_changes();
+  was_changed = other.was_changed;
   is_zero = other.is_zero;
-  was_zero = other.was_zero;
   given = other.given;
   given_data = other.given_data;
   sparse = other.sparse;
   outside = other.outside;
   outside_stream = other.outside_stream;
   version = other.version;
-  reduced_version = other.reduced_version;
   at::Tensor& grad = variable.mutable_grad();
   const bool is_there = grad.defined() && other.bucket_view.defined() && !has_moved() &&
                         (grad.is_same(other.bucket_view) || other.is_given());
@@ -385,11 +385,11 @@ void HookedParameter::take_over(HookedParameter& other, int most) {
     if (!is_given()) {
       const std::uint32_t last = other.current_version();
       grad = bucket_view;
-      reduced_version = current_version() - (last - other.reduced_version);
       if (version) version = current_version() - (last - *other.version);
     }
     release_to_grad();
   }
+  note_version();
   other.forget();
 }
 
@@ -397,7 +397,8 @@ void HookedParameter::take_over(HookedParameter& other, int most) {
 void HookedParameter::forget() {
   passes = 0;
   reduced_at = 0;
-  unreduced = base_reduced = on_base = base_changed = is_zero = was_zero = false;
+  unreduced = is_zero = false;
+  forget_averaged();
   arrived = made = converted = false;
   is_given_up = true;
   given.reset();
@@ -453,27 +454,73 @@ void HookedParameter::require_unchanged() const {
 }
 
 void HookedParameter::be_reduced(std::uint64_t now) {
-  unreduced = is_zero = on_base = arrived = false;
-  base_reduced = true;
+  unreduced = is_zero = arrived = false;
+  forget_averaged();
+  is_averaged = true;
   reduced_at = now;
   version.reset();
-  note_reduced_version();
 }
 
-void HookedParameter::note_reduced_version() {
-  if (bucket_view.defined()) reduced_version = current_version();
-}
-
-bool HookedParameter::was_written_with_zeros() const {
-  const bool is_written = variable.grad().is_same(bucket_view) && bucket_view.defined() &&
-                          *version != current_version();
-  return is_written && (on_device() || has_zeros());
-}
-
-bool HookedParameter::has_unchanged_base() const {
+/// Whether `grad` is the gradient that the hooks know, in its own memory or converted.
+bool HookedParameter::is_known() const {
   const at::Tensor& grad = variable.grad();
-  return base_reduced && !unreduced && !on_device() && grad.defined() && bucket_view.defined() &&
-         (grad.is_same(bucket_view) || is_given()) && current_version() == reduced_version;
+  return grad.defined() && (converted || has_known() || grad.is_same(outside));
+}
+
+void HookedParameter::carry() {
+  if (!is_known()) {
+    if (!arrived) forget_averaged();
+    return;
+  }
+  if (is_apart) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor& grad = variable.mutable_grad();
+  const std::uint32_t before = bucket_view.defined() ? current_version() : 0;
+  if (carried.defined()) {
+    grad.sub_(carried.to(grad.device()));
+  } else if (is_averaged && !unreduced) {
+    const bool may_be_zero =
+        is_given() || (version && grad.is_same(bucket_view) && *version != current_version());
+    is_averaged = false;
+    if (may_be_zero && !on_device() && has_zeros()) return;
+    carried = grad.clone();
+    grad.zero_();
+  } else {
+    return;
+  }
+  if (version && bucket_view.defined()) *version += current_version() - before;
+  is_averaged = false;
+  is_apart = true;
+}
+
+void HookedParameter::rejoin() {
+  if (!std::exchange(is_apart, false)) return;
+  at::Tensor& grad = variable.mutable_grad();
+  if (grad.defined()) {
+    const at::NoGradGuard no_grad;
+    const std::uint32_t before = bucket_view.defined() ? current_version() : 0;
+    add_to(grad, carried);
+    if (version && bucket_view.defined()) *version += current_version() - before;
+    unreduced = true;  // a pass may have failed between autograd's addition and its hook
+  } else {
+    forget_averaged();
+  }
+}
+
+void HookedParameter::note_version() {
+  if (carried.defined() && !is_apart) noted = version_of(variable.grad());
+}
+
+void HookedParameter::note_changes() {
+  const at::Tensor& grad = variable.grad();
+  if (!carried.defined() || is_apart || !grad.defined()) return;
+  was_changed = was_changed || version_of(grad) != noted;
+}
+
+bool HookedParameter::carries_value() const {
+  const at::NoGradGuard no_grad;
+  return carried.defined() &&
+         at::any(carried.is_sparse() ? carried.to_dense() : carried).item<bool>();
 }
 
 bool HookedParameter::has_known() const {
@@ -502,7 +549,7 @@ bool HookedParameter::may_be_by_hand(bool was_reduced) const {
   if (!has_known()) return true;
   const bool has_version = version && !grad.is_same(sparse);
   const bool is_written = has_version && *version != current_version();
-  return (is_zero && version) || is_written ? !has_zeros() : base_reduced;
+  return (is_zero && version) || is_written ? !has_zeros() : is_averaged;
 }
 
 /// Whether `grad` is zero everywhere.
@@ -515,25 +562,12 @@ std::uint32_t HookedParameter::current_version() const {
   return version_of(is_given() ? variable.grad() : bucket_view);
 }
 
-void HookedParameter::note_base() {
-  if (unreduced || !base_reduced) return;
-  base_changed = !bucket_view.defined() || current_version() - reduced_version != 1;
-  const bool in_place = version && variable.grad().is_same(bucket_view);
-  const bool is_written = in_place && current_version() - *version > 1;  // not only by autograd
-  on_base = !(is_given() ? was_zero : is_written && was_zero);
-}
-
-void HookedParameter::rescale_reduced(double scale) {
-  if (scale == 1.0 || unreduced || !base_reduced) return;
-  at::Tensor& grad = variable.mutable_grad();
-  if (!grad.defined()) return;  // is_same() holds for an undefined `sparse`, too
-  if (!converted && !is_given() && !grad.is_same(bucket_view) && !grad.is_same(sparse)) return;
+void HookedParameter::rescale_averaged(double scale) {
+  if (unreduced || !is_averaged || !is_known()) return;
+  is_averaged = false;
+  if (scale == 1.0) return;
   const at::NoGradGuard no_grad;
-  const bool is_written = version && grad.is_same(bucket_view) && *version != current_version();
-  base_changed = !bucket_view.defined() || current_version() != reduced_version;
-  grad.mul_(scale);
-  base_reduced = false;
-  on_base = !(is_given() ? was_zero : is_written && was_zero);
+  variable.mutable_grad().mul_(scale);
 }
 
 }  // namespace torch_ring

@@ -46,6 +46,9 @@ struct GradientView {
 /// The memory of a tensor without holes, in one dimension; a complex number is two real ones.
 at::Tensor flat(const at::Tensor& tensor);
 
+/// Adds a gradient to another one; either may be sparse.
+void add_to(at::Tensor& to, const at::Tensor& from);
+
 /// Copies values between layouts, dtypes and devices; `from` may be sparse.
 void copy_into(const at::Tensor& to, const at::Tensor& from);
 
@@ -116,9 +119,6 @@ struct HookedParameter {
   /// gradient may have been converted with it.
   void follow(const Accumulator& other);
 
-  /// Whether `grad`, into which autograd has accumulated `gradient`, was zero before.
-  bool has_value(const at::Tensor& gradient) const;
-
   /// Whether the parameter is on another device than the memory of its gradient.
   bool has_moved() const { return variable.device() != device; }
 
@@ -148,13 +148,27 @@ struct HookedParameter {
   /// Whether `grad` is the program's, and known as such.
   bool is_given() const;
 
-  /// Whether `grad` is the program's, on the host, and zero. Its version, shared by all views of
-  /// one memory, does not tell.
-  bool is_given_zero() const { return is_given() && !on_device() && has_zeros(); }
+  /// Takes the averaged part out of `grad`, before autograd adds to it or it is sent: then `grad`
+  /// has the open part alone, and `carried` the other one. No effect if there is no averaged part.
+  void carry();
 
-  /// Whether the program has zeroed a reduced gradient that it keeps over a step; on a device,
-  /// where a check would wait, any write counts.
-  bool was_written_with_zeros() const;
+  /// Adds the carried part to `grad`. It stays known as carried if the open part is not reduced.
+  void rejoin();
+
+  /// Whether there is an averaged part: `grad` itself, or a carried one.
+  bool has_average() const {
+    return carried.defined() || (is_averaged && !unreduced && is_known());
+  }
+
+  /// Records the version of `grad` with both parts, as the program gets it.
+  void note_version();
+
+  /// Finds out whether the program has written to `grad` since note_version(). All views of one
+  /// memory share a version, so call it before a gradient of any parameter changes.
+  void note_changes();
+
+  /// Whether an averaged part is carried that is not zero. Waits for a device.
+  bool carries_value() const;
 
   /// Copies the reduced gradient into the program's `grad`.
   void write_back(BatchedCopy& copies);
@@ -170,12 +184,6 @@ struct HookedParameter {
   /// `most`: the passes of a step here.
   void take_over(HookedParameter& other, int most);
 
-  /// Records that `grad` has not been written since it was reduced.
-  void note_reduced_version();
-
-  /// Whether `grad` is the reduced gradient, on the host, and nobody has written to it since.
-  bool has_unchanged_base() const;
-
   /// Whether `grad` is a tensor of this object, and not the program's own.
   bool has_known() const;
 
@@ -190,14 +198,14 @@ struct HookedParameter {
   /// Whether the program has set or written a gradient that no pass has reduced since a step began.
   bool is_by_hand(std::uint64_t since);
 
-  /// Records that autograd has accumulated into the earlier gradient in place.
-  void note_base();
+  /// Records that `grad` has no averaged part.
+  void forget_averaged() {
+    is_averaged = is_apart = was_changed = false;
+    carried.reset();
+  }
 
-  /// Records that the gradient contains no earlier reduced one.
-  void forget_base() { base_reduced = on_base = false; }
-
-  /// Multiplies an already reduced gradient by `scale`, before autograd accumulates into it.
-  void rescale_reduced(double scale);
+  /// Multiplies an averaged gradient by `scale`, before it is sent as a gradient of this rank.
+  void rescale_averaged(double scale);
 
   bool in_block() const { return direct != nullptr; }
   bool on_device() const { return !device.is_cpu(); }
@@ -220,30 +228,30 @@ struct HookedParameter {
   at::Tensor sent;
   // The program's `grad`, and its memory at that time: `grad.data = ...` gives it other memory.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
-  // is_given_zero() or was_written_with_zeros() before autograd added to it; used by the adding
-  // thread.
-  bool was_zero = false;
   const void* given_data = nullptr;
   // `bucket_view` when release_to_grad() left the block to `grad`.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
   int passes = 0;                // since the step began
   std::uint64_t reduced_at = 0;  // the number of the gradient's last reduction; 0: none
   bool unreduced = false;        // this rank's gradient is not reduced yet
-  bool base_reduced = false;     // the value in `bucket_view` is the same on all ranks
-  bool on_base = false;          // the gradient that is not reduced yet contains a reduced one
-  bool base_changed = false;     // ... that the program may have changed
-  bool is_zero = false;          // the step began with a gradient of zeros, if any
-  bool arrived = false;          // in the current pass
-  bool made = false;             // `grad` was made by autograd, in the current pass
-  bool converted = false;        // `grad` has the value of `bucket_view`, in other memory
-  bool is_given_up = false;      // another slot has taken the gradient over
+  bool is_averaged = false;      // `grad` is an average, perhaps of an earlier step
+  // The averaged part of a gradient whose open part is not reduced yet; undefined: there is none.
+  at::Tensor carried;
+  bool is_apart = false;     // `carried` is not in `grad` now
+  bool was_changed = false;  // the program has written to both parts together
+  std::uint32_t noted = 0;   // by note_version()
+  bool is_zero = false;      // the step began with a gradient of zeros, if any
+  bool arrived = false;      // in the current pass
+  bool made = false;         // `grad` was made by autograd, in the current pass
+  bool converted = false;    // `grad` has the value of `bucket_view`, in other memory
+  bool is_given_up = false;  // another slot has taken the gradient over
   // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
-  std::uint32_t reduced_version = 0;  // the gradient's after its reduction
 
  private:
   void forget();
   bool has_zeros() const;
+  bool is_known() const;
   bool computed_in_block(const at::Tensor& gradient) const;
   bool leave_outside();
   void note_given();

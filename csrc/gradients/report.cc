@@ -20,7 +20,7 @@ enum Flag : std::uint8_t {
   kIncomplete = 4,
   kStepping = 8,
   kAgain = 16,
-  kOnBase = 32,
+  kHasCarried = 32,
   kHasNotFinite = 64,
 };
 
@@ -67,7 +67,7 @@ void append(std::string& body, const GradientReport& report) {
   if (report.incomplete) flags |= kIncomplete;
   if (report.stepping) flags |= kStepping;
   if (report.again) flags |= kAgain;
-  if (report.on_base) flags |= kOnBase;
+  if (report.carried.any()) flags |= kHasCarried;
   if (!report.not_finite.empty()) flags |= kHasNotFinite;
   put(body, static_cast<std::uint8_t>(flags));
   put(body, static_cast<std::uint32_t>(report.due.bytes().size()));
@@ -76,13 +76,19 @@ void append(std::string& body, const GradientReport& report) {
   body += report.due.bytes() + report.sparse.bytes();
   for (const std::uint32_t parameter : report.order) put(body, parameter);
   body += report.digest;
+  if (report.carried.any()) {
+    for (const Bitmap* const each : {&report.carried, &report.changed}) {
+      put(body, static_cast<std::uint32_t>(each->bytes().size()));
+      body += each->bytes();
+    }
+  }
   if (report.not_finite.empty()) return;
   put(body, static_cast<std::uint32_t>(report.not_finite.size()));
   for (const NotFinite& each : report.not_finite) {
     put(body, static_cast<std::uint32_t>(each.parameter));
     put(body, static_cast<std::int32_t>(each.rank));
     put(body, each.worst);
-    put(body, each.on_base);
+    put(body, each.carries);
   }
 }
 
@@ -96,11 +102,15 @@ GradientReport gradients_of(Encoded& bytes) {
   report.incomplete = (flags & kIncomplete) != 0;
   report.stepping = (flags & kStepping) != 0;
   report.again = (flags & kAgain) != 0;
-  report.on_base = (flags & kOnBase) != 0;
   report.due = Bitmap(std::string(bytes.text(due)));
   report.sparse = Bitmap(std::string(bytes.text(sparse)));
   for (std::uint32_t i = 0; i < order; ++i) report.order.push_back(bytes.number<std::uint32_t>());
   if ((flags & kHasDigest) != 0) report.digest = bytes.text(kDigestBytes);
+  if ((flags & kHasCarried) != 0) {
+    for (Bitmap* const each : {&report.carried, &report.changed}) {
+      *each = Bitmap(std::string(bytes.text(bytes.number<std::uint32_t>())));
+    }
+  }
   const auto count = (flags & kHasNotFinite) != 0 ? bytes.number<std::uint32_t>() : 0;
   for (std::uint32_t i = 0; i < count; ++i) {
     const std::size_t parameter = bytes.number<std::uint32_t>();

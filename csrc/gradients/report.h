@@ -19,24 +19,26 @@ struct NotFinite {
   std::size_t parameter;
   int rank;  // in the world
   Worst worst;
-  bool on_base;  // it contains an averaged gradient, which may be the cause
+  bool carries;  // it has an averaged part, which may be the cause
 
   bool operator==(const NotFinite&) const = default;
 };
 
 /// The gradients of one optimizer on one rank.
 struct GradientReport {
-  std::size_t optimizer;              // its index, the same on all ranks
-  Bitmap due = {};                    // to reduce now
-  Bitmap sparse = {};                 // those of `due` that are sparse here
-  bool accumulating = false;          // there are others, to be reduced later in this step
-  bool incomplete = false;            // there are parameters that are not due, and were not reduced
-                                      // since the step began: the program may set their gradients
-  bool stepping = false;              // the optimizer is about to step: all its gradients are due
-  bool again = false;                 // some came after their buckets had been sent: another round
-  bool on_base = false;               // some accumulating ones were added to averaged ones
-  std::vector<std::uint32_t> order;   // in which they became ready; empty if the ranks know it
-  std::string digest = {};            // 8 bytes, of the weights; empty if they have been compared
+  std::size_t optimizer;             // its index, the same on all ranks
+  Bitmap due = {};                   // to reduce now
+  Bitmap sparse = {};                // those of `due` that are sparse here
+  bool accumulating = false;         // there are others, to be reduced later in this step
+  bool incomplete = false;           // there are parameters that are not due, and were not reduced
+                                     // since the step began: the program may set their gradients
+  bool stepping = false;             // the optimizer is about to step: all its gradients are due
+  bool again = false;                // some came after their buckets had been sent: another round
+  Bitmap carried = {};               // those, due or not, with an averaged part: it is not sent
+  Bitmap changed = {};               // those of `carried` that the program changed together with an
+                                     // open part, which then has the change
+  std::vector<std::uint32_t> order;  // in which they became ready; empty if the ranks know it
+  std::string digest = {};           // 8 bytes, of the weights; empty if they have been compared
   std::vector<NotFinite> not_finite;  // among `due`, if the ranks check them
 
   bool operator==(const GradientReport&) const = default;

@@ -171,20 +171,6 @@ void RunAhead::stand_in() {
   }
 }
 
-void RunAhead::add(std::int64_t optimizer, std::weak_ptr<GradientHooks> memory) {
-  const std::scoped_lock lock(mutex_);
-  std::erase_if(optimizers_, [](const auto& each) { return each.second.expired(); });
-  optimizers_.insert_or_assign(optimizer, std::move(memory));
-}
-
-const void* RunAhead::kept(std::int64_t optimizer, std::int64_t number, std::size_t index,
-                           std::size_t bytes) {
-  const std::scoped_lock lock(mutex_);
-  const auto found = optimizers_.find(optimizer);
-  const auto memory = found == optimizers_.end() ? nullptr : found->second.lock();
-  return memory ? memory->kept(number, index, bytes) : nullptr;
-}
-
 RunAhead::State* RunAhead::find(const GradientHooks& optimizer, std::size_t bucket) {
   if (!is_open_) return nullptr;
   const auto found = std::ranges::find_if(plan_, [&](const State& state) {
@@ -229,13 +215,7 @@ void RunAhead::launch(State& state) const {
 
 std::function<void*(std::span<const std::int64_t>)> standing_in(
     std::shared_ptr<RunAhead> run_ahead) {
-  return [run_ahead = std::move(run_ahead)](std::span<const std::int64_t> asked) -> void* {
-    if (!run_ahead) return nullptr;
-    if (asked.size() > 1) {
-      return const_cast<void*>(run_ahead->kept(asked[0], asked[1],
-                                               static_cast<std::size_t>(asked[2]),
-                                               static_cast<std::size_t>(asked[3])));
-    }
+  return [run_ahead = std::move(run_ahead)](std::span<const std::int64_t>) -> void* {
     torch_call([&] { run_ahead->stand_in(); });
     return nullptr;
   };

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -110,13 +109,6 @@ class RunAhead {
   /// Launches zeros for a pass, on a rank that has joined.
   void stand_in();
 
-  /// Registers an optimizer, whose gradients kept() returns.
-  void add(std::int64_t optimizer, std::weak_ptr<GradientHooks> memory);
-
-  /// GradientHooks::kept() of the optimizer, on a rank that has joined.
-  const void* kept(std::int64_t optimizer, std::int64_t number, std::size_t index,
-                   std::size_t bytes);
-
  private:
   /// A planned bucket in the current pass, and the allreduces of its runs.
   struct State {
@@ -134,8 +126,7 @@ class RunAhead {
   void launch(State& state) const;
 
   const std::weak_ptr<Engine> engine_;
-  std::mutex mutex_;  // guards the members below
-  std::map<std::int64_t, std::weak_ptr<GradientHooks>> optimizers_;
+  std::mutex mutex_;          // guards the members below
   std::vector<State> plan_;   // in the order of launches
   bool is_open_ = false;      // a pass is under way
   std::size_t next_ = 0;      // the first one that is not launched in it
@@ -143,8 +134,7 @@ class RunAhead {
 };
 
 /// The Request::allocate of a join, which hears of the passes that the other ranks enter, and
-/// launches zeros for planned ones; or returns a gradient that they request (RunAhead::kept()).
-/// `run_ahead` may be null.
+/// launches zeros for planned ones.
 std::function<void*(std::span<const std::int64_t>)> standing_in(
     std::shared_ptr<RunAhead> run_ahead);
 

@@ -38,16 +38,6 @@ TEST(passes_that_nobody_waits_for_are_known_by_their_names) {
   }
 }
 
-TEST(requests_for_kept_gradients_are_known_by_their_names) {
-  const auto kept = kept_gradient("gradients.1.17.kept.23");
-  CHECK(kept && kept->optimizer == 1 && kept->number == 17 && kept->parameter == 23);
-  for (const char* name : {"gradients.1.17.kept", "gradients.1.17.kept.", "gradients.1.17.kept.x",
-                           "gradients.1.17.kept.2.0", "gradients.1.17.23.0", "backward.17.ahead",
-                           "1.17.kept.23", ""}) {
-    CHECK(!kept_gradient(name));
-  }
-}
-
 TEST(requests_for_gradients_are_described_in_words) {
   Fingerprint fingerprint;
   fingerprint.shape = {4};

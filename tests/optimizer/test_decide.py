@@ -142,13 +142,23 @@ def test_gradients_that_are_not_finite_count_where_they_are_reduced():
     assert decide(reports, 2, PARAMETERS).reductions[0].not_finite == found[:1]
 
 
-def test_optimizers_whose_gradients_may_be_added_to_averaged_ones():
-    reports = [
-        rank(of(1, A)),
-        rank(of(accumulating=True, on_base=True)),
-        rank(of(2, stepping=True)),
-    ]
-    assert decide(reports, 4, PARAMETERS).extended == {0, 1}
+@pytest.mark.parametrize(
+    ("reports", "carried", "unlike"),
+    [
+        ([rank(of(due=ALL, carried=A))] * 2, A, 0),
+        ([rank(of(due=ALL, carried=A | B)), rank(of(due=ALL, carried=B | C))], ALL, A | C),
+        ([rank(of(due=ALL, carried=A)), rank()], A, A),  # it may have that averaged gradient
+        ([rank(of(due=ALL, carried=A)), rank(of(due=B, carried=A))], A, 0),
+        ([rank(of(due=ALL)), rank(of(due=B, carried=A))], 0, 0),  # its averaged gradient is gone
+        ([rank(of(due=A, carried=A | B))] * 2, A, 0),  # B stays as it is
+        ([rank(of(due=ALL, carried=A, changed=A))] * 2, A, 0),
+        ([rank(of(due=ALL, carried=A, changed=A)), rank(of(due=ALL, carried=A))], A, A),
+        ([rank(of(due=ALL)), rank(of(due=ALL))], 0, 0),
+    ],
+)
+def test_averaged_parts_that_not_all_ranks_report_are_averaged_again(reports, carried, unlike):
+    (reduction,) = decide(reports, 2, PARAMETERS).reductions
+    assert (reduction.carried, reduction.unlike) == (carried, unlike)
 
 
 bitmaps = st.integers(0, 2**20 - 1)
@@ -156,7 +166,7 @@ bitmaps = st.integers(0, 2**20 - 1)
 
 @st.composite
 def gradient_reports(draw: st.DrawFn, optimizer: int) -> GradientReport:
-    due = draw(bitmaps)
+    due, carried = draw(bitmaps), draw(bitmaps)
     return GradientReport(
         optimizer,
         due,
@@ -165,7 +175,8 @@ def gradient_reports(draw: st.DrawFn, optimizer: int) -> GradientReport:
         incomplete=draw(st.booleans()),
         stepping=draw(st.booleans()),
         again=draw(st.booleans()),
-        on_base=draw(st.booleans()),
+        carried=carried,
+        changed=carried & draw(bitmaps),
         order=draw(st.lists(st.integers(0, 19), max_size=4)),
     )
 
@@ -181,9 +192,12 @@ def pass_reports(draw: st.DrawFn) -> list[PassReport]:
 
 
 def values(decision: PassDecision) -> list[object]:
-    reductions = [(e.optimizer, e.touched, e.sparse, e.order) for e in decision.reductions]
+    reductions = [
+        (e.optimizer, e.touched, e.sparse, e.carried, e.unlike, e.order)
+        for e in decision.reductions
+    ]
     names = ["given_up", "is_of_step", "is_whole", "agrees_again"]
-    names += ["open", "incomplete", "mentioned", "extended"]
+    names += ["open", "incomplete", "mentioned"]
     return [reductions, *(getattr(decision, name) for name in names)]
 
 
@@ -220,12 +234,16 @@ def test_decisions_of_random_reports(reports, data):
             dense |= gradients.due & ~gradients.sparse
         assert each.touched & ~due == 0, "no rank has it"
         assert each.sparse == each.touched & ~dense
+        states = [(each.carried & g.carried, each.carried & g.changed) for g in mine]
+        if len(mine) == len(reports) and len(set(states)) == 1:
+            assert each.unlike == each.carried & ~states[0][0]
+        assert each.unlike & ~each.carried == each.carried & ~each.touched == 0
     # No step goes on while a rank has gradients for a later pass.
     left = {each.optimizer for r in reports for each in r.gradients if each.accumulating}
     assert left <= decision.open
     # The order of the ranks decides only whose order of gradients counts.
     turned = decide(data.draw(st.permutations(reports)), size, parameters)
-    assert [(e.optimizer, e.touched, e.sparse) for e in turned.reductions] == [
-        (e.optimizer, e.touched, e.sparse) for e in decision.reductions
+    assert [(e.optimizer, e.touched, e.sparse, e.carried, e.unlike) for e in turned.reductions] == [
+        (e.optimizer, e.touched, e.sparse, e.carried, e.unlike) for e in decision.reductions
     ]
     assert values(turned)[1:] == values(decision)[1:]

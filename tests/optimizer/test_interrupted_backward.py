@@ -224,11 +224,13 @@ def interrupt_a_reduction(folder: Path) -> None:
     reducing = threading.Event()
     reduce = BackwardSync._reduce
 
-    def observed(sync: BackwardSync, reports: list[PassReport]) -> PassDecision:
+    def observed(
+        sync: BackwardSync, reports: list[PassReport], own: dict[int, int]
+    ) -> PassDecision:
         reducing.set()
         if hvd.rank() == 0:
             wait_for(pressed)
-        return reduce(sync, reports)
+        return reduce(sync, reports, own)
 
     def release() -> None:
         if reducing.wait(DEADLINE_S):

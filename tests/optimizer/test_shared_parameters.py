@@ -294,7 +294,9 @@ def lose_the_later_one(op: hvd.ReduceOp, when: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if when == "in a step":
             prepare = Reducer.prepare
-            patch.setattr(Reducer, "prepare", lambda *args: (lose(), prepare(*args))[1])
+            patch.setattr(
+                Reducer, "prepare", lambda *args, **named: (lose(), prepare(*args, **named))[1]
+            )
         first.step()
     expected = joined(op, lambda rank: 1.0 + rank)
     assert_near(trunk, -expected)

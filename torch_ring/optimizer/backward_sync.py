@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -57,10 +57,9 @@ class BackwardSync:
     a forgotten broadcast_parameters(). A few later reports have one, too, which reveals ranks that
     drift apart (`WeightComparison`).
 
-    Ranks that have called join() take no part in agreements; reductions count them as zeros. If
-    gradients are added to one that is averaged already, that one is scaled so that it counts once.
-    The first pass after a rank has joined could not know the right scale: the others ask the joined
-    rank for its copy of the averaged gradient, and add the part that is missing in their sum.
+    Ranks that have called join() take no part in agreements; reductions count them as zeros. What
+    was averaged before they joined stays: a gradient that is added to an averaged one is reduced
+    alone, and then added to that.
 
     Ctrl-C may interrupt the wait for an agreement: this rank's next pass then continues it, with
     the gradients that it has by then (`PassAgreement`). Once the ranks have agreed, Ctrl-C takes
@@ -91,7 +90,6 @@ class BackwardSync:
         self._world_engine = current.engine()
         self._rank = current.rank()
         self._size = process_set.size()
-        self._active = self._size  # ranks that had not joined in the last agreement
         self._added = 0  # reducers so far
         self._has_advised = False
         # These objects must not refer to this one: the world must end without garbage collection.
@@ -179,8 +177,6 @@ class BackwardSync:
             on_bucket_full=functools.partial(self._start_bucket, index),
             run_ahead=self.run_ahead.hooks,
         )
-        reducer.hooks.set_base_scale(self._base_scale)
-        self.run_ahead.add(index, reducer.hooks)
         self._reducers.add(index, reducer)
         Reducer.assign_slots([*_living_reducers(), *([before] if before is not None else [])])
         return reducer
@@ -200,11 +196,6 @@ class BackwardSync:
         reducer.hooks.disable()
         self._reducers.remove(reducer.index)
         reducer.nothing_pending = True
-
-    @property
-    def _base_scale(self) -> float:
-        """The factor by which the remaining ranks scale a reduced gradient to give all of it."""
-        return self._size / self._active
 
     def _start_bucket(self, index: int, bucket: int) -> None:
         """Start to reduce a bucket. Called by autograd when all its gradients are due here."""
@@ -272,7 +263,7 @@ class BackwardSync:
             reducer.nothing_pending = nothing_pending
             return False
         if differing:
-            self._reduce_all(differing)
+            self._reduce_all(differing, {reducer.index: (1 << len(reducer.names)) - 1})
         else:
             reducer.nothing_pending = True
             reducer.not_finite = {}  # all gradients are new
@@ -351,13 +342,11 @@ class BackwardSync:
         self.agreement.restart(0)
         self.run_ahead.forget()
         self.steps = 0
-        self._active = self._size
         self._since = " since join()"
         for reducer in self._reducers.values():
             reducer.nothing_pending = False
             reducer.steps = 0
             reducer.not_finite = {}
-            reducer.hooks.set_base_scale(1.0)
             reducer.stop_tuning()
             reducer.comparison.restart(self._since)  # a rank that had joined has not stepped
         self._weights.forget()
@@ -391,7 +380,7 @@ class BackwardSync:
         except RingError as error:
             self._raise_explained(error)
             raise
-        decision = self._reduce_all(ranks)
+        decision = self._reduce_all(ranks, report.due)
         if decision.agrees_again:
             return self._agree(self._reports(stepping), stepping)
         if goes_on:
@@ -401,12 +390,12 @@ class BackwardSync:
             self._reducers.get(index) is stepping for index in decision.open
         )
 
-    def _reduce_all(self, ranks: Sequence[PassReport]) -> PassDecision:
+    def _reduce_all(self, ranks: Sequence[PassReport], own: Mapping[int, int]) -> PassDecision:
         """Decide, reduce, and end the agreement; Ctrl-C is deferred until then."""
         with interrupt_deferred():
             self.agreement.begin_reduction()
             try:
-                decision = self._reduce(ranks)
+                decision = self._reduce(ranks, own)
             except Exception:
                 self.agreement.finish()
                 raise
@@ -424,36 +413,13 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
-    def _follow_joins(self, ranks: int, decision: PassDecision) -> None:
-        """Take note of the ranks that have joined since the pass before, if any.
-
-        This pass has not allowed for them: where it has added to an averaged gradient, the sum
-        lacks the parts of the joined ranks. So ask them for the averaged gradients that they keep.
+    def _reduce(self, ranks: Sequence[PassReport], own: Mapping[int, int]) -> PassDecision:
+        """Decide by the reports of all ranks, and reduce the gradients that are due on any.
 
         Args:
-            ranks: the number of those that have not joined.
-            decision: what they are about to reduce.
+            ranks: the reports.
+            own: the gradients that are due on this rank, as a bitmap by optimizer.
         """
-        if ranks == self._active:
-            return
-        before, self._active = self._base_scale, ranks
-        touched = {each.optimizer: each.touched for each in decision.reductions}
-        for index in sorted(decision.extended):
-            reducer = self._reducers.named(index)
-            due = touched.get(index, 0)
-            problem = reducer.ask_joined(due, self.number, before, self._base_scale)
-            if problem:
-                self._engine.end(
-                    f"rank {self._rank}: a rank has joined, and this backward pass has added its "
-                    "gradients to averaged ones, to which that rank contributed: "
-                    f"{problem}. Call zero_grad() in each step; to add up several passes, use "
-                    "backward_passes_per_step or no_sync(), or call join() between two steps only"
-                )
-        for reducer in self._reducers.values():
-            reducer.hooks.set_base_scale(self._base_scale)
-
-    def _reduce(self, ranks: Sequence[PassReport]) -> PassDecision:
-        """Decide by the reports of all ranks, and reduce the gradients that are due on any."""
         number = self.number
         decision = decide(
             ranks, self._size, {index: len(each.names) for index, each in self._reducers.items()}
@@ -464,11 +430,12 @@ class BackwardSync:
         self._weights.differ(ranks, number)
         self._weights.tell(number)
         reduced = [(each, self._reducers.named(each.optimizer)) for each in decision.reductions]
-        self._follow_joins(len(ranks), decision)
         for each, reducer in reduced:
             if reducer.looks_at_gradients:
                 reducer.note_not_finite(each.touched, each.not_finite)
-            reducer.prepare(each.touched, each.sparse, number)
+            sets = each.touched, each.sparse, each.carried, each.unlike
+            due = own.get(each.optimizer, 0)
+            reducer.prepare(*sets, due=due, number=number, active=len(ranks))
         for _, reducer in reduced:
             reducer.start(number)
         for each, reducer in reduced:

@@ -401,7 +401,7 @@ class _DistributedOptimizer(Wrapped):
         found = [(name, worst) for name, worst in looks if worst != Worst.finite]
         if found:
             (name, worst), *others = found
-            mine = NotFinite(0, current.rank(), worst, on_base=False)
+            mine = NotFinite(0, current.rank(), worst, carries=False)
             raise NonFiniteGradientError(culprit(name, [mine], len(others), self._steps_alone + 1))
 
     def _after_add_param_group(self) -> None:

@@ -42,6 +42,8 @@ Special cases:
   MismatchError when it reads the reports, and so does the next agreed pass. A failing pass first
   reads the reports that have arrived, before it blames a missing rank. If weights differ, the next
   agreed pass gathers the details.
+- *A gradient that is added to an averaged one* is sent alone. The averaged part must be there on
+  all ranks or on none: if the reports of a pass show otherwise, the job ends.
 - *join().* The engine tells a joined rank of each report of the others, and it launches zeros for
   that pass (csrc/gradients/run_ahead.h). The others notice its absence in the reports, as they do
   any other change.
@@ -70,7 +72,6 @@ import torch
 from torch_ring._C import (
     Due,
     Engine,
-    GradientHooks,
     GradientReport,
     PassAgreement,
     PassReport,
@@ -102,6 +103,9 @@ _SET_ALONE = (
 )
 
 
+_NOTHING = GradientReport(0)
+
+
 def union_of(ranks: Iterable[Gradients]) -> dict[int, int]:
     """Return the gradients that any rank has."""
     union: dict[int, int] = {}
@@ -117,6 +121,47 @@ def without(gradients: Gradients, planned: Gradients) -> dict[int, int]:
     return {index: bitmap for index, bitmap in rest.items() if bitmap}
 
 
+def carried_parts(ranks: Sequence[PassReport], index: int, touched: int) -> tuple[int, int]:
+    """Return the gradients whose averaged part stays, and those where not all ranks have it.
+
+    The same as `decide` says of agreed passes.
+
+    Args:
+        ranks: the reports.
+        index: the index of the optimizer.
+        touched: the gradients in question, as a bitmap.
+    """
+    carried, on_all, changed, changed_on_all = 0, touched, 0, touched
+    for rank in ranks:
+        mine = next((each for each in rank.gradients if each.optimizer == index), _NOTHING)
+        carried |= mine.due & mine.carried & touched
+        on_all &= mine.carried
+        changed |= mine.changed
+        changed_on_all &= mine.changed
+    return carried, carried & ~(on_all & ~(changed & ~changed_on_all))
+
+
+@dataclass
+class Started:
+    """The gradients of one optimizer that a planned pass takes, as bitmaps.
+
+    Attributes:
+        due: all of them.
+        sparse: those that are sparse.
+        carried: those with an averaged part, also of the plan's others.
+        changed: those that the program has changed together with that.
+    """
+
+    due: int = 0
+    sparse: int = 0
+    carried: int = 0
+    changed: int = 0
+
+    @classmethod
+    def of(cls, pending: Pending) -> Started:
+        return cls(pending.due, pending.sparse, pending.carried, pending.changed)
+
+
 @dataclass
 class Entered:
     """A planned pass that this rank has entered; others may not have entered it yet.
@@ -125,7 +170,6 @@ class Entered:
         number: the number of the pass.
         report: this rank's report.
         work: the allgather of the reports.
-        has_base: whether gradients were added to others, reduced before.
         ranks: the reports of all ranks that had not joined; empty until they are read.
         ends_plan: whether the reports end the plan; None until they are judged.
     """
@@ -133,7 +177,6 @@ class Entered:
     number: int
     report: PassReport
     work: Work
-    has_base: bool
     ranks: Sequence[PassReport] = ()
     ends_plan: bool | None = None
 
@@ -181,13 +224,6 @@ class RunAhead:
     def hooks(self) -> NativeRunAhead | None:
         """The launcher for the hooks of an optimizer; None: no pass will ever be planned."""
         return None if self._world is None else self._native
-
-    def add(self, optimizer: int, hooks: GradientHooks) -> None:
-        """Take note of an optimizer. Once this rank has joined, it gives copies of its gradients.
-
-        The ranks that have added to those gradients ask for them.
-        """
-        self._native.add(optimizer, hooks)
 
     @property
     def is_planned(self) -> bool:
@@ -316,10 +352,11 @@ class RunAhead:
         self._note_accumulation(pending, {})
         if stepping is None and not any(each.due for each in pending.values()):
             return True
-        gradients, sparse = self._started_gradients(pending, stepping)
+        started = self._started_gradients(pending, stepping)
+        gradients = {index: each.due for index, each in started.items()}
         with interrupt_deferred():
             self._agreement.begin_reduction()
-            self._run(self._agreement.number, steps, gradients, sparse, stepping)
+            self._run(self._agreement.number, steps, started, gradients, stepping)
             if stepping is not None:
                 stepping.nothing_pending = True
                 if any(gradients.values()):
@@ -330,38 +367,34 @@ class RunAhead:
 
     def _started_gradients(
         self, pending: Mapping[int, Pending], stepping: Reducer | None
-    ) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the gradients that a planned pass takes: due or accumulating ones.
+    ) -> dict[int, Started]:
+        """Return the gradients by optimizer that a planned pass takes: due or accumulating ones.
 
         Args:
             pending: the result of `Reducer.pending()` for each optimizer.
             stepping: the optimizer that is about to step.
-
-        Returns:
-            Bitmaps of the gradients by optimizer, and of those that are sparse.
         """
-        gradients, sparse = {}, {}
+        found = {}
         for index, each in pending.items():
             started = each
             if each.accumulating:
                 started = self._reducers[index].pending(stepping, Due.started)
             if started.due:
-                gradients[index] = started.due
-                sparse[index] = started.sparse
+                found[index] = Started.of(started)
         for index, planned in self._plan.items():  # those that the program has set count, too
-            lacking = planned & ~gradients.get(index, 0)
+            lacking = planned & ~(found[index].due if index in found else 0)
             reducer = self._reducers.get(index)
             for parameter in reducer.hooks.set_by_hand() if lacking and reducer else ():
                 if lacking >> parameter & 1:
-                    gradients[index] = gradients.get(index, 0) | 1 << parameter
-        return gradients, sparse
+                    found.setdefault(index, Started()).due |= 1 << parameter
+        return found
 
     def _run(
         self,
         number: int,
         steps: int,
+        started: dict[int, Started],
         gradients: Gradients,
-        sparse: Gradients,
         stepping: Reducer | None,
     ) -> None:
         """Launch a pass and report it; read the reports at once if it is not as planned."""
@@ -370,17 +403,16 @@ class RunAhead:
         for index, bitmap in planned.items():
             reducer = self._reducers.get(index)
             if reducer is not None:
-                reducer.hooks.fill(bitmap, gradients.get(index, 0) & bitmap)
+                averaged = reducer.fill(bitmap, gradients.get(index, 0) & bitmap)
+                if averaged:
+                    started.setdefault(index, Started()).carried |= averaged
         self._explaining(number, self._native.launch_rest)
         reports = tuple(
             GradientReport(
-                index,
-                gradients.get(index, 0),
-                sparse=sparse.get(index, 0),
-                stepping=reducer is stepping,
+                index, **vars(started.get(index, Started())), stepping=reducer is stepping
             )
             for index, reducer in self._reducers.items()
-            if index in gradients or reducer is stepping
+            if index in started or reducer is stepping
         )
         reports = self._weights.added_to(reports, number, self._reducers.comparisons())
         entered = self._send(number, steps, reports)
@@ -394,9 +426,12 @@ class RunAhead:
             if reducer is not None:
                 nowhere = bitmap & ~union.get(index, 0)
                 reducer.hooks.restore(nowhere)
+                stays, _ = carried_parts(ranks, index, bitmap)
+                lacking = bitmap & ~nowhere & ~gradients.get(index, 0)
+                reducer.hooks.drop_averaged(lacking & ~stays)
                 reducer.hooks.mark_reduced(bitmap & ~nowhere)
         if self._all_deviate(ranks):
-            self._reduce_extra(ranks, without(union, planned), number)
+            self._reduce_extra(ranks, without(union, planned), gradients, number)
         self._note_reduction(ranks)
 
     def _send(self, number: int, steps: int, gradients: Sequence[GradientReport]) -> Entered:
@@ -408,8 +443,7 @@ class RunAhead:
         work = self._explaining(
             number, lambda: self._engine.allgather(message, _name(number), joinable=True)
         )
-        has_base = any(each.hooks.has_base() for each in self._reducers.values())
-        entered = Entered(number, report, work, has_base)
+        entered = Entered(number, report, work)
         self._passes = [*self._passes[-1:], entered]
         self._is_concluded = False
         return entered
@@ -422,7 +456,9 @@ class RunAhead:
             self._explain(error, _name(number))
             raise
 
-    def _reduce_extra(self, ranks: Sequence[PassReport], extra: Gradients, number: int) -> None:
+    def _reduce_extra(
+        self, ranks: Sequence[PassReport], extra: Gradients, own: Gradients, number: int
+    ) -> None:
         """Reduce the gradients that are not planned; all ranks know of them. Collective."""
         dense = dict.fromkeys(extra, 0)
         for report in (report for rank in ranks for report in rank.gradients):
@@ -430,7 +466,10 @@ class RunAhead:
                 dense[report.optimizer] |= report.due & ~report.sparse
         found = {index: self._reducers.named(index) for index in sorted(extra)}
         for index, reducer in found.items():
-            reducer.prepare(extra[index], extra[index] & ~dense[index], number)
+            carried, unlike = carried_parts(ranks, index, extra[index])
+            sets = extra[index], extra[index] & ~dense[index], carried, unlike
+            due = own.get(index, 0)
+            reducer.prepare(*sets, due=due, number=number, active=len(ranks))
         for reducer in found.values():
             reducer.start(number)
         for reducer in found.values():
@@ -449,7 +488,8 @@ class RunAhead:
         rank had the planned gradients, all.
         """
         all_know = self._all_deviate(ranks)
-        for index in {report.optimizer for rank in ranks for report in rank.gradients}:
+        reports = (report for rank in ranks for report in rank.gradients)
+        for index in {report.optimizer for report in reports if report.due or report.stepping}:
             reducer = self._reducers.get(index)
             if reducer is not None and (index in self._plan or all_know):
                 reducer.nothing_pending = True
@@ -471,8 +511,10 @@ class RunAhead:
             if decision.given_up:
                 failure = self._agreement.failure if entered.report.gave_up else ""
                 end_given_up(failure, self._engine, _name(entered.number))
-            if decision.out_of_step is None and not self._all_deviate(ranks):
-                self._require_planned(ranks)
+            if decision.out_of_step is None:
+                if not self._all_deviate(ranks):
+                    self._require_planned(ranks)
+                self._require_carried_alike(ranks)
         return entered.ranks
 
     def _require_planned(self, ranks: Sequence[PassReport]) -> None:
@@ -494,6 +536,20 @@ class RunAhead:
                 "has stepped without it: wrap the optimizer with run_ahead=False (or set "
                 "TORCH_RING_RUN_AHEAD=0) where ranks use different parts of a model"
             )
+
+    def _require_carried_alike(self, ranks: Sequence[PassReport]) -> None:
+        """End the job if ranks have added a planned gradient to averaged ones that may differ."""
+        for index, due in union_of(rank.due for rank in ranks).items():
+            _, unlike = carried_parts(ranks, index, due & self._plan.get(index, 0))
+            if unlike:
+                first = (unlike & -unlike).bit_length() - 1
+                self._engine.end(
+                    f"this backward pass has added the gradient of "
+                    f"'{self._reducers.named(index).names[first]}' to one that was averaged before, "
+                    "on some ranks only. Hosts run ahead, so ranks have stepped with different "
+                    "gradients: call zero_grad() on all ranks or on none, or wrap the optimizer with "
+                    "run_ahead=False (or set TORCH_RING_RUN_AHEAD=0)"
+                )
 
     def _all_deviate(self, ranks: Sequence[PassReport]) -> bool:
         """Return whether no rank had the planned gradients; then all have read the reports."""
@@ -519,12 +575,6 @@ class RunAhead:
         if entered.ends_plan is not None:
             return entered.ends_plan
         ranks = self._read(entered)
-        if entered.has_base and len(ranks) != self._size:
-            self._engine.end(
-                "a rank has joined, and a planned backward pass has added its gradients to "
-                "averaged ones, to which that rank contributed: call zero_grad() before "
-                "each backward pass, or wrap the optimizer with run_ahead=False"
-            )
         is_planned = union_of(rank.due for rank in ranks) == self._plan
         is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)
         # The next agreed pass gathers the differing weights.

@@ -29,7 +29,7 @@ from torch_ring._C import (
     device_in_use,
 )
 from torch_ring.collectives.compare import require_same
-from torch_ring.collectives.reduce_op import Max, Sum
+from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
 from torch_ring.errors import InvalidArgumentError, NonFiniteGradientError
@@ -226,7 +226,6 @@ class Reducer:
         self.hooks = GradientHooks(
             parameters,
             names,
-            reduced_scale=1.0 / self._size if settings.op == Sum else 1.0,
             on_backward_end=on_backward_end,
             on_bucket_full=on_bucket_full,
             new_memory=weakly(self.new_memory),
@@ -243,8 +242,6 @@ class Reducer:
         self._touched = 0  # parameters that are now reduced in buckets
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
-        self._of_joined: dict[int, Tensor] = {}  # the joined ranks' missing parts, by parameter
-        self._asked_in = -1  # the agreement in which they were asked for
         self._order_is_real = False
         self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
         self._limits = BucketLimits(settings.bucket_bytes)
@@ -363,7 +360,8 @@ class Reducer:
             incomplete=not pending.complete,
             stepping=is_stepping,
             again=pending.again,
-            on_base=pending.accumulating and self.hooks.has_base(),
+            carried=pending.carried,
+            changed=pending.changed,
             order=[] if self._order_is_real else self.hooks.ready_order(),
             not_finite=self.hooks.not_finite(pending.due, self._rank),
         )
@@ -375,7 +373,7 @@ class Reducer:
             touched: the parameters that are about to be reduced, as a bitmap.
             found: their non-finite gradients, of all ranks.
         """
-        added_to = {each.parameter for each in found if each.on_base}
+        added_to = {each.parameter for each in found if each.carries}
         self.not_finite = {
             parameter: before
             for parameter, before in self.not_finite.items()
@@ -419,75 +417,88 @@ class Reducer:
         """Return new memory for a bucket."""
         return bucket_memory(self._engine, self._plan[bucket], self._plan[bucket].dtype)
 
-    def prepare(self, touched: int, sparse: int, number: int) -> None:
-        """Take the gradients of parameters that are about to be reduced.
+    def prepare(
+        self,
+        touched: int,
+        sparse: int,
+        carried: int,
+        unlike: int,
+        *,
+        due: int,
+        number: int,
+        active: int,
+    ) -> None:
+        """Take the gradients of parameters that are about to be reduced. Collective.
 
         Args:
             touched: the parameters with a gradient on any rank, as a bitmap.
             sparse: the parameters among them whose gradients are sparse on all ranks that have one.
+            carried: the parameters among them whose averaged part is not sent, and stays.
+            unlike: the parameters of `carried` whose averaged part not all ranks have: it is
+                averaged once more.
+            due: the gradients that this rank has reported, as a bitmap.
             number: the agreement's number, a part of the names of the operations.
+            active: the number of ranks that have not joined.
         """
+        self.hooks.carry(carried)
+        self.hooks.drop_averaged(touched & ~due & ~carried)
         self._sparse = sparse if self._settings.sparse_as_dense else 0
         sparse ^= self._sparse
+        for parameter in _members(unlike):
+            self._average_carried(
+                parameter, number, active, is_sparse=bool(sparse >> parameter & 1)
+            )
         for parameter in _members(sparse):
-            self._sparse_sums[parameter] = start_sparse_sum(
-                self._engine,
-                self._process_set.ranks or [],
+            self._sparse_sums[parameter] = self._start_sparse_sum(
                 f"gradients.{self.index}.{number}.sparse.{self.names[parameter]}",
                 self._settings.op,
-                self._parameters[parameter],
-                _coalesced(self.hooks.local_gradient(parameter)),
-                joinable=True,
-                is_coalesced=False,
+                parameter,
+                self.hooks.local_gradient(parameter, self._scale(active)),
             )
         touched ^= sparse
         self._touched = touched
-        if self._asked_in != number:  # they belong to a failed agreement
-            self._of_joined.clear()
-        self.hooks.move_into_buckets(touched)
+        self.hooks.move_into_buckets(touched, self._scale(active))
 
-    def ask_joined(self, touched: int, number: int, before: float, after: float) -> str:
-        """Ask ranks that have just joined for the averaged gradients to which others were added.
+    def _scale(self, active: int) -> float:
+        """Return the factor with which an averaged gradient, sent again by all ranks, stays."""
+        of_all = 1.0 / self._size if self._settings.op == Sum else 1.0
+        return of_all * self._size / active
 
-        The joined ranks have a part of those, which the sum of the remaining ranks will lack.
+    def _average_carried(
+        self, parameter: int, number: int, active: int, *, is_sparse: bool
+    ) -> None:
+        """Average the carried part of a gradient, which not all ranks have alike. Collective."""
+        name = f"gradients.{self.index}.{number}.carried.{self.names[parameter]}"
+        if is_sparse:
+            part = self.hooks.sparse_carried(parameter)
+            total = self._start_sparse_sum(name, Sum, parameter, part).wait()
+            self.hooks.set_sparse_carried(parameter, total / active)
+        else:
+            part = self.hooks.carried_part(parameter)
+            self._engine.allreduce(part, part, name, Sum, 1.0 / active, 1.0, blocking=True).wait()
+
+    def _start_sparse_sum(
+        self, name: str, op: int, parameter: int, gradient: Tensor | None
+    ) -> SparseHandle:
+        return start_sparse_sum(
+            self._engine,
+            self._process_set.ranks or [],
+            name,
+            op,
+            self._parameters[parameter],
+            _coalesced(gradient),
+            joinable=True,
+            is_coalesced=False,
+        )
+
+    def fill(self, planned: int, due: int) -> int:
+        """Move a planned pass's gradients into buckets; return those that are carried.
 
         Args:
-            touched: the parameters that are about to be reduced, as a bitmap.
-            number: the agreement's number.
-            before: the scale of reduced gradients when others were added to them.
-            after: the scale for the remaining ranks.
-
-        Returns:
-            The reason why the gradients of this pass cannot be right; "" if they will be right.
+            planned: the gradients of the plan, as a bitmap.
+            due: those of them that this rank has in the pass.
         """
-        self._of_joined.clear()
-        self._asked_in = number
-        name = f"gradients.{self.index}.{number}.kept"
-        mine = self.hooks.bases()
-        bases = torch.tensor(mine, dtype=torch.uint8, device="cpu")
-        self._engine.allreduce(bases, bases, name, Max, 1.0, 1.0, blocking=True).wait()
-        for index, base in enumerate(bases.tolist()):
-            if not base:
-                continue
-            if base > 1:
-                return f"'{self.names[index]}' may have been changed since it was averaged"
-            spec = self._specs[index]
-            dtype = torch.float32 if spec.dtype.itemsize == 2 else spec.dtype
-            kept = torch.zeros(spec.numel + 1, dtype=dtype, device="cpu")
-            work = self._engine.allreduce(
-                kept, kept, f"{name}.{index}", Sum, 1.0, 1.0, blocking=True
-            )
-            givers = work.wait()[-1].item()
-            if not givers:
-                return f"no rank that has joined has '{self.names[index]}' still, unchanged"
-            kept = kept[:-1] / givers
-            if touched >> index & 1:
-                self.hooks.keep_scale(index)
-                self._of_joined[index] = kept * (1 - before / after)
-            elif mine[index]:  # reduced later
-                scale = 1 / self._size if self._settings.op == Sum else 1.0
-                self.hooks.add(index, kept * (scale * (after - before)))
-        return ""
+        return self.hooks.fill(planned, due, self._scale(self._size))
 
     @property
     def looks_at_gradients(self) -> bool:
@@ -523,9 +534,6 @@ class Reducer:
         while unfinished:
             unfinished = [complete for complete in unfinished if complete()]
         self.hooks.mark_reduced(self._touched)
-        of_joined, self._of_joined = self._of_joined, {}
-        for index, gradient in of_joined.items():
-            self.hooks.add(index, gradient)
         self._finish_sparse()
         if order and not self._order_is_real:
             self._order_is_real = True
