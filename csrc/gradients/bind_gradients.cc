@@ -293,7 +293,7 @@ void bind_gradients(py::module_& module) {
       .def("pending", &GradientHooks::pending, py::arg("which"), py::arg("stepping") = nullptr,
            Release())
       .def("not_finite", &GradientHooks::not_finite, py::arg("due"), py::arg("rank"), Release())
-      .def_static("worst_numbers", &GradientHooks::worst_numbers, py::arg("gradients"), Release())
+      .def_static("worst_numbers", &FiniteCheck::worst_numbers, py::arg("gradients"), Release())
       .def("set_by_hand", &GradientHooks::set_by_hand, Release())
       .def("leave", &GradientHooks::leave)
       .def(

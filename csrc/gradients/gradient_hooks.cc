@@ -1,88 +1,25 @@
 #include "gradients/gradient_hooks.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <unordered_map>
 #include <utility>
 
 #include "bindings/accelerator.h"
-#include "bindings/dtypes.h"
+#include "gradients/accumulator_hooks.h"
+#include "gradients/python_errors.h"
 
 namespace torch_ring {
 
-BackwardPass BackwardPass::current() {
-  const auto node = torch::autograd::get_current_node();
-  return {torch::autograd::get_current_graph_task_id(), std::this_thread::get_id(),
-          node && !node->device().is_cpu(), false};
-}
-
 namespace {
-
-/// The task of the graph that autograd runs in this thread; null outside of hooks and callbacks.
-/// torch exposes only the address of its exec_info_.
-const torch::autograd::GraphTask* current_graph() {
-  const auto* const info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr) return nullptr;
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Winvalid-offsetof"
-  constexpr std::size_t offset = offsetof(torch::autograd::GraphTask, exec_info_);
-#pragma GCC diagnostic pop
-  return reinterpret_cast<const torch::autograd::GraphTask*>(
-      reinterpret_cast<const std::byte*>(info) - offset);
-}
-
-/// Whether the graph that autograd runs in this thread is nested in another backward pass, as a
-/// reentrant checkpoint's is. Call it from a hook or a callback of that graph.
-bool is_nested() {
-  const auto* const graph = current_graph();
-  return graph != nullptr && graph->reentrant_depth_ > 0;
-}
-
-/// The end of the graph that autograd runs in this thread: an exception, or its gradients.
-c10::intrusive_ptr<c10::ivalue::Future> current_end() {
-  const auto* const graph = current_graph();
-  return graph != nullptr ? graph->future_result_ : nullptr;
-}
-
-/// The exception that has ended a graph, as "ValueError: bad data"; empty if none has, or an
-/// interrupt.
-std::string failure_in(const c10::intrusive_ptr<c10::ivalue::Future>& end) {
-  if (!end || !end->hasError()) return {};
-  std::string type;
-  std::string text;
-  try {
-    std::rethrow_exception(end->exception_ptr());
-  } catch (const python_error& error) {
-    const pybind11::gil_scoped_acquire gil;
-    if (PyErr_GivenExceptionMatches(error.type, PyExc_KeyboardInterrupt) != 0) return {};
-    type = error.type != nullptr ? PyExceptionClass_Name(error.type) : "Exception";
-    text = error.what();
-  } catch (const std::exception& error) {
-    type = "RuntimeError";
-    text = error.what();
-  } catch (...) {
-    return "Exception";
-  }
-  constexpr std::size_t longest = 200;
-  text = text.substr(0, std::min(text.find('\n'), longest));
-  return text.empty() ? type : type + ": " + text;
-}
 
 constexpr const char* kTwoThreads =
     "two threads run backward passes of wrapped optimizers at the same time, and the ranks cannot "
     "know which pass of theirs belongs to which: run backward() to step() of all optimizers in one "
     "thread, or one after the other, in the same order on all ranks";
-
-constexpr std::size_t kSent = std::numeric_limits<std::size_t>::max();
 
 /// Counts the reductions of this process; guards no other data.
 std::atomic<std::uint64_t> reductions{0};
@@ -94,185 +31,6 @@ constexpr const char* kCameAgain =
 
 /// The name of the node that runs the backward graph of torch.compile (AOTAutograd's).
 constexpr const char* kCompiled = "CompiledFunctionBackward";
-
-// C++ exceptions that autograd converts to Python's.
-struct AssertionError final : torch::PyTorchError {
-  using PyTorchError::PyTorchError;
-  PyObject* python_type() override { return PyExc_AssertionError; }
-};
-struct ValueError final : torch::PyTorchError {
-  using PyTorchError::PyTorchError;
-  PyObject* python_type() override { return PyExc_ValueError; }
-};
-struct RuntimeError final : torch::PyTorchError {
-  using PyTorchError::PyTorchError;
-  PyObject* python_type() override { return PyExc_RuntimeError; }
-};
-
-// --- the hooks of an accumulator, which outlive the GradientHooks and do nothing afterwards
-
-using torch::autograd::FunctionPostHook;
-using torch::autograd::FunctionPreHook;
-using torch::autograd::Node;
-using torch::autograd::variable_list;
-using torch::dynamo::autograd::CompiledNodeArgs;
-
-[[noreturn]] void refuse_compiled_autograd() {
-  throw RuntimeError(
-      "DistributedOptimizer reduces gradients while autograd computes them, which compiled "
-      "autograd does not allow: run backward() without it (torch._dynamo.config.compiled_autograd "
-      "= False). torch.compile(model) works without it");
-}
-
-/// One parameter of a GradientHooks that may be gone.
-struct Owner {
-  std::weak_ptr<GradientHooks> hooks;
-  std::size_t index;
-
-  bool operator==(const Owner& other) const {
-    return index == other.index && !hooks.owner_before(other.hooks) &&
-           !other.hooks.owner_before(hooks);
-  }
-};
-
-class Before final : public FunctionPreHook {
- public:
-  explicit Before(Owner owner) : owner_(std::move(owner)) {}
-
-  variable_list operator()(const variable_list& grads) override {
-    const auto hooks = owner_.hooks.lock();
-    if (hooks && grads[0].defined()) hooks->before_accumulation(owner_.index);
-    return grads;
-  }
-
-  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-
- private:
-  const Owner owner_;
-};
-
-class After final : public FunctionPostHook {
- public:
-  explicit After(Owner owner) : owner_(std::move(owner)) {}
-
-  variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    const auto hooks = owner_.hooks.lock();
-    if (hooks && grads[0].defined()) hooks->after_accumulation(owner_.index, grads[0]);
-    return outputs;
-  }
-
-  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-
-  bool is_of(const Owner& owner) const { return owner_ == owner; }
-
- private:
-  const Owner owner_;
-};
-
-/// The hook of the parameter itself. Autograd calls it before the hooks of the accumulator, to
-/// which hooks can be added until then; also if it only captures the gradient
-/// (torch.autograd.grad). If the program calls register_hook() on the parameter, torch removes this
-/// hook and keeps only the program's.
-class OnParameter final : public FunctionPreHook {
- public:
-  OnParameter(Owner owner, const Node* hooked) : owner_(std::move(owner)), hooked_(hooked) {}
-
-  variable_list operator()(const variable_list& grads) override {
-    const auto hooks = owner_.hooks.lock();
-    if (!hooks) return grads;
-    const auto node = torch::autograd::get_current_node();
-    if (node && node.get() != hooked_.load(std::memory_order_relaxed)) {
-      const bool accumulates =
-          dynamic_cast<torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
-      if (accumulates && hooks->follow(owner_.index, node)) hooked_ = node.get();
-    }
-    return grads;
-  }
-
-  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-
-  bool is_idle() const { return owner_.hooks.expired(); }
-
- private:
-  const Owner owner_;
-  // The accumulator in the parameter's HookedParameter, which keeps it alive. Guards no data.
-  std::atomic<const Node*> hooked_;
-};
-
-/// Hooks an accumulator, unless it is hooked already.
-/// Thread: the one that runs the accumulator.
-void hook_accumulator(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
-                      Node& accumulator) {
-  const Owner owner{hooks, index};
-  const auto& present = accumulator.post_hooks();
-  const bool is_hooked = std::any_of(present.begin(), present.end(), [&](const auto& other) {
-    const auto* const ours = dynamic_cast<const After*>(other.get());
-    return ours != nullptr && ours->is_of(owner);
-  });
-  if (is_hooked) return;
-  accumulator.add_post_hook(std::make_unique<After>(owner));
-  accumulator.add_pre_hook(std::make_unique<Before>(owner));
-}
-
-/// Makes autograd call parameter `index` of `hooks` before and after it accumulates its gradient.
-///
-/// torch makes a new accumulator for a parameter that has changed its dtype or device, as in
-/// `model.half().float()`. So the parameter itself has a hook, too, which hooks a new accumulator
-/// when it first runs.
-///
-/// The hooks do nothing once `hooks` is gone. Under compiled autograd they raise an error with
-/// advice. Thread: any, but not during a backward pass of the parameter.
-void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
-                    const at::Tensor& parameter, Node& accumulator) {
-  hook_accumulator(hooks, index, accumulator);
-  auto hook = std::make_unique<OnParameter>(Owner{hooks, index}, &accumulator);
-  auto& present = torch::autograd::impl::hooks(parameter);
-  // Reuses the place of a hook whose optimizer is gone, so that repeated wrapping adds no more of
-  // them.
-  const auto idle = std::find_if(present.begin(), present.end(), [](const auto& other) {
-    const auto* const ours = dynamic_cast<const OnParameter*>(other.get());
-    return ours != nullptr && ours->is_idle();
-  });
-  if (idle != present.end()) {
-    *idle = std::move(hook);
-  } else {
-    present.push_back(std::move(hook));  // add_hook() would allow only one, the program's
-  }
-}
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-/// Whether the elements of a tensor on the host are exactly those of its memory, in any order.
-bool has_plain_memory(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor._is_zerotensor() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
-}
-
-/// The worst of numbers with this largest magnitude, which may be NaN.
-Worst worst_of(double largest, double limit) {
-  return std::isnan(largest)   ? Worst::kNaN
-         : std::isinf(largest) ? Worst::kInfinite
-         : largest > limit     ? Worst::kLarge
-                               : Worst::kFinite;
-}
-
-/// The worst of a gradient's numbers; nullopt for a dense one on a device, which is replaced by its
-/// real numbers. A sparse one is not compressed, so only its dtype limits it.
-std::optional<Worst> worst_on_host(at::Tensor& values, double limit) {
-  const bool is_sparse = values.is_sparse();
-  if (is_sparse) {
-    values = values._values();
-    limit = kInfinity;
-  }
-  if (values.layout() != at::kStrided || values.numel() == 0) return Worst::kFinite;
-  if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
-  if (!values.is_cpu() && !is_sparse) return std::nullopt;
-  if (values.is_cpu() && has_plain_memory(values)) {
-    const auto count = static_cast<std::size_t>(values.numel());
-    return worst_of(values.const_data_ptr(), count, dtype_of(values), limit);
-  }
-  return worst_of(at::linalg_vector_norm(values, kInfinity).item<double>(), limit);
-}
 
 /// Throws if a parameter has another shape than when it was wrapped; otherwise the next pass would
 /// fail with an error of autograd's.
@@ -348,24 +106,27 @@ std::shared_ptr<GradientHooks> GradientHooks::make(std::vector<at::Tensor> param
 
 GradientHooks::GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                              Options options)
-    : options_(std::move(options)), is_lent_(parameters.size()), present_(parameters.size()) {
+    : options_(std::move(options)),
+      is_lent_(parameters.size()),
+      present_(parameters.size()),
+      finite_(options_.largest) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     parameters_.emplace_back(std::move(parameters[i]), std::move(names.at(i)));
   }
 }
 
 void GradientHooks::set_buckets(const std::vector<at::Tensor>& buckets,
-                                const std::vector<Slot>& slots, std::vector<bool> early) {
+                                const std::vector<Slot>& slots, const std::vector<bool>& early) {
   const std::scoped_lock lock(mutex_);
-  buckets_ = buckets;
-  early_ = std::move(early);
-  members_.assign(buckets.size(), {});
-  producers_.assign(buckets.size(), {});
+  buckets_.clear();
+  for (std::size_t i = 0; i < buckets.size(); ++i) {
+    buckets_.push_back({.memory = buckets[i], .is_early = early.at(i)});
+  }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     HookedParameter& parameter = parameters_[i];
     const auto [bucket, offset] = slots.at(i);
     parameter.bucket = bucket;
-    members_.at(bucket).push_back(i);
+    buckets_.at(bucket).members.push_back(i);
     parameter.refresh();
     const bool in_block = buckets[bucket].numel() < parameter.variable.numel();
     if (in_block && parameter.in_block()) continue;
@@ -442,11 +203,11 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
       BatchedCopy none;
       spare_kept(lock, index, none);
     } else if (!parameter.has_moved()) {
-      producers_[bucket].add(current_stream(parameter.device));
+      buckets_[bucket].producers.add(current_stream(parameter.device));
     }
     bucket_full = count_arrival(index, parameter.on_gradient(gradient, is_new));
     if (bucket_full) complete(lock, bucket);
-    if (bucket_full && looks_at_gradients()) look(members_[bucket], looked_at_);
+    if (bucket_full && finite_.is_on()) finite_.examine(parameters_, buckets_[bucket].members);
     sent_ = sent_ || bucket_full;
     is_planned = planned_.has_value();
   }
@@ -514,7 +275,7 @@ void GradientHooks::go_on(std::uint64_t number) {
 void GradientHooks::keep_sent(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_[index];
-  if (missing_[parameter.bucket] != kSent) return;
+  if (!buckets_[parameter.bucket].is_sent) return;
   parameter.sent = std::exchange(parameter.variable.mutable_grad(), {});
 }
 
@@ -560,31 +321,25 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
   if (parameter.has_moved() || !again_.empty()) return false;
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
-  std::size_t& missing = missing_[parameter.bucket];
-  if (--missing > 0 || !early_.at(parameter.bucket)) return false;
-  if (pass_->has_nested || is_held(parameter.bucket)) return false;
-  missing = kSent;
+  Bucket& bucket = buckets_[parameter.bucket];
+  if (--bucket.missing > 0 || !bucket.is_early || pass_->has_nested || is_held(bucket))
+    return false;
+  bucket.is_sent = true;
   return true;
 }
 
 /// Whether a parameter of the bucket may get another gradient in this pass, as in an earlier pass.
-bool GradientHooks::is_held(std::size_t bucket) const {
-  if (repeated_.empty()) return false;
-  const auto& members = members_[bucket];
-  return std::any_of(members.begin(), members.end(),
-                     [&](std::size_t i) { return repeated_.contains(i); });
+bool GradientHooks::is_held(const Bucket& bucket) const {
+  return !repeated_.empty() &&
+         std::ranges::any_of(bucket.members, [&](std::size_t i) { return repeated_.contains(i); });
 }
 
 void GradientHooks::set_elsewhere(std::map<std::size_t, Elsewhere> slots) {
   const std::scoped_lock lock(mutex_);
-  if (pass_) {
-    next_elsewhere_ = std::move(slots);
-  } else {
-    change_elsewhere(std::move(slots));
-  }
-}
-
-void GradientHooks::change_elsewhere(std::map<std::size_t, Elsewhere> slots) {
+  close_failed();
+  TORCH_CHECK_VALUE(!pass_, "two optimizers have '", parameters_.at(slots.begin()->first).name,
+                    "', and the second one is wrapped in the middle of a backward pass, which has "
+                    "sent a part of the gradients by the first one: wrap it before or after");
   for (const auto& [index, there] : slots) {
     const auto before = elsewhere_.find(index);
     const bool was_here = before == elsewhere_.end();
@@ -594,13 +349,7 @@ void GradientHooks::change_elsewhere(std::map<std::size_t, Elsewhere> slots) {
     const std::scoped_lock lock(owner.mutex_);
     owner.may_have_changes_ = true;
     HookedParameter& slot = owner.parameters_.at(there.index);
-    if (was_here) {
-      slot.take_over(parameters_.at(index), owner.passes_per_step_);
-    } else if (before->second.hooks->disabled_) {  // its optimizer has new hooks: these
-      GradientHooks& last = *before->second.hooks;
-      const std::scoped_lock lock_of_last(last.mutex_);
-      slot.take_over(last.parameters_.at(before->second.index), owner.passes_per_step_);
-    }
+    if (was_here) slot.take_over(parameters_.at(index), owner.passes_per_step_);
   }
   elsewhere_ = std::move(slots);
   count_missing();
@@ -663,8 +412,8 @@ void GradientHooks::close(bool failed) {
   sent_ = false;
   pass_.reset();
   arrived_.clear();
-  if (looks_at_gradients()) looked_at_ = {};
-  for (Producers& producers : producers_) producers.clear();
+  finite_.forget();
+  for (Bucket& bucket : buckets_) bucket.producers.clear();
   if (failed) again_.clear();
   for (HookedParameter& parameter : parameters_) {
     parameter.arrived = parameter.made = false;
@@ -679,7 +428,6 @@ void GradientHooks::close(bool failed) {
     may_have_changes_ = true;
   }
   count_missing();
-  if (next_elsewhere_) change_elsewhere(*std::exchange(next_elsewhere_, std::nullopt));
 }
 
 /// Gives the bucket other memory before a gradient overwrites an earlier one that the program
@@ -694,7 +442,8 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
   const at::Tensor memory = options_.new_memory(bucket);
   lock.lock();
   auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());
-  const auto* const before = static_cast<const std::byte*>(buckets_[bucket].const_data_ptr());
+  const auto* const before =
+      static_cast<const std::byte*>(buckets_[bucket].memory.const_data_ptr());
   for (HookedParameter& parameter : parameters_) {
     if (parameter.bucket != bucket) continue;
     parameter.refresh();
@@ -703,7 +452,7 @@ void GradientHooks::spare_kept(std::unique_lock<std::mutex>& lock, std::size_t i
     view.bucket = memory;
     parameter.lie_in(std::move(view));
   }
-  buckets_[bucket] = memory;
+  buckets_[bucket].memory = memory;
 }
 
 void GradientHooks::refuse_others_pass() {
@@ -782,69 +531,8 @@ GradientHooks::Pending GradientHooks::pending(Due which,
 }
 
 std::vector<NotFinite> GradientHooks::not_finite(const Bitmap& due, int rank) {
-  if (!looks_at_gradients()) return {};
   const std::scoped_lock lock(mutex_);
-  std::vector<std::size_t> rest;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!due.get(i) || looked_at_.has(i)) continue;
-    parameters_[i].refresh();
-    rest.push_back(i);
-  }
-  Looks looks = looked_at_;
-  look(rest, looks);
-  for (const auto& [dtype, on_device] : looks.on_device) {
-    const at::Tensor largest = at::stack(on_device.largest).to(at::kCPU, at::kDouble);
-    const auto* const values = largest.const_data_ptr<double>();
-    for (std::size_t k = 0; k < on_device.parameters.size(); ++k) {
-      Worst& worst = looks.worst[on_device.parameters[k]];
-      worst = std::max(worst, worst_of(values[k], *options_.largest));
-    }
-  }
-  std::vector<NotFinite> found;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!due.get(i) || !looks.has(i) || looks.worst[i] == Worst::kFinite) continue;
-    found.push_back({i, rank, looks.worst[i], parameters_[i].carried.defined()});
-  }
-  return found;
-}
-
-std::vector<Worst> GradientHooks::worst_numbers(std::vector<at::Tensor> gradients) {
-  const at::NoGradGuard no_grad;
-  std::vector<Worst> found;
-  for (at::Tensor& values : gradients) {
-    const std::optional<Worst> on_host = worst_on_host(values, kInfinity);
-    found.push_back(
-        on_host ? *on_host
-                : worst_of(at::linalg_vector_norm(values, kInfinity).item<double>(), kInfinity));
-  }
-  return found;
-}
-
-/// Checks gradients that are about to be sent. On a device it enqueues their largest magnitudes on
-/// the current stream, which follows the streams on which they were made. A sparse gradient is
-/// never sent before the end of the pass.
-void GradientHooks::look(const std::vector<std::size_t>& parameters, Looks& looks) const {
-  const at::NoGradGuard no_grad;
-  looks.checked.resize(parameters_.size());
-  looks.worst.resize(parameters_.size(), Worst::kFinite);
-  for (const std::size_t i : parameters) {
-    looks.checked[i] = true;
-    for (at::Tensor values : {parameters_[i].to_send(), parameters_[i].carried}) {
-      if (!values.defined()) continue;
-      if (const auto worst = worst_on_host(values, *options_.largest)) {
-        looks.worst[i] = std::max(looks.worst[i], *worst);
-        continue;
-      }
-      Looks::OnDevice& others = looks.on_device[values.scalar_type()];
-      others.parameters.push_back(i);
-      others.gradients.push_back(values);
-    }
-  }
-  for (auto& [dtype, others] : looks.on_device) {
-    if (others.gradients.empty()) continue;
-    const auto largest = at::_foreach_norm(std::exchange(others.gradients, {}), kInfinity);
-    others.largest.insert(others.largest.end(), largest.begin(), largest.end());
-  }
+  return finite_.not_finite(parameters_, due, rank);
 }
 
 std::vector<std::size_t> GradientHooks::set_by_hand() {
@@ -868,8 +556,8 @@ bool GradientHooks::is_by_hand(std::size_t index, std::uint64_t since) {
 
 at::Tensor GradientHooks::memory(std::size_t bucket) {
   const std::scoped_lock lock(mutex_);
-  HookedParameter& first = parameters_.at(members_.at(bucket).front());
-  if (!first.in_block()) return buckets_[bucket];
+  HookedParameter& first = parameters_.at(buckets_.at(bucket).members.front());
+  if (!first.in_block()) return buckets_[bucket].memory;
   if (!first.view.bucket.defined()) first.view.bucket = flat(first.bucket_view);
   return first.view.bucket;
 }
@@ -949,7 +637,7 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
   const std::scoped_lock lock(mutex_);
   const std::uint64_t now = ++reductions;
   sent_ = false;
-  if (looks_at_gradients()) looked_at_ = {};
+  finite_.forget();
   BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!touched.get(i)) continue;
@@ -1056,10 +744,10 @@ void GradientHooks::disable() { disabled_ = true; }
 
 /// Completes a bucket whose gradients have all arrived: copies those that were left outside.
 void GradientHooks::complete(std::unique_lock<std::mutex>& lock, std::size_t bucket) {
-  const c10::Device device = parameters_[members_[bucket].front()].device;
-  if (!device.is_cpu()) producers_[bucket].join(current_stream(device));
+  const c10::Device device = parameters_[buckets_[bucket].members.front()].device;
+  if (!device.is_cpu()) buckets_[bucket].producers.join(current_stream(device));
   BatchedCopy copies;
-  for (const std::size_t i : members_[bucket]) {
+  for (const std::size_t i : buckets_[bucket].members) {
     if (!parameters_[i].outside.defined()) continue;
     parameters_[i].refresh();
     spare_kept(lock, i, copies);
@@ -1125,10 +813,13 @@ void GradientHooks::expect(std::optional<Bitmap> planned) {
 
 /// Counts the gradients that each bucket waits for, at the beginning of a pass.
 void GradientHooks::count_missing() {
-  missing_.assign(buckets_.size(), 0);
+  for (Bucket& bucket : buckets_) {
+    bucket.missing = 0;
+    bucket.is_sent = false;
+  }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const bool is_expected = !planned_ || planned_->get(i);
-    if (is_expected && !is_elsewhere(i)) ++missing_[parameters_[i].bucket];
+    if (is_expected && !is_elsewhere(i)) ++buckets_[parameters_[i].bucket].missing;
   }
 }
 

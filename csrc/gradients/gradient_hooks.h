@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <atomic>
 #include <cstddef>
@@ -13,12 +12,12 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "bindings/accelerator.h"
-#include "core/finite.h"
+#include "gradients/backward_pass.h"
 #include "gradients/bitmap.h"
+#include "gradients/finite_check.h"
 #include "gradients/hooked_parameter.h"
 #include "gradients/pass_agreement.h"
 #include "gradients/report.h"
@@ -29,27 +28,6 @@ class module_;
 }
 
 namespace torch_ring {
-
-/// A backward pass, identified from one of its threads.
-struct BackwardPass {
-  int task;  // autograd's number of the outermost known graph; -1 outside of backward passes
-  std::thread::id thread;
-  bool on_device;           // identified in a device's thread, which runs all passes
-  bool has_nested = false;  // a nested one has produced gradients in it, and may do so again
-  c10::intrusive_ptr<c10::ivalue::Future> end;  // of its graph; null unless it is under way
-  std::uint64_t agreement = 0;                  // the number of the one that will end it
-
-  static BackwardPass current();
-
-  /// Whether `other` runs at the same time as this pass, which has not ended. Nested passes in one
-  /// thread, as in reentrant checkpoints, count as one pass; `task` is the outer one as soon as the
-  /// first inner one has ended. False for passes on devices: a nested one may be in the thread of
-  /// another device.
-  bool is_beside(const BackwardPass& other) const {
-    if (task == other.task || on_device || other.on_device) return false;
-    return thread != other.thread || (other.task >= 0 && other.task < task);
-  }
-};
 
 /// The hooks of one optimizer's parameters, which move gradients into buckets. After autograd has
 /// accumulated a parameter's gradient, its hook moves it into the parameter's part of a bucket and
@@ -127,7 +105,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// tensor stands for a bucket with a single gradient in a block. `early`: by bucket, whether
   /// on_bucket_full is called for it.
   void set_buckets(const std::vector<at::Tensor>& buckets, const std::vector<Slot>& slots,
-                   std::vector<bool> early);
+                   const std::vector<bool>& early);
 
   /// The gradients that count as due in pending().
   enum class Due {
@@ -146,15 +124,12 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   std::vector<std::size_t> set_by_hand();
 
   /// Whether not_finite() checks gradients at all.
-  bool looks_at_gradients() const { return options_.largest.has_value(); }
+  bool looks_at_gradients() const { return finite_.is_on(); }
 
   /// The gradients of `due` that are not finite, before their reduction. A gradient whose bucket
   /// has been sent in this pass was checked before that. Waits for those on a device. `rank`: this
   /// one.
   std::vector<NotFinite> not_finite(const Bitmap& due, int rank);
-
-  /// The worst number of each gradient. Waits for devices.
-  static std::vector<Worst> worst_numbers(std::vector<at::Tensor> gradients);
 
   /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
   /// failed after gradients had been sent.
@@ -220,7 +195,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void take_up_again();
 
   /// Gives these parameters' slots, with their gradients, to hooks that were made later. Those keep
-  /// them when their own optimizer is gone. During a backward pass it waits for the end.
+  /// them when their own optimizer is gone. Errors: c10::ValueError during a backward pass.
   void set_elsewhere(std::map<std::size_t, Elsewhere> slots);
 
   /// The optimizer is gone: from now on only slots of other optimizers' parameters count.
@@ -258,6 +233,16 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
  private:
   class PassEnd;  // the callback at the end of a backward pass
 
+  /// A bucket; the last three members are those of the present pass.
+  struct Bucket {
+    at::Tensor memory;                      // empty: that of its only gradient, in a block
+    std::vector<std::size_t> members = {};  // its parameters
+    bool is_early = false;                  // whether on_bucket_full is called
+    std::size_t missing = 0;                // gradients that have not arrived
+    bool is_sent = false;
+    Producers producers = {};  // on a device: the streams of its gradients
+  };
+
   /// The earlier state of a gradient.
   struct Before {
     at::Tensor grad;   // undefined: there was none
@@ -268,22 +253,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     at::Tensor carried;
     std::uint64_t reduced_at;
     std::optional<std::uint32_t> writes;  // to the gradient, since the step began
-  };
-
-  /// The worst numbers of some gradients.
-  struct Looks {
-    /// Gradients on a device, of one dtype, without results yet.
-    struct OnDevice {
-      std::vector<std::size_t> parameters;
-      std::vector<at::Tensor> gradients;
-      std::vector<at::Tensor> largest;  // magnitudes; of the first ones
-    };
-
-    bool has(std::size_t i) const { return i < checked.size() && checked[i]; }
-
-    std::vector<bool> checked;  // by parameter: also those in on_device
-    std::vector<Worst> worst;   // by parameter; not yet of those in on_device
-    std::map<at::ScalarType, OnDevice> on_device;
   };
 
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
@@ -310,8 +279,6 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
   void note_changes();
-  void look(const std::vector<std::size_t>& parameters, Looks& looks) const;
-  void change_elsewhere(std::map<std::size_t, Elsewhere> slots);
   bool is_elsewhere(std::size_t i) const { return !elsewhere_.empty() && elsewhere_.contains(i); }
   bool is_ignored(std::size_t i) const { return disabled_ || (is_left_ && !is_lent_[i]); }
   void begin_step(HookedParameter& parameter, bool gradients);
@@ -321,7 +288,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   }
   void keep_sent(std::size_t index);
   void keep_again(std::size_t index);
-  bool is_held(std::size_t bucket) const;
+  bool is_held(const Bucket& bucket) const;
   bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
 
   const Options options_;
@@ -345,19 +312,14 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   bool sent_in_vain_ = false;         // ... and the agreed reduction has failed, on all ranks
   std::vector<HookedParameter> parameters_;
   std::map<std::size_t, Elsewhere> elsewhere_;  // by parameter: its slot, if it is not here
-  std::optional<std::map<std::size_t, Elsewhere>> next_elsewhere_;  // after this pass
-  std::uint64_t step_began_ = 0;  // the number of reductions before
-  std::vector<at::Tensor> buckets_;
-  std::vector<std::vector<std::size_t>> members_;  // by bucket: its parameters
-  std::vector<bool> early_;                        // by bucket: whether on_bucket_full is called
-  std::vector<std::size_t> missing_;         // by bucket: gradients missing in this pass, or kSent
-  std::vector<Producers> producers_;         // by bucket on a device: of this pass
+  std::uint64_t step_began_ = 0;                // the number of reductions before
+  std::vector<Bucket> buckets_;
   std::vector<std::size_t> arrived_;         // parameters, in order
   std::optional<Bitmap> planned_;            // in a planned pass: the gradients it reduces
   std::map<std::size_t, Before> filled_;     // by parameter: for restore()
   std::map<std::size_t, at::Tensor> again_;  // by parameter: arrived after its bucket was sent
-  Looks looked_at_;                          // gradients whose buckets have been sent in this pass
-  std::set<std::size_t> repeated_;           // parameters with several gradients in one pass
+  FiniteCheck finite_;
+  std::set<std::size_t> repeated_;  // parameters with several gradients in one pass
   int passes_per_step_ = 1;
   bool synchronizing_ = true;
 };

@@ -357,7 +357,6 @@ void HookedParameter::make_zero(BatchedCopy& copies) {
 }
 
 void HookedParameter::take_over(HookedParameter& other, int most) {
-  if (other.is_given_up) return;
   other.refresh();
   passes = other.unreduced ? std::min(other.passes, most) : 0;
   reduced_at = other.reduced_at;
@@ -400,7 +399,6 @@ void HookedParameter::forget() {
   unreduced = is_zero = false;
   forget_averaged();
   arrived = made = converted = false;
-  is_given_up = true;
   given.reset();
   known.reset();
   given_data = nullptr;

@@ -17,8 +17,8 @@ TEST(names_of_gradients_in_words) {
   CHECK_EQ(words("gradients.0.17.sparse.words.weight.1"),
            "averaging the sparse gradient of 'words.weight' of backward pass 18");
   CHECK_EQ(words("gradients.0.17.loss"), "averaging the closure's loss after backward pass 18");
-  CHECK_EQ(words("gradients.0.17.kept.3"),
-           "asking ranks that have joined for the gradients that backward pass 18 adds to");
+  CHECK_EQ(in_words("gradients.1.17.carried.head.weight").value_or(""),
+           "averaging once more what 'head.weight' had before backward pass 18");
 }
 
 TEST(other_names_stay) {

@@ -329,6 +329,32 @@ def test_accumulation_in_a_slot_that_outlives_its_optimizer(transport):
     run(accumulate_without_the_later_one, 2, transport=transport)
 
 
+def wrap_in_a_pass() -> None:
+    """A second optimizer is wrapped when gradients of the first one have arrived."""
+    trunk, own = scalars(0, 0)
+    first = hvd.DistributedOptimizer(SGD([trunk, own], lr=1.0), [("trunk", trunk), ("own", own)])
+
+    def wrap(_: object) -> None:
+        hvd.DistributedOptimizer(SGD([trunk], lr=1.0), [("trunk", trunk)])
+
+    between = trunk * 1.0
+    handle = between.register_hook(wrap)  # after the gradient of `own`
+    with pytest.raises(ValueError, match="'trunk'.* in the middle of a backward pass"):
+        (between * 2 + own * 2).backward()
+    handle.remove()
+    for _ in range(2):
+        first.zero_grad()
+        (trunk * (1 + hvd.rank()) + own * 4).backward()
+        first.step()
+    assert_near(trunk, -2 * 1.5)
+    assert_near(own, -2 * 4)
+
+
+@on_both_transports
+def test_an_optimizer_that_is_wrapped_in_a_pass(transport):
+    run(wrap_in_a_pass, 2, transport=transport)
+
+
 def touch_the_slot_on_one_rank() -> None:
     """A pass reaches the slot on one rank alone: all agree before the older optimizer steps."""
     trunk, own, other = scalars(0, 0, 0)

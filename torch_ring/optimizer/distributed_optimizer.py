@@ -76,8 +76,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     averaged once, with the settings of the one that was wrapped last; each steps with that average.
 
     ``step()`` averages what the program has set or written into ``p.grad`` itself
-    (docs/migrating-from-ddp.md). Changes of an averaged gradient, as by clipping, stay this rank's
-    own: call ``synchronize()`` before you clip a gradient that only ``step()`` would average.
+    (docs/migrating-from-ddp.md). An averaged gradient is not averaged again: another pass adds its
+    own average to it, and changes, as by clipping, stay this rank's own. Call ``synchronize()``
+    before you clip a gradient that only ``step()`` would average.
 
     Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
     has them: the uncoalesced rows of all ranks, divided by the size for Average. One that is dense
@@ -104,8 +105,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, ``.int8()``, ``.powersgd()``, or
             your own (docs/compression.md).
         backward_passes_per_step: the number of passes whose gradients are added up (not averaged)
-            before they are averaged over ranks; one more before ``step()`` is an AssertionError.
-            With 1, the average of each pass is added to ``p.grad``. Under ``GradScaler``, call
+            before they are averaged over ranks; one more before ``step()`` is an AssertionError,
+            but with 1. Under ``GradScaler``, call
             ``synchronize()`` before a step that follows fewer passes.
         op: Average or Sum of gradients; or Adasum, with which each rank steps with its own
             gradients, and the changes of the parameters are combined by adaptive summation: a

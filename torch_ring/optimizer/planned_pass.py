@@ -4,7 +4,7 @@ The plan is the set of gradients that any rank had in the last agreed pass, if t
 repeated the one before. In a *planned* pass no host waits for another host's part of it:
 
 1. C++ launches each bucket when its gradients are ready, in the plan's order; the end of the pass
-   launches the rest, with zeros (or the old value) for gradients that this rank does not have.
+   launches the rest, with zeros for gradients that this rank does not have.
 2. The rank sends a report of the gradients that it really had: an allgather that all read later.
 3. It reads the reports of the pass *before*. If the gradients of all ranks together were those of
    the plan, the plan continues. Otherwise it has ended: the ranks read this pass's reports, too,
@@ -542,13 +542,12 @@ class RunAhead:
         for index, due in union_of(rank.due for rank in ranks).items():
             _, unlike = carried_parts(ranks, index, due & self._plan.get(index, 0))
             if unlike:
-                first = (unlike & -unlike).bit_length() - 1
+                first = self._reducers.named(index).names[(unlike & -unlike).bit_length() - 1]
                 self._engine.end(
-                    f"this backward pass has added the gradient of "
-                    f"'{self._reducers.named(index).names[first]}' to one that was averaged before, "
-                    "on some ranks only. Hosts run ahead, so ranks have stepped with different "
-                    "gradients: call zero_grad() on all ranks or on none, or wrap the optimizer with "
-                    "run_ahead=False (or set TORCH_RING_RUN_AHEAD=0)"
+                    f"this backward pass has added the gradient of '{first}' to one that was "
+                    "averaged before, on some ranks only. Hosts run ahead, so ranks have stepped "
+                    "with different gradients: call zero_grad() on all ranks or on none, or wrap "
+                    "the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0)"
                 )
 
     def _all_deviate(self, ranks: Sequence[PassReport]) -> bool:

@@ -255,6 +255,9 @@ class Reducer:
 
         Args:
             reducers: all of this process.
+
+        Raises:
+            ValueError: in the middle of a backward pass of one of them.
         """
         ordered = sorted(reducers, key=lambda each: each._wrapped)
         last = {p: (each, index) for each in ordered for index, p in enumerate(each._parameters)}
@@ -264,8 +267,8 @@ class Reducer:
             if not slots:
                 continue
             new = [(i, owner) for i, (owner, _) in slots.items() if owner not in each.owners()]
-            each.elsewhere = slots
             each.hooks.set_elsewhere({i: (owner.hooks, j) for i, (owner, j) in slots.items()})
+            each.elsewhere = slots
             each._warn_of_settings(new)
 
     def _warn_of_settings(self, slots: Sequence[tuple[int, Reducer]]) -> None:
