@@ -146,9 +146,10 @@ def _gradients() -> Iterator[Fault]:
         "add_to(grad, parameter.carried);",
         tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
-    yield _expression(
+    yield _statement(
         "carried_nan_unseen", "a NaN in an averaged part is forgotten", FINITE,
-        "parameters[i].carried}", "at::Tensor()}",
+        "if (!values.defined()) continue;",
+        "if (!values.defined() || values.is_same(parameters[i].carried)) continue;",
         tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(
@@ -378,7 +379,8 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "checked_late", "a gradient is checked for NaN after its bucket was sent", HOOKS,
-        "if (bucket_full && finite_.is_on()) finite_.examine(parameters_, buckets_[bucket].members);",
+        "if (bucket_full && finite_.is_on()) "
+        "finite_.examine(parameters_, buckets_[bucket].members);",
         tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(
@@ -516,9 +518,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _python(
         "own_order", "each rank plans its buckets by its own order", REDUCER,
-        "rest = set(range(len(self._specs))).difference(order)",
-        "order = self.hooks.ready_order()\n"
-        "            rest = set(range(len(self._specs))).difference(order)",
+        "layout.set_order(order)", "layout.set_order(self.hooks.ready_order())",
         tests=("optimizer/test_uneven_batches.py", "optimizer/test_bucket_groups.py"),
     )  # fmt: skip
     yield _statement(

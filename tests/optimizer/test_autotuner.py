@@ -167,9 +167,9 @@ def train(passes_of_rank: list[int]) -> tuple[bool, list[int], bytes]:
             model(torch.randn(4, 96)).square().sum().backward()
             optimizer.step()
     reducer = optimizer._reducer
-    sizes = [bucket.numel for bucket in reducer._plan]
+    sizes = [bucket.numel for bucket in reducer.layout.plan]
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    return reducer._tuner is not None, sizes, weights
+    return reducer.layout.tuner is not None, sizes, weights
 
 
 AUTOTUNE = {"TORCH_RING_AUTOTUNE": "1", "TORCH_RING_BUCKET_BYTES": "50000"}

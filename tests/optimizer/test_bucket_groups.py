@@ -14,7 +14,7 @@ COPIED = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "0"}  # or large gradients have bu
 
 def buckets_of(optimizer: Optimizer) -> list[list[int]]:
     """Return which parameters share a bucket."""
-    plan = optimizer._reducer._plan
+    plan = optimizer._reducer.layout.plan
     return sorted(sorted(slot.parameter for slot in bucket.slots) for bucket in plan)
 
 

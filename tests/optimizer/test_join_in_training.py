@@ -48,7 +48,7 @@ def train_unevenly(first_out: int, options: dict[str, object]) -> None:
         hvd.broadcast_optimizer_state(optimizer, last)
         assert_same_weights(together, alone)
         assert_same_on_all_ranks(*together.parameters())
-        plan = optimizer._reducer._plan
+        plan = optimizer._reducer.layout.plan
         assert all(other == plan for other in hvd.allgather_object(plan))
 
 

@@ -5,7 +5,8 @@ import gc
 import pytest
 
 from torch_ring.errors import RingError
-from torch_ring.optimizer.reducer import Reducer, Reducers
+from torch_ring.optimizer.reducer import Reducer
+from torch_ring.optimizer.reducers import Reducers
 
 
 def fail(why: str) -> None:

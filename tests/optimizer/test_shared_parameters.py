@@ -339,7 +339,7 @@ def wrap_in_a_pass() -> None:
 
     between = trunk * 1.0
     handle = between.register_hook(wrap)  # after the gradient of `own`
-    with pytest.raises(ValueError, match="'trunk'.* in the middle of a backward pass"):
+    with pytest.raises(ValueError, match=r"'trunk'.* in the middle of a backward pass"):
         (between * 2 + own * 2).backward()
     handle.remove()
     for _ in range(2):

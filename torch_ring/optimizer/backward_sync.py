@@ -20,8 +20,10 @@ from torch_ring._C import (
 from torch_ring.errors import RingError
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.gradient_report import end_given_up, explained, require_same_steps
+from torch_ring.optimizer.parameters import require_same_parameters
 from torch_ring.optimizer.planned_pass import RunAhead
-from torch_ring.optimizer.reducer import Reducer, Reducers, require_same_parameters, weakly
+from torch_ring.optimizer.reducer import Reducer, weakly
+from torch_ring.optimizer.reducers import Reducers
 from torch_ring.optimizer.slow_links import AFTER_STEPS, advice
 from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world import current
@@ -347,7 +349,8 @@ class BackwardSync:
             reducer.nothing_pending = False
             reducer.steps = 0
             reducer.not_finite = {}
-            reducer.stop_tuning()
+            if reducer.layout.tuner is not None:  # ranks may have counted passes differently
+                reducer.layout.tuner.stop()
             reducer.comparison.restart(self._since)  # a rank that had joined has not stepped
         self._weights.forget()
 

@@ -29,7 +29,8 @@ from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.buckets import split_evenly
 from torch_ring.optimizer.gradient_report import culprit
-from torch_ring.optimizer.reducer import Reducer, has_gradients
+from torch_ring.optimizer.parameters import has_gradients
+from torch_ring.optimizer.reducer import Reducer
 from torch_ring.optimizer.sharded_state import ShardedState, can_cut, require_dense
 from torch_ring.optimizer.wrapping import (
     Copied,

@@ -1,6 +1,6 @@
 """Reducer: keeps the gradients of one optimizer in buckets, and averages them over the ranks.
 
-`Reducers` holds those of a process set. `BackwardSync` makes them, and starts the reductions.
+`BackwardSync` makes the reducers of a process set, and starts the reductions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from torch_ring._C import (
@@ -26,25 +25,18 @@ from torch_ring._C import (
     PlannedBucket,
     RunAhead,
     bucket_name,
-    device_in_use,
 )
-from torch_ring.collectives.compare import require_same
 from torch_ring.collectives.reduce_op import Sum
 from torch_ring.collectives.sparse import SparseHandle, start_sparse_sum
 from torch_ring.compression import Compression
-from torch_ring.errors import InvalidArgumentError, NonFiniteGradientError
-from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, untunable
+from torch_ring.errors import NonFiniteGradientError
+from torch_ring.optimizer.bucket_layout import BucketLayout
 from torch_ring.optimizer.bucket_wire import (
-    BucketWire,
     FinishStage,
     ReductionSettings,
-    bucket_memory,
-    wire_maker,
 )
-from torch_ring.optimizer.buckets import Bucket, TensorSpec, plan_buckets
 from torch_ring.optimizer.gradient_report import (
     culprit,
-    require_usable,
     warn_of_ddp,
     warn_of_one_graph,
 )
@@ -52,99 +44,13 @@ from torch_ring.optimizer.weight_comparison import WeightComparison
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
-__all__ = ["Reducer", "Reducers", "has_gradients", "require_same_parameters", "weakly"]
+__all__ = ["Reducer", "weakly"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("torch_ring")
 
-_ON_NO_DEVICE = ("cpu", "meta")
 _wrapped = itertools.count()  # the reducers of this process
-
-
-def device_problem(parameters: Iterable[Tensor]) -> str | None:
-    """Return the reason why a process cannot reduce the parameters' gradients; None: it can.
-
-    One process drives one device, beside the CPU: that of its first collective on a device.
-
-    Args:
-        parameters: on any devices.
-    """
-    devices = {p.device for p in parameters if p.device.type not in _ON_NO_DEVICE}
-    used = device_in_use()
-    if len(devices) > 1:
-        places = " and ".join(sorted(map(str, devices)))
-        return f"the parameters are on {places}, {_instead(devices)}"
-    if used is not None and devices - {used}:
-        return (
-            f"this process has used {used}, and the parameters are on {devices.pop()}, "
-            f"{_instead({used})}"
-        )
-    return None
-
-
-def _instead(devices: Iterable[torch.device]) -> str:
-    types = {device.type for device in devices}
-    choose = "the current device"
-    if types == {"cuda"}:
-        choose = "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())"
-    return (
-        "and one process drives one device. Start a process for each device, keep the model on "
-        f"one of them, and choose it before the first collective, by {choose}"
-    )
-
-
-_REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def has_gradients(parameter: Tensor) -> bool:
-    """Return whether a parameter has gradients to reduce, now or, if it is frozen, perhaps later.
-
-    A frozen parameter of a dtype that cannot be reduced (a quantised weight) is ignored.
-    """
-    return parameter.requires_grad or parameter.dtype in _REDUCIBLE or parameter.is_complex()
-
-
-def spec_of(name: str, parameter: Tensor) -> TensorSpec:
-    """Return a gradient's spec for the planner; a complex number counts as two real ones."""
-    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    numel = parameter.numel()
-    if dtype.is_complex:
-        dtype, numel = dtype.to_real(), 2 * numel
-    if dtype not in _REDUCIBLE:
-        raise ValueError(f"the gradient of '{name}' has dtype {dtype}, which cannot be reduced")
-    return TensorSpec(numel, dtype, parameter.device)
-
-
-def require_same_parameters(
-    process_set: ProcessSet,
-    parameters: Sequence[Tensor],
-    names: Sequence[str],
-    settings: ReductionSettings,
-    groups: Sequence[Sequence[int]],
-) -> None:
-    """Raise on all ranks, if they wrap different parameters, or wrap them differently.
-
-    Raises:
-        ValueError: on this rank, which has only a part of a parameter.
-        MismatchError: the ranks differ; names the first parameter that differs between two ranks.
-        InvalidArgumentError: one process cannot reduce the gradients.
-    """
-    require_usable(zip(names, parameters, strict=True))
-    problem = device_problem(parameters)
-    lines = [problem or settings.describe()]
-    group_of = {parameter: index for index, group in enumerate(groups) for parameter in group}
-    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        line = f"'{name}' {dtype} {list(parameter.shape)}"
-        # The order of elements in memory is the order in which they are added up.
-        line += "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
-        line += f" on {parameter.device.type}"
-        line += f" in group {group_of[index]}" if index in group_of else ""
-        lines.append(line)
-    require_same(lines, "the ranks wrap different optimizers", process_set)
-    if problem:  # on all ranks
-        raise InvalidArgumentError(problem)
 
 
 class Reducer:
@@ -176,6 +82,7 @@ class Reducer:
         not_finite: the non-finite gradients that went into averages of this step, by parameter, if
             the ranks check them.
         hooks: the hooks of the parameters.
+        layout: the buckets.
         elsewhere: the parameters whose slot an optimizer has that was wrapped later: its reducer,
             which lives as long as this one, and their index there.
     """
@@ -194,7 +101,6 @@ class Reducer:
         on_bucket_full: Callable[[int], None],
         run_ahead: RunAhead | None,
     ) -> None:
-        named = tuple(zip(names, parameters, strict=True))
         self._process_set = process_set
         self._wrapped = next(_wrapped)
         self.elsewhere: dict[int, tuple[Reducer, int]] = {}
@@ -206,15 +112,8 @@ class Reducer:
         self._parameters = parameters
         self.names = names
         self._settings = settings
-        self._groups = groups
-        self._specs = [spec_of(name, parameter) for name, parameter in named]
-        # Checks come before the hooks: a refused optimizer must leave no trace.
-        self._make_wire = wire_maker(settings, self._engine, self._size, named)
-        self._is_plain = settings.compression is Compression.none
-        direct = settings.direct_bytes > 0 and self._is_plain
-        blocks = self._engine.gradient_blocks() if direct else None
-        self._least_direct_bytes = settings.direct_bytes if blocks else None
-        self._direct = self._large_ones()
+        # Its checks come before the hooks: a refused optimizer must leave no trace.
+        self.layout = BucketLayout(self._engine, self._size, parameters, names, settings, groups)
         self.nothing_pending = False
         self.steps = 0
         self.not_finite: dict[int, list[NotFinite]] = {}
@@ -228,25 +127,19 @@ class Reducer:
             names,
             on_backward_end=on_backward_end,
             on_bucket_full=on_bucket_full,
-            new_memory=weakly(self.new_memory),
+            new_memory=weakly(self.layout.new_memory),
             fail=self._engine.end,
-            blocks=blocks,
+            blocks=self.layout.blocks,
             agreement=agreement,
             run_ahead=run_ahead,
             largest=settings.largest,
         )
-        self._plan: tuple[Bucket, ...] = ()
-        self._wires: list[BucketWire] = []
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
         self._unfinished: list[FinishStage] = []
         self._touched = 0  # parameters that are now reduced in buckets
         self._sparse = 0  # those of them whose gradients become sparse again afterwards
         self._sparse_sums: dict[int, SparseHandle] = {}
-        self._order_is_real = False
-        self._order: Sequence[int] = range(len(parameters) - 1, -1, -1)
-        self._limits = BucketLimits(settings.bucket_bytes)
-        self._tuner: Autotuner | None = None
-        self._rebuild_buckets()
+        self.layout.attach(self.hooks)
         current.disable_in_child(self.hooks)
 
     @staticmethod
@@ -365,7 +258,7 @@ class Reducer:
             again=pending.again,
             carried=pending.carried,
             changed=pending.changed,
-            order=[] if self._order_is_real else self.hooks.ready_order(),
+            order=[] if self.layout.has_order else self.hooks.ready_order(),
             not_finite=self.hooks.not_finite(pending.due, self._rank),
         )
 
@@ -399,7 +292,7 @@ class Reducer:
             if there in owner.not_finite:
                 found[index] = owner.not_finite[there]
         if found:
-            first = min(found, key=self._order.index)
+            first = min(found, key=self.layout.position)
             name, others = self.names[first], len(found) - 1
             raise NonFiniteGradientError(culprit(name, found[first], others, self.steps + 1))
 
@@ -411,14 +304,10 @@ class Reducer:
 
     def start_bucket(self, index: int) -> None:
         """Start to reduce a bucket with all gradients due here; other ranks will follow."""
-        own = self._plan[index].parameters
+        own = self.layout.plan[index].parameters
         for elsewhere in self.elsewhere:  # of these the bucket has no gradients
             own &= ~(1 << elsewhere)
         self._started[index] = self._start_wire(index, own, self._agreement.number, blocking=False)
-
-    def new_memory(self, bucket: int) -> Tensor:
-        """Return new memory for a bucket."""
-        return bucket_memory(self._engine, self._plan[bucket], self._plan[bucket].dtype)
 
     def prepare(
         self,
@@ -515,7 +404,7 @@ class Reducer:
 
     def start(self, number: int) -> None:
         """Start to reduce the prepared parameters."""
-        for index in range(len(self._plan)):
+        for index in range(len(self.layout.plan)):
             started = self._started.pop(index, None)
             if started is None:
                 started = self._start_wire(index, self._touched, number, blocking=True)
@@ -525,11 +414,11 @@ class Reducer:
         self, index: int, touched: int, number: int, *, blocking: bool
     ) -> list[FinishStage]:
         """Start to reduce the touched gradients of a bucket."""
-        if not touched & self._plan[index].parameters:
+        if not touched & self.layout.plan[index].parameters:
             return []
         name = functools.partial(bucket_name, self.index, number, index)
         memory = self.hooks.memory(index)
-        return self._wires[index].start(name, memory, touched, blocking=blocking)
+        return self.layout.wires[index].start(name, memory, touched, blocking=blocking)
 
     def finish(self, order: Sequence[int]) -> None:
         """Wait for the reduction, then rebuild the buckets in rank 0's `order`, if it is given."""
@@ -538,61 +427,26 @@ class Reducer:
             unfinished = [complete for complete in unfinished if complete()]
         self.hooks.mark_reduced(self._touched)
         self._finish_sparse()
-        if order and not self._order_is_real:
-            self._order_is_real = True
-            rest = set(range(len(self._specs))).difference(order)
-            self._order = [*order, *sorted(rest, reverse=True)]
-            self._rebuild_buckets()
+        layout = self.layout
+        if order and not layout.has_order:
+            layout.set_order(order)
             self.fast_path = self._make_fast_path()
-            if self._process_set.rank() == 0:
-                warn_of_ddp(self._parameters)
-                early = [bucket for bucket in self._plan if self._overlaps(bucket.device)]
-                warn_of_one_graph(early, self.hooks.compiled_together())
-            self._tuner = self._make_tuner()
-        elif self._tuner is not None:
-            self._tuner.pass_ended()
-
-    def stop_tuning(self) -> None:
-        """Go back to the planned buckets: ranks may have counted passes differently."""
-        if self._tuner is not None:
-            self._tuner.stop()
-
-    def _make_tuner(self) -> Autotuner | None:
-        """Return an autotuner of the bucket sizes, if it is switched on and can help."""
-        tells = self._process_set.rank() == 0
-        config = current.config()
-        if not config.autotune:
-            return None
-        problem = untunable(self._settings.compression, self._plan, self._engine.overlaps())
-        if problem:
+            tells = self._process_set.rank() == 0
             if tells:
-                _log.info("autotune: the buckets stay: %s", problem)
-            return None
-        return Autotuner(
-            self._engine,
-            f"gradients.{self.index}.tuning",
-            self._parameters,
-            self._limits,
-            plan_of=self._planned_within,
-            rebuild=self._set_limits,
-            tells=tells,
-            log_path=config.autotune_log,
-        )
-
-    def _set_limits(self, limits: BucketLimits) -> None:
-        self._limits = limits
-        self._rebuild_buckets()
-
-    def _overlaps(self, device: torch.device) -> bool:
-        """Return whether a reduction during backward leaves backward the processor."""
-        return device.type != "cpu" or self._engine.overlaps()
+                warn_of_ddp(self._parameters)
+                early = list(filter(layout.overlaps, layout.plan))
+                warn_of_one_graph(early, self.hooks.compiled_together())
+            layout.start_tuning(f"gradients.{self.index}.tuning", tells=tells)
+        elif layout.tuner is not None:
+            layout.tuner.pass_ended()
 
     def _make_fast_path(self) -> DenseFinalizer | None:
         """Return the fast path, if gradients are summed uncompressed and after the pass."""
-        if not self._is_plain or any(self._overlaps(bucket.device) for bucket in self._plan):
+        is_plain = self._settings.compression is Compression.none
+        if not is_plain or any(map(self.layout.overlaps, self.layout.plan)):
             return None
-        buckets = [index for index, bucket in enumerate(self._plan) if bucket.numel]
-        everything = (1 << len(self._specs)) - 1
+        buckets = [index for index, bucket in enumerate(self.layout.plan) if bucket.numel]
+        everything = (1 << len(self.names)) - 1
         arguments = self._settings.arguments(self._size)
         return DenseFinalizer(self.hooks, self.index, everything, buckets, *arguments)
 
@@ -611,16 +465,18 @@ class Reducer:
         return (
             self._settings.run_ahead
             and not self.looks_at_gradients  # its error must come before the step
-            and self._order_is_real
-            and all(bucket.device.type != "cpu" for bucket in self._plan)
-            and all(wire.is_launchable for wire in self._wires)
+            and self.layout.has_order
+            and all(bucket.device.type != "cpu" for bucket in self.layout.plan)
+            and all(wire.is_launchable for wire in self.layout.wires)
         )
 
     def planned_buckets(self, touched: int) -> list[PlannedBucket]:
         """Return the buckets for reducing parameters without an agreement. Only if `runs_ahead`."""
         arguments = self._settings.arguments(self._size)
         buckets = []
-        for index, (bucket, wire) in enumerate(zip(self._plan, self._wires, strict=True)):
+        for index, (bucket, wire) in enumerate(
+            zip(self.layout.plan, self.layout.wires, strict=True)
+        ):
             runs = [run for run in bucket.runs(touched) if run[0] < run[1]]
             if runs and touched & bucket.parameters:
                 buffer = wire.buffer
@@ -639,62 +495,9 @@ class Reducer:
 
     def follow_parameters(self) -> None:
         """Make new buckets for parameters that have moved to another device. Nothing was sent."""
-        problem = device_problem(self._parameters)
-        if problem:
-            self._engine.end(f"a model has moved: {problem}")
-        named = zip(self.names, self._parameters, strict=True)
-        self._specs = [spec_of(name, parameter) for name, parameter in named]
-        self._direct = self._large_ones()
-        self._rebuild_buckets()
-        if self._order_is_real:
+        self.layout.follow_parameters()
+        if self.layout.has_order:
             self.fast_path = self._make_fast_path()
-
-    def _planned_within(self, limits: BucketLimits) -> tuple[Bucket, ...]:
-        return plan_buckets(
-            self._specs,
-            self._order,
-            limits.capacity_bytes,
-            limits.last_bytes,
-            groups=self._groups,
-            alone=self._direct,
-        )
-
-    def _rebuild_buckets(self) -> None:
-        """Plan the buckets by the order of readiness, and move every gradient into its own."""
-        plan = self._planned_within(self._limits)
-        if plan == self._plan:
-            return
-        self._plan = plan
-        self._wires = [self._make_wire(bucket, self.hooks.bucket_view) for bucket in plan]
-        slots: dict[int, tuple[int, int]] = {
-            slot.parameter: (index, slot.offset)
-            for index, bucket in enumerate(plan)
-            for slot in bucket.slots
-        }
-        self.hooks.set_buckets(
-            [
-                torch.empty(0, dtype=bucket.dtype, device="cpu")
-                if bucket.slots[0].parameter in self._direct
-                else bucket_memory(self._engine, bucket, bucket.dtype)
-                for bucket in plan
-            ],
-            [slots[i] for i in range(len(self._specs))],
-            [self._overlaps(bucket.device) for bucket in plan],
-        )
-
-    def _large_ones(self) -> frozenset[int]:
-        """Return the parameters whose gradients lie in blocks of their own."""
-        least_bytes = self._least_direct_bytes
-        if least_bytes is None:
-            return frozenset()
-        grouped = {parameter for group in self._groups for parameter in group}
-        return frozenset(
-            parameter
-            for parameter, spec in enumerate(self._specs)
-            if spec.device.type == "cpu"
-            and spec.numel * spec.dtype.itemsize >= least_bytes
-            and parameter not in grouped
-        )
 
 
 def _coalesced(gradient: Tensor | None) -> Tensor | None:
@@ -703,100 +506,6 @@ def _coalesced(gradient: Tensor | None) -> Tensor | None:
         return None
     gradient = gradient.detach()
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-
-
-class Reducers:
-    """The reducers of a process set by index, as weak references.
-
-    A reducer may disappear at any moment, in any thread: an optimizer that a program has dropped in
-    a reference cycle is deleted when Python collects garbage. `hold` keeps all reducers while the
-    ranks agree and reduce.
-
-    Thread: any.
-
-    Args:
-        rank: this rank.
-        fail: ends the job on all ranks, and raises RingError.
-    """
-
-    def __init__(self, rank: int, fail: Callable[[str], None]) -> None:
-        self._rank = rank
-        self._fail = fail
-        self._references: dict[int, weakref.ref[Reducer]] = {}
-        self._held: dict[int, Reducer] = {}
-
-    def add(self, index: int, reducer: Reducer) -> None:
-        """Add a reducer, until it is removed."""
-        references = self._references
-        references[index] = weakref.ref(reducer, lambda _: references.pop(index, None))
-
-    def remove(self, index: int) -> None:
-        """Remove a reducer, if it is there."""
-        self._references.pop(index, None)
-
-    def living(self) -> list[Reducer]:
-        """Return the reducers that are there now, whether `hold` keeps others or not."""
-        found = [reference() for reference in list(self._references.values())]
-        return [reducer for reducer in found if reducer is not None]
-
-    def hold(self) -> list[Reducer]:
-        """Keep all reducers alive until `let_go`; return them in the order of their indices."""
-        self._held = dict(self.items())
-        return list(self._held.values())
-
-    def let_go(self) -> None:
-        """End the effect of `hold`."""
-        self._held = {}
-
-    def __contains__(self, index: int) -> bool:
-        return self.get(index) is not None
-
-    def __getitem__(self, index: int) -> Reducer:
-        reducer = self.get(index)
-        if reducer is None:
-            raise KeyError(index)
-        return reducer
-
-    def get(self, index: int) -> Reducer | None:
-        """Return a reducer, or None."""
-        if held := self._held.get(index):
-            return held
-        reference = self._references.get(index)
-        return None if reference is None else reference()
-
-    def items(self) -> list[tuple[int, Reducer]]:
-        """Return a snapshot of the indices, ascending, and reducers."""
-        if held := self._held:
-            return list(held.items())
-        found = [(index, reference()) for index, reference in list(self._references.items())]
-        return [(index, reducer) for index, reducer in found if reducer is not None]
-
-    def values(self) -> list[Reducer]:
-        """Return a snapshot of the reducers, in the order of their indices."""
-        return [reducer for _, reducer in self.items()]
-
-    def named(self, index: int) -> Reducer:
-        """Return the reducer of an optimizer that another rank's report names.
-
-        Raises:
-            RingError: on all ranks: there is none.
-        """
-        reducer = self.get(index)
-        if reducer is None:
-            self._fail(
-                f"rank {self._rank} has dropped the wrapped optimizer {index}, for which another "
-                "rank has gradients: wrap and drop optimizers alike on all ranks"
-            )
-        assert reducer is not None
-        return reducer
-
-    def comparison(self, index: int) -> WeightComparison:
-        """Return the weight comparison of an optimizer that another rank's report names."""
-        return self.named(index).comparison
-
-    def comparisons(self) -> dict[int, WeightComparison]:
-        """Return the weight comparisons of all optimizers."""
-        return {index: reducer.comparison for index, reducer in self.items()}
 
 
 def weakly(method: Callable[..., T]) -> Callable[..., T]:
