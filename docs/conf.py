@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pygments.lexers.special import TextLexer
+
 import torch_ring
 
 if TYPE_CHECKING:
@@ -79,3 +81,4 @@ def read_page(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: AR
 def setup(app: Sphinx) -> None:
     """Connect the hook; Sphinx calls this function."""
     app.connect("source-read", read_page)
+    app.add_lexer("mermaid", TextLexer)  # a git host draws these, the site shows their text

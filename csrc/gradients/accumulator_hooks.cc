@@ -10,7 +10,6 @@
 #include <atomic>
 #include <utility>
 
-#include "gradients/gradient_hooks.h"
 #include "gradients/python_errors.h"
 
 namespace torch_ring {
@@ -24,20 +23,20 @@ using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
 
 [[noreturn]] void refuse_compiled_autograd() {
-  throw RuntimeError(
+  throw_runtime_error(
       "DistributedOptimizer reduces gradients while autograd computes them, which compiled "
       "autograd does not allow: run backward() without it (torch._dynamo.config.compiled_autograd "
       "= False). torch.compile(model) works without it");
 }
 
-/// One parameter of a GradientHooks that may be gone.
+/// One parameter of a listener that may be gone.
 struct Owner {
-  std::weak_ptr<GradientHooks> hooks;
+  std::weak_ptr<AccumulationListener> listener;
   std::size_t index;
 
   bool operator==(const Owner& other) const {
-    return index == other.index && !hooks.owner_before(other.hooks) &&
-           !other.hooks.owner_before(hooks);
+    return index == other.index && !listener.owner_before(other.listener) &&
+           !other.listener.owner_before(listener);
   }
 };
 
@@ -46,8 +45,8 @@ class Before final : public FunctionPreHook {
   explicit Before(Owner owner) : owner_(std::move(owner)) {}
 
   variable_list operator()(const variable_list& grads) override {
-    const auto hooks = owner_.hooks.lock();
-    if (hooks && grads[0].defined()) hooks->before_accumulation(owner_.index);
+    const auto listener = owner_.listener.lock();
+    if (listener && grads[0].defined()) listener->before_accumulation(owner_.index);
     return grads;
   }
 
@@ -62,8 +61,8 @@ class After final : public FunctionPostHook {
   explicit After(Owner owner) : owner_(std::move(owner)) {}
 
   variable_list operator()(const variable_list& outputs, const variable_list& grads) override {
-    const auto hooks = owner_.hooks.lock();
-    if (hooks && grads[0].defined()) hooks->after_accumulation(owner_.index, grads[0]);
+    const auto listener = owner_.listener.lock();
+    if (listener && grads[0].defined()) listener->after_accumulation(owner_.index, grads[0]);
     return outputs;
   }
 
@@ -84,20 +83,20 @@ class OnParameter final : public FunctionPreHook {
   OnParameter(Owner owner, const Node* hooked) : owner_(std::move(owner)), hooked_(hooked) {}
 
   variable_list operator()(const variable_list& grads) override {
-    const auto hooks = owner_.hooks.lock();
-    if (!hooks) return grads;
+    const auto listener = owner_.listener.lock();
+    if (!listener) return grads;
     const auto node = torch::autograd::get_current_node();
     if (node && node.get() != hooked_.load(std::memory_order_relaxed)) {
       const bool accumulates =
           dynamic_cast<torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
-      if (accumulates && hooks->follow(owner_.index, node)) hooked_ = node.get();
+      if (accumulates && listener->follow(owner_.index, node)) hooked_ = node.get();
     }
     return grads;
   }
 
   void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
 
-  bool is_idle() const { return owner_.hooks.expired(); }
+  bool is_idle() const { return owner_.listener.expired(); }
 
  private:
   const Owner owner_;
@@ -107,9 +106,9 @@ class OnParameter final : public FunctionPreHook {
 
 }  // namespace
 
-void hook_accumulator(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
+void hook_accumulator(const std::weak_ptr<AccumulationListener>& listener, std::size_t index,
                       Node& accumulator) {
-  const Owner owner{hooks, index};
+  const Owner owner{listener, index};
   const auto& present = accumulator.post_hooks();
   const bool is_hooked = std::any_of(present.begin(), present.end(), [&](const auto& other) {
     const auto* const ours = dynamic_cast<const After*>(other.get());
@@ -120,10 +119,10 @@ void hook_accumulator(const std::weak_ptr<GradientHooks>& hooks, std::size_t ind
   accumulator.add_pre_hook(std::make_unique<Before>(owner));
 }
 
-void hook_parameter(const std::weak_ptr<GradientHooks>& hooks, std::size_t index,
+void hook_parameter(const std::weak_ptr<AccumulationListener>& listener, std::size_t index,
                     const at::Tensor& parameter, Node& accumulator) {
-  hook_accumulator(hooks, index, accumulator);
-  auto hook = std::make_unique<OnParameter>(Owner{hooks, index}, &accumulator);
+  hook_accumulator(listener, index, accumulator);
+  auto hook = std::make_unique<OnParameter>(Owner{listener, index}, &accumulator);
   auto& present = torch::autograd::impl::hooks(parameter);
   // Reuses the place of a hook whose optimizer is gone, so that repeated wrapping adds no more of
   // them.

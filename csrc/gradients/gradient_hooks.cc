@@ -45,7 +45,7 @@ void require_shape(const HookedParameter& parameter) {
 /// computes from it (a penalty) would count as a constant.
 void require_no_graph(const HookedParameter& parameter) {
   if (!at::GradMode::is_enabled() || !parameter.variable.grad().requires_grad()) return;
-  throw RuntimeError(c10::str(
+  throw_runtime_error(c10::str(
       "backward(create_graph=True): the gradient of '", parameter.name, "' would lose its graph ",
       "when the ranks average it. For a penalty, compute the gradients with ",
       "torch.autograd.grad(loss, parameters, create_graph=True), average them with ",
@@ -223,7 +223,7 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
   if (!pass_) {
     lock.unlock();
     if (const auto problem = capture_problem(device, Captured::kBackward)) {
-      throw ValueError(*problem);
+      throw_value_error(*problem);
     }
     lock.lock();
   }
@@ -307,7 +307,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   if (too_many && !parameter.carries_value()) {
     parameter.passes = 0;  // the earlier gradient was zeroed, after a step that GradScaler skipped
   } else if (too_many) {
-    throw AssertionError(c10::str(
+    throw_assertion_error(c10::str(
         "the gradient of '", parameter.name, "' was computed more than backward_passes_per_step=",
         passes_per_step_, " times before step(): raise backward_passes_per_step, or call step() ",
         "or zero_grad() in between"));

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings/accelerator.h"
+#include "gradients/accumulator_hooks.h"
 #include "gradients/backward_pass.h"
 #include "gradients/bitmap.h"
 #include "gradients/finite_check.h"
@@ -55,7 +56,8 @@ namespace torch_ring {
 /// Thread: any (autograd runs hooks in a thread per device). The mutex is never held while a
 /// callback runs. Callers do not hold the GIL, because dropping a gradient may take it.
 /// Blocking: no. Errors: backward() raises those of the hooks.
-class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
+class GradientHooks final : public AccumulationListener,
+                            public std::enable_shared_from_this<GradientHooks> {
  public:
   /// The position of a parameter's gradient: its bucket, and its first element there.
   struct Slot {
@@ -96,7 +98,7 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
     std::optional<double> largest;
   };
 
-  ~GradientHooks();  // needs autograd's nodes, which this header only declares
+  ~GradientHooks() override;  // needs autograd's nodes, which this header only declares
 
   static std::shared_ptr<GradientHooks> make(std::vector<at::Tensor> parameters,
                                              std::vector<std::string> names, Options options);
@@ -223,12 +225,10 @@ class GradientHooks final : public std::enable_shared_from_this<GradientHooks> {
   /// has new hooks, or is gone. Not during a backward pass of its parameters.
   void disable();
 
-  // For the hooks, in a thread of autograd.
-  void before_accumulation(std::size_t index);
-  void after_accumulation(std::size_t index, const at::Tensor& gradient);
-
-  /// Hooks a parameter's new accumulator, unless the hooks are disabled; returns whether it did.
-  bool follow(std::size_t index, const Accumulator& accumulator);
+  // For the hooks of the accumulators.
+  void before_accumulation(std::size_t index) override;
+  void after_accumulation(std::size_t index, const at::Tensor& gradient) override;
+  bool follow(std::size_t index, const Accumulator& accumulator) override;
 
  private:
   class PassEnd;  // the callback at the end of a backward pass

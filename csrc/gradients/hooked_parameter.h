@@ -9,17 +9,13 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "gradients/accumulator_hooks.h"
 #include "gradients/gradient_allocator.h"
 
 namespace torch_ring {
-
-/// The node that accumulates the gradient of a parameter. The kind of pointer depends on torch's
-/// version.
-using Accumulator = std::remove_cvref_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
 /// One gradient's part of a bucket, and its layout there (DDP: gradient_as_bucket_view).
 struct GradientView {

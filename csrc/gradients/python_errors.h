@@ -1,21 +1,12 @@
-// C++ exceptions that autograd converts to Python's.
+// Errors in the hooks of autograd, which become Python's.
 #pragma once
 
-#include <torch/csrc/Exceptions.h>
+#include <string>
 
 namespace torch_ring {
 
-struct AssertionError final : torch::PyTorchError {
-  using PyTorchError::PyTorchError;
-  PyObject* python_type() override { return PyExc_AssertionError; }
-};
-struct ValueError final : torch::PyTorchError {
-  using PyTorchError::PyTorchError;
-  PyObject* python_type() override { return PyExc_ValueError; }
-};
-struct RuntimeError final : torch::PyTorchError {
-  using PyTorchError::PyTorchError;
-  PyObject* python_type() override { return PyExc_RuntimeError; }
-};
+[[noreturn]] void throw_assertion_error(const std::string& text);
+[[noreturn]] void throw_value_error(const std::string& text);
+[[noreturn]] void throw_runtime_error(const std::string& text);
 
 }  // namespace torch_ring

@@ -5,8 +5,7 @@ import gc
 import pytest
 
 from torch_ring.errors import RingError
-from torch_ring.optimizer.reducer import Reducer
-from torch_ring.optimizer.reducers import Reducers
+from torch_ring.optimizer.reducer import Reducer, Reducers
 
 
 def fail(why: str) -> None:

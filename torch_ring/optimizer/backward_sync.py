@@ -22,8 +22,7 @@ from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.gradient_report import end_given_up, explained, require_same_steps
 from torch_ring.optimizer.parameters import require_same_parameters
 from torch_ring.optimizer.planned_pass import RunAhead
-from torch_ring.optimizer.reducer import Reducer, weakly
-from torch_ring.optimizer.reducers import Reducers
+from torch_ring.optimizer.reducer import Reducer, Reducers, weakly
 from torch_ring.optimizer.slow_links import AFTER_STEPS, advice
 from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world import current

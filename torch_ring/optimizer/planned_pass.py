@@ -83,8 +83,7 @@ from torch_ring._C import (
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.gradient_report import end_given_up, require_same_steps
-from torch_ring.optimizer.reducer import Reducer
-from torch_ring.optimizer.reducers import Reducers
+from torch_ring.optimizer.reducer import Reducer, Reducers
 from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.join import World
