@@ -927,7 +927,7 @@ class GradientReport:
         stepping: bool = False,
         again: bool = False,
         carried: int = 0,
-        changed: int = 0,
+        unsure: int = 0,
         order: Sequence[int] = (),
         digest: bytes = b"",
         not_finite: Sequence[NotFinite] = (),
@@ -941,7 +941,7 @@ class GradientReport:
     @property
     def carried(self) -> int: ...
     @property
-    def changed(self) -> int: ...
+    def unsure(self) -> int: ...
     @property
     def accumulating(self) -> bool: ...
     @property
@@ -1041,7 +1041,7 @@ class Pending:
         due: the parameters to reduce now.
         sparse: those of them whose gradient is sparse.
         carried: those, due or not, with an averaged part, which is not sent.
-        changed: those of them that the program has changed while both parts were in them.
+        unsure: those of them whose averaged part may not be that of other ranks.
         accumulating: whether there are others, not due yet.
         complete: whether each parameter is due, or was reduced since the step began.
         again: whether some gradients have come again, after they had been sent.
@@ -1052,7 +1052,7 @@ class Pending:
     due: int
     sparse: int
     carried: int
-    changed: int
+    unsure: int
     accumulating: bool
     complete: bool
     again: bool
@@ -1074,6 +1074,7 @@ class GradientHooks:
         agreement: of the process set.
         run_ahead: of the process set; None: no pass will be planned.
         blocks: memory of gradients that fill a bucket alone.
+        sums: whether op=Sum.
         largest: the largest magnitude that `not_finite` takes for finite; None: it finds nothing.
     """
 
@@ -1089,6 +1090,7 @@ class GradientHooks:
         blocks: BlockPool | None,
         agreement: PassAgreement,
         run_ahead: RunAhead | None,
+        sums: bool,
         largest: float | None,
     ) -> None: ...
     def set_buckets(
@@ -1187,6 +1189,12 @@ class GradientHooks:
     def reset(self, *, gradients: bool) -> None:
         """Begin the next step; with `gradients`, also forget accumulated gradients."""
 
+    def doubt_averages(self) -> None:
+        """Take the averaged parts of gradients for ones that may not be those of other ranks."""
+
+    def has_failed(self) -> bool:
+        """Return whether a failed pass has left gradients that are not reduced."""
+
     def restart_passes(self) -> None:
         """Count passes from zero again."""
 
@@ -1205,6 +1213,9 @@ class PassAgreement:
 
     is_open: bool
     """Whether an agreement is under way; read-only."""
+
+    sent: PassReport | None
+    """The report of the agreement under way; read-only."""
 
     is_reducing: bool
     """Whether gradients are being reduced, or an interrupt has ended that; read-only."""

@@ -126,7 +126,7 @@ void bind_reports(py::module_& module) {
       .def(py::self == py::self);
   py::class_<GradientReport>(module, "GradientReport")
       .def(py::init([](std::size_t optimizer, Bitmap due, Bitmap sparse, bool accumulating,
-                       bool incomplete, bool stepping, bool again, Bitmap carried, Bitmap changed,
+                       bool incomplete, bool stepping, bool again, Bitmap carried, Bitmap unsure,
                        std::vector<std::uint32_t> order, const py::bytes& digest,
                        std::vector<NotFinite> not_finite) {
              return GradientReport{optimizer,
@@ -137,7 +137,7 @@ void bind_reports(py::module_& module) {
                                    stepping,
                                    again,
                                    std::move(carried),
-                                   std::move(changed),
+                                   std::move(unsure),
                                    std::move(order),
                                    digest,
                                    std::move(not_finite)};
@@ -145,14 +145,14 @@ void bind_reports(py::module_& module) {
            py::arg("optimizer"), py::arg("due") = Bitmap(), py::kw_only(),
            py::arg("sparse") = Bitmap(), py::arg("accumulating") = false,
            py::arg("incomplete") = false, py::arg("stepping") = false, py::arg("again") = false,
-           py::arg("carried") = Bitmap(), py::arg("changed") = Bitmap(),
+           py::arg("carried") = Bitmap(), py::arg("unsure") = Bitmap(),
            py::arg("order") = std::vector<std::uint32_t>(), py::arg("digest") = py::bytes(),
            py::arg("not_finite") = std::vector<NotFinite>())
       .def_readonly("optimizer", &GradientReport::optimizer)
       .def_readonly("due", &GradientReport::due)
       .def_readonly("sparse", &GradientReport::sparse)
       .def_readonly("carried", &GradientReport::carried)
-      .def_readonly("changed", &GradientReport::changed)
+      .def_readonly("unsure", &GradientReport::unsure)
       .def_readonly("accumulating", &GradientReport::accumulating)
       .def_readonly("stepping", &GradientReport::stepping)
       .def_property_readonly("digest",
@@ -252,7 +252,7 @@ void bind_gradients(py::module_& module) {
       .def_readonly("due", &Pending::due)
       .def_readonly("sparse", &Pending::sparse)
       .def_readonly("carried", &Pending::carried)
-      .def_readonly("changed", &Pending::changed)
+      .def_readonly("unsure", &Pending::unsure)
       .def_readonly("accumulating", &Pending::accumulating)
       .def_readonly("complete", &Pending::complete)
       .def_readonly("again", &Pending::again)
@@ -262,7 +262,8 @@ void bind_gradients(py::module_& module) {
                        py::object on_backward_end, py::object on_bucket_full, py::object new_memory,
                        py::object fail, std::shared_ptr<BlockPool> blocks,
                        std::shared_ptr<PassAgreement> agreement,
-                       const std::shared_ptr<RunAhead>& run_ahead, std::optional<double> largest) {
+                       const std::shared_ptr<RunAhead>& run_ahead, bool sums,
+                       std::optional<double> largest) {
              return GradientHooks::make(
                  std::move(parameters), std::move(names),
                  {callback<void>(std::move(on_backward_end)),
@@ -275,11 +276,11 @@ void bind_gradients(py::module_& module) {
                   },
                   callback<at::Tensor, std::size_t>(std::move(new_memory)),
                   callback<void, const std::string&>(std::move(fail)), std::move(blocks),
-                  std::move(agreement), largest});
+                  std::move(agreement), sums, largest});
            }),
            py::arg("parameters"), py::arg("names"), py::kw_only(), py::arg("on_backward_end"),
            py::arg("on_bucket_full"), py::arg("new_memory"), py::arg("fail"), py::arg("blocks"),
-           py::arg("agreement"), py::arg("run_ahead"), py::arg("largest"))
+           py::arg("agreement"), py::arg("run_ahead"), py::arg("sums"), py::arg("largest"))
       .def(
           "set_buckets",
           [](GradientHooks& hooks, const std::vector<at::Tensor>& buckets,
@@ -349,6 +350,8 @@ void bind_gradients(py::module_& module) {
       .def("ready_order", &GradientHooks::ready_order, Release())
       .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
+      .def("doubt_averages", &GradientHooks::doubt_averages, Release())
+      .def("has_failed", &GradientHooks::has_failed)
       .def("restart_passes", &GradientHooks::restart_passes, Release())
       .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),
@@ -360,6 +363,7 @@ void bind_gradients(py::module_& module) {
       .def("gather", &gather)
       .def_property_readonly("number", &PassAgreement::number)
       .def_property_readonly("is_open", &PassAgreement::is_open)
+      .def_property_readonly("sent", &PassAgreement::sent)
       .def_property_readonly("is_reducing", &PassAgreement::is_reducing)
       .def_property_readonly("failure", &PassAgreement::failure)
       .def_property_readonly("has_sent_in_vain", &PassAgreement::has_sent_in_vain)

@@ -56,8 +56,7 @@ PassDecision decide(const PassReports& reports, std::size_t size,
     Bitmap dense;    // on some rank
     Bitmap carried;  // on some rank
     Bitmap on_all = mine.size() == ranks.size() ? touched : Bitmap();
-    Bitmap changed;
-    Bitmap changed_on_all = touched;
+    Bitmap unsure;
     PassDecision::Reduction reduction{optimizer, touched, {}, {}, {}, {}, {}};
     bool is_incomplete = false;
     for (const GradientReport* report : mine) {
@@ -65,8 +64,7 @@ PassDecision decide(const PassReports& reports, std::size_t size,
       dense |= report->due - report->sparse;
       carried |= report->due & report->carried;
       on_all = on_all & report->carried;
-      changed |= report->changed;
-      changed_on_all = changed_on_all & report->changed;
+      unsure |= report->unsure;
       for (const NotFinite& each : report->not_finite) {
         if (touched.get(each.parameter)) reduction.not_finite.push_back(each);
       }
@@ -83,7 +81,7 @@ PassDecision decide(const PassReports& reports, std::size_t size,
     if (!touched.any()) continue;
     reduction.sparse = touched - dense;
     reduction.carried = carried & touched;
-    reduction.unlike = reduction.carried - (on_all - (changed - changed_on_all));
+    reduction.unlike = reduction.carried - (on_all - unsure);
     // A joined rank is not told the order, and all must keep the same plan.
     for (const GradientReport& report : first.gradients) {
       if (decision.is_whole && report.optimizer == optimizer) reduction.order = report.order;

@@ -61,15 +61,12 @@ std::optional<PassReports> DenseFinalizer::run(Engine& engine, int size, PassAgr
   if (!agreement.failure().empty()) return std::nullopt;
   const GradientHooks::Pending pending = hooks_->pending(GradientHooks::Due::kNow);
   const bool any_sparse = pending.sparse.any();
-  if (pending.due != everything_ || any_sparse || pending.accumulating || pending.unready) {
-    return std::nullopt;
-  }
+  const bool is_usual = !any_sparse && !pending.accumulating && !pending.unsure.any();
+  if (pending.due != everything_ || !is_usual || pending.unready) return std::nullopt;
   if (!hooks_->not_finite(everything_, /*rank=*/0).empty()) return std::nullopt;
-  const PassReport report{.steps = steps,
-                          .gradients = {{.optimizer = optimizer_,
-                                         .due = everything_,
-                                         .carried = pending.carried,
-                                         .changed = pending.changed}}};
+  const PassReport report{
+      .steps = steps,
+      .gradients = {{.optimizer = optimizer_, .due = everything_, .carried = pending.carried}}};
   const PassReports gathered = agreement.gather(engine, report, interrupt);
   const bool all_are_here = gathered.size() == static_cast<std::size_t>(size);
   const bool all_tell_the_same =

@@ -29,6 +29,11 @@ constexpr const char* kCameAgain =
     "run ahead of: wrap the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0), or use "
     "torch.utils.checkpoint with use_reentrant=False";
 
+constexpr const char* kChanged =
+    "', which has a part that is averaged and one that is not (computed under no_sync(), or in a "
+    "pass that failed): op=Sum would count the averaged part once for each rank. Call "
+    "optimizer.synchronize() before such a change, or zero_grad() after the average";
+
 /// The name of the node that runs the backward graph of torch.compile (AOTAutograd's).
 constexpr const char* kCompiled = "CompiledFunctionBackward";
 
@@ -67,7 +72,10 @@ class GradientHooks::PassEnd {
   PassEnd& operator=(const PassEnd&) = delete;
   ~PassEnd() {
     const auto hooks = goes_on_ ? std::exchange(hooks_, {}).lock() : nullptr;
-    hooks ? hooks->go_on(number_) : close(true);
+    try {
+      hooks ? hooks->go_on(number_) : close(true);
+    } catch (...) {  // torch cannot put a gradient's parts together; its pass has failed already
+    }
   }
 
   void run() {
@@ -166,8 +174,8 @@ void GradientHooks::before_accumulation(std::size_t index) {
   HookedParameter& parameter = parameters_[index];
   if (is_ignored(index)) return;
   if (may_have_changes_.load(std::memory_order_relaxed)) {
-    const std::scoped_lock lock(mutex_);
-    note_changes();
+    std::unique_lock lock(mutex_);
+    note_changes(lock);
   }
   if (parameter.arrived) return keep_sent(index);
   if (!parameter.is_averaged && !parameter.carried.defined()) return;
@@ -231,6 +239,7 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
     pass_ = current;
     pass_->end = current_end();
     pass_->agreement = options_.agreement->number();
+    may_have_changes_ = false;
     const std::uint64_t number = ++passes_;
     lock.unlock();
     queue_end(number);
@@ -428,6 +437,7 @@ void GradientHooks::close(bool failed) {
     may_have_changes_ = true;
   }
   count_missing();
+  has_failed_ = failed && std::ranges::any_of(parameters_, &HookedParameter::unreduced);
 }
 
 /// Gives the bucket other memory before a gradient overwrites an earlier one that the program
@@ -473,6 +483,10 @@ bool GradientHooks::parameters_moved() {
 
 GradientHooks::Pending GradientHooks::pending(Due which,
                                               const std::shared_ptr<GradientHooks>& stepping) {
+  if (may_have_changes_.load(std::memory_order_relaxed)) {
+    std::unique_lock lock(mutex_);
+    if (!pass_) note_changes(lock);
+  }
   const Bitmap stepped = stepping ? stepping->slots_in(*this) : Bitmap();
   const std::uint64_t began = stepping ? stepping->step_began() : 0;
   const std::scoped_lock lock(mutex_);
@@ -496,11 +510,8 @@ GradientHooks::Pending GradientHooks::pending(Due which,
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
     pending.unready = pending.unready || parameter.has_moved();
-    if (!pass_) {
-      parameter.rejoin();  // autograd has failed to add to it
-      parameter.note_changes();
-    }
-    if (!grad.defined()) {  // dropped by the model's zero_grad(), not the optimizer's
+    if (!pass_) parameter.rejoin();  // its reduction has failed
+    if (!grad.defined()) {           // dropped by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
       parameter.forget_averaged();
       parameter.reduced_at = 0;  // so the next gradient is a new one
@@ -514,7 +525,7 @@ GradientHooks::Pending GradientHooks::pending(Due which,
     }
     const bool by_hand = everything && parameter.may_be_by_hand(was_reduced);
     if (parameter.has_average() && !by_hand) pending.carried.set(i);
-    if (parameter.was_changed) pending.changed.set(i);
+    if (parameter.is_unsure) pending.unsure.set(i);
     if (!parameter.unreduced && !by_hand) {
       pending.complete = pending.complete && was_reduced;
       continue;
@@ -687,6 +698,7 @@ void GradientHooks::reset(bool gradients) {
   {
     const std::scoped_lock lock(mutex_);
     if (gradients) close_failed();
+    has_failed_ = false;
     elsewhere = elsewhere_;
     step_began_ = reductions;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -800,9 +812,19 @@ void GradientHooks::settle() {
 
 /// Finds the gradients that the program has changed since the last pass, before this one changes
 /// any.
-void GradientHooks::note_changes() {
-  if (!may_have_changes_.exchange(false)) return;
-  for (HookedParameter& parameter : parameters_) parameter.note_changes();
+void GradientHooks::note_changes(std::unique_lock<std::mutex>& lock) {
+  if (pass_ || !may_have_changes_) return;  // another parameter's hook has done it
+  for (HookedParameter& parameter : parameters_) {
+    if (parameter.note_changes(options_.sums)) continue;
+    const std::string name = parameter.name;
+    lock.unlock();
+    options_.fail("the program has changed the gradient of '" + name + kChanged);
+  }
+}
+
+void GradientHooks::doubt_averages() {
+  const std::scoped_lock lock(mutex_);
+  for (HookedParameter& parameter : parameters_) parameter.is_unsure = parameter.has_average();
 }
 
 void GradientHooks::expect(std::optional<Bitmap> planned) {

@@ -76,7 +76,7 @@ class GradientHooks final : public AccumulationListener,
     Bitmap due;         // to be reduced now
     Bitmap sparse;      // those of `due` that are sparse
     Bitmap carried;     // those, due or not, that have an averaged part, which is not sent
-    Bitmap changed;     // those of `carried` that the program changed while both parts were in it
+    Bitmap unsure;      // those of `carried` whose averaged part may not be that of other ranks
     bool accumulating;  // whether there are others, not due yet
     bool complete;      // whether each parameter is due, or was reduced since the step began
     bool again;         // some gradients have another part, to reduce after these: take_up_again()
@@ -93,6 +93,7 @@ class GradientHooks final : public AccumulationListener,
     std::function<void(const std::string& why)> fail;          // ends the job: it throws
     std::shared_ptr<BlockPool> blocks;                         // null if every bucket has memory
     std::shared_ptr<PassAgreement> agreement;                  // of the process set
+    bool sums = false;                                         // op=Sum
     // Gradients are checked before they are sent (not_finite()); a magnitude above this counts like
     // an infinity. None: no checks.
     std::optional<double> largest;
@@ -215,6 +216,13 @@ class GradientHooks final : public AccumulationListener,
   /// accumulated gradients, which are zero or gone.
   void reset(bool gradients);
 
+  /// The averaged parts of gradients may not be those of other ranks: a rank had joined.
+  void doubt_averages();
+
+  /// Whether the last pass has failed and left gradients that are not reduced, since zero_grad() or
+  /// a step.
+  bool has_failed() const { return has_failed_.load(std::memory_order_relaxed); }
+
   /// Counts passes from zero again.
   void restart_passes();
 
@@ -278,7 +286,7 @@ class GradientHooks final : public AccumulationListener,
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
-  void note_changes();
+  void note_changes(std::unique_lock<std::mutex>& lock);
   bool is_elsewhere(std::size_t i) const { return !elsewhere_.empty() && elsewhere_.contains(i); }
   bool is_ignored(std::size_t i) const { return disabled_ || (is_left_ && !is_lent_[i]); }
   void begin_step(HookedParameter& parameter, bool gradients);
@@ -297,6 +305,8 @@ class GradientHooks final : public AccumulationListener,
   // Some gradients have both an averaged and an open part, and note_changes() has not been called
   // since the last pass. Guards no other data.
   std::atomic<bool> may_have_changes_{false};
+
+  std::atomic<bool> has_failed_{false};  // guards no other data
 
   std::atomic<bool> is_left_{false};        // the optimizer is gone; guards no other data
   std::vector<std::atomic<bool>> is_lent_;  // by parameter: the slot is another optimizer's, too

@@ -177,6 +177,11 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
 }
 
+bool is_zero_everywhere(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  return !at::any(tensor.is_sparse() ? tensor.to_dense() : tensor).item<bool>();
+}
+
 /// Whether a gradient can be written to, with each element at a place of its own, unlike an
 /// expanded one.
 bool is_writable(const at::Tensor& grad) {
@@ -364,8 +369,8 @@ void HookedParameter::take_over(HookedParameter& other, int most) {
   is_averaged = other.is_averaged;
   carried = other.carried;
   is_apart = other.is_apart;
-  other.note_changes();
-  was_changed = other.was_changed;
+  is_unsure = other.is_unsure;
+  noted = other.noted;
   is_zero = other.is_zero;
   given = other.given;
   given_data = other.given_data;
@@ -493,32 +498,31 @@ void HookedParameter::carry() {
 
 void HookedParameter::rejoin() {
   if (!std::exchange(is_apart, false)) return;
-  at::Tensor& grad = variable.mutable_grad();
-  if (grad.defined()) {
-    const at::NoGradGuard no_grad;
-    const std::uint32_t before = bucket_view.defined() ? current_version() : 0;
-    add_to(grad, carried);
-    if (version && bucket_view.defined()) *version += current_version() - before;
-    unreduced = true;  // a pass may have failed between autograd's addition and its hook
-  } else {
-    forget_averaged();
-  }
+  refresh();
+  if (!is_known()) return forget_averaged();  // the program has replaced it
+  const at::NoGradGuard no_grad;
+  const std::uint32_t before = bucket_view.defined() ? current_version() : 0;
+  add_to(variable.mutable_grad(), carried);
+  if (version && bucket_view.defined()) *version += current_version() - before;
+  unreduced = true;  // a pass may have failed between autograd's addition and its hook
 }
 
 void HookedParameter::note_version() {
   if (carried.defined() && !is_apart) noted = version_of(variable.grad());
 }
 
-void HookedParameter::note_changes() {
+bool HookedParameter::note_changes(bool sums) {
+  if (!carried.defined() || is_apart) return true;
+  refresh();
   const at::Tensor& grad = variable.grad();
-  if (!carried.defined() || is_apart || !grad.defined()) return;
-  was_changed = was_changed || version_of(grad) != noted;
+  if (is_known() && version_of(grad) == noted) return true;
+  if (grad.defined() && sums && !is_zero_everywhere(grad)) return false;
+  forget_averaged();
+  return true;
 }
 
 bool HookedParameter::carries_value() const {
-  const at::NoGradGuard no_grad;
-  return carried.defined() &&
-         at::any(carried.is_sparse() ? carried.to_dense() : carried).item<bool>();
+  return carried.defined() && !is_zero_everywhere(carried);
 }
 
 bool HookedParameter::has_known() const {
@@ -550,11 +554,7 @@ bool HookedParameter::may_be_by_hand(bool was_reduced) const {
   return (is_zero && version) || is_written ? !has_zeros() : is_averaged;
 }
 
-/// Whether `grad` is zero everywhere.
-bool HookedParameter::has_zeros() const {
-  const at::NoGradGuard no_grad;
-  return !at::any(variable.grad()).item<bool>();
-}
+bool HookedParameter::has_zeros() const { return is_zero_everywhere(variable.grad()); }
 
 std::uint32_t HookedParameter::current_version() const {
   return version_of(is_given() ? variable.grad() : bucket_view);

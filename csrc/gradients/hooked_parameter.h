@@ -159,9 +159,11 @@ struct HookedParameter {
   /// Records the version of `grad` with both parts, as the program gets it.
   void note_version();
 
-  /// Finds out whether the program has written to `grad` since note_version(). All views of one
+  /// Drops the averaged part if the program has set or written `grad` since note_version(): all of
+  /// it is open then. Returns false, and does nothing, if that would be wrong: a sum (`sums`) of
+  /// all ranks would count the averaged part several times, unless `grad` is zero. All views of one
   /// memory share a version, so call it before a gradient of any parameter changes.
-  void note_changes();
+  bool note_changes(bool sums);
 
   /// Whether an averaged part is carried that is not zero. Waits for a device.
   bool carries_value() const;
@@ -196,7 +198,7 @@ struct HookedParameter {
 
   /// Records that `grad` has no averaged part.
   void forget_averaged() {
-    is_averaged = is_apart = was_changed = false;
+    is_averaged = is_apart = is_unsure = false;
     carried.reset();
   }
 
@@ -234,7 +236,7 @@ struct HookedParameter {
   // The averaged part of a gradient whose open part is not reduced yet; undefined: there is none.
   at::Tensor carried;
   bool is_apart = false;     // `carried` is not in `grad` now
-  bool was_changed = false;  // the program has written to both parts together
+  bool is_unsure = false;    // the averaged part may not be that of other ranks
   std::uint32_t noted = 0;   // by note_version()
   bool is_zero = false;      // the step began with a gradient of zeros, if any
   bool arrived = false;      // in the current pass

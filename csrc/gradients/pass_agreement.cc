@@ -43,6 +43,10 @@ PassReports PassAgreement::gather(Engine& engine, const PassReport& report,
   return PassReport::decode_all(reports->all);
 }
 
+std::shared_ptr<const PassReport> PassAgreement::sent() const {
+  return open_ ? PassReport::decode_all(reports_->mine).front() : nullptr;
+}
+
 void PassAgreement::restart(std::uint64_t number) {
   number_ = number;
   open_.reset();

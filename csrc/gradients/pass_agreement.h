@@ -47,6 +47,9 @@ class PassAgreement {
   /// Whether a report of an unfinished pass is on its way.
   bool is_open() const { return open_ != nullptr; }
 
+  /// That report; null if there is none.
+  std::shared_ptr<const PassReport> sent() const;
+
   /// The ranks begin to reduce the agreed gradients.
   void begin_reduction() { reducing_ = true; }
 

@@ -77,7 +77,7 @@ void append(std::string& body, const GradientReport& report) {
   for (const std::uint32_t parameter : report.order) put(body, parameter);
   body += report.digest;
   if (report.carried.any()) {
-    for (const Bitmap* const each : {&report.carried, &report.changed}) {
+    for (const Bitmap* const each : {&report.carried, &report.unsure}) {
       put(body, static_cast<std::uint32_t>(each->bytes().size()));
       body += each->bytes();
     }
@@ -107,7 +107,7 @@ GradientReport gradients_of(Encoded& bytes) {
   for (std::uint32_t i = 0; i < order; ++i) report.order.push_back(bytes.number<std::uint32_t>());
   if ((flags & kHasDigest) != 0) report.digest = bytes.text(kDigestBytes);
   if ((flags & kHasCarried) != 0) {
-    for (Bitmap* const each : {&report.carried, &report.changed}) {
+    for (Bitmap* const each : {&report.carried, &report.unsure}) {
       *each = Bitmap(std::string(bytes.text(bytes.number<std::uint32_t>())));
     }
   }

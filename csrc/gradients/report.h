@@ -26,19 +26,18 @@ struct NotFinite {
 
 /// The gradients of one optimizer on one rank.
 struct GradientReport {
-  std::size_t optimizer;             // its index, the same on all ranks
-  Bitmap due = {};                   // to reduce now
-  Bitmap sparse = {};                // those of `due` that are sparse here
-  bool accumulating = false;         // there are others, to be reduced later in this step
-  bool incomplete = false;           // there are parameters that are not due, and were not reduced
-                                     // since the step began: the program may set their gradients
-  bool stepping = false;             // the optimizer is about to step: all its gradients are due
-  bool again = false;                // some came after their buckets had been sent: another round
-  Bitmap carried = {};               // those, due or not, with an averaged part: it is not sent
-  Bitmap changed = {};               // those of `carried` that the program changed together with an
-                                     // open part, which then has the change
-  std::vector<std::uint32_t> order;  // in which they became ready; empty if the ranks know it
-  std::string digest = {};           // 8 bytes, of the weights; empty if they have been compared
+  std::size_t optimizer;              // its index, the same on all ranks
+  Bitmap due = {};                    // to reduce now
+  Bitmap sparse = {};                 // those of `due` that are sparse here
+  bool accumulating = false;          // there are others, to be reduced later in this step
+  bool incomplete = false;            // there are parameters that are not due, and were not reduced
+                                      // since the step began: the program may set their gradients
+  bool stepping = false;              // the optimizer is about to step: all its gradients are due
+  bool again = false;                 // some came after their buckets had been sent: another round
+  Bitmap carried = {};                // those, due or not, with an averaged part: it is not sent
+  Bitmap unsure = {};                 // those of `carried` that may not be those of other ranks
+  std::vector<std::uint32_t> order;   // in which they became ready; empty if the ranks know it
+  std::string digest = {};            // 8 bytes, of the weights; empty if they have been compared
   std::vector<NotFinite> not_finite;  // among `due`, if the ranks check them
 
   bool operator==(const GradientReport&) const = default;

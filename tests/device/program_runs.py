@@ -72,14 +72,12 @@ class PlannedPass:
         group: the number of its group in the program.
         plan: the gradients that it has by the plan, and `mine` those that this rank has.
         carried: the gradients that were averaged before, and are still there.
-        changed: those that the program has changed together with what was added.
     """
 
     group: int
     plan: Gradients
     mine: Gradients
     carried: Gradients
-    changed: Gradients
 
     @property
     def is_exact(self) -> bool:
@@ -94,11 +92,9 @@ def are_added_unlike(ranks: Sequence[PlannedPass]) -> bool:
     """Return whether a planned gradient was added to an averaged one that not all ranks have."""
     for index, planned in ranks[0].plan.items():
         carried = [each.carried.get(index, 0) for each in ranks]
-        changed = [each.changed.get(index, 0) for each in ranks]
         added = [mine & each.mine.get(index, 0) for mine, each in zip(carried, ranks, strict=True)]
         for bit in (1 << i for i in range(planned.bit_length()) if planned >> i & 1):
-            states = {(c & bit, h & bit) for c, h in zip(carried, changed, strict=True)}
-            if any(each & bit for each in added) and (len(states) > 1 or not carried[0] & bit):
+            if any(each & bit for each in added) and not all(each & bit for each in carried):
                 return True
     return False
 
@@ -114,8 +110,7 @@ def recorded_passes(player: Player) -> Iterator[dict[int, PlannedPass]]:
     ) -> Entered:
         mine = {each.optimizer: each.due for each in reports if each.due}
         carried = {each.optimizer: each.carried for each in reports}
-        changed = {each.optimizer: each.changed for each in reports}
-        found[number] = PlannedPass(player.number, dict(self._plan), mine, carried, changed)
+        found[number] = PlannedPass(player.number, dict(self._plan), mine, carried)
         return send(self, number, steps, reports)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -101,3 +101,24 @@ def test_ranks_that_keep_an_averaged_gradient(
             assert "run_ahead=False" in text
         else:
             assert text == f"{gradient:.3f}"
+
+
+def change_an_average(ahead: bool, device: str) -> float:
+    """All ranks change an averaged gradient; the next pass has none of it on rank 1."""
+    a, b = (nn.Parameter(torch.zeros(3, device=device)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0), run_ahead=ahead)
+    for _ in range(PLANNED):
+        optimizer.zero_grad()
+        (a + b).sum().backward()
+        optimizer.step()
+    for parameter in (a, b):
+        parameter.grad.mul_(0.5)
+    (b * 2 if hvd.rank() == 1 else a * 2 + b * 2).sum().backward()
+    optimizer.step()
+    return a.grad[0].item()
+
+
+@in_both_ways
+def test_an_average_that_all_ranks_change(ahead):
+    found = run_on_double(functools.partial(change_an_average, ahead), 2)
+    assert found == [0.5 + 1] * 2

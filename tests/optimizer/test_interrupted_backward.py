@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import eventually, run
+from pool import error_of, eventually, run
 from torch import nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -98,6 +98,45 @@ def interrupt_the_wait(folder: Path, steps_before: int, then: str) -> None:
 @pytest.mark.parametrize("steps_before", [0, 2])  # on the slow and on the fast path
 def test_an_interrupted_wait(tmp_path, steps_before, then):
     run(interrupt_the_wait, 2, args=(tmp_path, steps_before, then))
+
+
+def interrupt_an_addition(folder: Path, steps_before: int, then: str) -> str:
+    """The interrupted pass adds to an averaged gradient, which the program may drop then."""
+    (x,) = weights(1)
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
+    for _ in range(steps_before):
+        optimizer.zero_grad()
+        x.backward()
+        optimizer.step()
+    (9 * x).backward()
+    before = x.grad.item()
+    interrupted = folder / "interrupted"
+
+    def go_on() -> None:
+        if hvd.rank() == 0:
+            wait_for(interrupted)
+            (2 * x).backward()
+        else:
+            with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
+                (6 * x).backward()
+            interrupted.touch()
+            if then == "dropped":
+                optimizer.zero_grad()
+            (4 * x).backward()
+        optimizer.step()
+        hvd.barrier()
+
+    _, text = error_of(go_on)
+    assert text or grads([x]) == [before + (2 + 10) / 2]
+    return text
+
+
+@pytest.mark.parametrize("then", ["kept", "dropped"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_interrupted_wait_of_a_pass_that_adds_to_an_average(tmp_path, steps_before, then):
+    for text in run(interrupt_an_addition, 2, args=(tmp_path, steps_before, then)):
+        assert bool(text) == (then == "dropped"), text
+        assert not text or "the program has dropped those: call zero_grad() before" in text, text
 
 
 def interrupt_with_another_graph(folder: Path) -> None:

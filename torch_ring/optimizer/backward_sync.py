@@ -248,7 +248,7 @@ class BackwardSync:
 
     def _finalize_dense(self, reducer: Reducer) -> bool:
         """Take the fast path if all gradients are due; return whether the pass has ended."""
-        if reducer.fast_path is None or not reducer.comparison.is_idle:
+        if reducer.fast_path is None or not reducer.comparison.is_idle or self.agreement.is_open:
             return False
         number, nothing_pending = self.number, reducer.nothing_pending
         reducer.nothing_pending = False
@@ -276,7 +276,8 @@ class BackwardSync:
         if reducer.nothing_pending:
             # In other cases every parameter has been reduced.
             is_set_by_hand = self.run_ahead.may_have_missed and reducer.hooks.set_by_hand()
-            if not (is_set_by_hand or self.agreement.failure):
+            has_failed = reducer.hooks.has_failed() or self.agreement.failure
+            if not (is_set_by_hand or has_failed):
                 return
             reducer.nothing_pending = False
         self._begin_ending(of_step=True)
@@ -348,6 +349,7 @@ class BackwardSync:
             reducer.nothing_pending = False
             reducer.steps = 0
             reducer.not_finite = {}
+            reducer.hooks.doubt_averages()
             if reducer.layout.tuner is not None:  # ranks may have counted passes differently
                 reducer.layout.tuner.stop()
             reducer.comparison.restart(self._since)  # a rank that had joined has not stepped
@@ -376,21 +378,40 @@ class BackwardSync:
             self._weights.added_to(reports, self.number, self._reducers.comparisons()),
             gave_up=bool(self.agreement.failure),
         )
-        goes_on = self.agreement.is_open  # with the earlier report of an interrupted pass
+        sent = self.agreement.sent  # the earlier report of an interrupted pass, which goes on
         try:
             ranks = self.agreement.gather(self._engine, report)
         except RingError as error:
             self._raise_explained(error)
             raise
+        if sent is not None:
+            self._require_promised(sent, report)
         decision = self._reduce_all(ranks, report.due)
         if decision.agrees_again:
             return self._agree(self._reports(stepping), stepping)
-        if goes_on:
+        if sent is not None:
             for rest in self._reports():  # gradients that the earlier report did not have
                 self._note_pending(rest.optimizer)
         return decision.is_of_step and not any(
             self._reducers.get(index) is stepping for index in decision.open
         )
+
+    def _require_promised(self, sent: PassReport, present: PassReport) -> None:
+        """End the job if averaged parts of gradients are gone that an earlier report has named.
+
+        Args:
+            sent: the report of a pass that was interrupted, which the other ranks have.
+            present: the report of this pass.
+        """
+        kept = {each.optimizer: each.carried for each in present.gradients}
+        for each in sent.gradients:
+            if each.carried & each.due & ~kept.get(each.optimizer, 0):
+                self._engine.end(
+                    f"rank {self._rank}: a backward pass was interrupted after this rank had told "
+                    "the others that it adds gradients to averaged ones, and the program has "
+                    "dropped those: call zero_grad() before each backward pass, or end the program "
+                    "after an interrupt"
+                )
 
     def _reduce_all(self, ranks: Sequence[PassReport], own: Mapping[int, int]) -> PassDecision:
         """Decide, reduce, and end the agreement; Ctrl-C is deferred until then."""

@@ -71,19 +71,11 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
     ``p.grad`` is averaged when ``backward()`` returns, so clipping, ``GradScaler`` and other
     readers of gradients need no special call. A parameter with a gradient on any rank gets one on
-    all; a rank without one counts as zero. Without a gradient on any rank, ``p.grad`` stays. A
-    tensor that you keep over ``zero_grad()`` keeps its value, and one that you have assigned
-    (``p.grad = flat[a:b].view_as(p)``) stays ``p.grad``. A parameter of several optimizers is
-    averaged once, with the settings of the one that was wrapped last; each steps with that average.
+    all; a rank without one counts as zero. An averaged gradient is not averaged again: another pass
+    adds its own average to it, and changes, as by clipping, stay this rank's own.
 
-    ``step()`` averages what the program has set or written into ``p.grad`` itself
-    (docs/migrating-from-ddp.md). An averaged gradient is not averaged again: another pass adds its
-    own average to it, and changes, as by clipping, stay this rank's own. Call ``synchronize()``
-    before you clip a gradient that only ``step()`` would average.
-
-    Sparse gradients (``Embedding(sparse=True)``) are gathered if they are sparse on every rank that
-    has them: the uncoalesced rows of all ranks, divided by the size for Average. One that is dense
-    on a rank becomes dense on all.
+    ``step()`` averages the rest: what accumulates, and what the program has set or written into
+    ``p.grad`` itself. To clip that, call ``synchronize()`` first. docs/api/optimizer.md has more.
 
     The optimizer becomes an instance of a subclass of its class, with these additions:
 
@@ -92,41 +84,31 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     * ``skip_synchronize()``: a context in which ``step()`` reduces nothing;
     * ``set_backward_passes_per_step(passes)``, and ``backward_passes_per_step``.
 
-    State, hyper-parameters, hooks, schedulers and ``state_dict()`` stay as they are. A closure
-    given to ``step`` returns the loss, as a tensor or a number, which is reduced as gradients are.
-    Errors on all ranks: ``backward(create_graph=True)``, a step of a copy (docs/errors.md).
-
     Collective: all ranks of the process set wrap optimizers of the same parameters in the same
     order, and call ``add_param_group`` alike. On one rank it costs nothing.
 
     Args:
         optimizer: any torch optimizer, fresh or with state.
-        named_parameters: the names of parameters in errors, as ``model.named_parameters()``; all
-            of the optimizer's are among them. None: errors have numbers instead.
+        named_parameters: the names of parameters in errors, as ``model.named_parameters()``.
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, ``.int8()``, ``.powersgd()``, or
             your own (docs/compression.md).
         backward_passes_per_step: the number of passes whose gradients are added up (not averaged)
-            before they are averaged over ranks; one more before ``step()`` is an AssertionError,
-            but with 1. Under ``GradScaler``, call
-            ``synchronize()`` before a step that follows fewer passes.
-        op: Average or Sum of gradients; or Adasum, with which each rank steps with its own
-            gradients, and the changes of the parameters are combined by adaptive summation: a
-            checkpoint needs the state of all ranks.
+            before they are averaged over ranks. If it is not 1, one more pass before ``step()`` is
+            an AssertionError.
+        op: Average or Sum of gradients; or Adasum.
         gradient_predivide_factor: Average divides by this before the sum, by size / this after it.
         num_groups: deprecated, use `groups`.
         groups: gradients that are reduced together, and apart from others: lists of parameters,
             or the number of groups of consecutive ones. 0 or None: by size and readiness.
         sparse_as_dense: reduce sparse gradients as dense ones; they are sparse again afterwards.
-        process_set: the ranks that train this model together; by default all. On other ranks the
-            wrapped optimizer steps with its own gradients.
+        process_set: the ranks that train this model together; by default all.
         run_ahead: whether hosts do not wait for each other in backward passes on GPUs that repeat
             themselves (docs/gpu.md). None: the value of TORCH_RING_RUN_AHEAD, by default yes.
         shard_state: whether each rank steps only a part of the parameters, and a host holds the
             optimizer's state once (docs/sharding.md).
-        nan_check: whether each rank checks its gradients before they are averaged. If one is not
-            finite, or too large for ``Compression.fp16``, ``step()`` raises NonFiniteGradientError
-            on all ranks (docs/errors.md), unless ``GradScaler`` skips it. Not with Adasum. None:
-            the value of TORCH_RING_NAN_CHECK, by default no.
+        nan_check: whether ``step()`` raises NonFiniteGradientError on all ranks if a gradient was
+            not finite before the average (docs/errors.md). None: the value of
+            TORCH_RING_NAN_CHECK, by default no.
 
     Returns:
         `optimizer`.

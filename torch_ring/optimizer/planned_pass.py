@@ -131,14 +131,13 @@ def carried_parts(ranks: Sequence[PassReport], index: int, touched: int) -> tupl
         index: the index of the optimizer.
         touched: the gradients in question, as a bitmap.
     """
-    carried, on_all, changed, changed_on_all = 0, touched, 0, touched
+    carried, on_all, unsure = 0, touched, 0
     for rank in ranks:
         mine = next((each for each in rank.gradients if each.optimizer == index), _NOTHING)
         carried |= mine.due & mine.carried & touched
         on_all &= mine.carried
-        changed |= mine.changed
-        changed_on_all &= mine.changed
-    return carried, carried & ~(on_all & ~(changed & ~changed_on_all))
+        unsure |= mine.unsure
+    return carried, carried & ~(on_all & ~unsure)
 
 
 @dataclass
@@ -149,17 +148,17 @@ class Started:
         due: all of them.
         sparse: those that are sparse.
         carried: those with an averaged part, also of the plan's others.
-        changed: those that the program has changed together with that.
+        unsure: those whose averaged part may not be that of other ranks.
     """
 
     due: int = 0
     sparse: int = 0
     carried: int = 0
-    changed: int = 0
+    unsure: int = 0
 
     @classmethod
     def of(cls, pending: Pending) -> Started:
-        return cls(pending.due, pending.sparse, pending.carried, pending.changed)
+        return cls(pending.due, pending.sparse, pending.carried, pending.unsure)
 
 
 @dataclass
@@ -384,6 +383,7 @@ class RunAhead:
         for index, planned in self._plan.items():  # those that the program has set count, too
             lacking = planned & ~(found[index].due if index in found else 0)
             reducer = self._reducers.get(index)
+            lacking &= ~(pending[index].carried if index in pending else 0)  # a changed average
             for parameter in reducer.hooks.set_by_hand() if lacking and reducer else ():
                 if lacking >> parameter & 1:
                     found.setdefault(index, Started()).due |= 1 << parameter
@@ -546,8 +546,9 @@ class RunAhead:
                 self._engine.end(
                     f"this backward pass has added the gradient of '{first}' to one that was "
                     "averaged before, on some ranks only. Hosts run ahead, so ranks have stepped "
-                    "with different gradients: call zero_grad() on all ranks or on none, or wrap "
-                    "the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0)"
+                    "with different gradients: call zero_grad() on all ranks in each step, also "
+                    "on one without data, or wrap the optimizer with run_ahead=False (or set "
+                    "TORCH_RING_RUN_AHEAD=0)"
                 )
 
     def _all_deviate(self, ranks: Sequence[PassReport]) -> bool:

@@ -132,6 +132,7 @@ class Reducer:
             blocks=self.layout.blocks,
             agreement=agreement,
             run_ahead=run_ahead,
+            sums=settings.op == Sum,
             largest=settings.largest,
         )
         self._started: dict[int, list[FinishStage]] = {}  # whole buckets, sent during the pass
@@ -257,7 +258,7 @@ class Reducer:
             stepping=is_stepping,
             again=pending.again,
             carried=pending.carried,
-            changed=pending.changed,
+            unsure=pending.unsure,
             order=[] if self.layout.has_order else self.hooks.ready_order(),
             not_finite=self.hooks.not_finite(pending.due, self._rank),
         )
