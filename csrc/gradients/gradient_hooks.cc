@@ -510,8 +510,11 @@ GradientHooks::Pending GradientHooks::pending(Due which,
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
     pending.unready = pending.unready || parameter.has_moved();
-    if (!pass_) parameter.rejoin();  // its reduction has failed
-    if (!grad.defined()) {           // dropped by the model's zero_grad(), not the optimizer's
+    if (!pass_ && parameter.is_apart) {  // its reduction has failed
+      parameter.rejoin();
+      parameter.note_version();
+    }
+    if (!grad.defined()) {  // dropped by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
       parameter.forget_averaged();
       parameter.reduced_at = 0;  // so the next gradient is a new one
@@ -874,6 +877,7 @@ void GradientHooks::give_back(HookedParameter& parameter, const Before& before) 
   parameter.outside.reset();
   if (!grad.defined()) return;
   grad.copy_(before.value);
+  parameter.note_version();
   if (before.writes) parameter.version = parameter.current_version() - *before.writes;
 }
 

@@ -275,6 +275,7 @@ void HookedParameter::lie_in(GradientView other) {
   const bool is_copied = before.defined() && !has_moved() && (arrived || is_given());
   if (is_in_view || is_copied) copy_into(bucket_view, before);
   if (is_in_view) grad = bucket_view;
+  note_version();
   if (is_given()) return;
   if (!version) return;
   // Keeps the number of writes since the step began.

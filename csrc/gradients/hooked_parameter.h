@@ -178,8 +178,7 @@ struct HookedParameter {
   void be_reduced(std::uint64_t now);
 
   /// Takes the gradient of the same parameter over, and what is known of it. `other`: the slot of
-  /// another optimizer, which is empty afterwards; one that is empty already leaves this as it is.
-  /// `most`: the passes of a step here.
+  /// another optimizer, which is empty afterwards. `most`: the passes of a step here.
   void take_over(HookedParameter& other, int most);
 
   /// Whether `grad` is a tensor of this object, and not the program's own.
@@ -235,14 +234,13 @@ struct HookedParameter {
   bool is_averaged = false;      // `grad` is an average, perhaps of an earlier step
   // The averaged part of a gradient whose open part is not reduced yet; undefined: there is none.
   at::Tensor carried;
-  bool is_apart = false;     // `carried` is not in `grad` now
-  bool is_unsure = false;    // the averaged part may not be that of other ranks
-  std::uint32_t noted = 0;   // by note_version()
-  bool is_zero = false;      // the step began with a gradient of zeros, if any
-  bool arrived = false;      // in the current pass
-  bool made = false;         // `grad` was made by autograd, in the current pass
-  bool converted = false;    // `grad` has the value of `bucket_view`, in other memory
-  bool is_given_up = false;  // another slot has taken the gradient over
+  bool is_apart = false;    // `carried` is not in `grad` now
+  bool is_unsure = false;   // the averaged part may not be that of other ranks
+  std::uint32_t noted = 0;  // by note_version()
+  bool is_zero = false;     // the step began with a gradient of zeros, if any
+  bool arrived = false;     // in the current pass
+  bool made = false;        // `grad` was made by autograd, in the current pass
+  bool converted = false;   // `grad` has the value of `bucket_view`, in other memory
   // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
 

@@ -115,15 +115,60 @@ def _gradients() -> Iterator[Fault]:
         "unreduced = true;", "if (!unreduced) forget_averaged(), is_averaged = true;",
         tests=carried,
     )  # fmt: skip
-    yield _statement(
-        "change_unseen", "a change of both parts counts as one of the averaged part", PARAMETER,
-        "was_changed = was_changed || version_of(grad) != noted;",
+    yield _expression(
+        "change_unseen", "a change of both parts counts as one of the open part", PARAMETER,
+        "is_known() && version_of(grad) == noted", "is_known()",
         tests=carried,
     )  # fmt: skip
     yield _statement(
         "change_missed", "a pass does not look for changes of the one before", HOOKS,
-        "\n    note_changes();",
+        "\n    note_changes(lock);",
         tests=carried,
+    )  # fmt: skip
+    yield _expression(
+        "change_summed", "a sum counts an averaged part that was changed n times", PARAMETER,
+        "grad.defined() && sums && !is_zero_everywhere(grad)", "false",
+        tests=carried,
+    )  # fmt: skip
+    yield _expression(
+        "change_refused", "a sum refuses a gradient that was zeroed", PARAMETER,
+        "sums && !is_zero_everywhere(grad)", "sums",
+        tests=carried,
+    )  # fmt: skip
+    yield _statement(
+        "replaced_added", "an averaged part is added to a gradient that a hook has set", PARAMETER,
+        "if (!is_known()) return forget_averaged();  ",
+        tests=carried,
+    )  # fmt: skip
+    yield _statement(
+        "undoubted", "after join() ranks keep averages that differ", DECIDE,
+        "unsure |= report->unsure;",
+        tests=("optimizer/test_decide.py", *carried),
+    )  # fmt: skip
+    yield _expression(
+        "undoubted_fast", "the fast path takes averages of before join() for alike", DENSE,
+        "!pending.unsure.any()", "true",
+        tests=carried,
+    )  # fmt: skip
+    yield _python(
+        "undoubted_after_join", "ranks do not doubt their averages after join()", SYNC,
+        "reducer.hooks.doubt_averages()", "pass",
+        tests=carried,
+    )  # fmt: skip
+    yield _statement(
+        "failed_unseen", "a step after a failed pass uses gradients of this rank", HOOKS,
+        "has_failed_ = failed && std::ranges::any_of(parameters_, &HookedParameter::unreduced);",
+        tests=carried,
+    )  # fmt: skip
+    yield _python(
+        "promise_broken", "an interrupted rank drops what it has told the others", SYNC,
+        "self._require_promised(sent, report)", "pass",
+        tests=("optimizer/test_interrupted_backward.py",),
+    )  # fmt: skip
+    yield _python(
+        "ahead_changed", "in a planned pass a changed average is sent", PLANNED,
+        "lacking &= ~(pending[index].carried if index in pending else 0)", "pass",
+        tests=ahead,
     )  # fmt: skip
     yield _expression(
         "fresh_forgets", "an averaged part is lost if autograd makes another tensor", HOOKS,
@@ -180,11 +225,6 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "unlike_unseen", "averages that not all ranks have count as alike", DECIDE,
         "on_all = on_all & report->carried;",
-        tests=("optimizer/test_decide.py",),
-    )  # fmt: skip
-    yield _statement(
-        "change_undecided", "a change on some ranks counts as none", DECIDE,
-        "changed |= report->changed;",
         tests=("optimizer/test_decide.py",),
     )  # fmt: skip
     yield _expression(

@@ -89,7 +89,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
 
     Args:
         optimizer: any torch optimizer, fresh or with state.
-        named_parameters: the names of parameters in errors, as ``model.named_parameters()``.
+        named_parameters: the names of parameters in errors, as ``model.named_parameters()``. None:
+            numbers.
         compression: ``Compression.none``, ``.fp16``, ``.bf16``, ``.int8()``, ``.powersgd()``, or
             your own (docs/compression.md).
         backward_passes_per_step: the number of passes whose gradients are added up (not averaged)
