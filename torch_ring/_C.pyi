@@ -1128,6 +1128,9 @@ class GradientHooks:
     def parameters_moved(self) -> bool:
         """Return whether a parameter is on another device than its bucket."""
 
+    def require_unchanged(self, touched: int) -> None:
+        """Call `fail` if the program has changed one of these so that its sum is unknown."""
+
     def carry(self, carried: int) -> None:
         """Take the averaged parts of these gradients out: they are not sent."""
 

@@ -312,6 +312,7 @@ void bind_gradients(py::module_& module) {
           py::arg("slots"))
       .def("refuse_others_pass", &GradientHooks::refuse_others_pass, Release())
       .def("parameters_moved", &GradientHooks::parameters_moved, Release())
+      .def("require_unchanged", &GradientHooks::require_unchanged, py::arg("touched"), Release())
       .def("carry", &GradientHooks::carry, py::arg("carried"), Release())
       .def("drop_averaged", &GradientHooks::drop_averaged, py::arg("dropped"), Release())
       .def("carried_part", &GradientHooks::carried_part, py::arg("index"), Release())
@@ -351,7 +352,7 @@ void bind_gradients(py::module_& module) {
       .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("doubt_averages", &GradientHooks::doubt_averages, Release())
-      .def("has_failed", &GradientHooks::has_failed)
+      .def("has_failed", &GradientHooks::has_failed, Release())
       .def("restart_passes", &GradientHooks::restart_passes, Release())
       .def("set_passes_per_step", &GradientHooks::set_passes_per_step, py::arg("passes"), Release())
       .def("set_synchronizing", &GradientHooks::set_synchronizing, py::arg("synchronizing"),

@@ -76,6 +76,7 @@ std::optional<PassReports> DenseFinalizer::run(Engine& engine, int size, PassAgr
   DeferredInterrupt deferred(interrupt);
   agreement.begin_reduction();
   try {
+    hooks_->require_unchanged(everything_);
     hooks_->carry(pending.carried);
     reduce(engine, size, agreement.number(), deferred.function());
   } catch (const Error&) {  // an error on all ranks, after which they may continue

@@ -174,8 +174,8 @@ void GradientHooks::before_accumulation(std::size_t index) {
   HookedParameter& parameter = parameters_[index];
   if (is_ignored(index)) return;
   if (may_have_changes_.load(std::memory_order_relaxed)) {
-    std::unique_lock lock(mutex_);
-    note_changes(lock);
+    const std::scoped_lock lock(mutex_);
+    note_changes();
   }
   if (parameter.arrived) return keep_sent(index);
   if (!parameter.is_averaged && !parameter.carried.defined()) return;
@@ -328,7 +328,7 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   parameter.arrived = true;
   arrived_.push_back(index);
   if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
-  if (parameter.has_moved() || !again_.empty()) return false;
+  if (parameter.has_moved() || parameter.is_changed || !again_.empty()) return false;
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
   Bucket& bucket = buckets_[parameter.bucket];
   if (--bucket.missing > 0 || !bucket.is_early || pass_->has_nested || is_held(bucket))
@@ -345,7 +345,13 @@ bool GradientHooks::is_held(const Bucket& bucket) const {
 
 void GradientHooks::set_elsewhere(std::map<std::size_t, Elsewhere> slots) {
   const std::scoped_lock lock(mutex_);
+  const bool is_same = std::ranges::all_of(slots, [&](const auto& slot) {
+    const auto present = elsewhere_.find(slot.first);
+    return present != elsewhere_.end() && present->second.hooks == slot.second.hooks;
+  });
+  if (is_same && slots.size() == elsewhere_.size()) return;
   close_failed();
+  note_changes();
   TORCH_CHECK_VALUE(!pass_, "two optimizers have '", parameters_.at(slots.begin()->first).name,
                     "', and the second one is wrapped in the middle of a backward pass, which has "
                     "sent a part of the gradients by the first one: wrap it before or after");
@@ -429,14 +435,18 @@ void GradientHooks::close(bool failed) {
     if (parameter.sent.defined()) {  // autograd has failed to make another one
       parameter.variable.mutable_grad() = std::exchange(parameter.sent, {});
     }
-    parameter.rejoin();
-  }
-  for (HookedParameter& parameter : parameters_) {
-    if (!parameter.carried.defined()) continue;
-    parameter.note_version();
-    may_have_changes_ = true;
   }
   count_missing();
+  has_failed_ = failed;
+  std::vector<HookedParameter*> joined;
+  for (HookedParameter& parameter : parameters_) {
+    const bool was_apart = parameter.is_apart;
+    parameter.rejoin();
+    if (parameter.carried.defined()) may_have_changes_ = true;
+    // A gradient in the program's memory shares its version with others, which have changed.
+    if (was_apart || parameter.is_given()) joined.push_back(&parameter);
+  }
+  for (HookedParameter* const parameter : joined) parameter->note_version();
   has_failed_ = failed && std::ranges::any_of(parameters_, &HookedParameter::unreduced);
 }
 
@@ -483,15 +493,12 @@ bool GradientHooks::parameters_moved() {
 
 GradientHooks::Pending GradientHooks::pending(Due which,
                                               const std::shared_ptr<GradientHooks>& stepping) {
-  if (may_have_changes_.load(std::memory_order_relaxed)) {
-    std::unique_lock lock(mutex_);
-    if (!pass_) note_changes(lock);
-  }
   const Bitmap stepped = stepping ? stepping->slots_in(*this) : Bitmap();
   const std::uint64_t began = stepping ? stepping->step_began() : 0;
   const std::scoped_lock lock(mutex_);
   const bool is_of_step = which == Due::kEverything || stepped.any();
   if (is_of_step) close_failed();
+  note_changes();
   const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
   const bool unready = is_beside || (is_of_step && has_sent_in_vain());
   Pending pending{{}, {}, {}, {}, false, true, !again_.empty(), unready};
@@ -513,6 +520,7 @@ GradientHooks::Pending GradientHooks::pending(Due which,
     if (!pass_ && parameter.is_apart) {  // its reduction has failed
       parameter.rejoin();
       parameter.note_version();
+      may_have_changes_ = true;
     }
     if (!grad.defined()) {  // dropped by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
@@ -587,6 +595,15 @@ at::Tensor GradientHooks::local_gradient(std::size_t index, double scale) {
   parameter.refresh();
   parameter.rescale_averaged(scale);
   return parameter.variable.mutable_grad();
+}
+
+void GradientHooks::require_unchanged(const Bitmap& touched) {
+  std::string why;
+  {
+    const std::scoped_lock lock(mutex_);
+    why = change_among(touched);
+  }
+  if (!why.empty()) options_.fail(why);
 }
 
 void GradientHooks::carry(const Bitmap& carried) {
@@ -815,19 +832,33 @@ void GradientHooks::settle() {
 
 /// Finds the gradients that the program has changed since the last pass, before this one changes
 /// any.
-void GradientHooks::note_changes(std::unique_lock<std::mutex>& lock) {
+void GradientHooks::note_changes() {
   if (pass_ || !may_have_changes_) return;  // another parameter's hook has done it
-  for (HookedParameter& parameter : parameters_) {
-    if (parameter.note_changes(options_.sums)) continue;
-    const std::string name = parameter.name;
-    lock.unlock();
-    options_.fail("the program has changed the gradient of '" + name + kChanged);
+  for (HookedParameter& parameter : parameters_) parameter.note_changes(options_.sums);
+}
+
+/// The reason why these gradients cannot be reduced; empty if there is none.
+std::string GradientHooks::change_among(const Bitmap& touched) const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!touched.get(i) || !parameters_[i].is_changed) continue;
+    return "the program has changed the gradient of '" + parameters_[i].name + kChanged;
   }
+  return {};
+}
+
+bool GradientHooks::has_failed() {
+  const std::scoped_lock lock(mutex_);
+  close_failed();
+  return has_failed_;
 }
 
 void GradientHooks::doubt_averages() {
   const std::scoped_lock lock(mutex_);
-  for (HookedParameter& parameter : parameters_) parameter.is_unsure = parameter.has_average();
+  for (HookedParameter& parameter : parameters_) {
+    parameter.refresh();
+    parameter.is_unsure = parameter.has_average();
+    if (!parameter.unreduced) parameter.release_to_grad();
+  }
 }
 
 void GradientHooks::expect(std::optional<Bitmap> planned) {

@@ -127,7 +127,7 @@ class GradientHooks final : public AccumulationListener,
   std::vector<std::size_t> set_by_hand();
 
   /// Whether not_finite() checks gradients at all.
-  bool looks_at_gradients() const { return finite_.is_on(); }
+  bool looks_at_gradients() const { return options_.largest.has_value(); }
 
   /// The gradients of `due` that are not finite, before their reduction. A gradient whose bucket
   /// has been sent in this pass was checked before that. Waits for those on a device. `rank`: this
@@ -141,6 +141,9 @@ class GradientHooks final : public AccumulationListener,
   /// Whether a parameter is on another device than its bucket: then call set_buckets() before any
   /// reduction.
   bool parameters_moved();
+
+  /// Ends the job if the program has changed one of these gradients so that its sum is unknown.
+  void require_unchanged(const Bitmap& touched);
 
   /// Takes the averaged parts of these gradients out: only the open ones are sent, and
   /// mark_reduced() adds the averaged ones again.
@@ -221,7 +224,7 @@ class GradientHooks final : public AccumulationListener,
 
   /// Whether the last pass has failed and left gradients that are not reduced, since zero_grad() or
   /// a step.
-  bool has_failed() const { return has_failed_.load(std::memory_order_relaxed); }
+  bool has_failed();
 
   /// Counts passes from zero again.
   void restart_passes();
@@ -286,7 +289,8 @@ class GradientHooks final : public AccumulationListener,
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
   void settle();
-  void note_changes(std::unique_lock<std::mutex>& lock);
+  void note_changes();
+  std::string change_among(const Bitmap& touched) const;
   bool is_elsewhere(std::size_t i) const { return !elsewhere_.empty() && elsewhere_.contains(i); }
   bool is_ignored(std::size_t i) const { return disabled_ || (is_left_ && !is_lent_[i]); }
   void begin_step(HookedParameter& parameter, bool gradients);
@@ -306,8 +310,6 @@ class GradientHooks final : public AccumulationListener,
   // since the last pass. Guards no other data.
   std::atomic<bool> may_have_changes_{false};
 
-  std::atomic<bool> has_failed_{false};  // guards no other data
-
   std::atomic<bool> is_left_{false};        // the optimizer is gone; guards no other data
   std::vector<std::atomic<bool>> is_lent_;  // by parameter: the slot is another optimizer's, too
 
@@ -320,6 +322,7 @@ class GradientHooks final : public AccumulationListener,
   std::uint64_t passes_ = 0;          // that have begun: the number of the last one
   bool sent_ = false;                 // a bucket has been sent in this pass
   bool sent_in_vain_ = false;         // ... and the agreed reduction has failed, on all ranks
+  bool has_failed_ = false;           // the last pass, and it has left gradients
   std::vector<HookedParameter> parameters_;
   std::map<std::size_t, Elsewhere> elsewhere_;  // by parameter: its slot, if it is not here
   std::uint64_t step_began_ = 0;                // the number of reductions before

@@ -371,6 +371,7 @@ void HookedParameter::take_over(HookedParameter& other, int most) {
   carried = other.carried;
   is_apart = other.is_apart;
   is_unsure = other.is_unsure;
+  is_changed = other.is_changed;
   noted = other.noted;
   is_zero = other.is_zero;
   given = other.given;
@@ -472,10 +473,9 @@ bool HookedParameter::is_known() const {
 }
 
 void HookedParameter::carry() {
-  if (!is_known()) {
-    if (!arrived) forget_averaged();
-    return;
-  }
+  if (is_apart && arrived) return;
+  if (is_changed) return;
+  if (!is_known()) return forget_averaged();
   if (is_apart) return;
   const at::NoGradGuard no_grad;
   at::Tensor& grad = variable.mutable_grad();
@@ -500,26 +500,28 @@ void HookedParameter::carry() {
 void HookedParameter::rejoin() {
   if (!std::exchange(is_apart, false)) return;
   refresh();
-  if (!is_known()) return forget_averaged();  // the program has replaced it
+  unreduced = variable.grad().defined();      // the hook after autograd's addition may have failed
+  if (!is_known()) return forget_averaged();  // the program has replaced it, or autograd
   const at::NoGradGuard no_grad;
   const std::uint32_t before = bucket_view.defined() ? current_version() : 0;
   add_to(variable.mutable_grad(), carried);
   if (version && bucket_view.defined()) *version += current_version() - before;
-  unreduced = true;  // a pass may have failed between autograd's addition and its hook
 }
 
 void HookedParameter::note_version() {
   if (carried.defined() && !is_apart) noted = version_of(variable.grad());
 }
 
-bool HookedParameter::note_changes(bool sums) {
-  if (!carried.defined() || is_apart) return true;
+void HookedParameter::note_changes(bool sums) {
+  if (!carried.defined() || is_apart) return;
   refresh();
   const at::Tensor& grad = variable.grad();
-  if (is_known() && version_of(grad) == noted) return true;
-  if (grad.defined() && sums && !is_zero_everywhere(grad)) return false;
-  forget_averaged();
-  return true;
+  if (is_known() && version_of(grad) == noted) return;
+  if (grad.defined() && sums && !is_zero_everywhere(grad)) {
+    is_changed = true;
+  } else {
+    forget_averaged();
+  }
 }
 
 bool HookedParameter::carries_value() const {

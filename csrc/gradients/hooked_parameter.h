@@ -160,10 +160,10 @@ struct HookedParameter {
   void note_version();
 
   /// Drops the averaged part if the program has set or written `grad` since note_version(): all of
-  /// it is open then. Returns false, and does nothing, if that would be wrong: a sum (`sums`) of
-  /// all ranks would count the averaged part several times, unless `grad` is zero. All views of one
-  /// memory share a version, so call it before a gradient of any parameter changes.
-  bool note_changes(bool sums);
+  /// it is open then. But a sum (`sums`) would count that part once for each rank, unless `grad` is
+  /// zero: then `is_changed`, and the gradient cannot be reduced. All views of one memory share a
+  /// version, so call it before a gradient of any parameter changes.
+  void note_changes(bool sums);
 
   /// Whether an averaged part is carried that is not zero. Waits for a device.
   bool carries_value() const;
@@ -197,7 +197,7 @@ struct HookedParameter {
 
   /// Records that `grad` has no averaged part.
   void forget_averaged() {
-    is_averaged = is_apart = is_unsure = false;
+    is_averaged = is_apart = is_unsure = is_changed = false;
     carried.reset();
   }
 
@@ -236,6 +236,7 @@ struct HookedParameter {
   at::Tensor carried;
   bool is_apart = false;    // `carried` is not in `grad` now
   bool is_unsure = false;   // the averaged part may not be that of other ranks
+  bool is_changed = false;  // the program has changed both parts together, which Sum cannot tell
   std::uint32_t noted = 0;  // by note_version()
   bool is_zero = false;     // the step began with a gradient of zeros, if any
   bool arrived = false;     // in the current pass

@@ -118,22 +118,29 @@ def change_both_parts(op: hvd.ReduceOp, how: str) -> str:
         a.grad = torch.zeros(2)
     else:
         a.grad.mul_(0.5)
-    error = error_of(lambda: a.sum().backward())[1]
+
+    def go_on() -> None:
+        if how == "halved, then another group":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        a.sum().backward()
+
+    error = error_of(go_on)[1]
     return error or repr(a.grad.tolist()[0])
 
 
 @both_ops
 @on_both_transports
-@pytest.mark.parametrize("how", ["zeroed", "replaced", "halved"])
+@pytest.mark.parametrize("how", ["zeroed", "replaced", "halved", "halved, then another group"])
 def test_changes_of_both_parts(transport, op, how):
     """All of it counts as this rank's; a sum cannot tell the parts, and is refused."""
     passes = 1 if op == hvd.Average else 2
     for text in run(change_both_parts, 2, args=(op, how), transport=transport):
-        if how == "halved" and op == hvd.Sum:
+        is_halved = how.startswith("halved")
+        if is_halved and op == hvd.Sum:
             assert "has changed the gradient of 'a', which has a part that is averaged" in text
             assert "optimizer.synchronize() before such a change" in text
         else:
-            assert float(text) == (1.5 + 1 if how == "halved" else passes), text
+            assert float(text) == (1.5 + 1 if is_halved else passes), text
 
 
 def replace_in_a_hook(replacement: Callable[[], torch.Tensor]) -> None:
@@ -171,14 +178,16 @@ def test_a_gradient_that_a_hook_replaces(replacement):
 
 def add_after_join(op: hvd.ReduceOp) -> tuple[float, float]:
     """After join() ranks have other averages: a rank that had joined lacks the last pass."""
-    a = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(SGD([a], lr=0.0), op=op)
+    a, large = parameters = [nn.Parameter(torch.zeros(n)) for n in (1, 100_000)]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
     for number in range(3 - hvd.rank()):
-        (a * (1.0 + number)).backward()
+        sum(p.sum() * (1.0 + number) for p in parameters).backward()
+        optimizer.step()
     hvd.join()
     found = a.grad.item()
-    (a * 4).backward()
+    sum(p.sum() * 4 for p in parameters).backward()
     optimizer.step()
+    assert large.grad[-1].item() == a.grad.item()
     return found, a.grad.item()
 
 
@@ -194,8 +203,10 @@ def test_averages_that_differ_after_join_are_averaged(transport, op):
 
 def step_after_a_failed_pass(how: str) -> list[float]:
     """A pass fails on all ranks, and the program steps with what it has."""
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     passes = 2 if how == "one more" else 1
+    if how == "two optimizers":  # the later one has the slots
+        earlier = hvd.DistributedOptimizer(SGD(parameters, lr=1.0))
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), backward_passes_per_step=passes)
 
     def backward() -> None:
@@ -210,16 +221,39 @@ def step_after_a_failed_pass(how: str) -> list[float]:
         if len(reached) == 2:
             raise KeyboardInterrupt if how == "interrupt" else ArithmeticError
 
-    if how != "one more":
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(fail)
-    with pytest.raises((KeyboardInterrupt, ArithmeticError, AssertionError)):
-        backward()
-    optimizer.step()
+    if how == "a graph":
+        with pytest.raises(RuntimeError, match="create_graph"):
+            sum(p * p * (1.0 + hvd.rank()) for p in parameters).backward(create_graph=True)
+    else:
+        if how != "one more":
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(fail)
+        with pytest.raises((KeyboardInterrupt, ArithmeticError, AssertionError)):
+            backward()
+    earlier.step() if how == "two optimizers" else optimizer.step()
     return [p.item() for p in parameters]
 
 
-@pytest.mark.parametrize("how", ["error", "interrupt", "one more"])
+@pytest.mark.parametrize("how", ["error", "interrupt", "one more", "a graph", "two optimizers"])
 def test_a_step_after_a_failed_pass(how):
     first, second = run(step_after_a_failed_pass, 2, args=(how,))
     assert first == second, "the ranks have stepped with gradients of their own"
+
+
+def skip_a_changed_gradient() -> None:
+    """A change that no reduction needs is no error, with Sum either."""
+    (a,) = parameters = [nn.Parameter(torch.zeros(2))]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), op=hvd.Sum)
+    for _ in range(6):
+        optimizer.zero_grad()
+        (a.sum() / hvd.size()).backward()
+        with optimizer.no_sync():
+            (a.sum() * 2).backward()
+        a.grad.mul_(0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert a.tolist() == [-6 * 1.5] * 2
+
+
+def test_a_change_that_is_not_reduced():
+    run(skip_a_changed_gradient, 2)

@@ -264,12 +264,12 @@ def interrupt_a_reduction(folder: Path) -> None:
     reduce = BackwardSync._reduce
 
     def observed(
-        sync: BackwardSync, reports: list[PassReport], own: dict[int, int]
+        sync: BackwardSync, reports: list[PassReport], *more: dict[int, int]
     ) -> PassDecision:
         reducing.set()
         if hvd.rank() == 0:
             wait_for(pressed)
-        return reduce(sync, reports, own)
+        return reduce(sync, reports, *more)
 
     def release() -> None:
         if reducing.wait(DEADLINE_S):

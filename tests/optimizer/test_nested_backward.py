@@ -187,10 +187,10 @@ def interrupt_the_reduction(transport: str) -> None:
     sync = backward_sync_of(hvd.global_process_set)
     reduce = sync._reduce
 
-    def press_ctrl_c(ranks: Sequence[PassReport], own: Mapping[int, int]) -> PassDecision:
+    def press_ctrl_c(ranks: Sequence[PassReport], *more: Mapping[int, int]) -> PassDecision:
         sync._reduce = reduce  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGINT)
-        decision = reduce(ranks, own)
+        decision = reduce(ranks, *more)
         assert decision.agrees_again == (transport == "tcp")
         return decision
 

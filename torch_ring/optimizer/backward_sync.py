@@ -276,8 +276,8 @@ class BackwardSync:
         if reducer.nothing_pending:
             # In other cases every parameter has been reduced.
             is_set_by_hand = self.run_ahead.may_have_missed and reducer.hooks.set_by_hand()
-            has_failed = reducer.hooks.has_failed() or self.agreement.failure
-            if not (is_set_by_hand or has_failed):
+            failed = [each.hooks.has_failed() for each in (reducer, *reducer.owners())]
+            if not (is_set_by_hand or any(failed) or self.agreement.failure):
                 return
             reducer.nothing_pending = False
         self._begin_ending(of_step=True)
@@ -384,9 +384,13 @@ class BackwardSync:
         except RingError as error:
             self._raise_explained(error)
             raise
-        if sent is not None:
-            self._require_promised(sent, report)
-        decision = self._reduce_all(ranks, report.due)
+        broken = {}  # the averaged parts that the earlier report has named, and that are gone
+        for each in sent.gradients if sent is not None else ():
+            reducer = self._reducers.get(each.optimizer)
+            present = 0 if reducer is None else reducer.pending(stepping).carried
+            if each.carried & ~present:
+                broken[each.optimizer] = each.carried & ~present
+        decision = self._reduce_all(ranks, report.due, broken)
         if decision.agrees_again:
             return self._agree(self._reports(stepping), stepping)
         if sent is not None:
@@ -396,29 +400,17 @@ class BackwardSync:
             self._reducers.get(index) is stepping for index in decision.open
         )
 
-    def _require_promised(self, sent: PassReport, present: PassReport) -> None:
-        """End the job if averaged parts of gradients are gone that an earlier report has named.
-
-        Args:
-            sent: the report of a pass that was interrupted, which the other ranks have.
-            present: the report of this pass.
-        """
-        kept = {each.optimizer: each.carried for each in present.gradients}
-        for each in sent.gradients:
-            if each.carried & each.due & ~kept.get(each.optimizer, 0):
-                self._engine.end(
-                    f"rank {self._rank}: a backward pass was interrupted after this rank had told "
-                    "the others that it adds gradients to averaged ones, and the program has "
-                    "dropped those: call zero_grad() before each backward pass, or end the program "
-                    "after an interrupt"
-                )
-
-    def _reduce_all(self, ranks: Sequence[PassReport], own: Mapping[int, int]) -> PassDecision:
-        """Decide, reduce, and end the agreement; Ctrl-C is deferred until then."""
+    def _reduce_all(
+        self,
+        ranks: Sequence[PassReport],
+        own: Mapping[int, int],
+        broken: Mapping[int, int] | None = None,
+    ) -> PassDecision:
+        """Decide, reduce, and end the agreement; Ctrl-C is deferred until then. See `_reduce`."""
         with interrupt_deferred():
             self.agreement.begin_reduction()
             try:
-                decision = self._reduce(ranks, own)
+                decision = self._reduce(ranks, own, broken or {})
             except Exception:
                 self.agreement.finish()
                 raise
@@ -436,12 +428,16 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
-    def _reduce(self, ranks: Sequence[PassReport], own: Mapping[int, int]) -> PassDecision:
+    def _reduce(
+        self, ranks: Sequence[PassReport], own: Mapping[int, int], broken: Mapping[int, int]
+    ) -> PassDecision:
         """Decide by the reports of all ranks, and reduce the gradients that are due on any.
 
         Args:
             ranks: the reports.
             own: the gradients that are due on this rank, as a bitmap by optimizer.
+            broken: the averaged parts of gradients that this rank's report names, and that the
+                program has dropped since, after an interrupt.
         """
         number = self.number
         decision = decide(
@@ -450,6 +446,14 @@ class BackwardSync:
         if decision.given_up:
             end_given_up(self.agreement.failure, self._engine, backward_name(number))
         require_same_steps(ranks, decision.out_of_step, self._size)
+        for each in decision.reductions:
+            if broken.get(each.optimizer, 0) & each.carried & ~each.unlike:
+                self._engine.end(
+                    f"rank {self._rank}: a backward pass was interrupted after this rank had told "
+                    "the others which averaged gradients it has, and the program has dropped "
+                    "those: call zero_grad() before each backward pass, or end the program after "
+                    "an interrupt"
+                )
         self._weights.differ(ranks, number)
         self._weights.tell(number)
         reduced = [(each, self._reducers.named(each.optimizer)) for each in decision.reductions]

@@ -275,6 +275,7 @@ class _DistributedOptimizer(Wrapped):
     _skip_synchronize: bool
     _step_is_open: bool
     _steps_alone: int  # steps without other ranks
+    _broken_by: str  # the error of the last change of its parameters
     _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
 
     def _start(self, names: dict[Tensor, str], settings: _Settings, passes_per_step: int) -> None:
@@ -287,6 +288,7 @@ class _DistributedOptimizer(Wrapped):
         self._step_is_open = False
         self._steps_alone = 0
         self._checked_groups = []
+        self._broken_by = ""
         self._make_reducer()
         # Hooks instead of a method: a scheduler may have bound the class's `step` to the instance.
         self.register_step_pre_hook(_before_step)
@@ -424,13 +426,18 @@ class _DistributedOptimizer(Wrapped):
             return
         parameters = list(filter(has_gradients, self._parameter_names))
         sync = backward_sync_of(process_set)
-        reducer = sync.add(
-            parameters,
-            [self._parameter_names[parameter] for parameter in parameters],
-            self._settings.reduction,
-            _group_indices(self._settings.groups, parameters),
-            before,
-        )
+        try:
+            reducer = sync.add(
+                parameters,
+                [self._parameter_names[parameter] for parameter in parameters],
+                self._settings.reduction,
+                _group_indices(self._settings.groups, parameters),
+                before,
+            )
+        except BaseException as error:
+            self._broken_by = f"{type(error).__name__}: {error}"
+            raise
+        self._broken_by = ""
         reducer.hooks.set_passes_per_step(self._passes_per_step)
         leave = functools.partial(_leave, sync, weakref.ref(reducer))
         reducer.owner = weakref.ref(self, leave)
@@ -520,6 +527,10 @@ def _before_step(
     """Step pre-hook; called twice for one step if `step` calls the base class's `step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
+    if optimizer._broken_by:  # else it would step with gradients of this rank alone
+        raise InvalidArgumentError(
+            f"the optimizer cannot step: adding parameters has failed ({optimizer._broken_by})"
+        )
     reducer = optimizer._reducer
     if reducer is None or optimizer._skip_synchronize:
         require_whole(optimizer._settings.process_set)

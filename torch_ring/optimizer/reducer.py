@@ -333,6 +333,7 @@ class Reducer:
             number: the agreement's number, a part of the names of the operations.
             active: the number of ranks that have not joined.
         """
+        self.hooks.require_unchanged(touched)
         self.hooks.carry(carried)
         self.hooks.drop_averaged(touched & ~due & ~carried)
         self._sparse = sparse if self._settings.sparse_as_dense else 0
@@ -391,6 +392,7 @@ class Reducer:
             planned: the gradients of the plan, as a bitmap.
             due: those of them that this rank has in the pass.
         """
+        self.hooks.require_unchanged(planned)
         return self.hooks.fill(planned, due, self._scale(self._size))
 
     @property
