@@ -279,12 +279,9 @@ const bool kReducescatter = on_all_layouts("reducescatter, small and large", [](
   }
 });
 
-using Asked = std::span<const std::int64_t>;
-
-std::int64_t join(Rank& rank, std::function<void*(Asked)> allocate = {}) {
+std::int64_t join(Rank& rank) {
   std::int64_t last = -1;
   Request request;
-  request.allocate = std::move(allocate);
   request.fingerprint.collective = Collective::kJoin;
   request.fingerprint.name = kJoinKey;
   request.output = &last;
@@ -306,28 +303,6 @@ const bool kJoin = on_all_layouts("ranks join one after the other, twice", [](Ra
     CHECK_EQ(join(rank), rank.size() - 1);
   }
 });
-
-const bool kKept = on_all_layouts(
-    "a rank that has joined gives the gradients that it has kept, and zeros else", [](Rank& rank) {
-      for (const std::size_t count : {5u, 50'000u}) {
-        if (rank.rank() > 0) {
-          for (const char* name : {"gradients.0.7.kept.3", "gradients.0.7.kept.4", "other"}) {
-            std::vector<float> values(count, 0.0f);
-            rank.wait(rank.allreduce(values, name, Engine::Mode::kBlocking));
-            const bool is_kept = std::string(name).ends_with(".3");
-            CHECK(values == std::vector<float>(count, is_kept ? 2.5f : 0.0f));
-          }
-        }
-        std::vector<float> kept(count, 2.5f);
-        const auto give = [&](Asked asked) -> void* {
-          CHECK_EQ(asked.size(), 4u);
-          CHECK_EQ(asked[1], 7);
-          CHECK_EQ(asked[3], static_cast<std::int64_t>(4 * count));
-          return asked[0] == 0 && asked[2] == 3 ? kept.data() : nullptr;
-        };
-        join(rank, give);
-      }
-    });
 
 TEST(join_does_not_time_out_while_other_ranks_make_progress) {
   using std::chrono::milliseconds;
