@@ -159,7 +159,7 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "failed_unseen", "a step after a failed pass uses gradients of this rank", HOOKS,
         "has_failed_ = failed && std::ranges::any_of(parameters_, &HookedParameter::unreduced);",
-        tests=carried,
+        tests=("optimizer/test_interrupted_backward.py",),
     )  # fmt: skip
     yield _python(
         "promise_broken", "an interrupted rank drops what it has told the others", SYNC,
@@ -196,7 +196,7 @@ def _gradients() -> Iterator[Fault]:
         "carried_nan_unseen", "a NaN in an averaged part is forgotten", FINITE,
         "if (!values.defined()) continue;",
         "if (!values.defined() || values.is_same(parameters[i].carried)) continue;",
-        tests=("optimizer/test_nan_check.py",),
+        tests=carried,
     )  # fmt: skip
     yield _statement(
         "carried_not_taken_over", "an averaged part stays in the slot before", PARAMETER,

@@ -257,3 +257,72 @@ def skip_a_changed_gradient() -> None:
 
 def test_a_change_that_is_not_reduced():
     run(skip_a_changed_gradient, 2)
+
+
+def carry_on_the_fast_path(op: hvd.ReduceOp) -> None:
+    """A gradient of no_sync(), added to an average, is due in a pass that has none of it."""
+    a, b = parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
+    share = hvd.size() if op == hvd.Average else 1
+    for _ in range(5):
+        optimizer.zero_grad()
+        (a + b).backward()
+        optimizer.step()
+    with optimizer.no_sync():
+        (a + b * 2).backward()
+    (a * 3).backward()
+    one = hvd.size() / share
+    assert (a.grad.item(), b.grad.item()) == (one + 4 * one, one + 2 * one)
+
+
+@both_ops
+def test_a_gradient_of_no_sync_on_the_fast_path(op):
+    run(carry_on_the_fast_path, 2, args=(op,))
+
+
+def doubt_on_the_fast_path() -> float:
+    """The first pass after join() has one gradient, the next ones have all."""
+    a, b = parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
+    for number in range(6 - hvd.rank()):
+        (a + b * number).backward()
+        optimizer.step()
+    hvd.join()
+    for _ in range(4):
+        a.backward()
+    (a + b).backward()
+    return b.grad.item()
+
+
+def test_averages_are_doubted_until_they_are_averaged():
+    first, second = run(doubt_on_the_fast_path, 2)
+    assert first == second
+
+
+def add_dense_to_sparse() -> None:
+    """Autograd makes another tensor of a sparse average and a dense gradient."""
+    weight = nn.Parameter(torch.zeros(4, 2))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0))
+    nn.functional.embedding(torch.tensor([hvd.rank()]), weight, sparse=True).sum().backward()
+    assert weight.grad.is_sparse
+    weight.sum().backward()
+    assert weight.grad.to_dense()[:, 0].tolist() == [1.5, 1.5, 1.0, 1.0]
+    optimizer.step()
+
+
+def test_a_dense_gradient_is_added_to_a_sparse_average():
+    run(add_dense_to_sparse, 2)
+
+
+def keep_a_nan() -> str:
+    """A pass adds finite gradients to an average that a NaN of rank 1 has spoilt."""
+    a = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0), [("a", a)], nan_check=True)
+    (a.sum() * (float("nan") if hvd.rank() == 1 else 1.0)).backward()
+    a.sum().backward()
+    return error_of(optimizer.step)[1]
+
+
+def test_a_nan_in_an_average():
+    for text in run(keep_a_nan, 2):
+        assert "rank 1: the gradient of 'a' has a NaN" in text, text
