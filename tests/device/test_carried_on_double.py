@@ -97,7 +97,9 @@ def test_ranks_that_keep_an_averaged_gradient(
     program = functools.partial(keep_on_some, keeping, lacks, ahead, tmp_path)
     for text in run_on_double(program, 3):
         if ahead and is_refused:
-            assert "has added the gradient of 'a' to one that was averaged before, on" in text, text
+            adding, lacking = min(keeping - ({1} if lacks else set())), min({0, 1, 2} - keeping)
+            assert f"rank {adding} has added the gradient of 'a' to one that was" in text, text
+            assert f"averaged before, which rank {lacking} does not have" in text, text
             assert "run_ahead=False" in text
         else:
             assert text == f"{gradient:.3f}"

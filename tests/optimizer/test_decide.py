@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from torch_ring._C import GradientReport, NotFinite, PassDecision, PassReport, Worst, decide
 from torch_ring.errors import RingError
+from torch_ring.optimizer.planned_pass import carried_parts
 
 A, B, C = 1, 2, 4  # parameters 0, 1 and 2, as a bitmap
 ALL = A | B | C
@@ -233,6 +234,9 @@ def test_decisions_of_random_reports(reports, data):
             dense |= gradients.due & ~gradients.sparse
         assert each.touched & ~due == 0, "no rank has it"
         assert each.sparse == each.touched & ~dense
+        # Planned passes have the same rule.
+        parts = carried_parts(reports, each.optimizer, each.touched)
+        assert parts == (each.carried, each.unlike)
         states = [(each.carried & g.carried, each.carried & g.unsure) for g in mine]
         if len(mine) == len(reports) and len(set(states)) == 1:
             assert each.unlike == each.carried & ~(states[0][0] & ~states[0][1])

@@ -541,15 +541,26 @@ class RunAhead:
         """End the job if ranks have added a planned gradient to averaged ones that may differ."""
         for index, due in union_of(rank.due for rank in ranks).items():
             _, unlike = carried_parts(ranks, index, due & self._plan.get(index, 0))
-            if unlike:
-                first = self._reducers.named(index).names[(unlike & -unlike).bit_length() - 1]
-                self._engine.end(
-                    f"this backward pass has added the gradient of '{first}' to one that was "
-                    "averaged before, on some ranks only. Hosts run ahead, so ranks have stepped "
-                    "with different gradients: call zero_grad() on all ranks in each step, also "
-                    "on one without data, or wrap the optimizer with run_ahead=False (or set "
-                    "TORCH_RING_RUN_AHEAD=0)"
-                )
+            if not unlike:
+                continue
+            bit = unlike & -unlike
+            name = self._reducers.named(index).names[bit.bit_length() - 1]
+            reports = [
+                next((each for each in rank.gradients if each.optimizer == index), _NOTHING)
+                for rank in ranks
+            ]
+            adds = next(n for n, each in enumerate(reports) if each.due & each.carried & bit)
+            lacks = (n for n, each in enumerate(reports) if not each.carried & ~each.unsure & bit)
+            who = (
+                "rank" if len(ranks) == self._size else "of the ranks that have not joined, number"
+            )
+            self._engine.end(
+                f"{who} {adds} has added the gradient of '{name}' to one that was averaged before, "
+                f"which {who} {next(lacks)} does not have. Hosts run ahead, so ranks have stepped "
+                "with different gradients: call zero_grad() on all ranks in each step, also on one "
+                "without data, or wrap the optimizer with run_ahead=False (or set "
+                "TORCH_RING_RUN_AHEAD=0)"
+            )
 
     def _all_deviate(self, ranks: Sequence[PassReport]) -> bool:
         """Return whether no rank had the planned gradients; then all have read the reports."""
