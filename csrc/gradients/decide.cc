@@ -44,7 +44,7 @@ PassDecision decide(const PassReports& reports, std::size_t size,
 
   std::map<std::size_t, Told> told;
   for (const PassReport* rank : ranks) {
-    const bool counts = decision.is_of_step || !rank->is_of_step();
+    const bool counts = decision.is_of_step || !rank->is_of_step() || rank->plan != 0;
     for (const GradientReport& report : rank->gradients) {
       Told& of_optimizer = told[report.optimizer];
       of_optimizer.reports.push_back(&report);

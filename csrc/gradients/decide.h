@@ -46,7 +46,8 @@ struct PassDecision {
 ///
 /// All ranks reduce a gradient that is due on any, as a dense one if any rank has a dense one. But
 /// while some ranks end a pass and others are about to step, the gradients of the latter wait until
-/// all step: the programs of the former may set the same ones by hand.
+/// all step: the programs of the former may set the same ones by hand. In a planned pass, which has
+/// sent them already, they count.
 ///
 /// `reports`: of the ranks that have not joined. `size`: of all ranks. `parameters`: their numbers,
 /// by optimizer. Thread: any. Blocking: no. Errors: Error(kInternal) without any report.

@@ -235,12 +235,12 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _python(
         "ahead_not_dropped", "in a planned pass a rank keeps what the others dropped", PLANNED,
-        "reducer.hooks.drop_averaged(lacking & ~stays)", "pass",
+        "reducer.hooks.drop_averaged(of_any & ~gradients.get(index, 0) & ~stays)", "pass",
         tests=ahead,
     )  # fmt: skip
     yield _python(
         "ahead_unlike", "in a planned pass averages that differ are not refused", PLANNED,
-        "self._require_carried_alike(ranks)", "pass",
+        "self._require_carried_alike(ranks, decision)", "pass",
         tests=ahead,
     )  # fmt: skip
     # --- hooks and passes
@@ -499,13 +499,13 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _python(
         "plan_any", "a pass with sparse gradients goes on as planned", PLANNED,
-        "is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)",
+        "is_dense = not any(each.sparse for each in decision.reductions)",
         "is_dense = True",
         tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     yield _python(
         "rest_unreduced", "gradients that are new on all ranks stay each rank's own", PLANNED,
-        "self._reduce_extra(ranks, without(union, planned), gradients, number)", "pass",
+        "self._reducers.reduce(decision, gradients, number, len(entered.ranks), planned)", "pass",
         tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip
     # --- the decision
@@ -523,7 +523,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "stepping_too_early", "gradients of a stepping rank are reduced in the others' pass",
-        DECIDE, "decision.is_of_step || !rank->is_of_step()", "true",
+        DECIDE, "decision.is_of_step || !rank->is_of_step() || rank->plan != 0", "true",
         tests=("optimizer/test_decide.py",),
     )  # fmt: skip
     yield _expression(

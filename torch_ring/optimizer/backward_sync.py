@@ -456,21 +456,13 @@ class BackwardSync:
                 )
         self._weights.differ(ranks, number)
         self._weights.tell(number)
-        reduced = [(each, self._reducers.named(each.optimizer)) for each in decision.reductions]
-        for each, reducer in reduced:
-            if reducer.looks_at_gradients:
-                reducer.note_not_finite(each.touched, each.not_finite)
-            sets = each.touched, each.sparse, each.carried, each.unlike
-            due = own.get(each.optimizer, 0)
-            reducer.prepare(*sets, due=due, number=number, active=len(ranks))
-        for _, reducer in reduced:
-            reducer.start(number)
-        for each, reducer in reduced:
-            reducer.finish(each.order)
+        self._reducers.reduce(decision, own, number, len(ranks))
         if decision.is_of_step:
-            for _, reducer in reduced:
-                reducer.comparison.note_averaging_step()
-        if reduced or not decision.is_of_step:  # else it was no pass, and no gradient was left over
+            for each in decision.reductions:
+                self._reducers[each.optimizer].comparison.note_averaging_step()
+        if (
+            decision.reductions or not decision.is_of_step
+        ):  # else it was no pass, and no gradient was left over
             is_steady = decision.is_whole and not (decision.open or decision.is_of_step)
             is_dense = not any(each.sparse for each in decision.reductions)
             touched = {each.optimizer: each.touched for each in decision.reductions}

@@ -18,6 +18,7 @@ from torch_ring.optimizer.buckets import Bucket
 __all__ = [
     "end_given_up",
     "explained",
+    "rank_word",
     "require_same_steps",
     "require_usable",
     "warn_of_ddp",
@@ -163,6 +164,11 @@ def explained(error: RingError, purpose: str, done: str) -> RingError | None:
     return type(error)(text) if text != str(error) else None
 
 
+def rank_word(ranks: Sequence[PassReport], size: int) -> str:
+    """Return the words before the number of a report: its rank's, or a place among fewer."""
+    return "rank" if len(ranks) == size else "of the ranks that have not joined, number"
+
+
 def require_same_steps(ranks: Sequence[PassReport], other: int | None, size: int) -> None:
     """Check that ranks are in the same step.
 
@@ -176,7 +182,7 @@ def require_same_steps(ranks: Sequence[PassReport], other: int | None, size: int
     """
     if other is None:
         return
-    who = "rank" if len(ranks) == size else "of the ranks that have not joined, number"
+    who = rank_word(ranks, size)
     raise MismatchError(
         f"the ranks are in different steps: {who} 0 has taken {ranks[0].steps} optimizer steps, "
         f"{who} {other} {ranks[other].steps}. Every rank must call step() equally often, and "

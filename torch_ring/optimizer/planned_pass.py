@@ -63,7 +63,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -74,6 +74,7 @@ from torch_ring._C import (
     Engine,
     GradientReport,
     PassAgreement,
+    PassDecision,
     PassReport,
     Pending,
     Work,
@@ -82,13 +83,13 @@ from torch_ring._C import (
 )
 from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
-from torch_ring.optimizer.gradient_report import end_given_up, require_same_steps
+from torch_ring.optimizer.gradient_report import end_given_up, rank_word, require_same_steps
 from torch_ring.optimizer.reducer import Reducer, Reducers
 from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.join import World
 
-__all__ = ["Gradients", "RunAhead", "union_of", "without"]
+__all__ = ["Gradients", "RunAhead", "without"]
 
 Gradients = Mapping[int, int]
 """The gradients of one pass: a bitmap of parameters for each optimizer."""
@@ -103,41 +104,10 @@ _SET_ALONE = (
 )
 
 
-_NOTHING = GradientReport(0)
-
-
-def union_of(ranks: Iterable[Gradients]) -> dict[int, int]:
-    """Return the gradients that any rank has."""
-    union: dict[int, int] = {}
-    for gradients in ranks:
-        for index, bitmap in gradients.items():
-            union[index] = union.get(index, 0) | bitmap
-    return union
-
-
 def without(gradients: Gradients, planned: Gradients) -> dict[int, int]:
     """Return the gradients that are not planned."""
     rest = {index: bitmap & ~planned.get(index, 0) for index, bitmap in gradients.items()}
     return {index: bitmap for index, bitmap in rest.items() if bitmap}
-
-
-def carried_parts(ranks: Sequence[PassReport], index: int, touched: int) -> tuple[int, int]:
-    """Return the gradients whose averaged part stays, and those where not all ranks have it.
-
-    The same as `decide` says of agreed passes.
-
-    Args:
-        ranks: the reports.
-        index: the index of the optimizer.
-        touched: the gradients in question, as a bitmap.
-    """
-    carried, on_all, unsure = 0, touched, 0
-    for rank in ranks:
-        mine = next((each for each in rank.gradients if each.optimizer == index), _NOTHING)
-        carried |= mine.due & mine.carried & touched
-        on_all &= mine.carried
-        unsure |= mine.unsure
-    return carried, carried & ~(on_all & ~unsure)
 
 
 @dataclass
@@ -170,6 +140,7 @@ class Entered:
         report: this rank's report.
         work: the allgather of the reports.
         ranks: the reports of all ranks that had not joined; empty until they are read.
+        decision: what these reports mean; None until they are read.
         ends_plan: whether the reports end the plan; None until they are judged.
     """
 
@@ -177,6 +148,7 @@ class Entered:
     report: PassReport
     work: Work
     ranks: Sequence[PassReport] = ()
+    decision: PassDecision | None = None
     ends_plan: bool | None = None
 
 
@@ -419,25 +391,29 @@ class RunAhead:
         if entered.report.gave_up:
             self._read(entered)
         self._explaining(number, self._native.wait)
-        ranks = [entered.report] if gradients == planned else self._read(entered)
-        union = union_of(rank.due for rank in ranks)
+        is_exact = gradients == planned
+        decision = decide([entered.report], 1, {}) if is_exact else self._read(entered)
+        found = {each.optimizer: each for each in decision.reductions}
         for index, bitmap in planned.items():
             reducer = self._reducers.get(index)
             if reducer is not None:
-                nowhere = bitmap & ~union.get(index, 0)
-                reducer.hooks.restore(nowhere)
-                stays, _ = carried_parts(ranks, index, bitmap)
-                lacking = bitmap & ~nowhere & ~gradients.get(index, 0)
-                reducer.hooks.drop_averaged(lacking & ~stays)
-                reducer.hooks.mark_reduced(bitmap & ~nowhere)
-        if self._all_deviate(ranks):
-            self._reduce_extra(ranks, without(union, planned), gradients, number)
-        self._note_reduction(ranks)
+                of_any = found[index].touched & bitmap if index in found else 0
+                stays = found[index].carried if index in found else 0
+                reducer.hooks.restore(bitmap & ~of_any)
+                reducer.hooks.drop_averaged(of_any & ~gradients.get(index, 0) & ~stays)
+                reducer.hooks.mark_reduced(of_any)
+        all_know = not is_exact and self._all_deviate(entered.ranks)
+        if all_know:
+            self._reducers.reduce(decision, gradients, number, len(entered.ranks), planned)
+        for index in decision.mentioned:
+            reducer = self._reducers.get(index)
+            if reducer is not None and (all_know or index in planned):
+                reducer.nothing_pending = True
 
     def _send(self, number: int, steps: int, gradients: Sequence[GradientReport]) -> Entered:
         """Send this rank's report of a pass to the others. Does not wait for them."""
         gave_up = bool(self._agreement.failure)
-        plan = zlib.crc32(repr(sorted(self._plan.items())).encode())
+        plan = zlib.crc32(repr(sorted(self._plan.items())).encode()) or 1  # 0: not planned
         report = PassReport(steps, gradients, gave_up=gave_up, plan=plan)
         message = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8)
         work = self._explaining(
@@ -456,49 +432,17 @@ class RunAhead:
             self._explain(error, _name(number))
             raise
 
-    def _reduce_extra(
-        self, ranks: Sequence[PassReport], extra: Gradients, own: Gradients, number: int
-    ) -> None:
-        """Reduce the gradients that are not planned; all ranks know of them. Collective."""
-        dense = dict.fromkeys(extra, 0)
-        for report in (report for rank in ranks for report in rank.gradients):
-            if report.optimizer in dense:
-                dense[report.optimizer] |= report.due & ~report.sparse
-        found = {index: self._reducers.named(index) for index in sorted(extra)}
-        for index, reducer in found.items():
-            carried, unlike = carried_parts(ranks, index, extra[index])
-            sets = extra[index], extra[index] & ~dense[index], carried, unlike
-            due = own.get(index, 0)
-            reducer.prepare(*sets, due=due, number=number, active=len(ranks))
-        for reducer in found.values():
-            reducer.start(number)
-        for reducer in found.values():
-            reducer.finish(())
-
     def _note_accumulation(self, pending: Mapping[int, Pending], taken: Gradients) -> None:
         """Take note of the optimizers that keep gradients for a later pass."""
         for index, each in pending.items():
             if each.accumulating and index not in taken:
                 self._reducers[index].nothing_pending = False
 
-    def _note_reduction(self, ranks: Sequence[PassReport]) -> None:
-        """Take note of the optimizers that have nothing left to reduce on any rank.
-
-        These are the optimizers in the reports that all ranks know: those in the plan, or, if no
-        rank had the planned gradients, all.
-        """
-        all_know = self._all_deviate(ranks)
-        reports = (report for rank in ranks for report in rank.gradients)
-        for index in {report.optimizer for report in reports if report.due or report.stepping}:
-            reducer = self._reducers.get(index)
-            if reducer is not None and (index in self._plan or all_know):
-                reducer.nothing_pending = True
-
     # --- the reports
 
-    def _read(self, entered: Entered) -> Sequence[PassReport]:
-        """Wait for the reports of a pass; return those of all ranks that had not joined."""
-        if not entered.ranks:
+    def _read(self, entered: Entered) -> PassDecision:
+        """Wait for the reports of a pass; return what those of all ranks mean."""
+        if entered.decision is None:
             gathered = self._explaining(entered.number, entered.work.wait)
             ranks = PassReport.decode_all(gathered.numpy().tobytes())
             if any(rank.plan != entered.report.plan for rank in ranks):
@@ -506,16 +450,16 @@ class RunAhead:
                     "the ranks have different plans, which is an error in torch_ring: set "
                     "TORCH_RING_RUN_AHEAD=0"
                 )
-            entered.ranks = ranks
             decision = decide(ranks, self._size, {})
+            entered.ranks, entered.decision = ranks, decision
             if decision.given_up:
                 failure = self._agreement.failure if entered.report.gave_up else ""
                 end_given_up(failure, self._engine, _name(entered.number))
             if decision.out_of_step is None:
                 if not self._all_deviate(ranks):
                     self._require_planned(ranks)
-                self._require_carried_alike(ranks)
-        return entered.ranks
+                self._require_carried_alike(ranks, decision)
+        return entered.decision
 
     def _require_planned(self, ranks: Sequence[PassReport]) -> None:
         """End the job if a rank has a gradient that is not planned, and another one is ahead."""
@@ -527,8 +471,7 @@ class RunAhead:
             first = self._reducers.named(index).names[(bitmap & -bitmap).bit_length() - 1]
             others = sum(bitmap.bit_count() for bitmap in extra.values()) - 1
             more = f" and {others} other parameter{'s' if others > 1 else ''}" if others else ""
-            all_are_here = len(ranks) == self._size
-            who = "rank" if all_are_here else "of the ranks that have not joined, number"
+            who = rank_word(ranks, self._size)
             ahead = next(n for n, other in enumerate(ranks) if other.due == self._plan)
             self._engine.end(
                 f"{who} {number} has a gradient of '{first}'{more}, which the passes before did "
@@ -537,26 +480,26 @@ class RunAhead:
                 "TORCH_RING_RUN_AHEAD=0) where ranks use different parts of a model"
             )
 
-    def _require_carried_alike(self, ranks: Sequence[PassReport]) -> None:
+    def _require_carried_alike(self, ranks: Sequence[PassReport], decision: PassDecision) -> None:
         """End the job if ranks have added a planned gradient to averaged ones that may differ."""
-        for index, due in union_of(rank.due for rank in ranks).items():
-            _, unlike = carried_parts(ranks, index, due & self._plan.get(index, 0))
+        for each in decision.reductions:
+            unlike = each.unlike & self._plan.get(each.optimizer, 0)
             if not unlike:
                 continue
             bit = unlike & -unlike
-            name = self._reducers.named(index).names[bit.bit_length() - 1]
+            name = self._reducers.named(each.optimizer).names[bit.bit_length() - 1]
             reports = [
-                next((each for each in rank.gradients if each.optimizer == index), _NOTHING)
+                next((own for own in rank.gradients if own.optimizer == each.optimizer), None)
                 for rank in ranks
             ]
-            adds = next(n for n, each in enumerate(reports) if each.due & each.carried & bit)
-            lacks = (n for n, each in enumerate(reports) if not each.carried & ~each.unsure & bit)
-            who = (
-                "rank" if len(ranks) == self._size else "of the ranks that have not joined, number"
+            adds = next(n for n, own in enumerate(reports) if own and own.due & own.carried & bit)
+            lacks = next(
+                n for n, own in enumerate(reports) if not (own and own.carried & ~own.unsure & bit)
             )
+            who = rank_word(ranks, self._size)
             self._engine.end(
                 f"{who} {adds} has added the gradient of '{name}' to one that was averaged before, "
-                f"which {who} {next(lacks)} does not have. Hosts run ahead, so ranks have stepped "
+                f"which {who} {lacks} does not have. Hosts run ahead, so ranks have stepped "
                 "with different gradients: call zero_grad() on all ranks in each step, also on one "
                 "without data, or wrap the optimizer with run_ahead=False (or set "
                 "TORCH_RING_RUN_AHEAD=0)"
@@ -585,14 +528,14 @@ class RunAhead:
         """Return whether the reports of a pass end the plan, the same on all ranks."""
         if entered.ends_plan is not None:
             return entered.ends_plan
-        ranks = self._read(entered)
-        is_planned = union_of(rank.due for rank in ranks) == self._plan
-        is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)
+        decision, ranks = self._read(entered), entered.ranks
+        is_planned = {each.optimizer: each.touched for each in decision.reductions} == self._plan
+        is_dense = not any(each.sparse for each in decision.reductions)
         # The next agreed pass gathers the differing weights.
         are_same = not self._weights.differ(ranks, entered.number)
-        entered.ends_plan = not (is_planned and is_dense and are_same and len(ranks) == self._size)
+        entered.ends_plan = not (is_planned and is_dense and are_same and decision.is_whole)
         try:
-            require_same_steps(ranks, decide(ranks, self._size, {}).out_of_step, self._size)
+            require_same_steps(ranks, decision.out_of_step, self._size)
         except MismatchError as difference:
             entered.ends_plan = True
             if any(rank.is_of_step for rank in ranks):

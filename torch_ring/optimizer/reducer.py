@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch_ring._C import (
     GradientReport,
     NotFinite,
     PassAgreement,
+    PassDecision,
     Pending,
     PlannedBucket,
     RunAhead,
@@ -580,6 +581,45 @@ class Reducers:
     def values(self) -> list[Reducer]:
         """Return a snapshot of the reducers, in the order of their indices."""
         return [reducer for _, reducer in self.items()]
+
+    def reduce(
+        self,
+        decision: PassDecision,
+        own: Mapping[int, int],
+        number: int,
+        active: int,
+        reduced: Mapping[int, int] | None = None,
+    ) -> None:
+        """Reduce the gradients that are due on any rank. Collective.
+
+        Args:
+            decision: the ranks'.
+            own: the gradients that this rank has reported, as a bitmap by optimizer.
+            number: the number of the agreement, a part of the names of the operations.
+            active: the number of ranks that have not joined.
+            reduced: the gradients that are reduced already.
+        """
+        found = []
+        for each in decision.reductions:
+            rest = ~(reduced or {}).get(each.optimizer, 0)
+            if each.touched & rest:
+                found.append((each, self.named(each.optimizer), rest))
+        for each, reducer, rest in found:
+            if reducer.looks_at_gradients:
+                reducer.note_not_finite(each.touched, each.not_finite)
+            reducer.prepare(
+                each.touched & rest,
+                each.sparse & rest,
+                each.carried & rest,
+                each.unlike & rest,
+                due=own.get(each.optimizer, 0),
+                number=number,
+                active=active,
+            )
+        for _, reducer, _ in found:
+            reducer.start(number)
+        for each, reducer, _ in found:
+            reducer.finish(each.order)
 
     def named(self, index: int) -> Reducer:
         """Return the reducer of an optimizer that another rank's report names.
