@@ -27,10 +27,10 @@ const torch::autograd::GraphTask* current_graph() {
 
 }  // namespace
 
-BackwardPass BackwardPass::current() {
+BackwardGraph BackwardGraph::current() {
   const auto node = torch::autograd::get_current_node();
   return {torch::autograd::get_current_graph_task_id(), std::this_thread::get_id(),
-          node && !node->device().is_cpu(), false};
+          node && !node->device().is_cpu()};
 }
 
 bool is_nested() {

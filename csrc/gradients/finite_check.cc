@@ -60,7 +60,7 @@ void FiniteCheck::examine(const std::vector<HookedParameter>& parameters,
   worst_.resize(parameters.size(), Worst::kFinite);
   for (const std::size_t i : indices) {
     examined_[i] = true;
-    for (at::Tensor values : {parameters[i].to_send(), parameters[i].carried}) {
+    for (at::Tensor values : {parameters[i].to_send(), parameters[i].averaged.value()}) {
       if (!values.defined()) continue;
       if (const auto worst = worst_on_host(values, *largest_)) {
         worst_[i] = std::max(worst_[i], *worst);
@@ -100,7 +100,7 @@ std::vector<NotFinite> FiniteCheck::not_finite(std::vector<HookedParameter>& par
   std::vector<NotFinite> found;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (!due.get(i) || !all.has(i) || all.worst_[i] == Worst::kFinite) continue;
-    found.push_back({i, rank, all.worst_[i], parameters[i].carried.defined()});
+    found.push_back({i, rank, all.worst_[i], parameters[i].averaged.value().defined()});
   }
   return found;
 }

@@ -178,7 +178,7 @@ void GradientHooks::before_accumulation(std::size_t index) {
     note_changes();
   }
   if (parameter.arrived) return keep_sent(index);
-  if (!parameter.is_averaged && !parameter.carried.defined()) return;
+  if (parameter.averaged.is_none()) return;
   std::unique_lock lock(mutex_);
   enter_pass(lock, parameter.variable.device());  // its end puts both parts together again
   parameter.refresh();
@@ -201,7 +201,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
         present_[index].load(std::memory_order_relaxed) != grad.unsafeGetTensorImpl();
     enter_pass(lock, parameter.variable.device());
     if (parameter.sent.defined()) {
-      if (!planned_) return keep_again(index);
+      if (!plan_.gradients) return keep_again(index);
       lock.unlock();
       options_.fail("'" + parameter.name + "' " + kCameAgain);
     }
@@ -216,8 +216,8 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     bucket_full = count_arrival(index, parameter.on_gradient(gradient, is_new));
     if (bucket_full) complete(lock, bucket);
     if (bucket_full && finite_.is_on()) finite_.examine(parameters_, buckets_[bucket].members);
-    sent_ = sent_ || bucket_full;
-    is_planned = planned_.has_value();
+    pass_.is_sent = pass_.is_sent || bucket_full;
+    is_planned = plan_.gradients.has_value();
   }
   if (!bucket_full) return;
   is_planned ? options_.launch(*this, bucket) : options_.on_bucket_full(bucket);
@@ -227,26 +227,25 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
 /// would mix with one of another pass, in another thread or in a bucket in flight. Throws if the
 /// pass is captured into a graph.
 void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device) {
-  const BackwardPass current = BackwardPass::current();
-  if (!pass_) {
+  const BackwardGraph current = BackwardGraph::current();
+  if (!pass_.is_under_way()) {
     lock.unlock();
     if (const auto problem = capture_problem(device, Captured::kBackward)) {
       throw_value_error(*problem);
     }
     lock.lock();
   }
-  if (!pass_) {
-    pass_ = current;
-    pass_->end = current_end();
-    pass_->agreement = options_.agreement->number();
+  if (!pass_.is_under_way()) {
+    pass_.begin(current, options_.agreement->number());
     may_have_changes_ = false;
-    const std::uint64_t number = ++passes_;
+    const std::uint64_t number = pass_.number;
     lock.unlock();
     queue_end(number);
     lock.lock();
   }
-  pass_->has_nested = pass_->has_nested || is_nested();
-  const bool two_threads = options_.agreement->is_ending_elsewhere() || pass_->is_beside(current);
+  pass_.has_nested = pass_.has_nested || is_nested();
+  const bool two_threads =
+      options_.agreement->is_ending_elsewhere() || pass_.graph->is_beside(current);
   if (!two_threads && !has_sent_in_vain()) return;
   const std::string why = two_threads ? kTwoThreads : failure();
   lock.unlock();
@@ -262,13 +261,13 @@ void GradientHooks::queue_end(std::uint64_t number) {
 /// After a nested graph: the pass goes on in the outer one. If this is impossible, the gradients
 /// are reduced in step().
 void GradientHooks::go_on(std::uint64_t number) {
-  const int task = BackwardPass::current().task;
+  const int task = BackwardGraph::current().task;
   {
     const std::scoped_lock lock(mutex_);
-    if (!pass_ || number != passes_) return;
+    if (!pass_.is_under_way() || number != pass_.number) return;
     if (task >= 0) {
-      pass_->task = task;
-      pass_->end = current_end();
+      pass_.graph->task = task;
+      pass_.end = current_end();
     }
   }
   if (task < 0) return close_pass(number, /*failed=*/true);
@@ -295,52 +294,54 @@ void GradientHooks::keep_again(std::size_t index) {
   at::Tensor mine =
       std::exchange(parameter.variable.mutable_grad(), std::exchange(parameter.sent, {}));
   if (mine.is_sparse()) mine = mine.to_dense();
-  at::Tensor& kept = again_[index];
+  at::Tensor& kept = pass_.again[index];
   kept = kept.defined() ? kept.add(mine) : mine;
-  repeated_.insert(index);
+  pass_.repeated.insert(index);
 }
 
 /// Returns whether the bucket has become full and on_bucket_full is due.
 bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   HookedParameter& parameter = parameters_[index];
   if (fresh) parameter.passes = 0;  // the earlier gradient was dropped
-  if (fresh && !parameter.is_apart) parameter.forget_averaged();
-  parameter.is_averaged = false;
+  if ((fresh || parameter.averaged.is_whole()) && !parameter.averaged.is_apart()) {
+    parameter.averaged.forget();
+  }
   parameter.unreduced = parameter.unreduced || parameter.arrived;
   if (parameter.arrived) {  // computed by two nested graphs, or by a nested and an outer one
-    repeated_.insert(index);
+    pass_.repeated.insert(index);
     parameter.passes = std::max(parameter.passes, 1);
     return false;
   }
-  const bool too_many = passes_per_step_ > 1 && due(parameter) && !parameter.unreduced;
-  if (too_many && !parameter.carries_value()) {
+  const bool too_many = step_.passes > 1 && due(parameter) && !parameter.unreduced;
+  if (too_many && !parameter.averaged.carries_value()) {
     parameter.passes = 0;  // the earlier gradient was zeroed, after a step that GradScaler skipped
   } else if (too_many) {
     throw_assertion_error(c10::str(
         "the gradient of '", parameter.name, "' was computed more than backward_passes_per_step=",
-        passes_per_step_, " times before step(): raise backward_passes_per_step, or call step() ",
+        step_.passes, " times before step(): raise backward_passes_per_step, or call step() ",
         "or zero_grad() in between"));
   }
   ++parameter.passes;
   parameter.unreduced = true;
-  if (synchronizing_ && due(parameter)) options_.agreement->arrive();
-  if (planned_ && !planned_->get(index)) return false;
+  if (step_.is_synchronizing && due(parameter)) options_.agreement->arrive();
+  if (plan_.gradients && !plan_.gradients->get(index)) return false;
   parameter.arrived = true;
-  arrived_.push_back(index);
-  if (!synchronizing_ || !due(parameter) || parameter.sparse.defined()) return false;
-  if (parameter.has_moved() || parameter.is_changed || !again_.empty()) return false;
+  pass_.arrived.push_back(index);
+  if (!step_.is_synchronizing || !due(parameter) || parameter.sparse.defined()) return false;
+  if (parameter.has_moved() || parameter.averaged.is_changed() || !pass_.again.empty())
+    return false;
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
   Bucket& bucket = buckets_[parameter.bucket];
-  if (--bucket.missing > 0 || !bucket.is_early || pass_->has_nested || is_held(bucket))
-    return false;
+  if (--bucket.missing > 0 || !bucket.is_early || pass_.has_nested || is_held(bucket)) return false;
   bucket.is_sent = true;
   return true;
 }
 
 /// Whether a parameter of the bucket may get another gradient in this pass, as in an earlier pass.
 bool GradientHooks::is_held(const Bucket& bucket) const {
-  return !repeated_.empty() &&
-         std::ranges::any_of(bucket.members, [&](std::size_t i) { return repeated_.contains(i); });
+  return !pass_.repeated.empty() && std::ranges::any_of(bucket.members, [&](std::size_t i) {
+    return pass_.repeated.contains(i);
+  });
 }
 
 void GradientHooks::set_elsewhere(std::map<std::size_t, Elsewhere> slots) {
@@ -352,7 +353,8 @@ void GradientHooks::set_elsewhere(std::map<std::size_t, Elsewhere> slots) {
   if (is_same && slots.size() == elsewhere_.size()) return;
   close_failed();
   note_changes();
-  TORCH_CHECK_VALUE(!pass_, "two optimizers have '", parameters_.at(slots.begin()->first).name,
+  TORCH_CHECK_VALUE(!pass_.is_under_way(), "two optimizers have '",
+                    parameters_.at(slots.begin()->first).name,
                     "', and the second one is wrapped in the middle of a backward pass, which has "
                     "sent a part of the gradients by the first one: wrap it before or after");
   for (const auto& [index, there] : slots) {
@@ -364,7 +366,7 @@ void GradientHooks::set_elsewhere(std::map<std::size_t, Elsewhere> slots) {
     const std::scoped_lock lock(owner.mutex_);
     owner.may_have_changes_ = true;
     HookedParameter& slot = owner.parameters_.at(there.index);
-    if (was_here) slot.take_over(parameters_.at(index), owner.passes_per_step_);
+    if (was_here) slot.take_over(parameters_.at(index), owner.step_.passes);
   }
   elsewhere_ = std::move(slots);
   count_missing();
@@ -372,7 +374,7 @@ void GradientHooks::set_elsewhere(std::map<std::size_t, Elsewhere> slots) {
 
 std::uint64_t GradientHooks::step_began() {
   const std::scoped_lock lock(mutex_);
-  return step_began_;
+  return step_.began;
 }
 
 /// The slots in `other` that belong to parameters of these hooks.
@@ -391,7 +393,7 @@ bool GradientHooks::is_settled(std::size_t index, std::uint64_t since, bool step
   HookedParameter& parameter = parameters_.at(index);
   parameter.refresh();
   if (!parameter.variable.grad().defined()) return false;
-  if (parameter.unreduced) return stepping || (synchronizing_ && due(parameter));
+  if (parameter.unreduced) return stepping || (step_.is_synchronizing && due(parameter));
   return parameter.reduced_at > since;
 }
 
@@ -399,37 +401,34 @@ bool GradientHooks::is_settled(std::size_t index, std::uint64_t since, bool step
 void GradientHooks::reset_slot(std::size_t index, bool gradients) {
   const std::scoped_lock lock(mutex_);
   begin_step(parameters_.at(index), gradients);
-  if (gradients) again_.erase(index);
+  if (gradients) pass_.again.erase(index);
 }
 
 void GradientHooks::close_pass(std::uint64_t number, bool failed) {
   const std::scoped_lock lock(mutex_);
-  if (pass_ && number == passes_) close(failed);
+  if (pass_.is_under_way() && number == pass_.number) close(failed);
 }
 
 /// Closes a failed pass that autograd has not dropped yet: a thread of a device may hold it for a
 /// while after backward() has raised. The caller, outside of backward passes, is about to step or
 /// to drop the gradients, so no pass that produces some is under way.
 void GradientHooks::close_failed() {
-  const BackwardPass current = BackwardPass::current();
-  if (pass_ && current.task < 0 && !pass_->is_beside(current)) close(true);
+  const BackwardGraph current = BackwardGraph::current();
+  if (pass_.is_under_way() && current.task < 0 && !pass_.graph->is_beside(current)) close(true);
 }
 
 void GradientHooks::close(bool failed) {
   // An error of the agreed reduction is one on all ranks, which are in the next pass together: but
   // these buckets may be in flight.
-  const bool is_agreed = pass_ && pass_->agreement != options_.agreement->number();
+  const bool is_agreed = pass_.agreement != options_.agreement->number();
   if (failed && is_agreed) {
-    sent_in_vain_ = sent_in_vain_ || sent_;
+    pass_.is_sent_in_vain = pass_.is_sent_in_vain || pass_.is_sent;
   } else if (failed) {
-    options_.agreement->give_up(pass_ ? failure_in(pass_->end) : "", sent_);
+    options_.agreement->give_up(failure_in(pass_.end), pass_.is_sent);
   }
-  sent_ = false;
-  pass_.reset();
-  arrived_.clear();
+  pass_.close(failed);
   finite_.forget();
   for (Bucket& bucket : buckets_) bucket.producers.clear();
-  if (failed) again_.clear();
   for (HookedParameter& parameter : parameters_) {
     parameter.arrived = parameter.made = false;
     if (parameter.sent.defined()) {  // autograd has failed to make another one
@@ -437,17 +436,16 @@ void GradientHooks::close(bool failed) {
     }
   }
   count_missing();
-  has_failed_ = failed;
   std::vector<HookedParameter*> joined;
   for (HookedParameter& parameter : parameters_) {
-    const bool was_apart = parameter.is_apart;
+    const bool was_apart = parameter.averaged.is_apart();
     parameter.rejoin();
-    if (parameter.carried.defined()) may_have_changes_ = true;
+    if (parameter.averaged.is_both()) may_have_changes_ = true;
     // A gradient in the program's memory shares its version with others, which have changed.
     if (was_apart || parameter.is_given()) joined.push_back(&parameter);
   }
   for (HookedParameter* const parameter : joined) parameter->note_version();
-  has_failed_ = failed && std::ranges::any_of(parameters_, &HookedParameter::unreduced);
+  pass_.has_failed = failed && std::ranges::any_of(parameters_, &HookedParameter::unreduced);
 }
 
 /// Gives the bucket other memory before a gradient overwrites an earlier one that the program
@@ -479,7 +477,7 @@ void GradientHooks::refuse_others_pass() {
   std::string why;
   {
     const std::scoped_lock lock(mutex_);
-    const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+    const bool is_beside = pass_.is_under_way() && pass_.graph->is_beside(BackwardGraph::current());
     if (is_beside || has_sent_in_vain()) why = is_beside ? kTwoThreads : failure();
   }
   if (!why.empty()) options_.fail(why);
@@ -499,32 +497,32 @@ GradientHooks::Pending GradientHooks::pending(Due which,
   const bool is_of_step = which == Due::kEverything || stepped.any();
   if (is_of_step) close_failed();
   note_changes();
-  const bool is_beside = pass_ && pass_->is_beside(BackwardPass::current());
+  const bool is_beside = pass_.is_under_way() && pass_.graph->is_beside(BackwardGraph::current());
   const bool unready = is_beside || (is_of_step && has_sent_in_vain());
-  Pending pending{{}, {}, {}, {}, false, true, !again_.empty(), unready};
+  Pending pending{{}, {}, {}, {}, false, true, !pass_.again.empty(), unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (is_elsewhere(i)) {
       const Elsewhere& there = elsewhere_.at(i);
       const bool is_stepping = which == Due::kEverything;
       pending.complete =
-          pending.complete && there.hooks->is_settled(there.index, step_began_, is_stepping);
+          pending.complete && there.hooks->is_settled(there.index, step_.began, is_stepping);
       continue;
     }
     if (is_ignored(i)) continue;
     HookedParameter& parameter = parameters_[i];
     const bool everything = which == Due::kEverything || stepped.get(i);
-    const bool was_reduced = parameter.reduced_at > (stepped.get(i) ? began : step_began_);
+    const bool was_reduced = parameter.reduced_at > (stepped.get(i) ? began : step_.began);
     const at::Tensor& grad = parameter.variable.mutable_grad();
     parameter.refresh();
     pending.unready = pending.unready || parameter.has_moved();
-    if (!pass_ && parameter.is_apart) {  // its reduction has failed
+    if (!pass_.is_under_way() && parameter.averaged.is_apart()) {  // its reduction has failed
       parameter.rejoin();
       parameter.note_version();
       may_have_changes_ = true;
     }
     if (!grad.defined()) {  // dropped by the model's zero_grad(), not the optimizer's
       parameter.unreduced = false;
-      parameter.forget_averaged();
+      parameter.averaged.forget();
       parameter.reduced_at = 0;  // so the next gradient is a new one
       parameter.outside.reset();
       pending.complete = false;
@@ -532,17 +530,17 @@ GradientHooks::Pending GradientHooks::pending(Due which,
     }
     if (everything && !was_reduced && parameter.written_by_hand()) {
       parameter.unreduced = true;
-      parameter.is_averaged = false;
+      parameter.averaged.forget();
     }
     const bool by_hand = everything && parameter.may_be_by_hand(was_reduced);
     if (parameter.has_average() && !by_hand) pending.carried.set(i);
-    if (parameter.is_unsure) pending.unsure.set(i);
+    if (parameter.averaged.is_unsure()) pending.unsure.set(i);
     if (!parameter.unreduced && !by_hand) {
       pending.complete = pending.complete && was_reduced;
       continue;
     }
     const bool started = which == Due::kStarted;
-    if (everything || (synchronizing_ && (started || due(parameter)))) {
+    if (everything || (step_.is_synchronizing && (started || due(parameter)))) {
       pending.due.set(i);
       if (grad.is_sparse()) pending.sparse.set(i);
     } else {
@@ -563,8 +561,8 @@ std::vector<std::size_t> GradientHooks::set_by_hand() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (is_elsewhere(i)) {
       const Elsewhere& there = elsewhere_.at(i);
-      if (there.hooks->is_by_hand(there.index, step_began_)) found.push_back(i);
-    } else if (parameters_[i].is_by_hand(step_began_)) {
+      if (there.hooks->is_by_hand(there.index, step_.began)) found.push_back(i);
+    } else if (parameters_[i].is_by_hand(step_.began)) {
       found.push_back(i);
     }
   }
@@ -619,7 +617,7 @@ void GradientHooks::drop_averaged(const Bitmap& dropped) {
   carry(dropped);
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (dropped.get(i)) parameters_[i].forget_averaged();
+    if (dropped.get(i)) parameters_[i].averaged.forget();
   }
 }
 
@@ -629,23 +627,20 @@ at::Tensor GradientHooks::carried_part(std::size_t index) {
   HookedParameter& parameter = parameters_.at(index);
   const auto options = at::TensorOptions().dtype(parameter.view.dtype).device(parameter.device);
   at::Tensor part = at::zeros(parameter.view.sizes, options);
-  if (parameter.is_apart) add_to(part, parameter.carried);
-  parameter.carried = part;
-  parameter.is_apart = true;
+  if (parameter.averaged.is_apart()) add_to(part, parameter.averaged.value());
+  parameter.averaged.replace(part);
   return flat(part);
 }
 
 at::Tensor GradientHooks::sparse_carried(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   const HookedParameter& parameter = parameters_.at(index);
-  return parameter.is_apart ? parameter.carried : at::Tensor();
+  return parameter.averaged.is_apart() ? parameter.averaged.value() : at::Tensor();
 }
 
 void GradientHooks::set_sparse_carried(std::size_t index, at::Tensor part) {
   const std::scoped_lock lock(mutex_);
-  HookedParameter& parameter = parameters_.at(index);
-  parameter.carried = std::move(part);
-  parameter.is_apart = true;
+  parameters_.at(index).averaged.replace(std::move(part));
 }
 
 void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradient) {
@@ -654,8 +649,8 @@ void GradientHooks::set_sparse_result(std::size_t index, const at::Tensor& gradi
   HookedParameter& parameter = parameters_.at(index);
   at::Tensor& grad = parameter.variable.mutable_grad();
   grad = gradient;
-  if (parameter.is_apart) {
-    add_to(grad, parameter.carried);
+  if (parameter.averaged.is_apart()) {
+    add_to(grad, parameter.averaged.value());
     if (grad.is_sparse()) grad = grad.coalesce();  // else repeated passes would multiply its rows
   }
   parameter.sparse = grad;
@@ -667,13 +662,13 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
   const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
   const std::uint64_t now = ++reductions;
-  sent_ = false;
+  pass_.is_sent = false;
   finite_.forget();
   BatchedCopy copies;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!touched.get(i)) continue;
     HookedParameter& parameter = parameters_[i];
-    if (parameter.is_apart) add_to(parameter.bucket_view, parameter.carried);
+    if (parameter.averaged.is_apart()) add_to(parameter.bucket_view, parameter.averaged.value());
     parameter.write_back(copies);
     parameter.be_reduced(now);
     parameter.release_to_grad();
@@ -683,7 +678,7 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
 
 std::vector<std::size_t> GradientHooks::ready_order() {
   const std::scoped_lock lock(mutex_);
-  return arrived_;
+  return pass_.arrived;
 }
 
 std::vector<std::size_t> GradientHooks::compiled_together() {
@@ -718,14 +713,14 @@ void GradientHooks::reset(bool gradients) {
   {
     const std::scoped_lock lock(mutex_);
     if (gradients) close_failed();
-    has_failed_ = false;
+    pass_.has_failed = false;
     elsewhere = elsewhere_;
-    step_began_ = reductions;
+    step_.began = reductions;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (is_elsewhere(i)) continue;
       begin_step(parameters_[i], gradients);
     }
-    if (gradients) again_.clear();
+    if (gradients) pass_.again.clear();
   }
   for (const auto& [index, there] : elsewhere) there.hooks->reset_slot(there.index, gradients);
 }
@@ -745,7 +740,7 @@ void GradientHooks::begin_step(HookedParameter& parameter, bool gradients) {
   require_shape(parameter);
   // Zeros that replace a gradient of this rank alone: the others must get them, too.
   parameter.unreduced = parameter.unreduced && parameter.variable.mutable_grad().defined();
-  parameter.forget_averaged();
+  parameter.averaged.forget();
   parameter.sparse.reset();
   parameter.outside.reset();
 }
@@ -757,14 +752,14 @@ void GradientHooks::restart_passes() {
 
 void GradientHooks::set_passes_per_step(int passes) {
   const std::scoped_lock lock(mutex_);
-  passes_per_step_ = passes;
+  step_.passes = passes;
 }
 
 void GradientHooks::set_synchronizing(bool synchronizing) {
   std::map<std::size_t, Elsewhere> elsewhere;
   {
     const std::scoped_lock lock(mutex_);
-    synchronizing_ = synchronizing;
+    step_.is_synchronizing = synchronizing;
     elsewhere = elsewhere_;
   }
   for (const auto& [index, there] : elsewhere) {  // of others that are gone, but for their slots
@@ -817,7 +812,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched, double scale) {
 void GradientHooks::settle() {
   std::unique_lock lock(mutex_);
   BatchedCopy copies;
-  for (const std::size_t i : arrived_) {
+  for (const std::size_t i : pass_.arrived) {
     HookedParameter& parameter = parameters_[i];
     parameter.refresh();
     if (!parameter.outside.defined() || parameter.has_moved()) continue;
@@ -833,14 +828,14 @@ void GradientHooks::settle() {
 /// Finds the gradients that the program has changed since the last pass, before this one changes
 /// any.
 void GradientHooks::note_changes() {
-  if (pass_ || !may_have_changes_) return;  // another parameter's hook has done it
+  if (pass_.is_under_way() || !may_have_changes_) return;  // another parameter's hook has done it
   for (HookedParameter& parameter : parameters_) parameter.note_changes(options_.sums);
 }
 
 /// The reason why these gradients cannot be reduced; empty if there is none.
 std::string GradientHooks::change_among(const Bitmap& touched) const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!touched.get(i) || !parameters_[i].is_changed) continue;
+    if (!touched.get(i) || !parameters_[i].averaged.is_changed()) continue;
     return "the program has changed the gradient of '" + parameters_[i].name + kChanged;
   }
   return {};
@@ -849,21 +844,21 @@ std::string GradientHooks::change_among(const Bitmap& touched) const {
 bool GradientHooks::has_failed() {
   const std::scoped_lock lock(mutex_);
   close_failed();
-  return has_failed_;
+  return pass_.has_failed;
 }
 
 void GradientHooks::doubt_averages() {
   const std::scoped_lock lock(mutex_);
   for (HookedParameter& parameter : parameters_) {
     parameter.refresh();
-    parameter.is_unsure = parameter.has_average();
+    parameter.averaged.doubt(parameter.has_average());
     if (!parameter.unreduced) parameter.release_to_grad();
   }
 }
 
 void GradientHooks::expect(std::optional<Bitmap> planned) {
   const std::scoped_lock lock(mutex_);
-  planned_ = std::move(planned);
+  plan_.gradients = std::move(planned);
   count_missing();
 }
 
@@ -874,7 +869,7 @@ void GradientHooks::count_missing() {
     bucket.is_sent = false;
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const bool is_expected = !planned_ || planned_->get(i);
+    const bool is_expected = !plan_.gradients || plan_.gradients->get(i);
     if (is_expected && !is_elsewhere(i)) ++buckets_[parameters_[i].bucket].missing;
   }
 }
@@ -890,8 +885,7 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
           grad.defined() ? grad.clone() : grad,
           in_bucket,
           parameter.unreduced,
-          parameter.is_averaged,
-          parameter.carried,
+          parameter.averaged,
           parameter.reduced_at,
           writes};
 }
@@ -899,9 +893,7 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
 void GradientHooks::give_back(HookedParameter& parameter, const Before& before) {
   const at::NoGradGuard no_grad;
   parameter.unreduced = before.unreduced;
-  parameter.is_averaged = before.is_averaged;
-  parameter.carried = before.carried;
-  parameter.is_apart = false;
+  parameter.averaged = before.averaged;
   parameter.reduced_at = before.reduced_at;
   at::Tensor& grad = parameter.variable.mutable_grad();
   grad = before.in_bucket ? parameter.bucket_view : before.grad;  // the bucket may have moved
@@ -916,17 +908,17 @@ Bitmap GradientHooks::fill(const Bitmap& planned, const Bitmap& due, double scal
   Bitmap carried;
   {
     const std::scoped_lock lock(mutex_);
-    filled_.clear();
+    plan_.filled.clear();
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!planned.get(i)) continue;
       HookedParameter& parameter = parameters_[i];
       parameter.refresh();
       if (!due.get(i)) {
         parameter.rejoin();
-        filled_.emplace(i, before(parameter));
+        plan_.filled.emplace(i, before(parameter));
       }
-      if (parameter.carried.defined() || !due.get(i)) parameter.carry();
-      if (parameter.is_apart) carried.set(i);
+      if (parameter.averaged.value().defined() || !due.get(i)) parameter.carry();
+      if (parameter.averaged.is_apart()) carried.set(i);
     }
   }
   move_into_buckets(planned, scale);
@@ -935,16 +927,16 @@ Bitmap GradientHooks::fill(const Bitmap& planned, const Bitmap& due, double scal
 
 void GradientHooks::restore(const Bitmap& nowhere) {
   const std::scoped_lock lock(mutex_);
-  for (const auto& [index, before] : filled_) {
+  for (const auto& [index, before] : plan_.filled) {
     if (nowhere.get(index)) give_back(parameters_[index], before);
   }
-  filled_.clear();
+  plan_.filled.clear();
 }
 
 void GradientHooks::take_up_again() {
   const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
-  for (auto& [index, kept] : std::exchange(again_, {})) {
+  for (auto& [index, kept] : std::exchange(pass_.again, {})) {
     HookedParameter& parameter = parameters_[index];
     parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();
@@ -957,7 +949,7 @@ void GradientHooks::take_up_again() {
       grad.add_(kept.to(grad.device()));
     }
     parameter.unreduced = true;
-    parameter.passes = std::max(parameter.passes, passes_per_step_);
+    parameter.passes = std::max(parameter.passes, step_.passes);
   }
 }
 

@@ -260,10 +260,22 @@ class GradientHooks final : public AccumulationListener,
     at::Tensor value;  // a copy of it
     bool in_bucket;    // whether it was a view of the bucket
     bool unreduced;
-    bool is_averaged;
-    at::Tensor carried;
+    AveragedPart averaged;
     std::uint64_t reduced_at;
     std::optional<std::uint32_t> writes;  // to the gradient, since the step began
+  };
+
+  /// The next passes, if they are planned.
+  struct Plan {
+    std::optional<Bitmap> gradients;       // that they reduce; none: the ranks agree
+    std::map<std::size_t, Before> filled;  // by parameter: for restore()
+  };
+
+  /// The passes of the present step.
+  struct Step {
+    std::uint64_t began = 0;       // the number of reductions before
+    int passes = 1;                // after which a gradient is due
+    bool is_synchronizing = true;  // outside of no_sync()
   };
 
   GradientHooks(std::vector<at::Tensor> parameters, std::vector<std::string> names,
@@ -294,14 +306,16 @@ class GradientHooks final : public AccumulationListener,
   bool is_elsewhere(std::size_t i) const { return !elsewhere_.empty() && elsewhere_.contains(i); }
   bool is_ignored(std::size_t i) const { return disabled_ || (is_left_ && !is_lent_[i]); }
   void begin_step(HookedParameter& parameter, bool gradients);
-  bool has_sent_in_vain() const { return sent_in_vain_ || options_.agreement->has_sent_in_vain(); }
+  bool has_sent_in_vain() const {
+    return pass_.is_sent_in_vain || options_.agreement->has_sent_in_vain();
+  }
   std::string failure() const {
-    return sent_in_vain_ ? PassAgreement::kSentInVain : options_.agreement->failure();
+    return pass_.is_sent_in_vain ? PassAgreement::kSentInVain : options_.agreement->failure();
   }
   void keep_sent(std::size_t index);
   void keep_again(std::size_t index);
   bool is_held(const Bucket& bucket) const;
-  bool due(const HookedParameter& parameter) const { return parameter.passes >= passes_per_step_; }
+  bool due(const HookedParameter& parameter) const { return parameter.passes >= step_.passes; }
 
   const Options options_;
   std::atomic<bool> disabled_{false};  // set while no hook runs
@@ -317,24 +331,14 @@ class GradientHooks final : public AccumulationListener,
   // the accumulating thread itself.
   std::vector<std::atomic<const void*>> present_;
 
-  std::mutex mutex_;                  // guards the members below
-  std::optional<BackwardPass> pass_;  // the present pass, from its first gradient on
-  std::uint64_t passes_ = 0;          // that have begun: the number of the last one
-  bool sent_ = false;                 // a bucket has been sent in this pass
-  bool sent_in_vain_ = false;         // ... and the agreed reduction has failed, on all ranks
-  bool has_failed_ = false;           // the last pass, and it has left gradients
+  std::mutex mutex_;  // guards the members below
+  Pass pass_;
   std::vector<HookedParameter> parameters_;
   std::map<std::size_t, Elsewhere> elsewhere_;  // by parameter: its slot, if it is not here
-  std::uint64_t step_began_ = 0;                // the number of reductions before
   std::vector<Bucket> buckets_;
-  std::vector<std::size_t> arrived_;         // parameters, in order
-  std::optional<Bitmap> planned_;            // in a planned pass: the gradients it reduces
-  std::map<std::size_t, Before> filled_;     // by parameter: for restore()
-  std::map<std::size_t, at::Tensor> again_;  // by parameter: arrived after its bucket was sent
+  Plan plan_;
   FiniteCheck finite_;
-  std::set<std::size_t> repeated_;  // parameters with several gradients in one pass
-  int passes_per_step_ = 1;
-  bool synchronizing_ = true;
+  Step step_;
 };
 
 /// Adds the classes and functions of gradients to the native module.

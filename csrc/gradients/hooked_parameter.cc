@@ -193,6 +193,47 @@ bool is_writable(const at::Tensor& grad) {
 
 }  // namespace
 
+void FormerTensor::set(const at::Tensor& tensor) {
+  tensor_.emplace(tensor.getIntrusivePtr());
+  data_ = tensor.const_data_ptr();
+}
+
+bool FormerTensor::is(const at::Tensor& grad) const {
+  return tensor_ && grad.defined() && tensor_->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+}
+
+bool AveragedPart::carries_value() const { return value_.defined() && !is_zero_everywhere(value_); }
+
+void AveragedPart::take_out(at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  if (is_both()) {
+    grad.sub_(value_.to(grad.device()));
+  } else {
+    value_ = grad.clone();
+    grad.zero_();
+  }
+  state_ = State::kApart;
+}
+
+void AveragedPart::put_back(at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  state_ = State::kBoth;
+  add_to(grad, value_);
+}
+
+void AveragedPart::note_version(const at::Tensor& grad) {
+  if (is_both()) noted_ = version_of(grad);
+}
+
+void AveragedPart::note_changes(const at::Tensor& grad, bool is_known, bool sums) {
+  if (!is_both() || (is_known && version_of(grad) == noted_)) return;
+  if (grad.defined() && sums && !is_zero_everywhere(grad)) {
+    is_changed_ = true;
+  } else {
+    forget();
+  }
+}
+
 HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
     : variable(std::move(of)), name(std::move(its_name)), dtype(variable.scalar_type()) {
   const bool frozen = !variable.requires_grad();
@@ -204,9 +245,7 @@ HookedParameter::HookedParameter(at::Tensor of, std::string its_name)
 void HookedParameter::refresh() {
   if (in_block() && !bucket_view.defined()) {
     const at::Tensor& grad = variable.mutable_grad();
-    const bool is_known =
-        known && grad.defined() && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-    if (is_known && grad.const_data_ptr() == view.data) bucket_view = grad;
+    if (known.is(grad) && grad.const_data_ptr() == view.data) bucket_view = grad;
   } else if (bucket_view.defined() && bucket_view.numel() > 0 &&
              bucket_view.const_data_ptr() != view.data) {
     bucket_view.reset();
@@ -262,9 +301,7 @@ void HookedParameter::follow(const Accumulator& other) {
   accumulator = other;
   const at::Tensor& grad = variable.mutable_grad();
   if (!grad.defined()) return;
-  const bool is_left = known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-  const bool was_given = given && given->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-  converted = is_left || was_given || grad.is_same(bucket_view);
+  converted = known.is(grad) || given.is(grad) || grad.is_same(bucket_view);
 }
 
 void HookedParameter::lie_in(GradientView other) {
@@ -324,17 +361,8 @@ bool HookedParameter::leave_outside() {
 void HookedParameter::note_given() {
   const at::Tensor& grad = variable.grad();
   if (grad.is_same(bucket_view) || grad.is_same(outside) || !is_writable(grad)) return;
-  if (known && known->_unsafe_get_target() == grad.unsafeGetTensorImpl()) return;
-  const bool was_given = given && given->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-  if (converted && !was_given) return;
-  given.emplace(grad.getIntrusivePtr());
-  given_data = grad.const_data_ptr();
-}
-
-bool HookedParameter::is_given() const {
-  const at::Tensor& grad = variable.grad();
-  return given && grad.defined() && given->_unsafe_get_target() == grad.unsafeGetTensorImpl() &&
-         grad.const_data_ptr() == given_data;
+  if (known.is(grad) || (converted && !given.is(grad))) return;
+  given.set(grad);
 }
 
 void HookedParameter::write_back(BatchedCopy& copies) {
@@ -367,15 +395,9 @@ void HookedParameter::take_over(HookedParameter& other, int most) {
   passes = other.unreduced ? std::min(other.passes, most) : 0;
   reduced_at = other.reduced_at;
   unreduced = other.unreduced;
-  is_averaged = other.is_averaged;
-  carried = other.carried;
-  is_apart = other.is_apart;
-  is_unsure = other.is_unsure;
-  is_changed = other.is_changed;
-  noted = other.noted;
+  averaged = other.averaged;
   is_zero = other.is_zero;
   given = other.given;
-  given_data = other.given_data;
   sparse = other.sparse;
   outside = other.outside;
   outside_stream = other.outside_stream;
@@ -404,11 +426,10 @@ void HookedParameter::forget() {
   passes = 0;
   reduced_at = 0;
   unreduced = is_zero = false;
-  forget_averaged();
+  averaged.forget();
   arrived = made = converted = false;
   given.reset();
   known.reset();
-  given_data = nullptr;
   sparse.reset();
   outside.reset();
   outside_stream.reset();
@@ -428,7 +449,7 @@ void HookedParameter::ensure_memory() {
 void HookedParameter::release_to_grad() {
   if (!variable.grad().defined()) version.reset();  // the step begins without a gradient
   if (!in_block() || !bucket_view.defined() || is_given()) return;
-  known.emplace(bucket_view.getIntrusivePtr());
+  known.set(bucket_view);
   bucket_view.reset();
   view.bucket.reset();
 }
@@ -460,8 +481,7 @@ void HookedParameter::require_unchanged() const {
 
 void HookedParameter::be_reduced(std::uint64_t now) {
   unreduced = is_zero = arrived = false;
-  forget_averaged();
-  is_averaged = true;
+  averaged.become_whole();
   reduced_at = now;
   version.reset();
 }
@@ -473,59 +493,33 @@ bool HookedParameter::is_known() const {
 }
 
 void HookedParameter::carry() {
-  if (is_apart && arrived) return;
-  if (is_changed) return;
-  if (!is_known()) return forget_averaged();
-  if (is_apart) return;
-  const at::NoGradGuard no_grad;
+  if ((averaged.is_apart() && arrived) || averaged.is_changed()) return;
+  if (!is_known()) return averaged.forget();
+  if (averaged.is_none() || averaged.is_apart() || (averaged.is_whole() && unreduced)) return;
   at::Tensor& grad = variable.mutable_grad();
+  const bool may_be_zero =
+      averaged.is_whole() &&
+      (is_given() || (version && grad.is_same(bucket_view) && *version != current_version()));
+  if (may_be_zero && !on_device() && has_zeros()) return averaged.forget();
   const std::uint32_t before = bucket_view.defined() ? current_version() : 0;
-  if (carried.defined()) {
-    grad.sub_(carried.to(grad.device()));
-  } else if (is_averaged && !unreduced) {
-    const bool may_be_zero =
-        is_given() || (version && grad.is_same(bucket_view) && *version != current_version());
-    is_averaged = false;
-    if (may_be_zero && !on_device() && has_zeros()) return;
-    carried = grad.clone();
-    grad.zero_();
-  } else {
-    return;
-  }
+  averaged.take_out(grad);
   if (version && bucket_view.defined()) *version += current_version() - before;
-  is_averaged = false;
-  is_apart = true;
 }
 
 void HookedParameter::rejoin() {
-  if (!std::exchange(is_apart, false)) return;
+  if (!averaged.is_apart()) return;
   refresh();
   unreduced = variable.grad().defined();      // the hook after autograd's addition may have failed
-  if (!is_known()) return forget_averaged();  // the program has replaced it, or autograd
-  const at::NoGradGuard no_grad;
+  if (!is_known()) return averaged.forget();  // the program has replaced it, or autograd
   const std::uint32_t before = bucket_view.defined() ? current_version() : 0;
-  add_to(variable.mutable_grad(), carried);
+  averaged.put_back(variable.mutable_grad());
   if (version && bucket_view.defined()) *version += current_version() - before;
 }
 
-void HookedParameter::note_version() {
-  if (carried.defined() && !is_apart) noted = version_of(variable.grad());
-}
-
 void HookedParameter::note_changes(bool sums) {
-  if (!carried.defined() || is_apart) return;
+  if (!averaged.is_both()) return;
   refresh();
-  const at::Tensor& grad = variable.grad();
-  if (is_known() && version_of(grad) == noted) return;
-  if (grad.defined() && sums && !is_zero_everywhere(grad)) {
-    is_changed = true;
-  } else {
-    forget_averaged();
-  }
-}
-
-bool HookedParameter::carries_value() const {
-  return carried.defined() && !is_zero_everywhere(carried);
+  averaged.note_changes(variable.grad(), is_known(), sums);
 }
 
 bool HookedParameter::has_known() const {
@@ -554,7 +548,7 @@ bool HookedParameter::may_be_by_hand(bool was_reduced) const {
   if (!has_known()) return true;
   const bool has_version = version && !grad.is_same(sparse);
   const bool is_written = has_version && *version != current_version();
-  return (is_zero && version) || is_written ? !has_zeros() : is_averaged;
+  return (is_zero && version) || is_written ? !has_zeros() : averaged.is_whole();
 }
 
 bool HookedParameter::has_zeros() const { return is_zero_everywhere(variable.grad()); }
@@ -564,8 +558,8 @@ std::uint32_t HookedParameter::current_version() const {
 }
 
 void HookedParameter::rescale_averaged(double scale) {
-  if (unreduced || !is_averaged || !is_known()) return;
-  is_averaged = false;
+  if (unreduced || !averaged.is_whole() || !is_known()) return;
+  averaged.forget();
   if (scale == 1.0) return;
   const at::NoGradGuard no_grad;
   variable.mutable_grad().mul_(scale);

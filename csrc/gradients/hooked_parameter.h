@@ -79,6 +79,94 @@ class BatchedCopy {
   std::vector<Batch> batches_;
 };
 
+/// A tensor that was `grad` once, and may be gone since.
+class FormerTensor {
+ public:
+  void set(const at::Tensor& tensor);
+  void reset() { tensor_.reset(); }
+
+  /// Whether `grad` is that tensor.
+  bool is(const at::Tensor& grad) const;
+
+  /// ... in the memory of that time: `grad.data = ...` gives it other memory.
+  bool is_unmoved(const at::Tensor& grad) const {
+    return is(grad) && grad.const_data_ptr() == data_;
+  }
+
+ private:
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensor_;
+  const void* data_ = nullptr;
+};
+
+/// The averaged part of a gradient: of passes that are reduced already. It is taken out of `grad`
+/// before autograd adds to that, so that only the open part is sent, and added again afterwards.
+///
+///           become_whole()          take_out()           put_back()
+///     kNone ─────────────▶ kWhole ─────────────▶ kApart ───────────▶ kBoth
+///                             ▲                   │   ▲                │
+///                             └───────────────────┘   └────────────────┘
+///                                become_whole()           take_out()
+///
+/// forget() leads from each state to kNone.
+class AveragedPart {
+ public:
+  enum class State {
+    kNone,   // `grad` is open, or there is none
+    kWhole,  // `grad` is an average, perhaps of an earlier step
+    kApart,  // `grad` is the open part, value() the averaged one
+    kBoth,   // `grad` is the sum of both, value() the averaged one
+  };
+
+  AveragedPart() = default;
+
+  bool is_none() const { return state_ == State::kNone; }
+  bool is_whole() const { return state_ == State::kWhole; }
+  bool is_apart() const { return state_ == State::kApart; }
+  bool is_both() const { return state_ == State::kBoth; }
+
+  /// The part alone; undefined if is_none() or is_whole().
+  const at::Tensor& value() const { return value_; }
+
+  /// Whether value() is not zero. Waits for a device.
+  bool carries_value() const;
+
+  void become_whole() { *this = AveragedPart(State::kWhole, {}); }
+  void forget() { *this = AveragedPart(); }
+
+  /// Takes the part out of `grad`, in place; from kWhole or kBoth.
+  void take_out(at::Tensor& grad);
+
+  /// Adds the part to `grad` again; from kApart.
+  void put_back(at::Tensor& grad);
+
+  /// Makes another tensor the part; becomes kApart.
+  void replace(at::Tensor value) { *this = AveragedPart(State::kApart, std::move(value)); }
+
+  /// Records the version of `grad` in kBoth, as the program gets it.
+  void note_version(const at::Tensor& grad);
+
+  /// In kBoth: forgets the part if the program has set or written `grad` since note_version(): all
+  /// of it is open then. But a sum (`sums`) would count the part once for each rank, unless `grad`
+  /// is zero: then is_changed(), and the gradient cannot be reduced. `is_known`: whether `grad` is
+  /// the same tensor as then.
+  void note_changes(const at::Tensor& grad, bool is_known, bool sums);
+
+  bool is_changed() const { return is_changed_; }
+
+  /// Whether the part may not be that of other ranks.
+  bool is_unsure() const { return is_unsure_; }
+  void doubt(bool is_unsure) { is_unsure_ = is_unsure; }
+
+ private:
+  AveragedPart(State state, at::Tensor value) : state_(state), value_(std::move(value)) {}
+
+  State state_ = State::kNone;
+  at::Tensor value_;
+  bool is_unsure_ = false;
+  bool is_changed_ = false;
+  std::uint32_t noted_ = 0;  // by note_version()
+};
+
 /// One parameter of a GradientHooks, and the memory of its gradient. The gradient lies in a part of
 /// a bucket or, if it fills a bucket alone, in a block of shared memory. If autograd has computed
 /// it in the block, nothing is copied, and `bucket_view` is the tensor that autograd has made.
@@ -142,31 +230,23 @@ struct HookedParameter {
   void make_zero(BatchedCopy& copies);
 
   /// Whether `grad` is the program's, and known as such.
-  bool is_given() const;
+  bool is_given() const { return given.is_unmoved(variable.grad()); }
 
-  /// Takes the averaged part out of `grad`, before autograd adds to it or it is sent: then `grad`
-  /// has the open part alone, and `carried` the other one. No effect if there is no averaged part.
+  /// Takes the averaged part, if any, out of `grad`, before autograd adds to it or it is sent.
   void carry();
 
-  /// Adds the carried part to `grad`. It stays known as carried if the open part is not reduced.
+  /// Adds a part that is apart to `grad` again.
   void rejoin();
 
   /// Whether there is an averaged part: `grad` itself, or a carried one.
   bool has_average() const {
-    return carried.defined() || (is_averaged && !unreduced && is_known());
+    return averaged.value().defined() || (averaged.is_whole() && !unreduced && is_known());
   }
 
-  /// Records the version of `grad` with both parts, as the program gets it.
-  void note_version();
-
-  /// Drops the averaged part if the program has set or written `grad` since note_version(): all of
-  /// it is open then. But a sum (`sums`) would count that part once for each rank, unless `grad` is
-  /// zero: then `is_changed`, and the gradient cannot be reduced. All views of one memory share a
-  /// version, so call it before a gradient of any parameter changes.
+  /// See AveragedPart. All views of one memory share a version, so call note_changes() before a
+  /// gradient of any parameter changes.
+  void note_version() { averaged.note_version(variable.grad()); }
   void note_changes(bool sums);
-
-  /// Whether an averaged part is carried that is not zero. Waits for a device.
-  bool carries_value() const;
 
   /// Copies the reduced gradient into the program's `grad`.
   void write_back(BatchedCopy& copies);
@@ -195,12 +275,6 @@ struct HookedParameter {
   /// Whether the program has set or written a gradient that no pass has reduced since a step began.
   bool is_by_hand(std::uint64_t since);
 
-  /// Records that `grad` has no averaged part.
-  void forget_averaged() {
-    is_averaged = is_apart = is_unsure = is_changed = false;
-    carried.reset();
-  }
-
   /// Multiplies an averaged gradient by `scale`, before it is sent as a gradient of this rank.
   void rescale_averaged(double scale);
 
@@ -223,25 +297,16 @@ struct HookedParameter {
   std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
   // `grad`, saved while autograd makes another one, because its bucket has been sent in this pass.
   at::Tensor sent;
-  // The program's `grad`, and its memory at that time: `grad.data = ...` gives it other memory.
-  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> given;
-  const void* given_data = nullptr;
-  // `bucket_view` when release_to_grad() left the block to `grad`.
-  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> known;
+  FormerTensor given;            // the program's `grad`
+  FormerTensor known;            // `bucket_view` when release_to_grad() left the block to `grad`
   int passes = 0;                // since the step began
   std::uint64_t reduced_at = 0;  // the number of the gradient's last reduction; 0: none
   bool unreduced = false;        // this rank's gradient is not reduced yet
-  bool is_averaged = false;      // `grad` is an average, perhaps of an earlier step
-  // The averaged part of a gradient whose open part is not reduced yet; undefined: there is none.
-  at::Tensor carried;
-  bool is_apart = false;    // `carried` is not in `grad` now
-  bool is_unsure = false;   // the averaged part may not be that of other ranks
-  bool is_changed = false;  // the program has changed both parts together, which Sum cannot tell
-  std::uint32_t noted = 0;  // by note_version()
-  bool is_zero = false;     // the step began with a gradient of zeros, if any
-  bool arrived = false;     // in the current pass
-  bool made = false;        // `grad` was made by autograd, in the current pass
-  bool converted = false;   // `grad` has the value of `bucket_view`, in other memory
+  AveragedPart averaged;
+  bool is_zero = false;    // the step began with a gradient of zeros, if any
+  bool arrived = false;    // in the current pass
+  bool made = false;       // `grad` was made by autograd, in the current pass
+  bool converted = false;  // `grad` has the value of `bucket_view`, in other memory
   // The gradient's version when the step began; none once it has been reduced.
   std::optional<std::uint32_t> version;
 
