@@ -937,6 +937,10 @@ class GradientReport:
     @property
     def due(self) -> int: ...
     @property
+    def is_due(self) -> bool:
+        """Whether there are gradients to reduce now."""
+
+    @property
     def sparse(self) -> int: ...
     @property
     def carried(self) -> int: ...
@@ -1006,6 +1010,7 @@ class PassDecision:
         reductions: what they reduce, in the order of optimizers.
         is_of_step: whether all ranks are about to step.
         is_whole: whether no rank has joined.
+        has_digests: whether some reports have digests of weights.
         agrees_again: whether the ranks report once more, as soon as this is reduced.
         mentioned: the optimizers that a rank uses.
         open: those with gradients that a later round or pass reduces.
@@ -1017,6 +1022,7 @@ class PassDecision:
     reductions: list[Reduction]
     is_of_step: bool
     is_whole: bool
+    has_digests: bool
     agrees_again: bool
     mentioned: set[int]
     open: set[int]
@@ -1047,6 +1053,7 @@ class Pending:
         again: whether some gradients have come again, after they had been sent.
         unready: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
             first.
+        any: whether there are any gradients.
     """
 
     due: int
@@ -1057,6 +1064,7 @@ class Pending:
     complete: bool
     again: bool
     unready: bool
+    any: bool
 
 class GradientHooks:
     """Moves gradients into buckets as autograd produces them (csrc/gradients/gradient_hooks.h).
@@ -1103,10 +1111,17 @@ class GradientHooks:
         """
 
     def pending(self, which: Due, stepping: GradientHooks | None = None) -> Pending: ...
-    def not_finite(self, due: int, rank: int) -> list[NotFinite]:
-        """Return the gradients of `due` that are not finite, as they are before the reduction.
+    def report(
+        self, pending: Pending, optimizer: int, *, is_stepping: bool, orders: bool, rank: int
+    ) -> GradientReport:
+        """Return the report of these gradients, without a digest of weights.
 
-        `rank`: this one. Empty without `largest`.
+        Args:
+            pending: the gradients.
+            optimizer: the index of the optimizer.
+            is_stepping: whether it is about to step.
+            orders: whether the report has the order in which the gradients became ready.
+            rank: this one.
         """
 
     @staticmethod
@@ -1180,9 +1195,6 @@ class GradientHooks:
     def mark_reduced(self, touched: int) -> None:
         """Record that these gradients have been reduced."""
 
-    def ready_order(self) -> list[int]:
-        """Return the parameters in the order of their gradients' arrival in the current pass."""
-
     def compiled_together(self) -> list[int]:
         """Return the parameters whose gradients one compiled graph computes in this pass.
 
@@ -1230,12 +1242,6 @@ class PassAgreement:
     """Whether gradients of such a pass have been sent; read-only."""
 
     def __init__(self) -> None: ...
-    def gather(self, engine: Engine, report: PassReport, /) -> list[PassReport]:
-        """Return the reports of all ranks that have not joined, in their order.
-
-        If an interrupted call has sent a report, that one counts and not this.
-        """
-
     def begin_reduction(self) -> None:
         """Record that the ranks begin to reduce what they have agreed on."""
 
@@ -1250,42 +1256,94 @@ class PassAgreement:
 
     def stop_ending(self) -> None: ...
 
-class DenseFinalizer:
-    """The fast path of backward synchronisation, for one optimizer.
+class PlainReduction:
+    """Reduces an optimizer's gradients in C++ (csrc/gradients/end_pass.h).
 
     Args:
         hooks: of the optimizer.
         optimizer: its index on the process set.
-        everything: all parameters.
-        buckets: indices of the buckets with elements.
+        buckets: the parameters of each bucket, as a bitmap; 0 for one without elements.
         op, prescale, postscale: of the allreduces.
+        again: multiplies an averaged gradient that is sent again.
     """
 
     def __init__(
         self,
         hooks: GradientHooks,
         optimizer: int,
-        everything: int,
         buckets: Sequence[int],
         op: int,
         prescale: float,
         postscale: float,
-        /,
+        again: float,
     ) -> None: ...
+
+class PassEnd:
+    """The common end of a backward pass, or beginning of a step (csrc/gradients/end_pass.h).
+
+    Attributes:
+        reports: of all ranks that have not joined, in their order.
+        own: the gradients that are due in this rank's report, as a bitmap by optimizer.
+        decision: what the reports mean.
+        is_reduced: whether the agreement has finished; else the caller reduces.
+        is_complete: whether it has, and no rank has anything left to reduce before a step.
+    """
+
+    reports: list[PassReport]
+    own: dict[int, int]
+    decision: PassDecision
+    is_reduced: bool
+    is_complete: bool
+
+    def __init__(self) -> None: ...
     def run(
-        self, engine: Engine, agreement: PassAgreement, steps: int, /
-    ) -> list[PassReport] | None:
-        """End a backward pass if all gradients are due here and all ranks report the same.
+        self,
+        engine: Engine,
+        agreement: PassAgreement,
+        report: PassReport,
+        parameters: Mapping[int, int],
+        plain: Sequence[PlainReduction],
+    ) -> None:
+        """Send this rank's report, decide, and reduce the gradients if `plain` takes all of them.
+
+        If an interrupted call has sent a report, that one counts and not this.
+
+        Args:
+            engine: of the process set.
+            agreement: the present one.
+            report: this rank's.
+            parameters: their numbers, by optimizer.
+            plain: reductions that need no Python.
+        """
+
+    def run_plain(
+        self,
+        engine: Engine,
+        agreement: PassAgreement,
+        rank: int,
+        steps: int,
+        plain: Sequence[PlainReduction],
+    ) -> bool:
+        """Do the same at the end of a pass, with the reports of all optimizers, which are these.
+
+        Args:
+            engine: of the process set.
+            agreement: the present one, for which no report is on its way.
+            rank: this one.
+            steps: of all optimizers.
+            plain: the reductions of all optimizers.
 
         Returns:
-            None if a gradient is not due; nothing was sent. The reports of all ranks, if they
-            differ; nothing was reduced. No report if all gradients are reduced.
+            Whether a gradient is due, and all are ready; otherwise nothing was sent.
         """
+
+    def raise_interrupt(self) -> None:
+        """Raise the exception of a signal handler that came during the reduction, if any."""
 
 def backward_name(number: int, /) -> str:
     """Return the name of the allgather of reports at the end of a backward pass.
 
-    `number` counts the agreements of the process set. The fast path in C++ uses the same name
+    `number` counts the agreements of the process set. C++ and Python use the same name
     (csrc/engine/request.h).
     """
 

@@ -12,7 +12,7 @@
 #include "bindings/py_engine.h"
 #include "engine/request.h"
 #include "gradients/decide.h"
-#include "gradients/finalize_dense.h"
+#include "gradients/end_pass.h"
 #include "gradients/gradient_hooks.h"
 #include "gradients/promised_launches.h"
 #include "gradients/report.h"
@@ -96,17 +96,20 @@ std::shared_ptr<RunAhead> make_run_ahead(PyEngine& engine) {
   return run_ahead;
 }
 
-std::optional<PassReports> finalize(const DenseFinalizer& finalizer, const PyEngine& engine,
-                                    PassAgreement& agreement, std::uint64_t steps) {
+using PlainReductions = std::vector<std::shared_ptr<PlainReduction>>;
+
+void run(PassEnd& end, const PyEngine& engine, PassAgreement& agreement, const PassReport& report,
+         const std::map<std::size_t, std::size_t>& parameters, const PlainReductions& plain) {
   const std::shared_ptr<Engine> running = engine.running();
   const BlockingCall no_gil;
-  return finalizer.run(*running, engine.size(), agreement, steps, kCheckSignals);
+  end.run(*running, engine.size(), agreement, report, parameters, plain, kCheckSignals);
 }
 
-PassReports gather(PassAgreement& agreement, const PyEngine& engine, const PassReport& report) {
+bool run_plain(PassEnd& end, const PyEngine& engine, PassAgreement& agreement, int rank,
+               std::uint64_t steps, const PlainReductions& plain) {
   const std::shared_ptr<Engine> running = engine.running();
   const BlockingCall no_gil;
-  return agreement.gather(*running, report, kCheckSignals);
+  return end.run_plain(*running, engine.size(), rank, agreement, steps, plain, kCheckSignals);
 }
 
 /// The reports and the decision, which are values.
@@ -150,6 +153,8 @@ void bind_reports(py::module_& module) {
            py::arg("not_finite") = std::vector<NotFinite>())
       .def_readonly("optimizer", &GradientReport::optimizer)
       .def_readonly("due", &GradientReport::due)
+      .def_property_readonly("is_due",
+                             [](const GradientReport& report) { return report.due.any(); })
       .def_readonly("sparse", &GradientReport::sparse)
       .def_readonly("carried", &GradientReport::carried)
       .def_readonly("unsure", &GradientReport::unsure)
@@ -200,6 +205,7 @@ void bind_reports(py::module_& module) {
       .def_readonly("reductions", &PassDecision::reductions)
       .def_readonly("is_of_step", &PassDecision::is_of_step)
       .def_readonly("is_whole", &PassDecision::is_whole)
+      .def_readonly("has_digests", &PassDecision::has_digests)
       .def_readonly("agrees_again", &PassDecision::agrees_again)
       .def_readonly("mentioned", &PassDecision::mentioned)
       .def_readonly("open", &PassDecision::open)
@@ -256,7 +262,8 @@ void bind_gradients(py::module_& module) {
       .def_readonly("accumulating", &Pending::accumulating)
       .def_readonly("complete", &Pending::complete)
       .def_readonly("again", &Pending::again)
-      .def_readonly("unready", &Pending::unready);
+      .def_readonly("unready", &Pending::unready)
+      .def_property_readonly("any", &Pending::any);
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<std::string> names,
                        py::object on_backward_end, py::object on_bucket_full, py::object new_memory,
@@ -293,7 +300,8 @@ void bind_gradients(py::module_& module) {
           py::arg("buckets"), py::arg("slots"), py::arg("early"), Release())
       .def("pending", &GradientHooks::pending, py::arg("which"), py::arg("stepping") = nullptr,
            Release())
-      .def("not_finite", &GradientHooks::not_finite, py::arg("due"), py::arg("rank"), Release())
+      .def("report", &GradientHooks::report, py::arg("pending"), py::arg("optimizer"),
+           py::kw_only(), py::arg("is_stepping"), py::arg("orders"), py::arg("rank"), Release())
       .def_static("worst_numbers", &FiniteCheck::worst_numbers, py::arg("gradients"), Release())
       .def("set_by_hand", &GradientHooks::set_by_hand, Release())
       .def("leave", &GradientHooks::leave)
@@ -348,7 +356,6 @@ void bind_gradients(py::module_& module) {
            Release())
       .def("restore", &GradientHooks::restore, py::arg("nowhere"), Release())
       .def("take_up_again", &GradientHooks::take_up_again, Release())
-      .def("ready_order", &GradientHooks::ready_order, Release())
       .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("doubt_averages", &GradientHooks::doubt_averages, Release())
@@ -361,7 +368,6 @@ void bind_gradients(py::module_& module) {
 
   py::class_<PassAgreement, std::shared_ptr<PassAgreement>>(module, "PassAgreement")
       .def(py::init())
-      .def("gather", &gather)
       .def_property_readonly("number", &PassAgreement::number)
       .def_property_readonly("is_open", &PassAgreement::is_open)
       .def_property_readonly("sent", &PassAgreement::sent)
@@ -374,10 +380,23 @@ void bind_gradients(py::module_& module) {
       .def("begin_ending", &PassAgreement::begin_ending, py::kw_only(), py::arg("of_step"))
       .def("stop_ending", &PassAgreement::stop_ending);
 
-  py::class_<DenseFinalizer>(module, "DenseFinalizer")
-      .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, Bitmap, std::vector<std::size_t>,
-                    int, double, double>())
-      .def("run", &finalize);
+  py::class_<PlainReduction, std::shared_ptr<PlainReduction>>(module, "PlainReduction")
+      .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, std::vector<Bitmap>, int, double,
+                    double, double>(),
+           py::arg("hooks"), py::arg("optimizer"), py::arg("buckets"), py::arg("op"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("again"));
+  py::class_<PassEnd>(module, "PassEnd")
+      .def(py::init())
+      .def("run", &run, py::arg("engine"), py::arg("agreement"), py::arg("report"),
+           py::arg("parameters"), py::arg("plain"))
+      .def("run_plain", &run_plain, py::arg("engine"), py::arg("agreement"), py::arg("rank"),
+           py::arg("steps"), py::arg("plain"))
+      .def_property_readonly("reports", &PassEnd::reports)
+      .def_property_readonly("own", &PassEnd::own)
+      .def_property_readonly("decision", &PassEnd::decision)
+      .def_property_readonly("is_reduced", &PassEnd::is_reduced)
+      .def_property_readonly("is_complete", &PassEnd::is_complete)
+      .def("raise_interrupt", &PassEnd::rethrow_interrupt);
 
   module.def("backward_name", &backward_name);
   module.def("bucket_name", &bucket_name);

@@ -69,6 +69,7 @@ PassDecision decide(const PassReports& reports, std::size_t size,
         if (touched.get(each.parameter)) reduction.not_finite.push_back(each);
       }
       if (report->again) decision.agrees_again = true;
+      if (!report->digest.empty()) decision.has_digests = true;
       if (report->accumulating || report->again || waits) decision.open.insert(optimizer);
       if (report->due.any() || report->accumulating || report->stepping) {
         decision.mentioned.insert(optimizer);

@@ -34,6 +34,7 @@ struct PassDecision {
   std::vector<Reduction> reductions;  // in the order of optimizers
   bool is_of_step = false;            // all ranks are about to step
   bool is_whole = false;              // no rank has joined
+  bool has_digests = false;           // of weights, which the ranks compare
   bool agrees_again = false;          // the ranks report once more, as soon as these are reduced
 
   // Optimizers.

@@ -63,14 +63,14 @@ void require_no_graph(const HookedParameter& parameter) {
 /// because the pass has failed, here or before. In the latter case Python is not called. A nested
 /// pass does not end the outer one: when autograd drops the nested graph, whose callback this is,
 /// the outer graph is the current one again, and gets a callback of its own.
-class GradientHooks::PassEnd {
+class GradientHooks::EndCallback {
  public:
   /// `number`: of the pass.
-  PassEnd(std::weak_ptr<GradientHooks> hooks, std::uint64_t number)
+  EndCallback(std::weak_ptr<GradientHooks> hooks, std::uint64_t number)
       : hooks_(std::move(hooks)), number_(number) {}
-  PassEnd(const PassEnd&) = delete;
-  PassEnd& operator=(const PassEnd&) = delete;
-  ~PassEnd() {
+  EndCallback(const EndCallback&) = delete;
+  EndCallback& operator=(const EndCallback&) = delete;
+  ~EndCallback() {
     const auto hooks = goes_on_ ? std::exchange(hooks_, {}).lock() : nullptr;
     try {
       hooks ? hooks->go_on(number_) : close(true);
@@ -255,7 +255,7 @@ void GradientHooks::enter_pass(std::unique_lock<std::mutex>& lock, c10::Device d
 /// Makes autograd end pass `number` when its present graph in this thread ends.
 void GradientHooks::queue_end(std::uint64_t number) {
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [end = std::make_shared<PassEnd>(weak_from_this(), number)] { end->run(); });
+      [end = std::make_shared<EndCallback>(weak_from_this(), number)] { end->run(); });
 }
 
 /// After a nested graph: the pass goes on in the outer one. If this is impossible, the gradients
@@ -550,9 +550,23 @@ GradientHooks::Pending GradientHooks::pending(Due which,
   return pending;
 }
 
-std::vector<NotFinite> GradientHooks::not_finite(const Bitmap& due, int rank) {
+GradientReport GradientHooks::report(const Pending& pending, std::size_t optimizer,
+                                     bool is_stepping, bool orders, int rank) {
   const std::scoped_lock lock(mutex_);
-  return finite_.not_finite(parameters_, due, rank);
+  GradientReport report{
+      .optimizer = optimizer,
+      .due = pending.due,
+      .sparse = pending.sparse,
+      .accumulating = pending.accumulating,
+      .incomplete = !pending.complete,
+      .stepping = is_stepping,
+      .again = pending.again,
+      .carried = pending.carried,
+      .unsure = pending.unsure,
+      .not_finite = finite_.not_finite(parameters_, pending.due, rank),
+  };
+  if (orders) report.order.assign(pass_.arrived.begin(), pass_.arrived.end());
+  return report;
 }
 
 std::vector<std::size_t> GradientHooks::set_by_hand() {
@@ -674,11 +688,6 @@ void GradientHooks::mark_reduced(const Bitmap& touched) {
     parameter.release_to_grad();
   }
   copies.run();
-}
-
-std::vector<std::size_t> GradientHooks::ready_order() {
-  const std::scoped_lock lock(mutex_);
-  return pass_.arrived;
 }
 
 std::vector<std::size_t> GradientHooks::compiled_together() {

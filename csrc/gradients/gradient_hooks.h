@@ -81,6 +81,8 @@ class GradientHooks final : public AccumulationListener,
     bool complete;      // whether each parameter is due, or was reduced since the step began
     bool again;         // some gradients have another part, to reduce after these: take_up_again()
     bool unready;       // refuse_others_pass() or set_buckets() must come first
+
+    bool any() const { return due.any() || accumulating || again; }
   };
 
   struct Options {
@@ -94,7 +96,7 @@ class GradientHooks final : public AccumulationListener,
     std::shared_ptr<BlockPool> blocks;                         // null if every bucket has memory
     std::shared_ptr<PassAgreement> agreement;                  // of the process set
     bool sums = false;                                         // op=Sum
-    // Gradients are checked before they are sent (not_finite()); a magnitude above this counts like
+    // Gradients are checked before they are sent; a magnitude above this counts like
     // an infinity. None: no checks.
     std::optional<double> largest;
   };
@@ -122,17 +124,18 @@ class GradientHooks final : public AccumulationListener,
   /// step; everything in its slots here is due. May be null.
   Pending pending(Due which, const std::shared_ptr<GradientHooks>& stepping = nullptr);
 
+  /// The number of parameters.
+  std::size_t parameters() const { return parameters_.size(); }
+
+  /// The report of these gradients, except for digests of weights. `optimizer`: its index.
+  /// `is_stepping`: it is about to step. `orders`: whether it tells the order of readiness. `rank`:
+  /// this one. Waits for a device that computes gradients that are checked.
+  GradientReport report(const Pending& pending, std::size_t optimizer, bool is_stepping,
+                        bool orders, int rank);
+
   /// The parameters whose gradient is not reduced although a step would use it, because the program
   /// has set or written it. Writes that torch does not count (through `.data`, say) are missed.
   std::vector<std::size_t> set_by_hand();
-
-  /// Whether not_finite() checks gradients at all.
-  bool looks_at_gradients() const { return options_.largest.has_value(); }
-
-  /// The gradients of `due` that are not finite, before their reduction. A gradient whose bucket
-  /// has been sent in this pass was checked before that. Waits for those on a device. `rank`: this
-  /// one.
-  std::vector<NotFinite> not_finite(const Bitmap& due, int rank);
 
   /// Fails the job if another thread's backward pass is producing gradients now, or if a pass has
   /// failed after gradients had been sent.
@@ -208,9 +211,6 @@ class GradientHooks final : public AccumulationListener,
   /// Thread: any, with any lock.
   void leave() { is_left_ = true; }
 
-  /// Parameters in the order in which their gradients became ready in the current pass.
-  std::vector<std::size_t> ready_order();
-
   /// The parameters whose gradients one graph of torch.compile computes together in the current
   /// backward pass: the most of any graph. Empty outside of a pass.
   std::vector<std::size_t> compiled_together();
@@ -242,7 +242,7 @@ class GradientHooks final : public AccumulationListener,
   bool follow(std::size_t index, const Accumulator& accumulator) override;
 
  private:
-  class PassEnd;  // the callback at the end of a backward pass
+  class EndCallback;  // the callback at the end of a backward pass
 
   /// A bucket; the last three members are those of the present pass.
   struct Bucket {

@@ -20,7 +20,7 @@ namespace torch_ring {
 /// A signal handler may raise an exception meanwhile (Ctrl-C). During the gathering it only ends
 /// the wait: this rank's report is on its way, and its next pass continues from there with the
 /// gradients that it has by then. During the reduction the exception is deferred to the end
-/// (DenseFinalizer), which is near, because all ranks have agreed. Where it cannot be deferred, the
+/// (PassEnd), which is near, because all ranks have agreed. Where it cannot be deferred, the
 /// next pass ends the job with an error on all ranks.
 ///
 /// A pass may also fail in the program, which catches the exception and goes on. What comes next is

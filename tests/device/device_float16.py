@@ -63,7 +63,7 @@ def train_with_large_gradients(device: str) -> None:
                 compression=compression,
                 gradient_predivide_factor=predivide,
             )
-            for _ in range(3):  # the last pass takes the fast path
+            for _ in range(3):  # the last pass ends in C++
                 optimizer.zero_grad()
                 sum((weight * LARGE).sum() for weight in weights).backward()
                 for weight in weights:

@@ -9,7 +9,7 @@ HOOKS = "csrc/gradients/gradient_hooks.cc"
 PARAMETER = "csrc/gradients/hooked_parameter.cc"
 FINITE = "csrc/gradients/finite_check.cc"
 AHEAD = "csrc/gradients/run_ahead.cc"
-DENSE = "csrc/gradients/finalize_dense.cc"
+END = "csrc/gradients/end_pass.cc"
 PASS = "csrc/gradients/pass_agreement.cc"
 SYNC = "torch_ring/optimizer/backward_sync.py"
 REDUCER = "torch_ring/optimizer/reducer.py"
@@ -97,7 +97,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "carried_lost", "an averaged part is not added to the new average", HOOKS,
-        "if (parameter.is_apart) add_to(parameter.bucket_view, parameter.carried);",
+        "add_to(parameter.bucket_view, parameter.averaged.value());",
         tests=carried,
     )  # fmt: skip
     yield _statement(
@@ -107,18 +107,18 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "rejoined_sent", "an averaged part that was put back is sent", PARAMETER,
-        "grad.sub_(carried.to(grad.device()));",
+        "grad.sub_(value_.to(grad.device()));",
         tests=carried,
     )  # fmt: skip
     yield _statement(
         "failed_closed", "what autograd added in a failed pass counts as averaged", PARAMETER,
         "unreduced = variable.grad().defined();",
-        "if (!unreduced) forget_averaged(), is_averaged = true;",
+        "if (!unreduced) averaged.become_whole();",
         tests=carried,
     )  # fmt: skip
     yield _expression(
         "change_unseen", "a change of both parts counts as one of the open part", PARAMETER,
-        "is_known() && version_of(grad) == noted", "is_known()",
+        "is_known && version_of(grad) == noted_", "is_known",
         tests=carried,
     )  # fmt: skip
     yield _statement(
@@ -138,7 +138,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "replaced_added", "an averaged part is added to a gradient that a hook has set", PARAMETER,
-        "if (!is_known()) return forget_averaged();  ",
+        "if (!is_known()) return averaged.forget();  ",
         tests=carried,
     )  # fmt: skip
     yield _statement(
@@ -147,8 +147,8 @@ def _gradients() -> Iterator[Fault]:
         tests=("optimizer/test_decide.py", *carried),
     )  # fmt: skip
     yield _expression(
-        "undoubted_fast", "the fast path takes averages of before join() for alike", DENSE,
-        "!pending.unsure.any()", "true",
+        "plain_unlike", "a plain pass takes averaged parts for alike that may differ", END,
+        "!reduction.unlike.any()", "true",
         tests=carried,
     )  # fmt: skip
     yield _python(
@@ -158,7 +158,8 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "failed_unseen", "a step after a failed pass uses gradients of this rank", HOOKS,
-        "has_failed_ = failed && std::ranges::any_of(parameters_, &HookedParameter::unreduced);",
+        "pass_.has_failed = failed && "
+        "std::ranges::any_of(parameters_, &HookedParameter::unreduced);",
         tests=("optimizer/test_interrupted_backward.py",),
     )  # fmt: skip
     yield _python(
@@ -173,12 +174,13 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "fresh_forgets", "an averaged part is lost if autograd makes another tensor", HOOKS,
-        "fresh && !parameter.is_apart", "fresh",
+        "(fresh || parameter.averaged.is_whole()) && !parameter.averaged.is_apart()",
+        "fresh || parameter.averaged.is_whole()",
         tests=("optimizer/test_sparse_gradients.py", *carried),
     )  # fmt: skip
     yield _statement(
         "zero_keeps_average", "zero_grad() does not end the averaged part", HOOKS,
-        "parameter.forget_averaged();\n  parameter.sparse.reset();", "parameter.sparse.reset();",
+        "parameter.averaged.forget();\n  parameter.sparse.reset();", "parameter.sparse.reset();",
         tests=carried,
     )  # fmt: skip
     yield _statement(
@@ -189,7 +191,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "sparse_carried_lost", "a sparse averaged part is not added again", HOOKS,
-        "add_to(grad, parameter.carried);",
+        "add_to(grad, parameter.averaged.value());",
         tests=("optimizer/test_sparse_gradients.py",),
     )  # fmt: skip
     yield _statement(
@@ -200,12 +202,12 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "carried_not_taken_over", "an averaged part stays in the slot before", PARAMETER,
-        "carried = other.carried;",
+        "averaged = other.averaged;",
         tests=("optimizer/test_shared_parameters.py", "optimizer/test_added_parameters.py"),
     )  # fmt: skip
     yield _statement(
-        "fast_rejoined_sent", "the fast path sends averaged parts that were put back", DENSE,
-        "hooks_->carry(pending.carried);",
+        "plain_rejoined_sent", "a plain pass sends averaged parts that were put back", END,
+        "hooks_->carry(reduction.carried);",
         tests=carried,
     )  # fmt: skip
     yield _python(
@@ -230,7 +232,8 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "filled_averages", "a planned gradient that a rank lacks is its average", HOOKS,
-        "parameter.carried.defined() || !due.get(i)", "parameter.carried.defined()",
+        "parameter.averaged.value().defined() || !due.get(i)",
+        "parameter.averaged.value().defined()",
         tests=ahead,
     )  # fmt: skip
     yield _python(
@@ -252,13 +255,13 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "not_unreduced", "a hook does not note that the gradient is to be reduced", HOOKS,
         "parameter.unreduced = true;\n"
-        "  if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
-        "if (synchronizing_ && due(parameter)) options_.agreement->arrive();",
+        "  if (step_.is_synchronizing && due(parameter)) options_.agreement->arrive();",
+        "if (step_.is_synchronizing && due(parameter)) options_.agreement->arrive();",
         tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _statement(
         "no_order", "a hook does not note when the gradient came", HOOKS,
-        "arrived_.push_back(index);",
+        "pass_.arrived.push_back(index);",
         tests=("optimizer/test_bucket_groups.py", "optimizer/test_distributed_optimizer.py"),
     )  # fmt: skip
     yield _expression(
@@ -268,7 +271,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "sent_in_no_sync", "a bucket is sent in no_sync()", HOOKS,
-        "!synchronizing_ || !due(parameter)", "!due(parameter)",
+        "!step_.is_synchronizing || !due(parameter)", "!due(parameter)",
         tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _expression(
@@ -288,7 +291,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "two_threads", "a pass in another thread is not noticed", HOOKS,
-        "options_.agreement->is_ending_elsewhere() || pass_->is_beside(current)", "false",
+        "options_.agreement->is_ending_elsewhere() || pass_.graph->is_beside(current)", "false",
         tests=("optimizer/test_threads.py",),
     )  # fmt: skip
     yield _statement(
@@ -298,12 +301,12 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "sent_in_vain", "a pass that failed after it had sent a bucket is forgotten", HOOKS,
-        "sent_in_vain_ = sent_in_vain_ || sent_;",
+        "pass_.is_sent_in_vain = pass_.is_sent_in_vain || pass_.is_sent;",
         tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     yield _statement(
         "given_up_untold", "a pass that one rank gives up is not told to the others", HOOKS,
-        "options_.agreement->give_up(pass_ ? failure_in(pass_->end) : \"\", sent_);",
+        "options_.agreement->give_up(failure_in(pass_.end), pass_.is_sent);",
         tests=("optimizer/test_failed_backward.py",),
     )  # fmt: skip
     yield _statement(
@@ -351,12 +354,12 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "slot_empty", "the later optimizer gets no gradient from the older one", HOOKS,
-        "slot.take_over(parameters_.at(index), owner.passes_per_step_);",
+        "slot.take_over(parameters_.at(index), owner.step_.passes);",
         tests=("optimizer/test_shared_parameters.py",),
     )  # fmt: skip
     yield _expression(
         "others_step", "the older optimizer's step averages what the later one has stepped with",
-        HOOKS, "stepped.get(i) ? began : step_began_", "step_began_",
+        HOOKS, "stepped.get(i) ? began : step_.began", "step_.began",
         tests=("optimizer/test_shared_parameters.py",),
     )  # fmt: skip
     yield _expression(
@@ -392,14 +395,13 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _python(
         "slot_pending", "a pass leaves the step of an optimizer whose slot is elsewhere", SYNC,
-        "if each is reducer or reducer in each.owners():",
+        "if each is reducer or (each.elsewhere and reducer in each.owners()):",
         "if each is reducer:",
         tests=("optimizer/test_shared_parameters.py",),
     )  # fmt: skip
     yield _python(
         "slot_decided", "an optimizer does not ask for what is open in its slots elsewhere", SYNC,
-        "if there & (decision.mentioned if index not in decision.mentioned else decision.open):",
-        "if False:",
+        "if there & (left if is_mentioned else mentioned):", "if False:",
         tests=("optimizer/test_shared_parameters.py",),
     )  # fmt: skip
     # --- the report and the reduction
@@ -451,13 +453,50 @@ def _gradients() -> Iterator[Fault]:
         tests=("device/test_gradient_streams.py",),
     )  # fmt: skip
     yield _expression(
-        "no_agreement", "the fast end of a pass takes different reports for equal ones", DENSE,
-        "!all_are_here || !all_tell_the_same", "!all_are_here",
-        tests=("optimizer/test_dense_fast_path.py",),
+        "plain_out_of_step", "a plain pass does not compare the ranks' steps", END,
+        "!decision.out_of_step", "true",
+        tests=("optimizer/test_plain_passes.py",),
     )  # fmt: skip
     yield _expression(
-        "unchecked", "the fast end of a pass does not look for NaN", DENSE,
-        "!hooks_->not_finite(everything_, /*rank=*/0).empty()", "false",
+        "plain_digests", "a plain pass does not compare the ranks' weights", END,
+        "!decision.has_digests", "true",
+        tests=("optimizer/test_different_weights.py",),
+    )  # fmt: skip
+    yield _expression(
+        "plain_parts", "a plain pass sends a bucket of which no rank has a part", END,
+        "!touched.any() || touched == bucket", "true",
+        tests=("optimizer/test_unused_parameters.py",),
+    )  # fmt: skip
+    yield _expression(
+        "plain_not_finite", "a plain pass forgets the NaN in the reports", END,
+        "reduction.not_finite.empty()", "true",
+        tests=("optimizer/test_nan_check.py",),
+    )  # fmt: skip
+    yield _statement(
+        "plain_not_dropped", "in a plain pass a rank keeps what the others dropped", END,
+        "hooks_->drop_averaged(reduction.touched - due - reduction.carried);",
+        tests=carried,
+    )  # fmt: skip
+    yield _expression(
+        "plain_open", "after a plain pass a step leaves gradients that another rank has", END,
+        "decision_.open.empty() && decision_.incomplete.empty()",
+        "decision_.incomplete.empty()",
+        tests=("optimizer/test_accumulation.py",),
+    )  # fmt: skip
+    yield _expression(
+        "plain_incomplete", "after a plain pass a step leaves gradients set by hand", END,
+        "decision_.open.empty() && decision_.incomplete.empty()",
+        "decision_.open.empty()",
+        tests=("optimizer/test_gradients_by_hand.py",),
+    )  # fmt: skip
+    yield _python(
+        "plain_interrupt", "after Ctrl-C in a plain pass, gradients are not pending", SYNC,
+        "                if reducer.pending(None).any:", "                if False:",
+        tests=("optimizer/test_interrupted_backward.py",),
+    )  # fmt: skip
+    yield _expression(
+        "unchecked", "gradients are not examined before they are sent", HOOKS,
+        "finite_.not_finite(parameters_, pending.due, rank)", "{}",
         tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(
@@ -549,7 +588,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _python(
         "nothing_left", "a step does not ask for gradients that are left", SYNC,
-        "known.nothing_pending = index not in left", "known.nothing_pending = True",
+        "not (index in left or index in incomplete)", "True",
         tests=("optimizer/test_accumulation.py",),
     )  # fmt: skip
     yield _python(

@@ -1,4 +1,4 @@
-"""Names and bytes at the end of a backward pass: the same on the fast path and on the slow one."""
+"""Names and bytes at the end of a backward pass: the same in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch_ring.optimizer.backward_sync import BackwardSync
 ALIGNED = 16  # float32 elements between the beginnings of two neighbouring gradients
 
 
-def leave_fast_path(optimizer: torch.optim.Optimizer) -> None:
-    """Make this rank end its backward passes on the slow path."""
-    optimizer._reducer.fast_path = None
+def end_in_python(optimizer: torch.optim.Optimizer) -> None:
+    """Make this rank end its backward passes in Python."""
+    optimizer._reducer.plain = None
 
 
-def train_on_both_paths() -> None:
-    """Rank 0 takes the fast path while the others take the slow one."""
+def train_in_both() -> None:
+    """Rank 0 ends its passes in C++ while the others end theirs in Python."""
     agreements: list[int] = []
     agree = BackwardSync._agree
     a, b = parameters = weights(1, 1)
@@ -37,7 +37,7 @@ def train_on_both_paths() -> None:
         )
         for step in range(4):
             if step == 2 and hvd.rank() != 0:
-                leave_fast_path(optimizer)
+                end_in_python(optimizer)
             optimizer.zero_grad()
             (a * (hvd.rank() + step) + b * hvd.rank()).backward()
             assert grads(parameters) == [sum(rank + step for rank in ranks), sum(ranks)]
@@ -47,11 +47,11 @@ def train_on_both_paths() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_on_different_paths_agree(size):
-    run(train_on_both_paths, size)
+def test_a_rank_in_cpp_and_one_in_python_agree(size):
+    run(train_in_both, size)
 
 
-def train_with_a_peer_by_hand(path: str) -> None:
+def train_with_a_peer_by_hand(ending: str) -> None:
     """Rank 1 sends the messages of a pass of two parameters by hand: literal names and bytes."""
     a, b = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
@@ -59,8 +59,8 @@ def train_with_a_peer_by_hand(path: str) -> None:
         (a * 2 + b * 4).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if path == "slow":
-        leave_fast_path(optimizer)
+    if ending == "python":
+        end_in_python(optimizer)
     if hvd.rank() == 0:
         (a * 2 + b * 4).backward()
         assert grads(parameters) == [2 + 300, 4 + 50]
@@ -79,9 +79,9 @@ def train_with_a_peer_by_hand(path: str) -> None:
     assert bucket[[0, ALIGNED]].tolist() == [4 + 50, 2 + 300]
 
 
-@pytest.mark.parametrize("path", ["fast", "slow"])
-def test_messages_of_a_pass_are_these(path):
-    run(train_with_a_peer_by_hand, 2, args=(path,))
+@pytest.mark.parametrize("ending", ["c++", "python"])
+def test_messages_of_a_pass_are_these(ending):
+    run(train_with_a_peer_by_hand, 2, args=(ending,))
 
 
 def test_bytes_of_a_report():

@@ -259,7 +259,7 @@ def test_a_change_that_is_not_reduced():
     run(skip_a_changed_gradient, 2)
 
 
-def carry_on_the_fast_path(op: hvd.ReduceOp) -> None:
+def carry_in_plain_passes(op: hvd.ReduceOp) -> None:
     """A gradient of no_sync(), added to an average, is due in a pass that has none of it."""
     a, b = parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
@@ -276,11 +276,11 @@ def carry_on_the_fast_path(op: hvd.ReduceOp) -> None:
 
 
 @both_ops
-def test_a_gradient_of_no_sync_on_the_fast_path(op):
-    run(carry_on_the_fast_path, 2, args=(op,))
+def test_a_gradient_of_no_sync_in_plain_passes(op):
+    run(carry_in_plain_passes, 2, args=(op,))
 
 
-def doubt_on_the_fast_path() -> float:
+def doubt_in_plain_passes() -> float:
     """The first pass after join() has one gradient, the next ones have all."""
     a, b = parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
@@ -295,7 +295,7 @@ def doubt_on_the_fast_path() -> float:
 
 
 def test_averages_are_doubted_until_they_are_averaged():
-    first, second = run(doubt_on_the_fast_path, 2)
+    first, second = run(doubt_in_plain_passes, 2)
     assert first == second
 
 

@@ -95,7 +95,7 @@ def interrupt_the_wait(folder: Path, steps_before: int, then: str) -> None:
 
 
 @pytest.mark.parametrize("then", ["next pass", "one more pass", "step"])
-@pytest.mark.parametrize("steps_before", [0, 2])  # on the slow and on the fast path
+@pytest.mark.parametrize("steps_before", [0, 2])  # ends in Python, and in C++
 def test_an_interrupted_wait(tmp_path, steps_before, then):
     run(interrupt_the_wait, 2, args=(tmp_path, steps_before, then))
 
@@ -300,12 +300,14 @@ def test_an_interrupted_reduction_ends_first(tmp_path):
     run(interrupt_a_reduction, 2, args=(tmp_path,))
 
 
-def interrupt_at_random() -> int:
+def interrupt_at_random(count: int) -> int:
     """Interrupts at any time: a pass has either ended, or can be repeated."""
     sync = backward_sync_of(hvd.global_process_set)
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0))
+    parts = [model] if count == 1 else [*model]
+    optimizers = [hvd.DistributedOptimizer(SGD(part.parameters(), lr=0.0)) for part in parts]
     armed, begun, done = threading.Event(), threading.Event(), threading.Event()
+    pressed = threading.Event()
     moments = random.Random(hvd.rank())
     interrupts = 0
 
@@ -320,6 +322,7 @@ def interrupt_at_random() -> int:
                 begun.clear()
                 time.sleep(moments.random() * 2e-3)
                 press_ctrl_c()
+                pressed.set()
 
     before = signal.signal(signal.SIGINT, raise_if_armed)
     pressing = threading.Thread(target=press_once_a_pass)
@@ -328,7 +331,8 @@ def interrupt_at_random() -> int:
         for step in range(100):
             number = sync.number
             while sync.number == number:
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
                 loss = (step + hvd.rank()) * model(torch.ones(1, 40)).sum()
                 try:
                     try:
@@ -339,11 +343,14 @@ def interrupt_at_random() -> int:
                         armed.clear()  # the signal may come here, too
                 except KeyboardInterrupt:
                     interrupts += 1
+                assert pressed.wait(DEADLINE_S)  # only once a pass: a second one is not deferred
+                pressed.clear()
             mean = step + (hvd.size() - 1) / 2
             bias = model[1].bias.grad
             assert bias is not None
             assert torch.equal(bias, torch.full((40,), mean))
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
     finally:
         armed.clear()
         done.set()
@@ -352,5 +359,6 @@ def interrupt_at_random() -> int:
     return interrupts
 
 
-def test_interrupts_at_any_time():
-    assert sum(run(interrupt_at_random, 2)) > 0
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_interrupts_at_any_time(optimizers):
+    assert sum(run(interrupt_at_random, 2, args=(optimizers,))) > 0

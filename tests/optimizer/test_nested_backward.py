@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from training import joined_batches, part
 
 import torch_ring as hvd
-from torch_ring._C import PassDecision, PassReport
+from torch_ring._C import PassDecision
 from torch_ring.optimizer.backward_sync import backward_sync_of
 
 on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -184,15 +184,14 @@ def interrupt_the_reduction(transport: str) -> None:
     alone, together = Tied(), Tied()
     reference = SGD(alone.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
-    sync = backward_sync_of(hvd.global_process_set)
-    reduce = sync._reduce
+    reducers = backward_sync_of(hvd.global_process_set)._reducers
+    reduce = reducers.reduce
 
-    def press_ctrl_c(ranks: Sequence[PassReport], *more: Mapping[int, int]) -> PassDecision:
-        sync._reduce = reduce  # type: ignore[method-assign]
+    def press_ctrl_c(decision: PassDecision, *more: Any) -> None:
+        reducers.reduce = reduce  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGINT)
-        decision = reduce(ranks, *more)
+        reduce(decision, *more)
         assert decision.agrees_again == (transport == "tcp")
-        return decision
 
     for step in range(3):
         reference.zero_grad()
@@ -202,7 +201,7 @@ def interrupt_the_reduction(transport: str) -> None:
         rows = part(batch).requires_grad_()
         is_interrupted = hvd.rank() == step == 0
         if is_interrupted:
-            sync._reduce = press_ctrl_c  # type: ignore[method-assign]
+            reducers.reduce = press_ctrl_c  # type: ignore[method-assign]
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             together(rows, segments=True).square().mean().backward()

@@ -212,10 +212,10 @@ def collect_during_the_end_of_a_pass(how: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         original = getattr(BackwardSync, how)
 
-        def collect(*args: object) -> object:
+        def collect(*args: object, **named: object) -> object:
             kept.clear()
             gc.collect()
-            return original(*args)
+            return original(*args, **named)
 
         patch.setattr(BackwardSync, how, collect)
         optimizer.zero_grad()
@@ -230,6 +230,6 @@ def collect_during_the_end_of_a_pass(how: str) -> None:
 
 
 @on_both_transports
-@pytest.mark.parametrize("how", ["_agree", "_reduce_all", "_reduce"])
+@pytest.mark.parametrize("how", ["_agree", "_conclude", "_note"])
 def test_an_optimizer_is_collected_during_the_end_of_a_pass(transport, how):
     run(collect_during_the_end_of_a_pass, 2, args=(how,), transport=transport)

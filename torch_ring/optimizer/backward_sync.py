@@ -12,9 +12,9 @@ from torch_ring._C import (
     GradientReport,
     PassAgreement,
     PassDecision,
+    PassEnd,
     PassReport,
     backward_name,
-    decide,
     in_words,
 )
 from torch_ring.errors import RingError
@@ -93,6 +93,7 @@ class BackwardSync:
         self._size = process_set.size()
         self._added = 0  # reducers so far
         self._has_advised = False
+        self._end: PassEnd | None = None  # of the last pass, until `_take_note`
         # These objects must not refer to this one: the world must end without garbage collection.
         self._reducers = Reducers(self._rank, self._engine.end)
         self._weights = WeightReports(self._engine, self._reducers.comparison)
@@ -213,26 +214,54 @@ class BackwardSync:
         """End a backward pass: agree with the other ranks, and reduce all gradients due on any."""
         self._begin_ending(of_step=False)
         try:
+            self._take_note()
             reducers = self._reducers.hold()
-            if len(reducers) == 1 and self._finalize_dense(reducers[0]):
-                return
-            if self.run_ahead.ends_pass(self.steps):
+            if self._ends_plainly(reducers) or self.run_ahead.ends_pass(self.steps):
                 return
             reports = self._reports()
             for report in reports:
                 # The gradients are pending until reduced. Under no_sync() only this rank knows.
                 self._note_pending(report.optimizer)
                 self._reducers[report.optimizer].comparison.note_gradients(self.number)
-            if any(report.due for report in reports):
+            if any(report.is_due for report in reports):
                 self._agree(reports)
         finally:
             self._end_ending()
+
+    def _ends_plainly(self, reducers: Sequence[Reducer]) -> bool:
+        """End a pass by C++, if no optimizer needs Python; return whether it has ended."""
+        plain = []
+        for reducer in reducers:
+            if reducer.plain is None or not reducer.comparison.is_idle:
+                return False
+            plain.append(reducer.plain)
+        if self.agreement.is_open or self._weights.has_differences or not plain:
+            return False
+        self._end = end = PassEnd()
+        try:
+            try:
+                if not end.run_plain(self._engine, self.agreement, self._rank, self.steps, plain):
+                    return False
+            except RingError as error:
+                self._raise_explained(error)
+                raise
+            if end.is_complete and len(reducers) == 1 and not reducers[0].not_finite:
+                reducers[0].nothing_pending, self._end = True, None
+                end.raise_interrupt()
+            else:
+                self._conclude(end)
+        except BaseException:  # also Ctrl-C
+            for reducer in reducers:
+                if reducer.pending(None).any:
+                    self._note_pending(reducer.index)
+            raise
+        return True
 
     def _note_pending(self, index: int) -> None:
         """Take note that an optimizer, and those with slots in it, have gradients to reduce."""
         reducer = self._reducers.get(index)
         for each in self._reducers.values():
-            if each is reducer or reducer in each.owners():
+            if each is reducer or (each.elsewhere and reducer in each.owners()):
                 each.nothing_pending = False
 
     def _begin_ending(self, *, of_step: bool) -> None:
@@ -246,33 +275,10 @@ class BackwardSync:
         self._reducers.let_go()
         self.agreement.stop_ending()
 
-    def _finalize_dense(self, reducer: Reducer) -> bool:
-        """Take the fast path if all gradients are due; return whether the pass has ended."""
-        if reducer.fast_path is None or not reducer.comparison.is_idle or self.agreement.is_open:
-            return False
-        number, nothing_pending = self.number, reducer.nothing_pending
-        reducer.nothing_pending = False
-        try:
-            differing = reducer.fast_path.run(self._engine, self.agreement, self.steps)
-        except RingError as error:
-            self._raise_explained(error)
-            raise
-        except BaseException:  # Ctrl-C, perhaps deferred to the end of the pass
-            reducer.nothing_pending = self.number != number
-            raise
-        if differing is None:
-            reducer.nothing_pending = nothing_pending
-            return False
-        if differing:
-            self._reduce_all(differing, {reducer.index: (1 << len(reducer.names)) - 1})
-        else:
-            reducer.nothing_pending = True
-            reducer.not_finite = {}  # all gradients are new
-        return True
-
     def reduce_pending(self, reducer: Reducer) -> None:
         """Reduce the gradients of `reducer` that a rank has accumulated, or its program has set."""
         reducer.require_slots_on_set()
+        self._take_note()
         if reducer.nothing_pending:
             # In other cases every parameter has been reduced.
             is_set_by_hand = self.run_ahead.may_have_missed and reducer.hooks.set_by_hand()
@@ -293,6 +299,7 @@ class BackwardSync:
 
     def finish_step(self, reducer: Reducer) -> None:
         """Count a step of an optimizer, and begin the next."""
+        self._take_note()
         self.steps += 1
         reducer.finish_step()
         if reducer.steps == AFTER_STEPS:
@@ -317,6 +324,7 @@ class BackwardSync:
 
     def drop_gradients(self, reducer: Reducer) -> None:
         """Drop an optimizer's accumulated gradients: they are zero or None now."""
+        self._take_note()
         for each in (reducer, *reducer.owners()):
             self._note_pending(each.index)
         reducer.drop_not_finite()
@@ -341,6 +349,7 @@ class BackwardSync:
 
     def resynchronize(self) -> None:
         """Reset the counters that may differ between ranks: join() returns on all of them."""
+        self._end = None
         self.agreement.restart(0)
         self.run_ahead.forget()
         self.steps = 0
@@ -357,7 +366,7 @@ class BackwardSync:
 
     def _reports(self, stepping: Reducer | None = None) -> tuple[GradientReport, ...]:
         reports = [self._report(each, stepping) for each in self._reducers.values()]
-        return tuple(report for report in reports if report)
+        return tuple(report for report in reports if report is not None)
 
     def _report(self, reducer: Reducer, stepping: Reducer | None) -> GradientReport | None:
         pending = reducer.pending(stepping)
@@ -373,52 +382,48 @@ class BackwardSync:
         Returns:
             Whether `stepping` need not wait any more: all ranks are about to step.
         """
-        report = PassReport(
-            self.steps,
-            self._weights.added_to(reports, self.number, self._reducers.comparisons()),
-            gave_up=bool(self.agreement.failure),
-        )
+        reports = self._weights.added_to(reports, self.number, self._reducers.comparisons())
+        report = PassReport(self.steps, reports, gave_up=bool(self.agreement.failure))
         sent = self.agreement.sent  # the earlier report of an interrupted pass, which goes on
+        is_special = sent is not None or self._weights.has_differences
+        plain, parameters = [], {}
+        for index, reducer in self._reducers.items():
+            parameters[index] = len(reducer.names)
+            if reducer.plain is not None and not is_special:
+                plain.append(reducer.plain)
+        self._end = end = PassEnd()
         try:
-            ranks = self.agreement.gather(self._engine, report)
+            end.run(self._engine, self.agreement, report, parameters, plain)
         except RingError as error:
             self._raise_explained(error)
             raise
         broken = {}  # the averaged parts that the earlier report has named, and that are gone
         for each in sent.gradients if sent is not None else ():
-            reducer = self._reducers.get(each.optimizer)
-            present = 0 if reducer is None else reducer.pending(stepping).carried
+            found = self._reducers.get(each.optimizer)
+            present = 0 if found is None else found.pending(stepping).carried
             if each.carried & ~present:
                 broken[each.optimizer] = each.carried & ~present
-        decision = self._reduce_all(ranks, report.due, broken)
-        if decision.agrees_again:
-            return self._agree(self._reports(stepping), stepping)
+        is_settled = self._conclude(end, broken, stepping)
         if sent is not None:
             for rest in self._reports():  # gradients that the earlier report did not have
                 self._note_pending(rest.optimizer)
+        return is_settled
+
+    def _conclude(
+        self, end: PassEnd, broken: Mapping[int, int] | None = None, stepping: Reducer | None = None
+    ) -> bool:
+        """Reduce the gradients, if they are not reduced yet. See `_agree` and `_reduce`."""
+        if end.is_reduced:
+            self._take_note()
+            end.raise_interrupt()
+        else:
+            self._reduce(end, broken or {})
+        decision = end.decision
+        if decision.agrees_again:
+            return self._agree(self._reports(stepping), stepping)
         return decision.is_of_step and not any(
             self._reducers.get(index) is stepping for index in decision.open
         )
-
-    def _reduce_all(
-        self,
-        ranks: Sequence[PassReport],
-        own: Mapping[int, int],
-        broken: Mapping[int, int] | None = None,
-    ) -> PassDecision:
-        """Decide, reduce, and end the agreement; Ctrl-C is deferred until then. See `_reduce`."""
-        with interrupt_deferred():
-            self.agreement.begin_reduction()
-            try:
-                decision = self._reduce(ranks, own, broken or {})
-            except Exception:
-                self.agreement.finish()
-                raise
-            self.agreement.finish()
-            if decision.agrees_again:
-                for reducer in self._reducers.values():
-                    reducer.hooks.take_up_again()
-        return decision
 
     def _raise_explained(self, error: RingError, name: str = "") -> None:
         """Raise the error of an agreement again, with the likely mistake of the program, if any."""
@@ -428,24 +433,38 @@ class BackwardSync:
         if better is not None:
             raise better from error
 
-    def _reduce(
-        self, ranks: Sequence[PassReport], own: Mapping[int, int], broken: Mapping[int, int]
-    ) -> PassDecision:
-        """Decide by the reports of all ranks, and reduce the gradients that are due on any.
+    def _reduce(self, end: PassEnd, broken: Mapping[int, int]) -> None:
+        """Reduce the gradients that are due on any rank, and end the agreement.
+
+        Ctrl-C is deferred until then.
 
         Args:
-            ranks: the reports.
-            own: the gradients that are due on this rank, as a bitmap by optimizer.
+            end: the reports of all ranks, and what they mean.
             broken: the averaged parts of gradients that this rank's report names, and that the
                 program has dropped since, after an interrupt.
         """
-        number = self.number
-        decision = decide(
-            ranks, self._size, {index: len(each.names) for index, each in self._reducers.items()}
-        )
-        if decision.given_up:
-            end_given_up(self.agreement.failure, self._engine, backward_name(number))
-        require_same_steps(ranks, decision.out_of_step, self._size)
+        ranks, decision, number = end.reports, end.decision, self.number
+        with interrupt_deferred():
+            self.agreement.begin_reduction()
+            try:
+                if decision.given_up:
+                    end_given_up(self.agreement.failure, self._engine, backward_name(number))
+                require_same_steps(ranks, decision.out_of_step, self._size)
+                self._require_promised(decision, broken)
+                self._weights.differ(ranks, number)
+                self._weights.tell(number)
+                self._reducers.reduce(decision, end.own, number, len(ranks))
+                self._note(decision, is_planable=True)
+            except Exception:
+                self.agreement.finish()
+                raise
+            self.agreement.finish()
+            if decision.agrees_again:
+                for reducer in self._reducers.values():
+                    reducer.hooks.take_up_again()
+
+    def _require_promised(self, decision: PassDecision, broken: Mapping[int, int]) -> None:
+        """End the job if the ranks count on averaged parts that this rank has dropped since."""
         for each in decision.reductions:
             if broken.get(each.optimizer, 0) & each.carried & ~each.unlike:
                 self._engine.end(
@@ -454,33 +473,48 @@ class BackwardSync:
                     "those: call zero_grad() before each backward pass, or end the program after "
                     "an interrupt"
                 )
-        self._weights.differ(ranks, number)
-        self._weights.tell(number)
-        self._reducers.reduce(decision, own, number, len(ranks))
-        if decision.is_of_step:
-            for each in decision.reductions:
-                self._reducers[each.optimizer].comparison.note_averaging_step()
-        if (
-            decision.reductions or not decision.is_of_step
-        ):  # else it was no pass, and no gradient was left over
-            is_steady = decision.is_whole and not (decision.open or decision.is_of_step)
-            is_dense = not any(each.sparse for each in decision.reductions)
-            touched = {each.optimizer: each.touched for each in decision.reductions}
-            self.run_ahead.learn(touched if is_steady and is_dense else {})
+
+    def _take_note(self) -> None:
+        """Take note of the last pass that C++ has reduced, unless this was done.
+
+        Ctrl-C may come between that and this: then the next call does it.
+        """
+        end = self._end
+        if end is not None and end.is_reduced:
+            self._note(end.decision, is_planable=False)
+        self._end = None
+
+    def _note(self, decision: PassDecision, *, is_planable: bool) -> None:
+        """Take note of a decision whose gradients are reduced.
+
+        Args:
+            decision: the ranks'.
+            is_planable: whether hosts may run ahead of such a pass.
+        """
+        reductions, is_of_step, left = decision.reductions, decision.is_of_step, decision.open
+        for each in reductions:
+            reducer = self._reducers[each.optimizer]
+            if reducer.looks_at_gradients:
+                reducer.note_not_finite(each.touched, each.not_finite)
+            if is_of_step:
+                reducer.comparison.note_averaging_step()
+        if reductions or not is_of_step:  # else it was no pass, and no gradient was left over
+            is_steady = decision.is_whole and not (left or is_of_step)
+            is_planable = is_planable and is_steady and not any(each.sparse for each in reductions)
+            planable = reductions if is_planable else ()
+            self.run_ahead.learn({each.optimizer: each.touched for each in planable})
+        incomplete = set() if self.run_ahead.is_planned else decision.incomplete
         # A report may mention an accumulating optimizer that is gone here: after a program has
         # dropped it, ranks report it until Python collects garbage.
-        left = decision.open
-        if not self.run_ahead.is_planned:
-            left = left | decision.incomplete
-        for index in decision.mentioned:
-            known = self._reducers.get(index)
-            if known is not None:
-                known.nothing_pending = index not in left
+        mentioned = decision.mentioned
         for index, reducer in self._reducers.items():
-            there = {owner.index for owner in reducer.owners()}
-            if there & (decision.mentioned if index not in decision.mentioned else decision.open):
-                reducer.nothing_pending = False
-        return decision
+            is_mentioned = index in mentioned
+            if is_mentioned:
+                reducer.nothing_pending = not (index in left or index in incomplete)
+            if reducer.elsewhere:
+                there = {owner.index for owner in reducer.owners()}
+                if there & (left if is_mentioned else mentioned):
+                    reducer.nothing_pending = False
 
 
 def _living_reducers() -> list[Reducer]:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torch_ring._C import (
-    DenseFinalizer,
     Due,
     GradientHooks,
     GradientReport,
@@ -23,6 +22,7 @@ from torch_ring._C import (
     PassAgreement,
     PassDecision,
     Pending,
+    PlainReduction,
     PlannedBucket,
     RunAhead,
     bucket_name,
@@ -76,8 +76,8 @@ class Reducer:
 
     Attributes:
         nothing_pending: whether the ranks have nothing to agree on before the step.
-        fast_path: ends a pass in which all gradients are due on all ranks, if this is the only
-            optimizer; None if there is no such path, or until the buckets have their final order.
+        plain: reduces the gradients without Python, if they are neither compressed nor sent during
+            the pass; None: they are, or the buckets do not have their final order yet.
         comparison: the comparison of the ranks' weights.
         steps: the optimizer's steps since the start, or since join().
         not_finite: the non-finite gradients that went into averages of this step, by parameter, if
@@ -119,7 +119,7 @@ class Reducer:
         self.steps = 0
         self.not_finite: dict[int, list[NotFinite]] = {}
         self._steps_alone = False  # whether the present step uses gradients of this rank alone
-        self.fast_path: DenseFinalizer | None = None
+        self.plain: PlainReduction | None = None
         self.owner: weakref.ref[object] | None = None  # the optimizer; its end removes this reducer
         named_weights = dict(zip(parameters, names, strict=True))
         self.comparison = WeightComparison(named_weights, process_set)
@@ -248,20 +248,14 @@ class Reducer:
             pending: the present result of `hooks.pending()`.
             is_stepping: whether the optimizer is about to step; then `pending` has everything.
         """
-        if not (pending.due or pending.accumulating or pending.again or is_stepping):
+        if not (pending.any or is_stepping):
             return None
-        return GradientReport(
+        return self.hooks.report(
+            pending,
             self.index,
-            pending.due,
-            sparse=pending.sparse,
-            accumulating=pending.accumulating,
-            incomplete=not pending.complete,
-            stepping=is_stepping,
-            again=pending.again,
-            carried=pending.carried,
-            unsure=pending.unsure,
-            order=[] if self.layout.has_order else self.hooks.ready_order(),
-            not_finite=self.hooks.not_finite(pending.due, self._rank),
+            is_stepping=is_stepping,
+            orders=not self.layout.has_order,
+            rank=self._rank,
         )
 
     def note_not_finite(self, touched: int, found: Sequence[NotFinite]) -> None:
@@ -434,7 +428,7 @@ class Reducer:
         layout = self.layout
         if order and not layout.has_order:
             layout.set_order(order)
-            self.fast_path = self._make_fast_path()
+            self.plain = self._plain_reduction()
             tells = self._process_set.rank() == 0
             if tells:
                 warn_of_ddp(self._parameters)
@@ -444,15 +438,13 @@ class Reducer:
         elif layout.tuner is not None:
             layout.tuner.pass_ended()
 
-    def _make_fast_path(self) -> DenseFinalizer | None:
-        """Return the fast path, if gradients are summed uncompressed and after the pass."""
+    def _plain_reduction(self) -> PlainReduction | None:
         is_plain = self._settings.compression is Compression.none
         if not is_plain or any(map(self.layout.overlaps, self.layout.plan)):
             return None
-        buckets = [index for index, bucket in enumerate(self.layout.plan) if bucket.numel]
-        everything = (1 << len(self.names)) - 1
+        buckets = [bucket.parameters if bucket.numel else 0 for bucket in self.layout.plan]
         arguments = self._settings.arguments(self._size)
-        return DenseFinalizer(self.hooks, self.index, everything, buckets, *arguments)
+        return PlainReduction(self.hooks, self.index, buckets, *arguments, self._scale(self._size))
 
     def _finish_sparse(self) -> None:
         sums, self._sparse_sums = self._sparse_sums, {}
@@ -501,7 +493,7 @@ class Reducer:
         """Make new buckets for parameters that have moved to another device. Nothing was sent."""
         self.layout.follow_parameters()
         if self.layout.has_order:
-            self.fast_path = self._make_fast_path()
+            self.plain = self._plain_reduction()
 
 
 def _coalesced(gradient: Tensor | None) -> Tensor | None:
@@ -605,8 +597,6 @@ class Reducers:
             if each.touched & rest:
                 found.append((each, self.named(each.optimizer), rest))
         for each, reducer, rest in found:
-            if reducer.looks_at_gradients:
-                reducer.note_not_finite(each.touched, each.not_finite)
             reducer.prepare(
                 each.touched & rest,
                 each.sparse & rest,

@@ -257,6 +257,8 @@ class WeightReports:
         """
         by_index = {report.optimizer: report for report in reports}
         for index, comparison in comparisons.items():
+            if comparison.is_idle:
+                continue
             report = by_index.get(index, GradientReport(index))
             snapshot = comparison.due_snapshot(number, has_due=bool(report.due))
             if snapshot is not None:
@@ -306,6 +308,11 @@ class WeightReports:
             own, comparison.snapshot = (comparison, comparison.snapshot), None
         if not own[0].has_begun:
             self._different.append(own)
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether the next agreed pass gathers details."""
+        return bool(self._different)
 
     def tell(self, number: int) -> None:
         """Gather the differences, and warn. A collective, in an agreed pass."""

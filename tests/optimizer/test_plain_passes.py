@@ -1,0 +1,80 @@
+"""Plain passes (dense gradients, in host memory, as they are) end in C++, without Python."""
+
+from __future__ import annotations
+
+import pytest
+from pool import error_of, run
+from torch.optim import SGD
+from training import grads, weights
+
+import torch_ring as hvd
+from torch_ring._C import GradientReport
+from torch_ring.optimizer.backward_sync import BackwardSync
+from torch_ring.optimizer.reducer import Reducer
+
+
+def train_and_count() -> None:
+    """Train with two optimizers; on one rank, or in one of them, gradients are missing."""
+    in_python: list[int] = []
+    agree = BackwardSync._agree
+
+    def counted(
+        sync: BackwardSync, reports: tuple[GradientReport, ...], *stepping: Reducer
+    ) -> bool:
+        if not stepping:
+            in_python.append(sync.number)
+        return agree(sync, reports, *stepping)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackwardSync, "_agree", counted)
+        train(in_python)
+
+
+def train(in_python: list[int]) -> None:
+    size, last = hvd.size(), hvd.size() - 1
+    a, b = parameters = weights(1, 1)
+    (c,) = weights(3)
+    optimizers = [hvd.DistributedOptimizer(SGD(each, lr=0.0), op=hvd.Sum) for each in ([a, b], [c])]
+    for use_b, use_c in [(True, True)] * 2 + [(True, True), (False, True), (True, False)]:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        has_b = use_b or hvd.rank() != last  # False: not on the last rank
+        loss = a * 2 + (b * 4 if has_b else 0) + (c * 8 if use_c else 0)
+        loss.backward()
+        expected = [2 * size, 4 * (size if use_b else last)]
+        assert grads(parameters) == expected
+        assert grads([c]) == [8 * size] if use_c else c.grad is None
+        for optimizer in optimizers:
+            optimizer.step()
+    optimizers[0].zero_grad()
+    with optimizers[0].no_sync():
+        (a + b).backward()
+    assert grads(parameters) == [1, 1]
+    (a + b).backward()
+    assert grads(parameters) == [2 * size] * 2
+    assert len(in_python) == 2, "passes with digests of weights"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_passes_end_without_python(size):
+    run(train_and_count, size)
+
+
+def step_once_more() -> tuple[str, str]:
+    """All ranks have all gradients, and one has taken another step."""
+    parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(parameters).backward()
+        optimizer.step()
+    if hvd.rank() == 1:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return error_of(sum(parameters).backward)
+
+
+def test_ranks_in_different_steps_do_not_take_it():
+    for kind, text in run(step_once_more, 2):
+        assert kind == "MismatchError", text
+        assert "rank 0 has taken 3 optimizer steps, rank 1 4" in text
