@@ -925,7 +925,7 @@ class GradientReport:
         accumulating: bool = False,
         incomplete: bool = False,
         stepping: bool = False,
-        again: bool = False,
+        late: bool = False,
         carried: int = 0,
         unsure: int = 0,
         order: Sequence[int] = (),
@@ -1011,7 +1011,7 @@ class PassDecision:
         is_of_step: whether all ranks are about to step.
         is_whole: whether no rank has joined.
         has_digests: whether some reports have digests of weights.
-        agrees_again: whether the ranks report once more, as soon as this is reduced.
+        has_another_round: whether the ranks report once more, as soon as this is reduced.
         mentioned: the optimizers that a rank uses.
         open: those with gradients that a later round or pass reduces.
         incomplete: those with parameters that have no averaged gradient yet.
@@ -1023,7 +1023,7 @@ class PassDecision:
     is_of_step: bool
     is_whole: bool
     has_digests: bool
-    agrees_again: bool
+    has_another_round: bool
     mentioned: set[int]
     open: set[int]
     incomplete: set[int]
@@ -1050,7 +1050,7 @@ class Pending:
         unsure: those of them whose averaged part may not be that of other ranks.
         accumulating: whether there are others, not due yet.
         complete: whether each parameter is due, or was reduced since the step began.
-        again: whether some gradients have come again, after they had been sent.
+        late: whether some gradients have come after their buckets had been sent.
         unready: whether refuse_others_pass() and, if parameters_moved(), set_buckets() must come
             first.
         any: whether there are any gradients.
@@ -1062,7 +1062,7 @@ class Pending:
     unsure: int
     accumulating: bool
     complete: bool
-    again: bool
+    late: bool
     unready: bool
     any: bool
 
@@ -1180,7 +1180,7 @@ class GradientHooks:
     def restore(self, nowhere: int) -> None:
         """Give gradients back as they were before fill(), and forget the others."""
 
-    def take_up_again(self) -> None:
+    def take_up_late(self) -> None:
         """Add the gradients that came after their bucket was sent to `grad`, where they are due."""
 
     def bucket_view(self, index: int) -> Tensor:
@@ -1264,7 +1264,7 @@ class PlainReduction:
         optimizer: its index on the process set.
         buckets: the parameters of each bucket, as a bitmap; 0 for one without elements.
         op, prescale, postscale: of the allreduces.
-        again: multiplies an averaged gradient that is sent again.
+        rescale: multiplies an averaged gradient that is sent again.
     """
 
     def __init__(
@@ -1275,7 +1275,7 @@ class PlainReduction:
         op: int,
         prescale: float,
         postscale: float,
-        again: float,
+        rescale: float,
     ) -> None: ...
 
 class PassEnd:

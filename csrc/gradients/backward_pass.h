@@ -69,7 +69,7 @@ struct Pass {
     end.reset();
     is_sent = false;
     arrived.clear();
-    if (failed) again.clear();
+    if (failed) late.clear();
     has_failed = failed;
   }
 
@@ -79,7 +79,7 @@ struct Pass {
   std::uint64_t agreement = 0;                  // the number of the one that will end it
   bool has_nested = false;                      // nested graphs produce gradients in it, too
   std::vector<std::size_t> arrived;             // parameters, in order
-  std::map<std::size_t, at::Tensor> again;      // by parameter: arrived after its bucket was sent
+  std::map<std::size_t, at::Tensor> late;       // by parameter: arrived after its bucket was sent
   bool is_sent = false;                         // a bucket was sent, and is not reduced yet
   bool has_failed = false;  // and has left gradients, which no step or zero_grad() has taken since
 

@@ -129,7 +129,7 @@ void bind_reports(py::module_& module) {
       .def(py::self == py::self);
   py::class_<GradientReport>(module, "GradientReport")
       .def(py::init([](std::size_t optimizer, Bitmap due, Bitmap sparse, bool accumulating,
-                       bool incomplete, bool stepping, bool again, Bitmap carried, Bitmap unsure,
+                       bool incomplete, bool stepping, bool late, Bitmap carried, Bitmap unsure,
                        std::vector<std::uint32_t> order, const py::bytes& digest,
                        std::vector<NotFinite> not_finite) {
              return GradientReport{optimizer,
@@ -138,7 +138,7 @@ void bind_reports(py::module_& module) {
                                    accumulating,
                                    incomplete,
                                    stepping,
-                                   again,
+                                   late,
                                    std::move(carried),
                                    std::move(unsure),
                                    std::move(order),
@@ -147,7 +147,7 @@ void bind_reports(py::module_& module) {
            }),
            py::arg("optimizer"), py::arg("due") = Bitmap(), py::kw_only(),
            py::arg("sparse") = Bitmap(), py::arg("accumulating") = false,
-           py::arg("incomplete") = false, py::arg("stepping") = false, py::arg("again") = false,
+           py::arg("incomplete") = false, py::arg("stepping") = false, py::arg("late") = false,
            py::arg("carried") = Bitmap(), py::arg("unsure") = Bitmap(),
            py::arg("order") = std::vector<std::uint32_t>(), py::arg("digest") = py::bytes(),
            py::arg("not_finite") = std::vector<NotFinite>())
@@ -206,7 +206,7 @@ void bind_reports(py::module_& module) {
       .def_readonly("is_of_step", &PassDecision::is_of_step)
       .def_readonly("is_whole", &PassDecision::is_whole)
       .def_readonly("has_digests", &PassDecision::has_digests)
-      .def_readonly("agrees_again", &PassDecision::agrees_again)
+      .def_readonly("has_another_round", &PassDecision::has_another_round)
       .def_readonly("mentioned", &PassDecision::mentioned)
       .def_readonly("open", &PassDecision::open)
       .def_readonly("incomplete", &PassDecision::incomplete);
@@ -261,7 +261,7 @@ void bind_gradients(py::module_& module) {
       .def_readonly("unsure", &Pending::unsure)
       .def_readonly("accumulating", &Pending::accumulating)
       .def_readonly("complete", &Pending::complete)
-      .def_readonly("again", &Pending::again)
+      .def_readonly("late", &Pending::late)
       .def_readonly("unready", &Pending::unready)
       .def_property_readonly("any", &Pending::any);
   py::class_<GradientHooks, std::shared_ptr<GradientHooks>>(module, "GradientHooks")
@@ -355,7 +355,7 @@ void bind_gradients(py::module_& module) {
       .def("fill", &GradientHooks::fill, py::arg("planned"), py::arg("due"), py::arg("scale"),
            Release())
       .def("restore", &GradientHooks::restore, py::arg("nowhere"), Release())
-      .def("take_up_again", &GradientHooks::take_up_again, Release())
+      .def("take_up_late", &GradientHooks::take_up_late, Release())
       .def("compiled_together", &GradientHooks::compiled_together, Release())
       .def("reset", &GradientHooks::reset, py::kw_only(), py::arg("gradients"), Release())
       .def("doubt_averages", &GradientHooks::doubt_averages, Release())
@@ -384,7 +384,7 @@ void bind_gradients(py::module_& module) {
       .def(py::init<std::shared_ptr<GradientHooks>, std::size_t, std::vector<Bitmap>, int, double,
                     double, double>(),
            py::arg("hooks"), py::arg("optimizer"), py::arg("buckets"), py::arg("op"),
-           py::arg("prescale"), py::arg("postscale"), py::arg("again"));
+           py::arg("prescale"), py::arg("postscale"), py::arg("rescale"));
   py::class_<PassEnd>(module, "PassEnd")
       .def(py::init())
       .def("run", &run, py::arg("engine"), py::arg("agreement"), py::arg("report"),

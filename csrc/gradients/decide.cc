@@ -19,7 +19,7 @@ std::vector<const PassReport*> distinct(const PassReports& reports) {
 }
 
 /// Some reports' gradients of one optimizer.
-struct Told {
+struct Reported {
   Bitmap touched;
   std::vector<const GradientReport*> reports;
 };
@@ -42,16 +42,16 @@ PassDecision decide(const PassReports& reports, std::size_t size,
     decision.out_of_step = static_cast<std::size_t>(other - reports.begin());
   }
 
-  std::map<std::size_t, Told> told;
+  std::map<std::size_t, Reported> reported;
   for (const PassReport* rank : ranks) {
     const bool counts = decision.is_of_step || !rank->is_of_step() || rank->plan != 0;
     for (const GradientReport& report : rank->gradients) {
-      Told& of_optimizer = told[report.optimizer];
+      Reported& of_optimizer = reported[report.optimizer];
       of_optimizer.reports.push_back(&report);
       if (counts) of_optimizer.touched |= report.due;
     }
   }
-  for (auto& [optimizer, of_optimizer] : told) {
+  for (auto& [optimizer, of_optimizer] : reported) {
     const auto& [touched, mine] = of_optimizer;
     Bitmap dense;    // on some rank
     Bitmap carried;  // on some rank
@@ -68,9 +68,9 @@ PassDecision decide(const PassReports& reports, std::size_t size,
       for (const NotFinite& each : report->not_finite) {
         if (touched.get(each.parameter)) reduction.not_finite.push_back(each);
       }
-      if (report->again) decision.agrees_again = true;
+      if (report->late) decision.has_another_round = true;
       if (!report->digest.empty()) decision.has_digests = true;
-      if (report->accumulating || report->again || waits) decision.open.insert(optimizer);
+      if (report->accumulating || report->late || waits) decision.open.insert(optimizer);
       if (report->due.any() || report->accumulating || report->stepping) {
         decision.mentioned.insert(optimizer);
       }

@@ -35,7 +35,7 @@ struct PassDecision {
   bool is_of_step = false;            // all ranks are about to step
   bool is_whole = false;              // no rank has joined
   bool has_digests = false;           // of weights, which the ranks compare
-  bool agrees_again = false;          // the ranks report once more, as soon as these are reduced
+  bool has_another_round = false;     // the ranks report once more, as soon as these are reduced
 
   // Optimizers.
   std::set<std::size_t> mentioned;   // that a rank uses: the decision is about them

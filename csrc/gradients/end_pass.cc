@@ -44,8 +44,8 @@ using Plain = std::pair<const PassDecision::Reduction*, const PlainReduction*>;
 /// The reductions of a decision; nullopt if the ranks have more to do than these.
 std::optional<std::vector<Plain>> all_plain(
     const PassDecision& decision, const std::vector<std::shared_ptr<PlainReduction>>& plain) {
-  const bool is_usual = !decision.given_up && !decision.out_of_step && !decision.agrees_again &&
-                        !decision.has_digests;
+  const bool is_usual = !decision.given_up && !decision.out_of_step &&
+                        !decision.has_another_round && !decision.has_digests;
   if (!is_usual) return std::nullopt;
   std::vector<Plain> all;
   for (const PassDecision::Reduction& each : decision.reductions) {
@@ -60,14 +60,14 @@ std::optional<std::vector<Plain>> all_plain(
 
 PlainReduction::PlainReduction(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
                                std::vector<Bitmap> buckets, int op, double prescale,
-                               double postscale, double again)
+                               double postscale, double rescale)
     : hooks_(std::move(hooks)),
       optimizer_(optimizer),
       buckets_(std::move(buckets)),
       op_(op),
       prescale_(prescale),
       postscale_(postscale),
-      again_(again) {}
+      rescale_(rescale) {}
 
 bool PlainReduction::add_report(PassReport& report, int rank) const {
   const GradientHooks::Pending pending = hooks_->pending(GradientHooks::Due::kNow);
@@ -93,7 +93,7 @@ void PlainReduction::prepare(const PassDecision::Reduction& reduction, const Bit
   hooks_->require_unchanged(reduction.touched);
   hooks_->carry(reduction.carried);
   hooks_->drop_averaged(reduction.touched - due - reduction.carried);
-  hooks_->move_into_buckets(reduction.touched, again_ * size / static_cast<double>(active));
+  hooks_->move_into_buckets(reduction.touched, rescale_ * size / static_cast<double>(active));
   for (std::size_t i = 0; i < buckets_.size(); ++i) {
     if (!(buckets_[i] & reduction.touched).any()) continue;
     const at::Tensor memory = hooks_->memory(i);

@@ -24,11 +24,11 @@ namespace torch_ring {
 class PlainReduction {
  public:
   /// `optimizer`: its index on the process set. `buckets`: the parameters of each one, none of
-  /// those without elements. `op`, `prescale` and `postscale` are the allreduces'. `again`
+  /// those without elements. `op`, `prescale` and `postscale` are the allreduces'. `rescale`
   /// multiplies an averaged gradient that all ranks send again (move_into_buckets()).
   PlainReduction(std::shared_ptr<GradientHooks> hooks, std::size_t optimizer,
                  std::vector<Bitmap> buckets, int op, double prescale, double postscale,
-                 double again);
+                 double rescale);
 
   std::size_t optimizer() const { return optimizer_; }
   const GradientHooks& hooks() const { return *hooks_; }
@@ -57,7 +57,7 @@ class PlainReduction {
   const int op_;
   const double prescale_;
   const double postscale_;
-  const double again_;
+  const double rescale_;
 };
 
 /// The common end of a backward pass, or beginning of a step.

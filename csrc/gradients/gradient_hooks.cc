@@ -24,7 +24,7 @@ constexpr const char* kTwoThreads =
 /// Counts the reductions of this process; guards no other data.
 std::atomic<std::uint64_t> reductions{0};
 
-constexpr const char* kCameAgain =
+constexpr const char* kCameLate =
     "got another gradient in a backward pass that had already sent its first one, and which hosts "
     "run ahead of: wrap the optimizer with run_ahead=False (or set TORCH_RING_RUN_AHEAD=0), or use "
     "torch.utils.checkpoint with use_reentrant=False";
@@ -83,7 +83,7 @@ class GradientHooks::EndCallback {
     if (goes_on_) return;
     if (const auto hooks = hooks_.lock()) {
       hooks->options_.on_backward_end();
-      hooks->settle();
+      hooks->bring_in_rest();
     }
     close(false);
   }
@@ -177,7 +177,7 @@ void GradientHooks::before_accumulation(std::size_t index) {
     const std::scoped_lock lock(mutex_);
     note_changes();
   }
-  if (parameter.arrived) return keep_sent(index);
+  if (parameter.arrived) return set_sent_apart(index);
   if (parameter.averaged.is_none()) return;
   std::unique_lock lock(mutex_);
   enter_pass(lock, parameter.variable.device());  // its end puts both parts together again
@@ -201,9 +201,9 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
         present_[index].load(std::memory_order_relaxed) != grad.unsafeGetTensorImpl();
     enter_pass(lock, parameter.variable.device());
     if (parameter.sent.defined()) {
-      if (!plan_.gradients) return keep_again(index);
+      if (!plan_.gradients) return arrive_late(index);
       lock.unlock();
-      options_.fail("'" + parameter.name + "' " + kCameAgain);
+      options_.fail("'" + parameter.name + "' " + kCameLate);
     }
     parameter.refresh();
     bucket = parameter.bucket;
@@ -280,7 +280,7 @@ void GradientHooks::go_on(std::uint64_t number) {
 
 /// Before a parameter of a bucket that has been sent gets another gradient, in a nested graph or in
 /// the outer one: keeps autograd from writing to the bucket.
-void GradientHooks::keep_sent(std::size_t index) {
+void GradientHooks::set_sent_apart(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_[index];
   if (!buckets_[parameter.bucket].is_sent) return;
@@ -288,13 +288,13 @@ void GradientHooks::keep_sent(std::size_t index) {
 }
 
 /// Keeps such a gradient, to be reduced after the bucket.
-void GradientHooks::keep_again(std::size_t index) {
+void GradientHooks::arrive_late(std::size_t index) {
   const at::NoGradGuard no_grad;
   HookedParameter& parameter = parameters_[index];
   at::Tensor mine =
       std::exchange(parameter.variable.mutable_grad(), std::exchange(parameter.sent, {}));
   if (mine.is_sparse()) mine = mine.to_dense();
-  at::Tensor& kept = pass_.again[index];
+  at::Tensor& kept = pass_.late[index];
   kept = kept.defined() ? kept.add(mine) : mine;
   pass_.repeated.insert(index);
 }
@@ -328,17 +328,17 @@ bool GradientHooks::count_arrival(std::size_t index, bool fresh) {
   parameter.arrived = true;
   pass_.arrived.push_back(index);
   if (!step_.is_synchronizing || !due(parameter) || parameter.sparse.defined()) return false;
-  if (parameter.has_moved() || parameter.averaged.is_changed() || !pass_.again.empty())
-    return false;
+  if (parameter.has_moved() || parameter.averaged.is_changed() || !pass_.late.empty()) return false;
   if (at::GradMode::is_enabled()) return false;  // require_no_graph() may refuse a later one
   Bucket& bucket = buckets_[parameter.bucket];
-  if (--bucket.missing > 0 || !bucket.is_early || pass_.has_nested || is_held(bucket)) return false;
+  if (--bucket.missing > 0 || !bucket.is_early || pass_.has_nested || may_get_late(bucket))
+    return false;
   bucket.is_sent = true;
   return true;
 }
 
 /// Whether a parameter of the bucket may get another gradient in this pass, as in an earlier pass.
-bool GradientHooks::is_held(const Bucket& bucket) const {
+bool GradientHooks::may_get_late(const Bucket& bucket) const {
   return !pass_.repeated.empty() && std::ranges::any_of(bucket.members, [&](std::size_t i) {
     return pass_.repeated.contains(i);
   });
@@ -388,7 +388,7 @@ Bitmap GradientHooks::slots_in(const GradientHooks& other) {
 }
 
 /// Whether a gradient has been reduced since a step began that another optimizer takes, or is due.
-bool GradientHooks::is_settled(std::size_t index, std::uint64_t since, bool stepping) {
+bool GradientHooks::is_ready(std::size_t index, std::uint64_t since, bool stepping) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_.at(index);
   parameter.refresh();
@@ -401,7 +401,7 @@ bool GradientHooks::is_settled(std::size_t index, std::uint64_t since, bool step
 void GradientHooks::reset_slot(std::size_t index, bool gradients) {
   const std::scoped_lock lock(mutex_);
   begin_step(parameters_.at(index), gradients);
-  if (gradients) pass_.again.erase(index);
+  if (gradients) pass_.late.erase(index);
 }
 
 void GradientHooks::close_pass(std::uint64_t number, bool failed) {
@@ -499,13 +499,13 @@ GradientHooks::Pending GradientHooks::pending(Due which,
   note_changes();
   const bool is_beside = pass_.is_under_way() && pass_.graph->is_beside(BackwardGraph::current());
   const bool unready = is_beside || (is_of_step && has_sent_in_vain());
-  Pending pending{{}, {}, {}, {}, false, true, !pass_.again.empty(), unready};
+  Pending pending{{}, {}, {}, {}, false, true, !pass_.late.empty(), unready};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (is_elsewhere(i)) {
       const Elsewhere& there = elsewhere_.at(i);
       const bool is_stepping = which == Due::kEverything;
       pending.complete =
-          pending.complete && there.hooks->is_settled(there.index, step_.began, is_stepping);
+          pending.complete && there.hooks->is_ready(there.index, step_.began, is_stepping);
       continue;
     }
     if (is_ignored(i)) continue;
@@ -560,7 +560,7 @@ GradientReport GradientHooks::report(const Pending& pending, std::size_t optimiz
       .accumulating = pending.accumulating,
       .incomplete = !pending.complete,
       .stepping = is_stepping,
-      .again = pending.again,
+      .late = pending.late,
       .carried = pending.carried,
       .unsure = pending.unsure,
       .not_finite = finite_.not_finite(parameters_, pending.due, rank),
@@ -619,6 +619,7 @@ void GradientHooks::require_unchanged(const Bitmap& touched) {
 }
 
 void GradientHooks::carry(const Bitmap& carried) {
+  if (!carried.any()) return;
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!carried.get(i)) continue;
@@ -628,6 +629,7 @@ void GradientHooks::carry(const Bitmap& carried) {
 }
 
 void GradientHooks::drop_averaged(const Bitmap& dropped) {
+  if (!dropped.any()) return;
   carry(dropped);
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -729,7 +731,7 @@ void GradientHooks::reset(bool gradients) {
       if (is_elsewhere(i)) continue;
       begin_step(parameters_[i], gradients);
     }
-    if (gradients) pass_.again.clear();
+    if (gradients) pass_.late.clear();
   }
   for (const auto& [index, there] : elsewhere) there.hooks->reset_slot(there.index, gradients);
 }
@@ -801,7 +803,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched, double scale) {
     parameter.refresh();
     if (!parameter.arrived || parameter.outside.defined()) spare_kept(lock, i, copies);
     at::Tensor& grad = parameter.variable.mutable_grad();
-    if (parameter.is_settled()) {
+    if (parameter.is_in_pass()) {
       // Its bucket may be in flight already, even if `grad` has been replaced since.
       parameter.bring_in(copies);
       if (!parameter.is_given()) grad = parameter.bucket_view;
@@ -818,7 +820,7 @@ void GradientHooks::move_into_buckets(const Bitmap& touched, double scale) {
 /// Copies the gradients that are not due yet into their buckets at the end of the pass, so that
 /// only the buckets' memory stays in use. Autograd has made the current stream follow all others of
 /// the pass.
-void GradientHooks::settle() {
+void GradientHooks::bring_in_rest() {
   std::unique_lock lock(mutex_);
   BatchedCopy copies;
   for (const std::size_t i : pass_.arrived) {
@@ -899,7 +901,7 @@ GradientHooks::Before GradientHooks::before(const HookedParameter& parameter) co
           writes};
 }
 
-void GradientHooks::give_back(HookedParameter& parameter, const Before& before) {
+void GradientHooks::restore_one(HookedParameter& parameter, const Before& before) {
   const at::NoGradGuard no_grad;
   parameter.unreduced = before.unreduced;
   parameter.averaged = before.averaged;
@@ -937,15 +939,15 @@ Bitmap GradientHooks::fill(const Bitmap& planned, const Bitmap& due, double scal
 void GradientHooks::restore(const Bitmap& nowhere) {
   const std::scoped_lock lock(mutex_);
   for (const auto& [index, before] : plan_.filled) {
-    if (nowhere.get(index)) give_back(parameters_[index], before);
+    if (nowhere.get(index)) restore_one(parameters_[index], before);
   }
   plan_.filled.clear();
 }
 
-void GradientHooks::take_up_again() {
+void GradientHooks::take_up_late() {
   const at::NoGradGuard no_grad;
   const std::scoped_lock lock(mutex_);
-  for (auto& [index, kept] : std::exchange(pass_.again, {})) {
+  for (auto& [index, kept] : std::exchange(pass_.late, {})) {
     HookedParameter& parameter = parameters_[index];
     parameter.refresh();
     at::Tensor& grad = parameter.variable.mutable_grad();

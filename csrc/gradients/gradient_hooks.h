@@ -79,10 +79,10 @@ class GradientHooks final : public AccumulationListener,
     Bitmap unsure;      // those of `carried` whose averaged part may not be that of other ranks
     bool accumulating;  // whether there are others, not due yet
     bool complete;      // whether each parameter is due, or was reduced since the step began
-    bool again;         // some gradients have another part, to reduce after these: take_up_again()
+    bool late;          // some gradients have another part, to reduce after these: take_up_late()
     bool unready;       // refuse_others_pass() or set_buckets() must come first
 
-    bool any() const { return due.any() || accumulating || again; }
+    bool any() const { return due.any() || accumulating || late; }
   };
 
   struct Options {
@@ -201,7 +201,7 @@ class GradientHooks final : public AccumulationListener,
 
   /// Adds the gradients that have arrived after their bucket was sent to `grad`, where they are
   /// due. Call it before the ranks agree once more on the pass.
-  void take_up_again();
+  void take_up_late();
 
   /// Gives these parameters' slots, with their gradients, to hooks that were made later. Those keep
   /// them when their own optimizer is gone. Errors: c10::ValueError during a backward pass.
@@ -285,7 +285,7 @@ class GradientHooks final : public AccumulationListener,
   void queue_end(std::uint64_t number);
   std::uint64_t step_began();
   Bitmap slots_in(const GradientHooks& other);
-  bool is_settled(std::size_t index, std::uint64_t since, bool stepping);
+  bool is_ready(std::size_t index, std::uint64_t since, bool stepping);
   bool is_by_hand(std::size_t index, std::uint64_t since);
   void reset_slot(std::size_t index, bool gradients);
 
@@ -294,13 +294,13 @@ class GradientHooks final : public AccumulationListener,
   void close(bool failed);
   void count_missing();
   Before before(const HookedParameter& parameter) const;
-  void give_back(HookedParameter& parameter, const Before& before);
+  void restore_one(HookedParameter& parameter, const Before& before);
   void enter_pass(std::unique_lock<std::mutex>& lock, c10::Device device);
   void expect_in_block(HookedParameter& parameter);
   bool count_arrival(std::size_t index, bool fresh);
   void spare_kept(std::unique_lock<std::mutex>& lock, std::size_t index, BatchedCopy& copies);
   void complete(std::unique_lock<std::mutex>& lock, std::size_t bucket);
-  void settle();
+  void bring_in_rest();
   void note_changes();
   std::string change_among(const Bitmap& touched) const;
   bool is_elsewhere(std::size_t i) const { return !elsewhere_.empty() && elsewhere_.contains(i); }
@@ -312,9 +312,9 @@ class GradientHooks final : public AccumulationListener,
   std::string failure() const {
     return pass_.is_sent_in_vain ? PassAgreement::kSentInVain : options_.agreement->failure();
   }
-  void keep_sent(std::size_t index);
-  void keep_again(std::size_t index);
-  bool is_held(const Bucket& bucket) const;
+  void set_sent_apart(std::size_t index);
+  void arrive_late(std::size_t index);
+  bool may_get_late(const Bucket& bucket) const;
   bool due(const HookedParameter& parameter) const { return parameter.passes >= step_.passes; }
 
   const Options options_;

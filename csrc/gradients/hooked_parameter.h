@@ -117,8 +117,6 @@ class AveragedPart {
     kBoth,   // `grad` is the sum of both, value() the averaged one
   };
 
-  AveragedPart() = default;
-
   bool is_none() const { return state_ == State::kNone; }
   bool is_whole() const { return state_ == State::kWhole; }
   bool is_apart() const { return state_ == State::kApart; }
@@ -130,8 +128,15 @@ class AveragedPart {
   /// Whether value() is not zero. Waits for a device.
   bool carries_value() const;
 
-  void become_whole() { *this = AveragedPart(State::kWhole, {}); }
-  void forget() { *this = AveragedPart(); }
+  void become_whole() {
+    forget();
+    state_ = State::kWhole;
+  }
+  void forget() {
+    state_ = State::kNone;
+    if (value_.defined()) value_.reset();
+    is_unsure_ = is_changed_ = false;
+  }
 
   /// Takes the part out of `grad`, in place; from kWhole or kBoth.
   void take_out(at::Tensor& grad);
@@ -140,7 +145,10 @@ class AveragedPart {
   void put_back(at::Tensor& grad);
 
   /// Makes another tensor the part; becomes kApart.
-  void replace(at::Tensor value) { *this = AveragedPart(State::kApart, std::move(value)); }
+  void replace(at::Tensor value) {
+    value_ = std::move(value);
+    state_ = State::kApart;
+  }
 
   /// Records the version of `grad` in kBoth, as the program gets it.
   void note_version(const at::Tensor& grad);
@@ -158,8 +166,6 @@ class AveragedPart {
   void doubt(bool is_unsure) { is_unsure_ = is_unsure; }
 
  private:
-  AveragedPart(State state, at::Tensor value) : state_(state), value_(std::move(value)) {}
-
   State state_ = State::kNone;
   at::Tensor value_;
   bool is_unsure_ = false;
@@ -216,13 +222,13 @@ struct HookedParameter {
 
   /// Whether the gradient that has arrived in this pass will be reduced even if `grad` was replaced
   /// since.
-  bool is_settled() const {
+  bool is_in_pass() const {
     return arrived && (bucket_view.defined() || outside.defined()) && !sparse.defined();
   }
 
   /// The gradient that will be reduced; undefined if there is none.
   const at::Tensor& to_send() const {
-    if (!is_settled()) return variable.grad();
+    if (!is_in_pass()) return variable.grad();
     return outside.defined() ? outside : bucket_view;
   }
 

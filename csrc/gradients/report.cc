@@ -19,7 +19,7 @@ enum Flag : std::uint8_t {
   kHasDigest = 2,
   kIncomplete = 4,
   kStepping = 8,
-  kAgain = 16,
+  kLate = 16,
   kHasCarried = 32,
   kHasNotFinite = 64,
 };
@@ -66,7 +66,7 @@ void append(std::string& body, const GradientReport& report) {
   if (!report.digest.empty()) flags |= kHasDigest;
   if (report.incomplete) flags |= kIncomplete;
   if (report.stepping) flags |= kStepping;
-  if (report.again) flags |= kAgain;
+  if (report.late) flags |= kLate;
   if (report.carried.any()) flags |= kHasCarried;
   if (!report.not_finite.empty()) flags |= kHasNotFinite;
   put(body, static_cast<std::uint8_t>(flags));
@@ -101,7 +101,7 @@ GradientReport gradients_of(Encoded& bytes) {
   report.accumulating = (flags & kAccumulating) != 0;
   report.incomplete = (flags & kIncomplete) != 0;
   report.stepping = (flags & kStepping) != 0;
-  report.again = (flags & kAgain) != 0;
+  report.late = (flags & kLate) != 0;
   report.due = Bitmap(std::string(bytes.text(due)));
   report.sparse = Bitmap(std::string(bytes.text(sparse)));
   for (std::uint32_t i = 0; i < order; ++i) report.order.push_back(bytes.number<std::uint32_t>());

@@ -33,7 +33,7 @@ struct GradientReport {
   bool incomplete = false;            // there are parameters that are not due, and were not reduced
                                       // since the step began: the program may set their gradients
   bool stepping = false;              // the optimizer is about to step: all its gradients are due
-  bool again = false;                 // some came after their buckets had been sent: another round
+  bool late = false;                  // some came after their buckets had been sent: another round
   Bitmap carried = {};                // those, due or not, with an averaged part: it is not sent
   Bitmap unsure = {};                 // those of `carried` that may not be those of other ranks
   std::vector<std::uint32_t> order;   // in which they became ready; empty if the ranks know it

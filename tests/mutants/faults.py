@@ -197,7 +197,7 @@ def _gradients() -> Iterator[Fault]:
     yield _statement(
         "carried_nan_unseen", "a NaN in an averaged part is forgotten", FINITE,
         "if (!values.defined()) continue;",
-        "if (!values.defined() || values.is_same(parameters[i].carried)) continue;",
+        "if (!values.defined() || values.is_same(parameters[i].averaged.value())) continue;",
         tests=carried,
     )  # fmt: skip
     yield _statement(
@@ -281,7 +281,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "sent_though_repeated", "a bucket is sent although a gradient may come again", HOOKS,
-        "is_held(bucket)", "false",
+        "may_get_late(bucket)", "false",
         tests=("device/test_run_ahead_errors.py",),
     )  # fmt: skip
     yield _statement(
@@ -496,7 +496,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "unchecked", "gradients are not examined before they are sent", HOOKS,
-        "finite_.not_finite(parameters_, pending.due, rank)", "{}",
+        "finite_.not_finite(parameters_, pending.due, rank)", "std::vector<NotFinite>()",
         tests=("optimizer/test_nan_check.py",),
     )  # fmt: skip
     yield _statement(
@@ -517,7 +517,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _statement(
         "not_restored", "a planned gradient that no rank had is not restored", HOOKS,
-        "if (nowhere.get(index)) give_back(parameters_[index], before);",
+        "if (nowhere.get(index)) restore_one(parameters_[index], before);",
         tests=("device/test_run_ahead.py", "device/test_run_ahead_apart.py"),
     )  # fmt: skip
     yield _python(
@@ -567,7 +567,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "stepping_forgotten", "gradients of a stepping rank that wait are not open", DECIDE,
-        "report->accumulating || report->again || waits", "report->accumulating || report->again",
+        "report->accumulating || report->late || waits", "report->accumulating || report->late",
         tests=("optimizer/test_decide.py",),
     )  # fmt: skip
     yield _expression(

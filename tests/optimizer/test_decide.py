@@ -31,7 +31,7 @@ class Expected:
 
     reductions: list[tuple[int, int, int]] = field(default_factory=list)  # optimizer, due, sparse
     is_of_step: bool = False
-    agrees_again: bool = False
+    has_another_round: bool = False
     open: set[int] = field(default_factory=set)
     incomplete: set[int] = field(default_factory=set)
     mentioned: set[int] = field(default_factory=lambda: {0})
@@ -69,8 +69,8 @@ CASES: dict[str, tuple[list[PassReport], Expected]] = {
         Expected([(1, ALL, 0)], open={0}, mentioned={0, 1}),
     ),
     "another part later": (
-        [rank(of(due=ALL)), rank(of(due=ALL, again=True))],
-        Expected([(0, ALL, 0)], agrees_again=True, open={0}),
+        [rank(of(due=ALL)), rank(of(due=ALL, late=True))],
+        Expected([(0, ALL, 0)], has_another_round=True, open={0}),
     ),
     "all step": (
         [rank(of(due=A, stepping=True)), rank(of(due=B, stepping=True))],
@@ -106,7 +106,7 @@ def test_decisions(case):
     decision = decide(reports, len(reports), PARAMETERS)
     found = [(each.optimizer, each.touched, each.sparse) for each in decision.reductions]
     assert found == expected.reductions
-    for name in ("is_of_step", "agrees_again", "open", "incomplete", "mentioned"):
+    for name in ("is_of_step", "has_another_round", "open", "incomplete", "mentioned"):
         assert getattr(decision, name) == getattr(expected, name), name
     assert not decision.given_up
     assert decision.out_of_step is None
@@ -177,7 +177,7 @@ def gradient_reports(draw: st.DrawFn, optimizer: int) -> GradientReport:
         accumulating=draw(st.booleans()),
         incomplete=draw(st.booleans()),
         stepping=draw(st.booleans()),
-        again=draw(st.booleans()),
+        late=draw(st.booleans()),
         carried=carried,
         unsure=carried & draw(bitmaps),
         order=draw(st.lists(st.integers(0, 19), max_size=4)),
@@ -200,7 +200,7 @@ def values(decision: PassDecision) -> list[object]:
         (e.optimizer, e.touched, e.sparse, e.carried, e.unlike, e.order)
         for e in decision.reductions
     ]
-    names = ["given_up", "is_of_step", "is_whole", "agrees_again"]
+    names = ["given_up", "is_of_step", "is_whole", "has_another_round"]
     names += ["open", "incomplete", "mentioned"]
     return [reductions, *(getattr(decision, name) for name in names)]
 

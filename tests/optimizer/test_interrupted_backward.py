@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import random
 import signal
@@ -11,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pool import error_of, eventually, run
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 from training import grads, weights
 
 import torch_ring as hvd
-from torch_ring._C import PassDecision, PassReport
+from torch_ring._C import PassDecision, PassEnd, PassReport
+from torch_ring.optimizer import backward_sync
 from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
 
 DEADLINE_S = 20.0
@@ -357,6 +360,99 @@ def interrupt_at_random(count: int) -> int:
         pressing.join()
         signal.signal(signal.SIGINT, before)
     return interrupts
+
+
+class InterruptedEnd(PassEnd):
+    """An end of a pass in C++, after which Ctrl-C comes before Python takes note of it."""
+
+    def run_plain(self, *args: Any) -> bool:
+        has_run = super().run_plain(*args)
+        backward_sync.PassEnd = PassEnd  # type: ignore[misc]
+        if has_run:
+            raise KeyboardInterrupt
+        return has_run
+
+
+def interrupt_after_the_reduction(then: str) -> None:
+    """Rank 1 is interrupted when a pass is reduced, and then the ranks do something rare."""
+    parameters = [weight for _ in range(2) for weight in weights(1)]
+    first, second = (hvd.DistributedOptimizer(SGD([each], lr=0.0)) for each in parameters)
+    for _ in range(3):
+        sum(parameters).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    if hvd.rank() == 1:
+        backward_sync.PassEnd = InterruptedEnd  # type: ignore[misc]
+        with pytest.raises(KeyboardInterrupt):
+            (sum(parameters) * 2).backward()
+    else:
+        (sum(parameters) * 4).backward()
+    assert grads(parameters) == [3, 3]
+    if then == "drop one":
+        del second, optimizer
+        gc.collect()
+    elif then == "add parameters":
+        second.add_param_group({"params": weights(1)})
+        second.step()
+    elif then == "compute a loss alone":
+        first.step(lambda: parameters[0].sum())
+        first.zero_grad()
+
+        def closure() -> Tensor:
+            if hvd.rank() == 0:
+                (parameters[0] * 8).backward()
+            return parameters[0].sum()
+
+        first.step(closure)
+        assert grads(parameters) == [4, 3]
+    first.step()
+    first.zero_grad()
+    (parameters[0] * (1 + hvd.rank())).backward()
+    first.step()
+    assert grads(parameters[:1]) == [1.5]
+
+
+@pytest.mark.parametrize("then", ["step", "drop one", "add parameters", "compute a loss alone"])
+def test_an_interrupt_before_python_takes_note(then):
+    run(interrupt_after_the_reduction, 2, args=(then,))
+
+
+def zero_others_meanwhile(folder: Path) -> None:
+    """While rank 0 waits in a pass, another thread drops the gradients of an idle optimizer."""
+    parameters = [weight for _ in range(3) for weight in weights(1)]
+    *used, idle = [hvd.DistributedOptimizer(SGD([each], lr=0.0)) for each in parameters]
+    for _ in range(3):
+        sum(parameters).backward()
+        for optimizer in (*used, idle):
+            optimizer.step()
+            optimizer.zero_grad()
+    dropped = folder / "dropped"
+
+    def drop() -> None:
+        assert eventually(is_waiting, DEADLINE_S)
+        idle.zero_grad()
+        dropped.touch()
+
+    thread = threading.Thread(target=drop)
+    if hvd.rank() == 0:
+        thread.start()
+    else:
+        wait_for(dropped)
+    sum(parameters[:2]).backward()
+    if hvd.rank() == 0:
+        thread.join()
+    else:
+        idle.zero_grad()
+    for _ in range(3):
+        for optimizer in used:
+            optimizer.step()
+        sum(parameters[:2]).backward()
+    assert grads(parameters[:2]) == [4, 4]
+
+
+def test_another_thread_zeroes_gradients_while_a_pass_ends(tmp_path):
+    run(zero_others_meanwhile, 2, args=(tmp_path,))
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])

@@ -191,7 +191,7 @@ def interrupt_the_reduction(transport: str) -> None:
         reducers.reduce = reduce  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGINT)
         reduce(decision, *more)
-        assert decision.agrees_again == (transport == "tcp")
+        assert decision.has_another_round == (transport == "tcp")
 
     for step in range(3):
         reference.zero_grad()

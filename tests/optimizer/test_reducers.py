@@ -56,7 +56,7 @@ def test_one_that_is_gone_is_named() -> None:
 
 def test_none_goes_while_it_is_held() -> None:
     reducers, held = three()
-    assert reducers.hold() == held
+    assert reducers.pin() == held
     kept = held[2]
     reducers.remove(0)
     held.pop(1)
@@ -65,6 +65,6 @@ def test_none_goes_while_it_is_held() -> None:
     assert reducers[2] is kept
     assert reducers.named(0) is held[0]
     assert 1 in reducers
-    reducers.let_go()
+    reducers.unpin()
     assert reducers.values() == [kept]
     assert 1 not in reducers

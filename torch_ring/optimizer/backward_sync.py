@@ -215,7 +215,7 @@ class BackwardSync:
         self._begin_ending(of_step=False)
         try:
             self._take_note()
-            reducers = self._reducers.hold()
+            reducers = self._reducers.pin()
             if self._ends_plainly(reducers) or self.run_ahead.ends_pass(self.steps):
                 return
             reports = self._reports()
@@ -232,9 +232,10 @@ class BackwardSync:
         """End a pass by C++, if no optimizer needs Python; return whether it has ended."""
         plain = []
         for reducer in reducers:
-            if reducer.plain is None or not reducer.comparison.is_idle:
+            reduction = reducer.plain
+            if reduction is None or not reducer.comparison.is_idle:
                 return False
-            plain.append(reducer.plain)
+            plain.append(reduction)
         if self.agreement.is_open or self._weights.has_differences or not plain:
             return False
         self._end = end = PassEnd()
@@ -243,7 +244,8 @@ class BackwardSync:
                 if not end.run_plain(self._engine, self.agreement, self._rank, self.steps, plain):
                     return False
             except RingError as error:
-                self._raise_explained(error)
+                if not end.reports:
+                    self._raise_explained(error)
                 raise
             if end.is_complete and len(reducers) == 1 and not reducers[0].not_finite:
                 reducers[0].nothing_pending, self._end = True, None
@@ -272,7 +274,7 @@ class BackwardSync:
             )
 
     def _end_ending(self) -> None:
-        self._reducers.let_go()
+        self._reducers.unpin()
         self.agreement.stop_ending()
 
     def reduce_pending(self, reducer: Reducer) -> None:
@@ -288,14 +290,19 @@ class BackwardSync:
             reducer.nothing_pending = False
         self._begin_ending(of_step=True)
         try:
-            self._reducers.hold()
-            is_settled = False
-            while not (is_settled or reducer.nothing_pending):
+            self._reducers.pin()
+            is_done = False
+            while not (is_done or reducer.nothing_pending):
                 if self.run_ahead.ends_pass(self.steps, reducer):
                     continue
-                is_settled = self._agree(self._reports(reducer), reducer)
+                is_done = self._agree(self._reports(reducer), reducer)
         finally:
             self._end_ending()
+
+    def expect_gradients(self, reducer: Reducer) -> None:
+        """Let the ranks agree before the next step: a closure is about to compute gradients."""
+        self._take_note()
+        reducer.nothing_pending = False
 
     def finish_step(self, reducer: Reducer) -> None:
         """Count a step of an optimizer, and begin the next."""
@@ -389,13 +396,15 @@ class BackwardSync:
         plain, parameters = [], {}
         for index, reducer in self._reducers.items():
             parameters[index] = len(reducer.names)
-            if reducer.plain is not None and not is_special:
-                plain.append(reducer.plain)
+            reduction = reducer.plain
+            if reduction is not None and not is_special:
+                plain.append(reduction)
         self._end = end = PassEnd()
         try:
             end.run(self._engine, self.agreement, report, parameters, plain)
         except RingError as error:
-            self._raise_explained(error)
+            if not end.reports:
+                self._raise_explained(error)
             raise
         broken = {}  # the averaged parts that the earlier report has named, and that are gone
         for each in sent.gradients if sent is not None else ():
@@ -403,23 +412,24 @@ class BackwardSync:
             present = 0 if found is None else found.pending(stepping).carried
             if each.carried & ~present:
                 broken[each.optimizer] = each.carried & ~present
-        is_settled = self._conclude(end, broken, stepping)
+        is_done = self._conclude(end, broken, stepping)
         if sent is not None:
             for rest in self._reports():  # gradients that the earlier report did not have
                 self._note_pending(rest.optimizer)
-        return is_settled
+        return is_done
 
     def _conclude(
         self, end: PassEnd, broken: Mapping[int, int] | None = None, stepping: Reducer | None = None
     ) -> bool:
         """Reduce the gradients, if they are not reduced yet. See `_agree` and `_reduce`."""
         if end.is_reduced:
-            self._take_note()
+            self._note(end.decision, is_planable=False)
+            self._end = None
             end.raise_interrupt()
         else:
             self._reduce(end, broken or {})
         decision = end.decision
-        if decision.agrees_again:
+        if decision.has_another_round:
             return self._agree(self._reports(stepping), stepping)
         return decision.is_of_step and not any(
             self._reducers.get(index) is stepping for index in decision.open
@@ -459,9 +469,9 @@ class BackwardSync:
                 self.agreement.finish()
                 raise
             self.agreement.finish()
-            if decision.agrees_again:
+            if decision.has_another_round:
                 for reducer in self._reducers.values():
-                    reducer.hooks.take_up_again()
+                    reducer.hooks.take_up_late()
 
     def _require_promised(self, decision: PassDecision, broken: Mapping[int, int]) -> None:
         """End the job if the ranks count on averaged parts that this rank has dropped since."""
@@ -480,9 +490,9 @@ class BackwardSync:
         Ctrl-C may come between that and this: then the next call does it.
         """
         end = self._end
-        if end is not None and end.is_reduced:
+        if end is not None and end.is_reduced:  # else a call of C++ is under way, or has failed
             self._note(end.decision, is_planable=False)
-        self._end = None
+            self._end = None
 
     def _note(self, decision: PassDecision, *, is_planable: bool) -> None:
         """Take note of a decision whose gradients are reduced.
@@ -493,11 +503,13 @@ class BackwardSync:
         """
         reductions, is_of_step, left = decision.reductions, decision.is_of_step, decision.open
         for each in reductions:
-            reducer = self._reducers[each.optimizer]
-            if reducer.looks_at_gradients:
-                reducer.note_not_finite(each.touched, each.not_finite)
+            reduced = self._reducers.get(each.optimizer)
+            if reduced is None:  # it was dropped after an interrupt
+                continue
+            if reduced.checks_finite:
+                reduced.note_not_finite(each.touched, each.not_finite)
             if is_of_step:
-                reducer.comparison.note_averaging_step()
+                reduced.comparison.note_averaging_step()
         if reductions or not is_of_step:  # else it was no pass, and no gradient was left over
             is_steady = decision.is_whole and not (left or is_of_step)
             is_planable = is_planable and is_steady and not any(each.sparse for each in reductions)

@@ -236,7 +236,7 @@ class _JointClosure:
 
     def __call__(self) -> Any:
         """Compute the gradients, reduce them, and return the loss reduced over all ranks."""
-        self._reducer.nothing_pending = False
+        self._optimizer._backward_sync.expect_gradients(self._reducer)
         loss = self._closure()
         reducer = self._reducer
         self._optimizer._backward_sync.reduce_pending(reducer)

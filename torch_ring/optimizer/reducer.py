@@ -391,7 +391,7 @@ class Reducer:
         return self.hooks.fill(planned, due, self._scale(self._size))
 
     @property
-    def looks_at_gradients(self) -> bool:
+    def checks_finite(self) -> bool:
         """Whether the ranks check for non-finite gradients."""
         return self._settings.nan_check
 
@@ -460,7 +460,7 @@ class Reducer:
         """Whether the buckets can be reduced without an agreement."""
         return (
             self._settings.run_ahead
-            and not self.looks_at_gradients  # its error must come before the step
+            and not self.checks_finite  # its error must come before the step
             and self.layout.has_order
             and all(bucket.device.type != "cpu" for bucket in self.layout.plan)
             and all(wire.is_launchable for wire in self.layout.wires)
@@ -508,7 +508,7 @@ class Reducers:
     """The reducers of a process set by index, as weak references.
 
     A reducer may disappear at any moment, in any thread: an optimizer that a program has dropped in
-    a reference cycle is deleted when Python collects garbage. `hold` keeps all reducers while the
+    a reference cycle is deleted when Python collects garbage. `pin` keeps all reducers while the
     ranks agree and reduce.
 
     Thread: any.
@@ -522,7 +522,7 @@ class Reducers:
         self._rank = rank
         self._fail = fail
         self._references: dict[int, weakref.ref[Reducer]] = {}
-        self._held: dict[int, Reducer] = {}
+        self._pinned: dict[int, Reducer] = {}
 
     def add(self, index: int, reducer: Reducer) -> None:
         """Add a reducer, until it is removed."""
@@ -534,18 +534,18 @@ class Reducers:
         self._references.pop(index, None)
 
     def living(self) -> list[Reducer]:
-        """Return the reducers that are there now, whether `hold` keeps others or not."""
+        """Return the reducers that are there now, whether `pin` keeps others or not."""
         found = [reference() for reference in list(self._references.values())]
         return [reducer for reducer in found if reducer is not None]
 
-    def hold(self) -> list[Reducer]:
-        """Keep all reducers alive until `let_go`; return them in the order of their indices."""
-        self._held = dict(self.items())
-        return list(self._held.values())
+    def pin(self) -> list[Reducer]:
+        """Keep all reducers alive until `unpin`; return them in the order of their indices."""
+        self._pinned = dict(self.items())
+        return list(self._pinned.values())
 
-    def let_go(self) -> None:
-        """End the effect of `hold`."""
-        self._held = {}
+    def unpin(self) -> None:
+        """End the effect of `pin`."""
+        self._pinned = {}
 
     def __contains__(self, index: int) -> bool:
         return self.get(index) is not None
@@ -558,14 +558,14 @@ class Reducers:
 
     def get(self, index: int) -> Reducer | None:
         """Return a reducer, or None."""
-        if held := self._held.get(index):
+        if held := self._pinned.get(index):
             return held
         reference = self._references.get(index)
         return None if reference is None else reference()
 
     def items(self) -> list[tuple[int, Reducer]]:
         """Return a snapshot of the indices, ascending, and reducers."""
-        if held := self._held:
+        if held := self._pinned:
             return list(held.items())
         found = [(index, reference()) for index, reference in list(self._references.items())]
         return [(index, reducer) for index, reducer in found if reducer is not None]
