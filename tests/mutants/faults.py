@@ -465,7 +465,7 @@ def _gradients() -> Iterator[Fault]:
     yield _expression(
         "plain_parts", "a plain pass sends a bucket of which no rank has a part", END,
         "!touched.any() || touched == bucket", "true",
-        tests=("optimizer/test_unused_parameters.py",),
+        tests=("optimizer/test_plain_passes.py",),
     )  # fmt: skip
     yield _expression(
         "plain_not_finite", "a plain pass forgets the NaN in the reports", END,
@@ -481,18 +481,13 @@ def _gradients() -> Iterator[Fault]:
         "plain_open", "after a plain pass a step leaves gradients that another rank has", END,
         "decision_.open.empty() && decision_.incomplete.empty()",
         "decision_.incomplete.empty()",
-        tests=("optimizer/test_accumulation.py",),
+        tests=("optimizer/test_plain_passes.py",),
     )  # fmt: skip
     yield _expression(
         "plain_incomplete", "after a plain pass a step leaves gradients set by hand", END,
         "decision_.open.empty() && decision_.incomplete.empty()",
         "decision_.open.empty()",
-        tests=("optimizer/test_gradients_by_hand.py",),
-    )  # fmt: skip
-    yield _python(
-        "plain_interrupt", "after Ctrl-C in a plain pass, gradients are not pending", SYNC,
-        "                if reducer.pending(None).any:", "                if False:",
-        tests=("optimizer/test_interrupted_backward.py",),
+        tests=("optimizer/test_plain_passes.py",),
     )  # fmt: skip
     yield _expression(
         "unchecked", "gradients are not examined before they are sent", HOOKS,
@@ -538,7 +533,7 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _python(
         "plan_any", "a pass with sparse gradients goes on as planned", PLANNED,
-        "is_dense = not any(each.sparse for each in decision.reductions)",
+        "is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)",
         "is_dense = True",
         tests=("device/test_run_ahead_apart.py",),
     )  # fmt: skip

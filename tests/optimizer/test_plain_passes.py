@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pool import error_of, run
 from torch.optim import SGD
 from training import grads, weights
@@ -78,3 +79,42 @@ def test_ranks_in_different_steps_do_not_take_it():
     for kind, text in run(step_once_more, 2):
         assert kind == "MismatchError", text
         assert "rank 0 has taken 3 optimizer steps, rank 1 4" in text
+
+
+def leave_one_to_the_step(by_hand: bool) -> None:
+    """A pass reduces the whole bucket of one parameter; the other's gradient is left to step()."""
+    a, b = parameters = weights(1, 1)
+    passes = 1 if by_hand else 2
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), backward_passes_per_step=passes)
+    mine = hvd.rank() + 1
+    for _ in range(4):
+        optimizer.zero_grad()
+        (a * mine).backward()
+        if by_hand:
+            b.grad = torch.full_like(b, mine)
+        else:
+            ((a + b) * mine).backward()
+        optimizer.step()
+        assert grads(parameters) == [1.5 * passes, 1.5]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["accumulated", "by hand"])
+def test_a_plain_pass_leaves_the_other_bucket_to_the_step(by_hand):
+    run(leave_one_to_the_step, 2, args=(by_hand,), env={"TORCH_RING_BUCKET_BYTES": "64"})
+
+
+def leave_a_part_of_a_bucket() -> None:
+    """A pass computes one of two gradients of a bucket; the other one is an older sum."""
+    a, b = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (a + b).backward()
+        optimizer.step()
+    a.grad = None
+    (a * 3).backward()
+    assert grads(parameters) == [3 * hvd.size(), hvd.size()]
+
+
+def test_a_gradient_of_an_earlier_step_stays_as_it_is():
+    run(leave_a_part_of_a_bucket, 2)

@@ -240,23 +240,17 @@ class BackwardSync:
             return False
         self._end = end = PassEnd()
         try:
-            try:
-                if not end.run_plain(self._engine, self.agreement, self._rank, self.steps, plain):
-                    return False
-            except RingError as error:
-                if not end.reports:
-                    self._raise_explained(error)
-                raise
-            if end.is_complete and len(reducers) == 1 and not reducers[0].not_finite:
-                reducers[0].nothing_pending, self._end = True, None
-                end.raise_interrupt()
-            else:
-                self._conclude(end)
-        except BaseException:  # also Ctrl-C
-            for reducer in reducers:
-                if reducer.pending(None).any:
-                    self._note_pending(reducer.index)
+            if not end.run_plain(self._engine, self.agreement, self._rank, self.steps, plain):
+                return False
+        except RingError as error:
+            if not end.reports:
+                self._raise_explained(error)
             raise
+        if end.is_complete and len(reducers) == 1 and not reducers[0].not_finite:
+            reducers[0].nothing_pending, self._end = True, None
+            end.raise_interrupt()
+        else:
+            self._conclude(end)
         return True
 
     def _note_pending(self, index: int) -> None:

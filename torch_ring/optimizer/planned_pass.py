@@ -530,7 +530,7 @@ class RunAhead:
             return entered.ends_plan
         decision, ranks = self._read(entered), entered.ranks
         is_planned = {each.optimizer: each.touched for each in decision.reductions} == self._plan
-        is_dense = not any(each.sparse for each in decision.reductions)
+        is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)
         # The next agreed pass gathers the differing weights.
         are_same = not self._weights.differ(ranks, entered.number)
         entered.ends_plan = not (is_planned and is_dense and are_same and decision.is_whole)
