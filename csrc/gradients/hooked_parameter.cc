@@ -227,7 +227,7 @@ void AveragedPart::note_version(const at::Tensor& grad) {
 
 void AveragedPart::note_changes(const at::Tensor& grad, bool is_known, bool sums) {
   if (!is_both() || (is_known && version_of(grad) == noted_)) return;
-  if (grad.defined() && sums && !is_zero_everywhere(grad)) {
+  if (grad.defined() && sums && carries_value() && !is_zero_everywhere(grad)) {
     is_changed_ = true;
   } else {
     forget();

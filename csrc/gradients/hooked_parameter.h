@@ -154,9 +154,9 @@ class AveragedPart {
   void note_version(const at::Tensor& grad);
 
   /// In kBoth: forgets the part if the program has set or written `grad` since note_version(): all
-  /// of it is open then. But a sum (`sums`) would count the part once for each rank, unless `grad`
-  /// is zero: then is_changed(), and the gradient cannot be reduced. `is_known`: whether `grad` is
-  /// the same tensor as then.
+  /// of it is open then. But a sum (`sums`) would count the part once for each rank, unless that
+  /// or `grad` is zero: then is_changed(), and the gradient cannot be reduced. `is_known`: whether
+  /// `grad` is the same tensor as then.
   void note_changes(const at::Tensor& grad, bool is_known, bool sums);
 
   bool is_changed() const { return is_changed_; }

@@ -128,12 +128,12 @@ def _gradients() -> Iterator[Fault]:
     )  # fmt: skip
     yield _expression(
         "change_summed", "a sum counts an averaged part that was changed n times", PARAMETER,
-        "grad.defined() && sums && !is_zero_everywhere(grad)", "false",
+        "grad.defined() && sums && carries_value() && !is_zero_everywhere(grad)", "false",
         tests=carried,
     )  # fmt: skip
     yield _expression(
         "change_refused", "a sum refuses a gradient that was zeroed", PARAMETER,
-        "sums && !is_zero_everywhere(grad)", "sums",
+        "carries_value() && !is_zero_everywhere(grad)", "carries_value()",
         tests=carried,
     )  # fmt: skip
     yield _statement(

@@ -39,6 +39,30 @@ def test_random_programs(transport, op, size, full):
     run(train_programs, size, args=args, transport=transport, env=DIRECT, deadline_s=deadline_s)
 
 
+def change_beside_a_zero_average() -> float:
+    """With Sum, a rank scales a sparse gradient of no_sync() that was added to a zero average."""
+    table = nn.Parameter(torch.zeros(4, 2))
+    optimizer = hvd.DistributedOptimizer(SGD([table], lr=0.0), op=hvd.Sum)
+
+    def backward() -> None:
+        row = torch.tensor([3])
+        nn.functional.embedding(row, table, sparse=True).sum().backward()
+
+    backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    with optimizer.no_sync():
+        backward()
+    assert table.grad is not None
+    table.grad.mul_(3)
+    backward()
+    return float(table.grad.to_dense()[3, 0])
+
+
+def test_a_change_beside_a_zero_average_is_no_change_of_an_average():
+    assert run(change_beside_a_zero_average, 2) == [2 * (3 + 1)] * 2
+
+
 def fail_in_the_midst(op: hvd.ReduceOp, number: int) -> None:
     """A hook fails on all ranks after its parameter's gradient was added to an averaged one."""
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
