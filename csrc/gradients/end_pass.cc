@@ -124,7 +124,7 @@ void PassEnd::run(Engine& engine, int size, PassAgreement& agreement, const Pass
       reducer->prepare(*reduction, own == own_.end() ? Bitmap() : own->second, agreement.number(),
                        size, reports_.size(), requests);
     }
-    agreement.begin_reduction();  // from here on other ranks wait for this one
+    agreement.begin_reduction();  // an interrupt before this leaves the agreement to the next pass
     for (const auto& work : engine.submit(std::move(requests), Engine::Mode::kBlocking)) {
       engine.wait(*work, deferred.function());
     }
@@ -151,7 +151,8 @@ bool PassEnd::run_plain(Engine& engine, int size, int rank, PassAgreement& agree
     if (!each->add_report(report, rank)) return false;
     parameters.emplace(each->optimizer(), each->hooks().parameters());
   }
-  if (report.due().empty()) return false;
+  const auto is_due = [](const GradientReport& each) { return each.due.any(); };
+  if (std::ranges::none_of(report.gradients, is_due)) return false;
   run(engine, size, agreement, report, parameters, plain, interrupt);
   return true;
 }

@@ -32,6 +32,7 @@ class Expected:
     reductions: list[tuple[int, int, int]] = field(default_factory=list)  # optimizer, due, sparse
     is_of_step: bool = False
     has_another_round: bool = False
+    has_digests: bool = False
     open: set[int] = field(default_factory=set)
     incomplete: set[int] = field(default_factory=set)
     mentioned: set[int] = field(default_factory=lambda: {0})
@@ -96,7 +97,10 @@ CASES: dict[str, tuple[list[PassReport], Expected]] = {
         [rank(of(due=ALL)), rank(of(1, B, stepping=True))],
         Expected([(0, ALL, 0)], open={1}, mentioned={0, 1}),
     ),
-    "nothing but a digest": ([rank(of(digest=b"12345678"))] * 2, Expected(mentioned=set())),
+    "nothing but a digest": (
+        [rank(of(digest=b"12345678"))] * 2,
+        Expected(mentioned=set(), has_digests=True),
+    ),
 }
 
 
@@ -106,7 +110,8 @@ def test_decisions(case):
     decision = decide(reports, len(reports), PARAMETERS)
     found = [(each.optimizer, each.touched, each.sparse) for each in decision.reductions]
     assert found == expected.reductions
-    for name in ("is_of_step", "has_another_round", "open", "incomplete", "mentioned"):
+    names = ("is_of_step", "has_another_round", "has_digests", "open", "incomplete", "mentioned")
+    for name in names:
         assert getattr(decision, name) == getattr(expected, name), name
     assert not decision.given_up
     assert decision.out_of_step is None

@@ -26,6 +26,7 @@ import torch_ring as hvd
 from torch_ring._C import PassDecision, PassEnd, PassReport
 from torch_ring.optimizer import backward_sync
 from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
+from torch_ring.optimizer.bucket_layout import BucketLayout
 
 DEADLINE_S = 20.0
 
@@ -416,6 +417,49 @@ def interrupt_after_the_reduction(then: str) -> None:
 @pytest.mark.parametrize("then", ["step", "drop one", "add parameters", "compute a loss alone"])
 def test_an_interrupt_before_python_takes_note(then):
     run(interrupt_after_the_reduction, 2, args=(then,))
+
+
+def interrupt_the_preparation() -> None:
+    """Rank 1 is interrupted as it makes room for zeros, and repeats the pass."""
+    a, b = parameters = weights(1, 1)
+    interrupts = 0
+    new_memory = BucketLayout.new_memory
+
+    def interrupted(layout: BucketLayout, bucket: int) -> Tensor:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts == 1 and hvd.rank() == 1:
+            raise KeyboardInterrupt
+        return new_memory(layout, bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketLayout, "new_memory", interrupted)
+        optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
+        for _ in range(3):
+            optimizer.zero_grad()
+            (a + b).backward()
+            optimizer.step()
+        kept = b.grad
+        interrupts = 0
+        a.grad = b.grad = None
+        if hvd.rank() == 0:
+            (a * 2 + b * 4).backward()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                (a * 6).backward()
+            a.grad = b.grad = None
+            (a * 6).backward()
+    assert interrupts > 0
+    assert grads(parameters) == [4, 2]
+    assert kept is not None
+    assert kept.item() == 1
+    optimizer.step()
+    (a + b).backward()
+    assert grads(parameters) == [5, 3]
+
+
+def test_an_interrupt_before_the_reduction():
+    run(interrupt_the_preparation, 2)
 
 
 def zero_others_meanwhile(folder: Path) -> None:

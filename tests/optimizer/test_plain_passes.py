@@ -36,7 +36,7 @@ def train(in_python: list[int]) -> None:
     a, b = parameters = weights(1, 1)
     (c,) = weights(3)
     optimizers = [hvd.DistributedOptimizer(SGD(each, lr=0.0), op=hvd.Sum) for each in ([a, b], [c])]
-    for use_b, use_c in [(True, True)] * 2 + [(True, True), (False, True), (True, False)]:
+    for use_b, use_c in [(True, True)] * 3 + [(False, True), (True, False)]:
         for optimizer in optimizers:
             optimizer.zero_grad()
         has_b = use_b or hvd.rank() != last  # False: not on the last rank
@@ -75,7 +75,7 @@ def step_once_more() -> tuple[str, str]:
     return error_of(sum(parameters).backward)
 
 
-def test_ranks_in_different_steps_do_not_take_it():
+def test_ranks_in_different_steps_are_told():
     for kind, text in run(step_once_more, 2):
         assert kind == "MismatchError", text
         assert "rank 0 has taken 3 optimizer steps, rank 1 4" in text

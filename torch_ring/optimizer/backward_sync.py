@@ -417,7 +417,7 @@ class BackwardSync:
     ) -> bool:
         """Reduce the gradients, if they are not reduced yet. See `_agree` and `_reduce`."""
         if end.is_reduced:
-            self._note(end.decision, is_planable=False)
+            self._note(end.decision)
             self._end = None
             end.raise_interrupt()
         else:
@@ -458,7 +458,7 @@ class BackwardSync:
                 self._weights.differ(ranks, number)
                 self._weights.tell(number)
                 self._reducers.reduce(decision, end.own, number, len(ranks))
-                self._note(decision, is_planable=True)
+                self._note(decision)
             except Exception:
                 self.agreement.finish()
                 raise
@@ -485,16 +485,11 @@ class BackwardSync:
         """
         end = self._end
         if end is not None and end.is_reduced:  # else a call of C++ is under way, or has failed
-            self._note(end.decision, is_planable=False)
+            self._note(end.decision)
             self._end = None
 
-    def _note(self, decision: PassDecision, *, is_planable: bool) -> None:
-        """Take note of a decision whose gradients are reduced.
-
-        Args:
-            decision: the ranks'.
-            is_planable: whether hosts may run ahead of such a pass.
-        """
+    def _note(self, decision: PassDecision) -> None:
+        """Take note of a decision whose gradients are reduced."""
         reductions, is_of_step, left = decision.reductions, decision.is_of_step, decision.open
         for each in reductions:
             reduced = self._reducers.get(each.optimizer)
@@ -506,7 +501,7 @@ class BackwardSync:
                 reduced.comparison.note_averaging_step()
         if reductions or not is_of_step:  # else it was no pass, and no gradient was left over
             is_steady = decision.is_whole and not (left or is_of_step)
-            is_planable = is_planable and is_steady and not any(each.sparse for each in reductions)
+            is_planable = is_steady and not any(each.sparse for each in reductions)
             planable = reductions if is_planable else ()
             self.run_ahead.learn({each.optimizer: each.touched for each in planable})
         incomplete = set() if self.run_ahead.is_planned else decision.incomplete
