@@ -180,12 +180,12 @@ class ControlPlane:
         addresses: by rank, the name of its abstract Unix socket, and a numeric address and a port
             of each network interface, equally many of all ranks.
         key: 32 bytes; all ranks prove that they know them.
-        unix_listener: a listening socket, taken over; -1 for none.
+        unix_listener: a listening socket, which it duplicates; -1 for none.
         tcp_listeners: likewise, one for each network interface; none on one host.
         heartbeat_timeout_s: silence after which a rank is lost.
         launcher: a pidfd of the process that has started this one, taken over; -1 for none.
         launcher_died: the line for stderr when that has ended; then this process ends, too.
-        claim: the listening socket of this rank's claim, taken over; -1 for none.
+        claim: the listening socket of this rank's claim, duplicated; -1 for none.
     """
 
     def __init__(
@@ -272,11 +272,8 @@ class ControlPlane:
         `why`: the reason in the other ranks' errors; "": none.
         """
 
-    def before_fork(self) -> None:
-        """Take note of the descriptors that a child inherits."""
-
     def abandon(self) -> None:
-        """In a forked child: close the inherited connections, touch nothing else."""
+        """In a forked child, which has closed the inherited connections: forget the plane."""
 
 class LaunchOrder:
     """The order in which a process's sets use its devices (csrc/engine/device.h)."""

@@ -1,8 +1,8 @@
 #include "bindings/py_world.h"
 
+#include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <sys/stat.h>
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
@@ -98,6 +98,13 @@ namespace {
 
 using Address = std::tuple<std::string, std::vector<std::pair<std::string, int>>>;  // socket, TCP
 
+Fd copy_of(int fd) {
+  if (fd < 0) return {};
+  Fd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!copy) throw_errno("fcntl(F_DUPFD_CLOEXEC)");
+  return copy;
+}
+
 std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
                                            std::vector<std::string> labels,
                                            const std::vector<Address>& addresses,
@@ -106,10 +113,10 @@ std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
                                            double heartbeat_timeout_s, int launcher,
                                            std::string launcher_died, int claim) {
   ControlPlane::Options options;
-  options.unix_listener = Fd(unix_listener);  // first: owned, so closed on errors
-  for (const int fd : tcp_listeners) options.tcp_listeners.emplace_back(fd);
-  options.launcher = Fd(launcher);
-  options.claim = Fd(claim);
+  options.launcher = Fd(launcher);  // first: owned, so closed on errors
+  options.unix_listener = copy_of(unix_listener);
+  for (const int fd : tcp_listeners) options.tcp_listeners.push_back(copy_of(fd));
+  options.claim = copy_of(claim);
   options.launcher_died = std::move(launcher_died);
   options.rank = rank;
   options.host_of = std::move(host_of);
@@ -186,22 +193,7 @@ void PyControlPlane::stop(std::chrono::milliseconds patience, std::string why) {
   plane_->stop(patience, std::move(why));
 }
 
-void PyControlPlane::before_fork() {
-  inherited_.clear();
-  if (!plane_) return;
-  for (const int fd : plane_->descriptors()) {
-    struct stat status{};
-    if (::fstat(fd, &status) == 0) inherited_.emplace_back(fd, status.st_ino);
-  }
-}
-
 void PyControlPlane::abandon() {
-  for (const auto& [fd, inode] : inherited_) {
-    struct stat status{};
-    // The parent may have closed the connection, and another file may have its number now.
-    if (::fstat(fd, &status) == 0 && status.st_ino == inode) ::close(fd);
-  }
-  inherited_.clear();
   if (plane_) new std::shared_ptr<ControlPlane>(std::move(plane_));
 }
 
@@ -246,7 +238,6 @@ void bind_control_plane(py::module_& module) {
                        std::move(why));
           },
           py::arg("patience_s"), py::arg("why"))
-      .def("before_fork", &PyControlPlane::before_fork)
       .def("abandon", &PyControlPlane::abandon);
 }
 

@@ -95,16 +95,13 @@ class PyControlPlane {
   std::uint64_t connections() const { return plane_->connections(); }
   void stop(std::chrono::milliseconds patience = kGoodbyePatience, std::string why = {});
 
-  /// Records the descriptors that a child is about to inherit.
-  void before_fork();
-  /// In a forked child: closes the parent's connections, and leaks its thread and memory.
+  /// In a forked child: leaks the parent's plane.
   void abandon();
 
   const std::shared_ptr<ControlPlane>& get() const { return plane_; }
 
  private:
   const pid_t pid_;
-  std::vector<std::pair<int, ino_t>> inherited_;
   std::shared_ptr<ControlPlane> plane_;
 };
 

@@ -1,6 +1,7 @@
 #include "control/control_plane.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -50,6 +51,54 @@ void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds pa
   }
   links.clear();
 }
+
+/// The planes of this process. fork() locks them; then a child closes their descriptors.
+class ControlPlane::Planes {
+ public:
+  /// Never destroyed: a thread may fork while the process exits.
+  static Planes& instance() {
+    static Planes* const planes = [] {
+      auto* const made = new Planes;
+      ::pthread_atfork([] { instance().lock(); }, [] { instance().unlock(); },
+                       [] { instance().close_in_child(); });
+      return made;
+    }();
+    return *planes;
+  }
+
+  void add(ControlPlane& plane) {
+    const std::scoped_lock lock(mutex_);
+    planes_.push_back(&plane);
+  }
+  void remove(const ControlPlane& plane) {
+    const std::scoped_lock lock(mutex_);
+    std::erase(planes_, &plane);
+  }
+
+ private:
+  void lock() {
+    mutex_.lock();
+    for (ControlPlane* const plane : planes_) plane->mutex_.lock();
+  }
+  void unlock() {
+    for (ControlPlane* const plane : planes_) plane->mutex_.unlock();
+    mutex_.unlock();
+  }
+  void close_in_child() {
+    for (const ControlPlane* const plane : planes_) {
+      for (const int fd : plane->open_descriptors()) ::close(fd);
+    }
+    unlock();
+  }
+
+  std::mutex mutex_;
+  std::vector<ControlPlane*> planes_;
+};
+
+ControlPlane::ForkGuard::ForkGuard(ControlPlane& plane) : plane_(plane) {
+  Planes::instance().add(plane_);
+}
+ControlPlane::ForkGuard::~ForkGuard() { Planes::instance().remove(plane_); }
 
 ControlPlane::ControlPlane(Options options)
     : options_((check(options), Options{options.rank,
@@ -316,8 +365,7 @@ std::vector<Fd> ControlPlane::take(std::uint64_t set, int peer, int width, bool 
   return {};
 }
 
-std::vector<int> ControlPlane::descriptors() const {
-  const std::scoped_lock lock(mutex_);
+std::vector<int> ControlPlane::open_descriptors() const {
   std::vector<int> fds{wake_.get()};
   fds.push_back(launcher_.fd());
   fds.push_back(claim_.fd());

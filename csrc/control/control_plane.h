@@ -88,6 +88,8 @@ void finish_goodbyes(std::list<ControlLink>& links, std::chrono::milliseconds pa
 /// wait for kGather in the links' queues, since usually all ranks leave together; a later message
 /// in a queue takes them along, so the order stays.
 ///
+/// fork() waits until no plane takes a turn, so that the child knows all descriptors.
+///
 /// Thread: any, but stop() and die() one at a time. Blocking: stop() and die(); subscribe() and
 /// unsubscribe(), while an observer is called.
 class ControlPlane {
@@ -196,16 +198,32 @@ class ControlPlane {
   /// stop.
   std::string why_stop() const;
 
-  /// The plane's descriptors: a forked child closes them, or no peer would notice this process's
-  /// death while the child lives. Call it before the fork, because the child may find the plane
-  /// locked.
-  std::vector<int> descriptors() const;
+  /// The plane's descriptors. A forked child closes them, or no peer would notice this process's
+  /// death while the child lives; it must neither use nor destroy the plane.
+  std::vector<int> descriptors() const {
+    const std::scoped_lock lock(mutex_);
+    return open_descriptors();
+  }
 
  private:
   enum class Farewell { kGoodbye, kNone };
+  class Planes;
   class Sockets;
   class Waits;
 
+  /// Has fork() lock a plane.
+  class ForkGuard {
+   public:
+    explicit ForkGuard(ControlPlane& plane);
+    ~ForkGuard();
+    ForkGuard(const ForkGuard&) = delete;
+    ForkGuard& operator=(const ForkGuard&) = delete;
+
+   private:
+    ControlPlane& plane_;
+  };
+
+  std::vector<int> open_descriptors() const;
   void end(Farewell farewell, std::chrono::milliseconds patience, std::string why);
   std::string reason(std::string why) const;
   /// SocketSource::take() for a peer of a set.
@@ -277,6 +295,7 @@ class ControlPlane {
   std::string why_;                       // the reason in the goodbye
   Clock::time_point next_heartbeat_;
 
+  ForkGuard fork_guard_{*this};
   std::thread thread_;  // the last member: the thread uses all of the above
 };
 

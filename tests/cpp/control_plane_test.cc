@@ -6,12 +6,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <functional>
 #include <future>
 #include <numeric>
 #include <set>
 
 #include "armed.h"
+#include "forked.h"
 #include "planes.h"
 #include "recording_observer.h"
 
@@ -37,6 +39,16 @@ int open_descriptors() {
   DIR* const folder = ::opendir("/proc/self/fd");
   while (::readdir(folder) != nullptr) ++count;
   ::closedir(folder);
+  return count;
+}
+
+/// The number of open sockets of this process.
+int open_sockets() {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;  // the descriptor that reads the folder
+    count += std::filesystem::read_symlink(entry.path(), gone).string().starts_with("socket:");
+  }
   return count;
 }
 
@@ -138,6 +150,21 @@ TEST(control_plane_tells_all_of_a_death) {
       CHECK_EQ(at(world.recorders, rank).events().size(), 1u);
     }
     CHECK(first_hand > 0 && first_hand <= 10);
+  }
+}
+
+/// The planes' threads dial and accept at any moment of a fork.
+TEST(control_planes_leave_a_forked_child_no_socket) {
+  const int before = open_sockets();
+  for (int round = 0; round < 30; ++round) {
+    std::vector<std::unique_ptr<ControlPlane>> planes;
+    for (ControlOptions& options : make_plane_options(host_of(6, 3))) {
+      planes.push_back(std::make_unique<ControlPlane>(std::move(options)));
+    }
+    const auto missing = [](const auto& plane) { return !plane->missing().empty(); };
+    while (std::ranges::any_of(planes, missing)) {
+      CHECK(holds_in_child([&] { return open_sockets() == before; }));
+    }
   }
 }
 

@@ -62,7 +62,6 @@ __all__ = [
     "Queries",
     "abandon_all_in_child",
     "answer_with",
-    "before_fork",
     "connect",
     "listen",
 ]
@@ -222,13 +221,6 @@ class Connections:
 _open: WeakSet[Connections] = WeakSet()
 
 
-def before_fork() -> None:
-    """Take note of the resources that a child is about to inherit."""
-    for connections in list(_open):
-        if connections.plane is not None:
-            connections.plane.before_fork()
-
-
 def abandon_all_in_child() -> None:
     """Abandon the parent's connections. Call in a forked child."""
     for connections in list(_open):
@@ -253,7 +245,7 @@ class Listeners:
 
 @contextlib.contextmanager
 def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[Listeners]:
-    """Context in which this rank listens for the others, unless `connect` takes the listeners.
+    """Context in which this rank listens for the others; `connect` copies the listeners.
 
     Args:
         identity: this process.
@@ -332,11 +324,11 @@ def connect(
                     for peer in peers
                 ],
                 hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
-                listeners.unix.detach() if len(here) > 1 else -1,
-                [each.detach() for each in listeners.tcp] if len(here) < size else [],
+                listeners.unix.fileno() if len(here) > 1 else -1,
+                [each.fileno() for each in listeners.tcp] if len(here) < size else [],
                 config.heartbeat_timeout_s,
                 *watched,
-                held.detach() if held else -1,
+                held.fileno() if held else -1,
             )
             _wait_for_neighbours(connections, connections.plane, path)
             connections.queries = Queries(connections.plane, connections.labels)

@@ -385,10 +385,6 @@ def disable_in_child(inherited: _Inherited) -> None:
     _disabled_in_child.add(inherited)
 
 
-def _prepare_fork() -> None:
-    connect.before_fork()
-
-
 def _leave_parents_world() -> None:
     """Keep only the readable part of the parent's world in a forked child (a DataLoader worker)."""
     global _is_parents, _changing
@@ -405,5 +401,5 @@ def _leave_parents_world() -> None:
     stores.drop_in_child()
 
 
-os.register_at_fork(before=_prepare_fork, after_in_child=_leave_parents_world)
+os.register_at_fork(after_in_child=_leave_parents_world)
 atexit.register(_leave_at_exit)
