@@ -3,11 +3,12 @@ faults they found.
 
     make mutants ROOM=gradients
     make mutants ARGS="--only launched_early --keep"
+    make mutants ARGS="--generated 40 --seed 1"
 
-A fault replaces one place of a source file (`faults.py`, by hand). It works in a copy of the tree,
-so the checkout stays as it is. The faults of C++ files are all compiled into one extension, and the
-variable TORCH_RING_MUTANT turns one of them on: a build a fault would take hours. Each of a Python
-file is written to a copy of its own.
+A fault replaces one place of a source file (`faults.py`, by hand; `generated.py`, by rules). It
+works in a copy of the tree, so the checkout stays as it is. The faults of C++ files are all
+compiled into one extension, and the variable TORCH_RING_MUTANT turns one of them on: a build a
+fault would take hours. Each of a Python file is written to a copy of its own.
 
 The tests that know the places of faults run once without any. A fault *died* if a test failed or
 did not end, again when it ran alone, and passed without the fault; it *survived* if all tests of
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults import ROOMS, Fault, Room
+from generated import generated
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "TORCH_RING_MUTANT"
@@ -310,6 +312,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--room", default="gradients", choices=sorted(ROOMS))
     parser.add_argument("--only", nargs="*", help="names of faults")
+    parser.add_argument("--generated", type=int, default=0, help="so many by rules instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of generated ones")
     parser.add_argument("--list", action="store_true", help="print the faults, and run none")
     parser.add_argument("--keep", action="store_true", help="keep the copy of the tree")
     parser.add_argument("--at-once", type=int, default=2, help="faults that are tried at a time")
@@ -317,7 +321,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="for the tests of a fault")
     options = parser.parse_args()
     room = ROOMS[options.room]
-    faults = [f for f in room.faults if options.only is None or f.name in options.only]
+    planted: Sequence[Fault] = room.faults
+    if options.generated:
+        files = sorted({fault.file for fault in planted})
+        planted = generated(ROOT, files, options.generated, options.seed)
+    faults = [f for f in planted if options.only is None or f.name in options.only]
     if options.list:
         for fault in faults:
             print(f"{fault.name:32} {fault.file}: {fault.says}")
