@@ -268,6 +268,18 @@ def test_imports(module):
         assert room_of(name) in MAY_IMPORT[room] | {room}, f"{module} sees {name}"
 
 
+def test_a_name_is_one_python_class():
+    """A reader who looks for a class finds one, in Python or in C++, and not another one first."""
+    sources = [*MODULES.values(), PACKAGE / "_C.pyi"]
+    defined: dict[str, list[str]] = {}
+    for path in sources:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert "Engine" in defined
+    assert {name: files for name, files in defined.items() if len(files) > 1} == {}
+
+
 def test_nothing_imports_in_a_circle():
     graph = {module: imported_modules(module) - {module} for module in MODULES}
     try:

@@ -436,7 +436,7 @@ class RecordStream:
         """The number of records that found no room so far."""
 
 class Words:
-    """See torch_ring.config.Words."""
+    """See torch_ring.config.DoorWords."""
 
     def __init__(
         self, *, whole: str, members: str, leave: str, remedy: str, threads: str

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import torch_ring as hvd
-from torch_ring.optimizer.planned_pass import RunAhead
+from torch_ring.optimizer.planned_pass import PlannedPasses
 
 FEATURES = 5
 Program = Callable[[str, bool | None], list[Tensor]]
@@ -24,14 +24,14 @@ Program = Callable[[str, bool | None], list[Tensor]]
 def planned_passes() -> Iterator[list[int]]:
     """Yield the numbers of the planned passes that this rank runs in the block."""
     numbers: list[int] = []
-    run = RunAhead._run
+    run = PlannedPasses._run
 
-    def counted(self: RunAhead, number: int, *arguments: object) -> object:
+    def counted(self: PlannedPasses, number: int, *arguments: object) -> object:
         numbers.append(number)
         return run(self, number, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunAhead, "_run", counted)
+        patch.setattr(PlannedPasses, "_run", counted)
         yield numbers
 
 

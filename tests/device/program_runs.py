@@ -28,7 +28,7 @@ from torch import Tensor
 
 import torch_ring as hvd
 from torch_ring._C import GradientReport
-from torch_ring.optimizer.planned_pass import Entered, Gradients, RunAhead, without
+from torch_ring.optimizer.planned_pass import Entered, Gradients, PlannedPasses, without
 
 both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
@@ -103,10 +103,10 @@ def are_added_unlike(ranks: Sequence[PlannedPass]) -> bool:
 def recorded_passes(player: Player) -> Iterator[dict[int, PlannedPass]]:
     """Yield a dictionary that gets the passes whose end no host waits for, by their numbers."""
     found: dict[int, PlannedPass] = {}
-    send = RunAhead._send
+    send = PlannedPasses._send
 
     def recorded(
-        self: RunAhead, number: int, steps: int, reports: Sequence[GradientReport]
+        self: PlannedPasses, number: int, steps: int, reports: Sequence[GradientReport]
     ) -> Entered:
         mine = {each.optimizer: each.due for each in reports if each.due}
         carried = {each.optimizer: each.carried for each in reports}
@@ -114,7 +114,7 @@ def recorded_passes(player: Player) -> Iterator[dict[int, PlannedPass]]:
         return send(self, number, steps, reports)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunAhead, "_send", recorded)
+        patch.setattr(PlannedPasses, "_send", recorded)
         yield found
 
 

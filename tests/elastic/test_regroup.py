@@ -18,7 +18,7 @@ from slow import slow
 
 import torch_ring as hvd
 from torch_ring.elastic import regroup as regroup_module
-from torch_ring.elastic.regroup import Group, LeftOutError, Limits, come, regroup
+from torch_ring.elastic.regroup import LeftOutError, Limits, NextWorld, come, regroup
 from torch_ring.membership import member as member_module
 from torch_ring.membership.directory import Directory, ask_directory, tell_directory
 from torch_ring.membership.listener import Listener
@@ -42,7 +42,7 @@ class Process:
     def serve(self) -> tuple[str, int]:
         return self.member.id, 1
 
-    def regroup(self, limits: Limits = LIMITS, suspects: Sequence[str] = ()) -> Group:
+    def regroup(self, limits: Limits = LIMITS, suspects: Sequence[str] = ()) -> NextWorld:
         return regroup(
             *(self.roster, 1, self.member, self.listener, limits),
             *(self.serve, set(suspects) - {self.member.host}),
@@ -65,8 +65,8 @@ def job(size: int, hosts: Sequence[str] = ("127.0.0.1",)) -> Iterator[list[Proce
 
 def outcomes(
     processes: list[Process], limits: Limits = LIMITS, suspects: Sequence[str] = ()
-) -> list[Group | Exception]:
-    def call(process: Process) -> Group | Exception:
+) -> list[NextWorld | Exception]:
+    def call(process: Process) -> NextWorld | Exception:
         try:
             return process.regroup(limits, suspects)
         except Exception as error:
@@ -83,7 +83,7 @@ def test_the_lowest_survivor_leads(dead: list[int]) -> None:
             processes[index].listener.close()
         living = [process for process in processes if processes.index(process) not in dead]
         for group in outcomes(living):
-            assert isinstance(group, Group), group
+            assert isinstance(group, NextWorld), group
             assert [member.id for member in group.members] == [p.member.id for p in living]
             assert group.store == (living[0].member.id, 1)
 
@@ -121,7 +121,7 @@ def test_a_member_that_dies_while_it_waits_is_left_out() -> None:
         channel.close()
         processes[1].listener.close()
         first, third = outcomes([processes[0], processes[2]])
-        assert isinstance(first, Group)
+        assert isinstance(first, NextWorld)
         assert [member.id for member in first.members] == ["p0", "p2"]
         assert first == third
 
@@ -191,7 +191,7 @@ def test_only_a_majority_goes_on_where_others_may_live(
             stack.enter_context(patch)
         living = [process for process in processes if processes.index(process) not in stopped]
         for outcome in outcomes(living, Limits(30.0, 20.0, 1)):
-            assert isinstance(outcome, Group if goes_on else LeftOutError), outcome
+            assert isinstance(outcome, NextWorld if goes_on else LeftOutError), outcome
 
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -220,7 +220,7 @@ def test_a_majority_has_little_patience_with_a_host_that_is_silent_already(
     network = Network(monkeypatch, is_cut=True)
     with job(4, HOSTS) as processes:
         for group in outcomes(processes[:2], suspects=HOSTS[1:]):
-            assert isinstance(group, Group), group
+            assert isinstance(group, NextWorld), group
             assert [member.id for member in group.members] == ["p0", "p1"]
     assert network.patient == 0
 
@@ -240,7 +240,7 @@ def test_a_slow_host_is_found_to_have_no_rank_any_more(monkeypatch: pytest.Monke
     with job(2, HOSTS[::-1]) as processes:
         processes[0].listener.close()  # its host says so, when it has the time to answer
         (group,) = outcomes(processes[1:], suspects=HOSTS[1:])
-        assert isinstance(group, Group), group
+        assert isinstance(group, NextWorld), group
         assert [member.id for member in group.members] == ["p1"]
 
 
@@ -278,7 +278,7 @@ def test_newcomers_are_let_in_after_the_survivors(most: int) -> None:
         groups = outcomes(members, limits)
         count = min(most, 5)
         assert groups == [groups[0]] * 3
-        assert isinstance(groups[0], Group)
+        assert isinstance(groups[0], NextWorld)
         assert groups[0].members[:3] == members[0].roster
         assert len(groups[0].members) == count
         assert groups[0].generation == 2

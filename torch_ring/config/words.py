@@ -1,14 +1,14 @@
-"""Words: the names that a program calls, for errors. Each door of torch_ring has its own."""
+"""DoorWords: the names that a program calls, for errors. Each door of torch_ring has its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["DEFAULT_GROUP", "GROUP", "PROCESS_SET", "WORLD", "Words"]
+__all__ = ["DEFAULT_GROUP", "GROUP", "PROCESS_SET", "WORLD", "DoorWords"]
 
 
 @dataclass(frozen=True)
-class Words:
+class DoorWords:
     """The words of the errors of a world, a process set, or a group of torch.distributed.
 
     Attributes:
@@ -28,7 +28,7 @@ class Words:
     threads: str
 
 
-WORLD = Words(
+WORLD = DoorWords(
     join="init()",
     leave="shutdown()",
     whole="world",
@@ -45,7 +45,7 @@ PROCESS_SET = replace(
     remedy="Remove it, or call shutdown() and init(), or exit",
 )
 
-DEFAULT_GROUP = Words(
+DEFAULT_GROUP = DoorWords(
     join="init_process_group()",
     leave="destroy_process_group()",
     whole="group",

@@ -19,9 +19,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch_ring.collectives.objects import allgather_object, broadcast_object
 from torch_ring.elastic.regroup import (
     CallOverError,
-    Group,
     LeftOutError,
     Limits,
+    NextWorld,
     come,
     leavers_of,
     regroup,
@@ -205,7 +205,7 @@ class ElasticJob:
         current.shutdown()
         return {members[rank].host for rank in lost} - {self._own.host}
 
-    def _next_group(self, limits: Limits, suspects: Collection[str]) -> Group:
+    def _next_group(self, limits: Limits, suspects: Collection[str]) -> NextWorld:
         if self.members:
             return regroup(
                 self.members,
@@ -255,7 +255,7 @@ class ElasticJob:
         self._serves = (host, port)
         return host, port
 
-    def _join(self, group: Group) -> None:
+    def _join(self, group: NextWorld) -> None:
         """Make the next world with the others."""
         if self._own not in group.members:
             raise LeftOutError("the other ranks go on without this one")

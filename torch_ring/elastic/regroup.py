@@ -36,7 +36,7 @@ from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.membership.listener import JoinRequest, Listener
 from torch_ring.membership.member import Member, Reach, dial, reach
 
-__all__ = ["CallOverError", "Group", "LeftOutError", "Limits", "come", "leavers_of", "regroup"]
+__all__ = ["CallOverError", "LeftOutError", "Limits", "NextWorld", "come", "leavers_of", "regroup"]
 
 _REQUESTS_S = 0.002  # duration of one wait for requests
 _PROBE_EVERY_S = 0.1
@@ -83,7 +83,7 @@ def leavers_of(ranks: Sequence[tuple[bool, bool]], limits: Limits) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Group:
+class NextWorld:
     """The processes of the next world.
 
     Attributes:
@@ -105,7 +105,7 @@ def regroup(
     limits: Limits,
     serve: Callable[[], tuple[str, int]],
     suspects: Collection[str] = (),
-) -> Group:
+) -> NextWorld:
     """Return this process's next group.
 
     Args:
@@ -167,7 +167,7 @@ def come(
     key: bytes,
     limits: Limits,
     call: int = 1,
-) -> Group:
+) -> NextWorld:
     """Return the group that this process, a newcomer, joins.
 
     Args:
@@ -229,7 +229,7 @@ def _ask(
         channel.close()
 
 
-def _group_of(answer: dict[str, Any]) -> Group:
+def _group_of(answer: dict[str, Any]) -> NextWorld:
     if answer["kind"] == "left out":
         raise LeftOutError(
             "the other ranks go on without this one, which was silent for too long or cut off from "
@@ -242,7 +242,9 @@ def _group_of(answer: dict[str, Any]) -> Group:
     if answer["kind"] == "refused":
         raise _error_of(answer)
     host, port = answer["store"]
-    return Group([Member(*each) for each in answer["members"]], (host, port), answer["generation"])
+    return NextWorld(
+        [Member(*each) for each in answer["members"]], (host, port), answer["generation"]
+    )
 
 
 def _error_of(answer: dict[str, Any]) -> RingError:
@@ -274,7 +276,7 @@ class _Leading:
         self._joined: dict[str, JoinRequest] = {}
         self._found: dict[str, Reach] = {}  # for processes that have not joined
 
-    def run(self, serve: Callable[[], tuple[str, int]]) -> Group:
+    def run(self, serve: Callable[[], tuple[str, int]]) -> NextWorld:
         """Wait for the others, and send them the group."""
         try:
             self._gather()
@@ -287,7 +289,7 @@ class _Leading:
                 self._joined[request.member.id] = request
                 survivors.append(request.member)
             self._require_enough(survivors)
-            group = Group(survivors, serve(), self._generation + 1)
+            group = NextWorld(survivors, serve(), self._generation + 1)
         except _ElsewhereError:
             self._tell({"kind": "elsewhere"})
             raise

@@ -21,7 +21,7 @@ from torch_ring.errors import RingError
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.gradient_report import end_given_up, explained, require_same_steps
 from torch_ring.optimizer.parameters import require_same_parameters
-from torch_ring.optimizer.planned_pass import RunAhead
+from torch_ring.optimizer.planned_pass import PlannedPasses
 from torch_ring.optimizer.reducer import Reducer, Reducers, weakly
 from torch_ring.optimizer.slow_links import AFTER_STEPS, advice
 from torch_ring.optimizer.weight_comparison import WeightReports
@@ -97,7 +97,7 @@ class BackwardSync:
         # These objects must not refer to this one: the world must end without garbage collection.
         self._reducers = Reducers(self._rank, self._engine.end)
         self._weights = WeightReports(self._engine, self._reducers.comparison)
-        self.run_ahead = RunAhead(
+        self.run_ahead = PlannedPasses(
             self._engine,
             self.agreement,
             self._size,

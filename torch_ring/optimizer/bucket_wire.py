@@ -34,7 +34,7 @@ class ReductionSettings:
             the memory in which it is reduced, if it is in no group and not compressed; 0: no
             gradient.
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
-        run_ahead: whether passes on devices may end without an agreement (`RunAhead`).
+        run_ahead: whether passes on devices may end without an agreement (`PlannedPasses`).
         shard_state: whether each rank steps a part of the parameters (`ShardedState`).
         nan_check: whether the ranks look for gradients that are not finite.
     """

@@ -165,7 +165,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         nan_check,
     )
     groups = _groups_of(groups, num_groups, list(names))
-    settings = _Settings(reduction, groups, process_set, config.check_every)
+    settings = _WrapSettings(reduction, groups, process_set, config.check_every)
     if shard_state:
         with wrapped(optimizer, _ShardedOptimizer) as sharded:
             sharded._shards = ShardedState(process_set, may_cut=may_cut)
@@ -213,7 +213,7 @@ def has_moved(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _WrapSettings:
     """The arguments of a reducer, kept to make the next one when parameters are added; and more."""
 
     reduction: ReductionSettings
@@ -269,7 +269,7 @@ class _DistributedOptimizer(Wrapped):
     _parameter_names: dict[Tensor, str]
     _reducer: Reducer | None  # None on one rank, and outside the process set
     _backward_sync: BackwardSync  # the reducer's; unset without a reducer
-    _settings: _Settings
+    _settings: _WrapSettings
     _passes_per_step: int
     _left_out: list[Tensor]  # frozen parameters without gradients to reduce
     _skip_synchronize: bool
@@ -278,7 +278,9 @@ class _DistributedOptimizer(Wrapped):
     _broken_by: str  # the error of the last change of its parameters
     _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
 
-    def _start(self, names: dict[Tensor, str], settings: _Settings, passes_per_step: int) -> None:
+    def _start(
+        self, names: dict[Tensor, str], settings: _WrapSettings, passes_per_step: int
+    ) -> None:
         self._reducer = None
         self._parameter_names = names
         self._left_out = [p for p in names if not has_gradients(p)]

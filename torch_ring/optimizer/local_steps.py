@@ -97,7 +97,7 @@ def LocalSGD(  # noqa: N802  the name in the literature
     et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
     2017 (FedAvg).
     """
-    settings = _Settings("LocalSGD", every, process_set=process_set)
+    settings = _LocalSettings("LocalSGD", every, process_set=process_set)
     return _wrap(optimizer, settings, named_parameters)
 
 
@@ -172,14 +172,14 @@ def DiLoCo(  # noqa: N802  the name in the literature
     if outer_options is None:
         paper = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
         outer_options = paper if outer is torch.optim.SGD else {}
-    settings = _Settings(
+    settings = _LocalSettings(
         "DiLoCo", every, fragments, delay, compression, outer, outer_options, process_set
     )
     return _wrap(optimizer, settings, named_parameters)
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _LocalSettings:
     """The arguments of `LocalSGD` or `DiLoCo`.
 
     Raises:
@@ -231,7 +231,7 @@ class _Settings:
 
 def _wrap(
     optimizer: OptimizerT,
-    settings: _Settings,
+    settings: _LocalSettings,
     named_parameters: Iterable[tuple[str, Tensor]] | None,
 ) -> OptimizerT:
     kind = settings.kind
@@ -260,7 +260,7 @@ class LocalStepsOptimizer(Wrapped):
 
     _rounds: Rounds
 
-    def _start(self, names: dict[Tensor, str], settings: _Settings) -> None:
+    def _start(self, names: dict[Tensor, str], settings: _LocalSettings) -> None:
         if not hasattr(self, "_optimizer_state_dict_post_hooks"):
             raise InvalidArgumentError(
                 f"{settings.kind} cannot wrap {type(self).__name__}: it does not call "
@@ -382,7 +382,7 @@ class Rounds:
     """
 
     def __init__(
-        self, names: Mapping[Tensor, str], settings: _Settings, inner: ProcessSet | None
+        self, names: Mapping[Tensor, str], settings: _LocalSettings, inner: ProcessSet | None
     ) -> None:
         self._settings = settings
         self.inner = inner
@@ -830,7 +830,7 @@ class _Mean:
         values: Sequence[Tensor],
         names: Sequence[str],
         sent: Sequence[Tensor] | None,
-        settings: _Settings,
+        settings: _LocalSettings,
     ) -> None:
         self.sent = sent
         self.views: list[Tensor] = list(values)

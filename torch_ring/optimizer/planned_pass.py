@@ -1,4 +1,4 @@
-"""RunAhead: backward passes on devices that end without an agreement of the ranks' hosts.
+"""PlannedPasses: backward passes on devices that end without an agreement of the ranks' hosts.
 
 The plan is the set of gradients that any rank had in the last agreed pass, if that pass has
 repeated the one before. In a *planned* pass no host waits for another host's part of it:
@@ -77,11 +77,11 @@ from torch_ring._C import (
     PassDecision,
     PassReport,
     Pending,
+    RunAhead,
     Work,
     backward_name,
     decide,
 )
-from torch_ring._C import RunAhead as NativeRunAhead
 from torch_ring.errors import MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.gradient_report import end_given_up, rank_word, require_same_steps
 from torch_ring.optimizer.reducer import Reducer, Reducers
@@ -89,7 +89,7 @@ from torch_ring.optimizer.weight_comparison import WeightReports
 from torch_ring.world.engine import interrupt_deferred
 from torch_ring.world.join import World
 
-__all__ = ["Gradients", "RunAhead", "without"]
+__all__ = ["Gradients", "PlannedPasses", "without"]
 
 Gradients = Mapping[int, int]
 """The gradients of one pass: a bitmap of parameters for each optimizer."""
@@ -152,7 +152,7 @@ class Entered:
     ends_plan: bool | None = None
 
 
-class RunAhead:
+class PlannedPasses:
     """The planned passes of the global process set; other sets have none.
 
     Thread: the one that runs backward(). Blocking: see the module's docstring. Errors: RingError.
@@ -176,7 +176,7 @@ class RunAhead:
         weights: WeightReports,
         explain: Callable[[RingError, str], None],
     ) -> None:
-        self._native = NativeRunAhead(engine)
+        self._native = RunAhead(engine)
         self._engine = engine
         self._agreement = agreement
         self._size = size
@@ -192,7 +192,7 @@ class RunAhead:
         self._difference: MismatchError | None = None
 
     @property
-    def hooks(self) -> NativeRunAhead | None:
+    def hooks(self) -> RunAhead | None:
         """The launcher for the hooks of an optimizer; None: no pass will ever be planned."""
         return None if self._world is None else self._native
 

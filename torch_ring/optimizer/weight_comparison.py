@@ -57,7 +57,7 @@ def is_compared(steps: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class WeightSnapshot:
     """The weights and hyper-parameters of an optimizer after a step.
 
     Attributes:
@@ -95,7 +95,7 @@ class WeightComparison:
     process_set: ProcessSet
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     has_begun: bool = False
-    snapshot: Snapshot | None = None
+    snapshot: WeightSnapshot | None = None
     _averaging: bool | None = None  # whether this step averages, as the first; None: none has yet
     _since: str = ""  # "" or " since join()", for messages
     _size: int = 0  # of the set; kept, since the last report may be read after the end of the world
@@ -151,7 +151,7 @@ class WeightComparison:
         is_on_device = any(parameter.device.type != "cpu" for parameter in self.named)
         delay = _DEVICE_DELAY if is_on_device and steps else 0
         lines = functools.cache(start_lines(things))
-        self.snapshot = Snapshot(steps, number + delay, self._averaging is True, lines)
+        self.snapshot = WeightSnapshot(steps, number + delay, self._averaging is True, lines)
 
     def note_gradients(self, number: int) -> None:
         """Take a snapshot at the end of the first pass with gradients, which has this number.
@@ -161,7 +161,7 @@ class WeightComparison:
         if not self.has_begun and self.snapshot is None:
             self.take(0, number)
 
-    def due_snapshot(self, number: int, *, has_due: bool) -> Snapshot | None:
+    def due_snapshot(self, number: int, *, has_due: bool) -> WeightSnapshot | None:
         """Return, once, the snapshot that travels with this rank's report of a pass, if any.
 
         Args:
@@ -186,7 +186,9 @@ class WeightComparison:
         assert snapshot is not None
         self.conclude(snapshot, *gather_lines_if_different(snapshot.lines(), engine, name))
 
-    def conclude(self, own: Snapshot, ranks: int, every: Mapping[int, Sequence[Line]]) -> None:
+    def conclude(
+        self, own: WeightSnapshot, ranks: int, every: Mapping[int, Sequence[Line]]
+    ) -> None:
         """Warn on the lowest rank if something differs that did not before.
 
         Args:
@@ -234,8 +236,8 @@ class WeightReports:
         self._engine = engine
         self._comparison = comparison
         # Snapshots by pass and optimizer, until the ranks' reports of the pass are read.
-        self._sent: dict[int, dict[int, tuple[WeightComparison, Snapshot]]] = {}
-        self._different: list[tuple[WeightComparison, Snapshot]] = []
+        self._sent: dict[int, dict[int, tuple[WeightComparison, WeightSnapshot]]] = {}
+        self._different: list[tuple[WeightComparison, WeightSnapshot]] = []
 
     def forget(self) -> None:
         """Forget all passes: all ranks have joined."""
@@ -288,7 +290,7 @@ class WeightReports:
     def _note_first(
         self,
         index: int,
-        own: tuple[WeightComparison, Snapshot] | None,
+        own: tuple[WeightComparison, WeightSnapshot] | None,
         ranks: Sequence[PassReport],
         number: int,
     ) -> None:

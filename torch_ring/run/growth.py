@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.membership.directory import Directory
-from torch_ring.run.hosts import Discovery, HostSlots, Slot
+from torch_ring.run.hosts import Discovery, HostSlots, RankSlot
 from torch_ring.run.options import GrowthSettings
 from torch_ring.run.standby_process import READ_PROGRAM
 
@@ -31,7 +31,7 @@ _MOST_YOUNG_ENDS = 3  # consecutive such failures after which a host is left out
 class _Place:
     """A slot, and the history of its processes."""
 
-    slot: Slot
+    slot: RankSlot
     is_taken: bool = False
     early_ends: int = 0
     due_at: float = 0.0
@@ -63,7 +63,7 @@ class HostTable:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[RankSlot],
         cooldown_s: tuple[float, float] | None = None,
         leaves_out: bool = False,
     ) -> None:
@@ -88,7 +88,7 @@ class HostTable:
                     continue
                 number = len(self._places)
                 self._places[key] = _Place(
-                    Slot(
+                    RankSlot(
                         host.name,
                         rank=number,
                         size=number + 1,
@@ -101,7 +101,7 @@ class HostTable:
                     )
                 )
 
-    def due(self, now: float) -> list[Slot]:
+    def due(self, now: float) -> list[RankSlot]:
         """Return the slots in which processes may be started now, in the order of their numbers."""
         return [
             place.slot
@@ -115,7 +115,7 @@ class HostTable:
         later = [at for at in times if now < at < math.inf]
         return min(later, default=None)
 
-    def vanished(self) -> list[Slot]:
+    def vanished(self) -> list[RankSlot]:
         """Return the slots that have a process but no longer exist."""
         return [p.slot for p in self._places.values() if p.is_taken and not self._is_listed(p)]
 
@@ -128,16 +128,16 @@ class HostTable:
         """Return the number of slots of a host."""
         return self._listed.get(host, 0)
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: RankSlot) -> None:
         """Note that a process was started in a slot."""
         self._place(slot).is_taken = True
 
-    def end(self, slot: Slot, now: float) -> None:
+    def end(self, slot: RankSlot, now: float) -> None:
         """Note that a slot's process has ended, not by a fault of its host."""
         place = self._place(slot)
         place.is_taken, place.due_at = False, now
 
-    def fail(self, slot: Slot, lived_s: float, now: float) -> str:
+    def fail(self, slot: RankSlot, lived_s: float, now: float) -> str:
         """Note that a slot's process has failed; return a line if its host is left out, or ""."""
         place = self._place(slot)
         place.is_taken = False
@@ -188,7 +188,7 @@ class HostTable:
                 place.early_ends, place.due_at = 0, 0.0
         return f"{host} is left out for {seconds:g} s"
 
-    def _place(self, slot: Slot) -> _Place:
+    def _place(self, slot: RankSlot) -> _Place:
         return self._places[slot.host, slot.local_rank]
 
     def _record(self, host: str) -> _Failures:
@@ -312,7 +312,7 @@ class Growth:
     def __init__(
         self,
         settings: GrowthSettings,
-        slots: Sequence[Slot],
+        slots: Sequence[RankSlot],
         directory: Directory | None,
         discovery: Discovery | None,
         say: Callable[[str], None],
@@ -388,7 +388,7 @@ class Growth:
 
     # --- ranks
 
-    def due(self, now: float, running: int) -> list[Slot]:
+    def due(self, now: float, running: int) -> list[RankSlot]:
         """Return the slots in which ranks may be started now, perhaps more than the job may have.
 
         Args:
@@ -404,22 +404,22 @@ class Growth:
         """Return whether one more process may run."""
         return self._settings.most is None or running < self._settings.most
 
-    def start(self, slot: Slot) -> int | None:
+    def start(self, slot: RankSlot) -> int | None:
         """Note that a slot gets a process; return the number of a standby for it, if any."""
         self._table.start(slot)
         return self._standbys.take(slot.host)
 
-    def end(self, slot: Slot, now: float) -> None:
+    def end(self, slot: RankSlot, now: float) -> None:
         """Note that a slot's process has ended, not by a fault of its host."""
         self._table.end(slot, now)
 
-    def fail(self, slot: Slot, lived_s: float, now: float) -> None:
+    def fail(self, slot: RankSlot, lived_s: float, now: float) -> None:
         """Note that a slot's process has failed."""
         self._say_if(self._table.fail(slot, lived_s, now))
 
     # --- standby processes
 
-    def standbys_to_start(self, hosts: Collection[str], now: float) -> list[tuple[int, Slot]]:
+    def standbys_to_start(self, hosts: Collection[str], now: float) -> list[tuple[int, RankSlot]]:
         """Return the numbers of standby processes to start now, and slots on their hosts.
 
         Args:
@@ -437,7 +437,7 @@ class Growth:
 
     # --- ranks that leave
 
-    def leaving(self, living: Collection[int], done: int) -> list[Slot]:
+    def leaving(self, living: Collection[int], done: int) -> list[RankSlot]:
         """Return the slots whose ranks must leave, because their hosts are gone from the list.
 
         Args:
@@ -471,6 +471,6 @@ class Growth:
             self._say(line)
 
 
-def _any_slot(host: str, slots: int) -> Slot:
-    first = Slot(host, 0, 1, 0, 1, 0, 1, 0, 1)
+def _any_slot(host: str, slots: int) -> RankSlot:
+    first = RankSlot(host, 0, 1, 0, 1, 0, 1, 0, 1)
     return replace(first, local_size=max(1, slots))

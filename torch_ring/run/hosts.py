@@ -19,7 +19,7 @@ from torch_ring.setup.launchers import expand_hostlist
 __all__ = [
     "Discovery",
     "HostSlots",
-    "Slot",
+    "RankSlot",
     "assign",
     "cluster_hosts",
     "expand_tasks",
@@ -151,7 +151,7 @@ def _merged(hosts: Iterable[HostSlots]) -> list[HostSlots]:
 
 
 @dataclass(frozen=True)
-class Slot:
+class RankSlot:
     """The place of a rank.
 
     Attributes:
@@ -173,7 +173,7 @@ class Slot:
     nodes: int
 
 
-def assign(hosts: Sequence[HostSlots], size: int) -> list[Slot]:
+def assign(hosts: Sequence[HostSlots], size: int) -> list[RankSlot]:
     """Return the slots of all ranks, by rank: hosts are filled one after the other.
 
     Args:
@@ -198,12 +198,12 @@ def assign(hosts: Sequence[HostSlots], size: int) -> list[Slot]:
         if left:
             taken.append((host.name, min(left, host.slots)))
             left -= taken[-1][1]
-    slots: list[Slot] = []
+    slots: list[RankSlot] = []
     for node, (name, local_size) in enumerate(taken):
         for local_rank in range(local_size):
             peers = [other for other, (_, count) in enumerate(taken) if count > local_rank]
             slots.append(
-                Slot(
+                RankSlot(
                     name,
                     len(slots),
                     size,

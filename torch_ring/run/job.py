@@ -24,12 +24,12 @@ from torch_ring.run.host_connection import (
     Unread,
     Unstartable,
 )
-from torch_ring.run.hosts import Slot
+from torch_ring.run.hosts import RankSlot
 from torch_ring.run.job_settings import JobSpec
 from torch_ring.run.processes import Processes
 from torch_ring.run.supervisor import ReachedHosts, Supervisor
 
-__all__ = ["Failure", "Job", "exit_code"]
+__all__ = ["Job", "RankFailure", "exit_code"]
 
 FAILURE_GRACE_S = 10.0  # for the other ranks, from SIGTERM to SIGKILL, when one has failed
 _LEFT_GRACE_S = 5.0  # for processes that ended ranks have left behind
@@ -39,7 +39,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The first failure of a rank.
 
     Attributes:
@@ -80,8 +80,8 @@ class Job:
     def __init__(
         self, spec: JobSpec, supervisor: Supervisor, ssh: Ssh, growth: Growth | None = None
     ) -> None:
-        self.failure: Failure | None = None
-        self.finished: list[Slot] = []
+        self.failure: RankFailure | None = None
+        self.finished: list[RankSlot] = []
         self._is_warned = False
         self.results: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._spec, self._supervisor, self._growth = spec, supervisor, growth
@@ -225,7 +225,7 @@ class Job:
         lost = self._processes.fail(rank, text, is_ending=self._is_ending())
         if lost is None or self.failure is not None or self._code:
             return
-        failure = Failure(rank, lost.host, code, text)
+        failure = RankFailure(rank, lost.host, code, text)
         left = len(self._processes.living()) + len(self.finished)
         least = self._spec.growth.least
         if not self._is_ending() and least is not None and left >= least:

@@ -16,7 +16,7 @@ from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.run.hosts import (
     Discovery,
     HostSlots,
-    Slot,
+    RankSlot,
     assign,
     cluster_hosts,
     find_hosts,
@@ -61,7 +61,7 @@ class JobSpec:
         numa_binding: the mode of binding ranks to CPUs; empty: they are not bound.
     """
 
-    slots: Sequence[Slot]
+    slots: Sequence[RankSlot]
     command: Sequence[str]
     environment: Mapping[str, str]
     folder: str
@@ -114,7 +114,7 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(
-    slot: Slot, job: JobFacts, environment: Mapping[str, str], is_local: bool, process: str = ""
+    slot: RankSlot, job: JobFacts, environment: Mapping[str, str], is_local: bool, process: str = ""
 ) -> dict[str, str]:
     """Return the variables of a rank, to be added to those of its host.
 
@@ -168,7 +168,7 @@ def slots_of(
     hostfile: str | None,
     environment: Mapping[str, str],
     say: Callable[[str], None],
-) -> list[Slot]:
+) -> list[RankSlot]:
     """Return the slots of a job's ranks.
 
     The hosts are the given ones; if none are given, those of the Slurm, Kubernetes, PBS or LSF job
@@ -254,7 +254,7 @@ def discover_hosts(
 
 def slots_of_hosts(
     hosts: Sequence[HostSlots], size: int | None, growth: GrowthSettings
-) -> list[Slot]:
+) -> list[RankSlot]:
     """Return the slots of the ranks with which a job on discovered hosts begins: all slots.
 
     Args:

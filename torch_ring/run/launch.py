@@ -11,7 +11,7 @@ from torch_ring.membership.directory import Directory
 from torch_ring.membership.member import key_of
 from torch_ring.run.growth import Growth, standby_command
 from torch_ring.run.host_connection import Ssh
-from torch_ring.run.hosts import Slot, is_this_host
+from torch_ring.run.hosts import RankSlot, is_this_host
 from torch_ring.run.job import Job
 from torch_ring.run.job_settings import (
     JobSpec,
@@ -107,7 +107,7 @@ def launch(
             supervisor.drain(1.0)
 
 
-def _address_for(slots: Sequence[Slot], options: Options) -> str:
+def _address_for(slots: Sequence[RankSlot], options: Options) -> str:
     """Return an address of this host that all present and later hosts can reach."""
     interface = options.interface.partition(",")[0]
     others = [slot.host for slot in slots if not is_this_host(slot.host)]

@@ -502,14 +502,14 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
         if tunable.kind is not None:
             levels = _LEVELS if tunable.option == "--log-level" else None
             group.add_argument(
-                tunable.option, action=_Set, dest=name, type=tunable.kind, choices=levels
+                tunable.option, action=_StoreTunable, dest=name, type=tunable.kind, choices=levels
             )
             continue
         on = (tunable.option, *_SAME.get(tunable.option, ()))
         off = _OPPOSITES.get(tunable.option, (f"--no-{name.replace('_', '-')}",))
-        group.add_argument(*on, action=_Set, dest=name, nargs=0, const=True)
+        group.add_argument(*on, action=_StoreTunable, dest=name, nargs=0, const=True)
         group.add_argument(
-            *off, action=_Set, dest=name, nargs=0, const=False, help=argparse.SUPPRESS
+            *off, action=_StoreTunable, dest=name, nargs=0, const=False, help=argparse.SUPPRESS
         )
 
 
@@ -522,7 +522,7 @@ def _add_others(parser: argparse.ArgumentParser) -> None:
         group.add_argument(option, action=_Remark, dest="notes")
 
 
-class _Set(argparse.Action):
+class _StoreTunable(argparse.Action):
     """Puts a value into the dictionary of tunables; the last of several values counts."""
 
     def __call__(

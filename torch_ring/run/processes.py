@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_ring.run import standby_process
 from torch_ring.run.growth import Growth, standby_command
-from torch_ring.run.hosts import Slot
+from torch_ring.run.hosts import RankSlot
 from torch_ring.run.job_settings import JobFacts, JobSpec, rank_environment
 from torch_ring.run.supervisor import Supervisor
 
@@ -29,7 +29,7 @@ class _Process:
         leaves: whether it was asked to leave the job.
     """
 
-    slot: Slot
+    slot: RankSlot
     name: str
     began_at: float
     is_newcomer: bool
@@ -82,7 +82,7 @@ class Processes:
             self._start(slot, self._name(slot), is_newcomer=False)
         self._expect()
 
-    def add(self, slot: Slot) -> None:
+    def add(self, slot: RankSlot) -> None:
         """Start a rank while the others run, from a standby process if there is one."""
         assert self._growth is not None
         again = " again" if slot.rank in self._starts else ""
@@ -113,14 +113,14 @@ class Processes:
                 slot, number, standby_command(self._spec.command), standby_process.program(text)
             )
 
-    def _start(self, slot: Slot, name: str, *, is_newcomer: bool) -> None:
+    def _start(self, slot: RankSlot, name: str, *, is_newcomer: bool) -> None:
         spec = self._spec
         self._send_start(slot, slot.rank, spec.command, spec.given, name, is_newcomer)
         self._note(slot, name, is_newcomer)
 
     def _send_start(
         self,
-        slot: Slot,
+        slot: RankSlot,
         number: int,
         command: Collection[str],
         given: bytes,
@@ -139,12 +139,12 @@ class Processes:
             is_standby=number < 0,
         )
 
-    def _place(self, slot: Slot) -> dict[str, Any]:
+    def _place(self, slot: RankSlot) -> dict[str, Any]:
         """Return the values by which an agent chooses the CPUs of a rank."""
         numbers = {"local_rank": slot.local_rank, "local_size": slot.local_size}
         return {"numa_binding": self._spec.numa_binding, **numbers}
 
-    def _environment(self, slot: Slot, name: str, is_newcomer: bool) -> dict[str, str]:
+    def _environment(self, slot: RankSlot, name: str, is_newcomer: bool) -> dict[str, str]:
         assert self._facts is not None
         is_local = self._supervisor.connections[slot.host].is_local
         found = rank_environment(slot, self._facts, self._spec.environment, is_local, name)
@@ -152,11 +152,11 @@ class Processes:
             found["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
         return found
 
-    def _name(self, slot: Slot) -> str:
+    def _name(self, slot: RankSlot) -> str:
         self._starts[slot.rank] = self._starts.get(slot.rank, 0) + 1
         return "" if self._growth is None else f"{slot.rank}.{self._starts[slot.rank]}"
 
-    def _note(self, slot: Slot, name: str, is_newcomer: bool) -> None:
+    def _note(self, slot: RankSlot, name: str, is_newcomer: bool) -> None:
         self._running[slot.rank] = _Process(slot, name, time.monotonic(), is_newcomer)
 
     def _waits(self, process: _Process) -> bool:
@@ -189,7 +189,7 @@ class Processes:
         if leaving:
             self._growth.ask_to_leave(leaving, time.monotonic())
 
-    def finish(self, rank: int) -> Slot | None:
+    def finish(self, rank: int) -> RankSlot | None:
         """Note that a process has ended with exit code 0; return its slot if it was a rank."""
         process = self._running.get(rank)
         if process is None:
@@ -216,7 +216,7 @@ class Processes:
         if self._growth is not None:
             self._growth.end(process.slot, time.monotonic())
 
-    def fail(self, rank: int, text: str, *, is_ending: bool) -> Slot | None:
+    def fail(self, rank: int, text: str, *, is_ending: bool) -> RankSlot | None:
         """Note that a process has failed; return its slot if it was a rank.
 
         Args:

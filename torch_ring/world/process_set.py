@@ -379,7 +379,7 @@ NotedSets = Sequence[tuple[Names, bool]] | None
 
 
 @dataclass(frozen=True)
-class _Set:
+class _FormerSet:
     """A set of the last world."""
 
     ranks: Ranks
@@ -396,7 +396,7 @@ class ProcessSetKeeper:
     """
 
     def __init__(self) -> None:
-        self._sets: list[_Set] = []
+        self._sets: list[_FormerSet] = []
         self._size = 0  # of the last world
 
     def note(self, table: ProcessSetTable, processes: Sequence[str]) -> None:
@@ -408,7 +408,9 @@ class ProcessSetKeeper:
         """
         self._size = len(processes)
         self._sets = [
-            _Set(each.ranks, tuple(processes[rank] for rank in each.ranks), objects_of(each.ranks))
+            _FormerSet(
+                each.ranks, tuple(processes[rank] for rank in each.ranks), objects_of(each.ranks)
+            )
             for each in table.records
             if each.id != 0
         ]
@@ -455,7 +457,7 @@ class ProcessSetKeeper:
                     lose(process_set, self._what_became_of(each, rank_of))
         self._sets = []
 
-    def _what_became_of(self, lost: _Set, rank_of: Mapping[str, int]) -> str:
+    def _what_became_of(self, lost: _FormerSet, rank_of: Mapping[str, int]) -> str:
         pairs = list(zip(lost.ranks, lost.names, strict=True))
         gone = [rank for rank, name in pairs if name not in rank_of]
         left = [rank_of[name] for _, name in pairs if name in rank_of]

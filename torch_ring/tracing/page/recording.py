@@ -267,7 +267,7 @@ def read_recording(path: Path) -> Recording:
     return Recording(operations, sorted({each.rank for each in operations}), sources, notes)
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _DumpUnpickler(pickle.Unpickler):
     """Reads numbers, strings, lists and dictionaries: nothing in a file can run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
@@ -276,7 +276,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _unpickled(content: bytes) -> Any:
     try:
-        return _PlainUnpickler(io.BytesIO(content)).load()
+        return _DumpUnpickler(io.BytesIO(content)).load()
     except Exception as error:  # a broken pickle may raise any error
         raise ValueError(f"no dump: {error}") from None
 
