@@ -169,7 +169,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": set(),
     "errors": set(),
     "config": {"errors"},
-    "horovod": {"config", "errors"},
     "compression": set(),
     "setup": {"_C", "config", "errors"},
     "membership": {"config", "errors", "setup"},
@@ -177,7 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tracing": {"_C", "errors", "setup", "world"},
     "lr_schedules": {"world"},
     "collectives": {"_C", "compression", "errors", "world"},
-    "c10d": {"_C", "config", "errors", "horovod", "setup", "tracing", "world"},
+    "c10d": {"_C", "config", "errors", "setup", "tracing", "world"},
     "metrics": {"collectives", "world"},
     "sync_batch_norm": {"collectives", "world"},
     "state": {"collectives", "world"},
@@ -197,7 +196,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "world",
     },
     "self_test": {"_C", "collectives", "config", "errors", "setup", "world"},
-    "run": {"config", "errors", "horovod", "membership", "setup"},
     "__main__": {"self_test"},
     "api": {
         "c10d",
@@ -217,6 +215,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracing",
         "world",
     },
+    "run": {"api", "config", "errors", "membership", "mpi_ops", "setup"},
+    "horovod": {"config", "elastic", "errors", "mpi_ops", "run", "world"},
 }
 MOST_FLOORS = 9  # from the public names (api) down to the ground
 
@@ -226,6 +226,8 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
+SUBMODULES = MODULES.keys() - {"torch_ring"}  # that is a logger's name, too
+
 
 def room_of(module: str) -> str:
     """Return the room of "torch_ring.world.join": "world"; of the package itself "__init__"."""
@@ -233,9 +235,14 @@ def room_of(module: str) -> str:
 
 
 def imported_modules(module: str) -> set[str]:
-    """Return the package's modules, and _C, that a module imports anywhere in its text."""
+    """Return the package's modules, and _C, that a module imports anywhere in its text.
+
+    If it calls ``importlib.import_module``, each of its strings that is a module's name counts.
+    """
     names = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    text = MODULES[module].read_text()
+    imports_by_name = "import_module(" in text
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -243,6 +250,8 @@ def imported_modules(module: str) -> set[str]:
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 names.add(submodule if submodule in MODULES else str(node.module))
+        elif imports_by_name and isinstance(node, ast.Constant) and node.value in SUBMODULES:
+            names.add(str(node.value))
     return {name for name in names if name.split(".")[0] == "torch_ring"}
 
 

@@ -13,8 +13,8 @@ from launcher_commands import DEADLINE_S, TORCHRUN, clean_environment, output_of
 from scripts import ROOT
 
 from torch_ring.config import Config
+from torch_ring.config.horovod_path import alias_variables, hidden_horovod
 from torch_ring.horovod.__main__ import plain_command
-from torch_ring.horovod.alias import alias_variables, hidden_horovod
 from torch_ring.horovod.modules import Finder
 
 PROGRAM = str(Path(__file__).parent / "programs" / "alias.py")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import Backend, ProcessGroup
 
 from torch_ring.config import Config, let_ddp_ask_for_memory
-from torch_ring.horovod import install
+from torch_ring.config.horovod_path import install
 
 if TYPE_CHECKING:
     from torch_ring._C import RingBackend

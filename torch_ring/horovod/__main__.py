@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from torch_ring.config.horovod_path import install
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.horovod.alias import install
 
 __all__ = ["main", "plain_command"]
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from torch_ring.horovod.alias import alias_variables
+from torch_ring.config.horovod_path import alias_variables
 from torch_ring.membership.directory import Directory
 from torch_ring.membership.member import key_of
 from torch_ring.run.growth import Growth, standby_command

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from torch_ring.config import Config
-from torch_ring.horovod.alias import hidden_horovod
+from torch_ring.config.horovod_path import hidden_horovod
 from torch_ring.horovod.modules import Finder
 
 __path__: list[str] = []

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch_ring.config import Config, let_programs_find_horovod
+from torch_ring.config.settings import Config, let_programs_find_horovod
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = ["alias_variables", "hidden_horovod", "install"]
 
-_FOLDER = str(Path(__file__).parent / "on_path")
+_FOLDER = str(Path(__file__).parents[1] / "horovod" / "on_path")
 _END = Path(_FOLDER).parts[-3:]  # the end of such a folder's path, in any copy of torch_ring
 
 
