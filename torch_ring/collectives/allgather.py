@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from torch_ring._C import Work
+from torch_ring.collectives import operators
 from torch_ring.collectives.allreduce import allreduce, grouped_allreduce
 from torch_ring.collectives.handle import (
     GroupHandle,
@@ -63,27 +66,40 @@ def allgather(
     """
     require_tensor(tensor, "allgather")
     grad_op = checked_op(grad_op, (Average, Sum), "grad_op")
+    if is_dynamo_compiling() and operators.are_traced():
+        return operators.allgather(tensor, name, process_set, grad_op)
     if not needs_function(tensor):
         return engine_of(process_set).allgather(tensor, name or "", True).wait()
-    result: Tensor = _Allgather.apply(tensor, name, process_set, grad_op)
+    result: Tensor
+    result, _ = _Allgather.apply(tensor, name, process_set, grad_op)
     return result
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet, grad_op: int
-    ) -> Tensor:
+        tensor: Tensor, name: str | None, process_set: ProcessSet, _: int
+    ) -> tuple[Tensor, Tensor]:
         work = engine_of(process_set).allgather(tensor, name or "", blocking=True)
         gathered = work.wait()
-        ctx.rows = work.received_splits()
-        ctx.process_set, ctx.grad_op = process_set, grad_op
-        return gathered
+        return gathered, _rows(work)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, _, ctx.process_set, ctx.grad_op = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         reduced = allreduce(gradient, op=ctx.grad_op, process_set=ctx.process_set)
-        return torch.split(reduced, ctx.rows)[ctx.process_set.rank()], None, None, None
+        rows: list[int] = ctx.saved_tensors[0].tolist()
+        return torch.split(reduced, rows)[ctx.process_set.rank()], None, None, None
+
+
+def _rows(work: Work) -> Tensor:
+    """Return the number of rows of each rank."""
+    return torch.tensor(work.received_splits(), dtype=torch.int64, device="cpu")
 
 
 def grouped_allgather_async(
@@ -115,23 +131,31 @@ def grouped_allgather(
         The list of gathered tensors; each has the rows of all ranks, in the order of ranks.
     """
     grad_op = checked_op(grad_op, (Average, Sum), "grad_op")
-    return list(_GroupedAllgather.apply(name, process_set, grad_op, *checked_group(tensors)))
+    tensors = checked_group(tensors)
+    return list(_GroupedAllgather.apply(name, process_set, grad_op, *tensors)[: len(tensors)])
 
 
 class _GroupedAllgather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, process_set: ProcessSet, grad_op: int, *tensors: Tensor
+        name: str | None, process_set: ProcessSet, _: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         works = engine_of(process_set).grouped_allgather(tensors, name or "", blocking=True)
-        gathered = GroupHandle(works).wait()
-        ctx.rows = [work.received_splits() for work in works]
-        ctx.process_set, ctx.grad_op = process_set, grad_op
-        return tuple(gathered)
+        return *GroupHandle(works).wait(), *map(_rows, works)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, ctx.process_set, ctx.grad_op, *tensors = inputs
+        rows = output[len(tensors) :]
+        ctx.mark_non_differentiable(*rows)
+        ctx.save_for_backward(*rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        reduced = grouped_allreduce(gradients, op=ctx.grad_op, process_set=ctx.process_set)
+        rows = [each.tolist() for each in ctx.saved_tensors]
+        reduced = grouped_allreduce(
+            gradients[: len(rows)], op=ctx.grad_op, process_set=ctx.process_set
+        )
         rank = ctx.process_set.rank()
-        own = [torch.split(all_, rows)[rank] for all_, rows in zip(reduced, ctx.rows, strict=True)]
+        own = [torch.split(all_, each)[rank] for all_, each in zip(reduced, rows, strict=True)]
         return None, None, None, *own

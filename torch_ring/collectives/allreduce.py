@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from torch_ring.collectives import operators
 from torch_ring.collectives.handle import (
     GroupHandle,
     Handle,
@@ -107,7 +109,9 @@ def allreduce(
     require_tensor(tensor, "allreduce")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
     compressed, context = compression.compress(tensor)
-    if is_recorded(tensor):
+    if is_dynamo_compiling() and operators.are_traced():
+        reduced = operators.allreduce(compressed, name, *arguments)
+    elif is_recorded(tensor):
         reduced = _Allreduce.apply(compressed, name, *arguments)
     else:
         reduced = _allreduce_now(compressed, None, name, *arguments)
@@ -157,15 +161,21 @@ def allreduce_(
         `tensor` itself, with the same values on all ranks.
     """
     require_tensor(tensor, "allreduce_")
-    op = resolve_op(average, op)
-    return _allreduce_now(tensor, tensor, name, op, prescale_factor, postscale_factor, process_set)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
+    if is_dynamo_compiling() and operators.are_traced():
+        with torch.no_grad():
+            return tensor.copy_(operators.allreduce(tensor, name, *arguments))
+    return _allreduce_now(tensor, tensor, name, *arguments)
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-        ctx.arguments = arguments
+    def forward(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
         return _allreduce_now(tensor, None, name, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.arguments = inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -295,11 +305,14 @@ def grouped_allreduce_(
 class _GroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
+        name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.arguments = arguments
         outputs = [empty_result_like(tensor) for tensor in tensors]
         return tuple(_grouped_allreduce(tensors, outputs, name, *arguments, blocking=True).wait())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        ctx.arguments = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

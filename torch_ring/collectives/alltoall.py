@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from torch_ring._C import Work
+from torch_ring.collectives import operators
 from torch_ring.collectives.handle import Handle, needs_function, require_tensor
-from torch_ring.errors import InvalidArgumentError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -30,7 +30,9 @@ def alltoall_async(
     """
     require_tensor(tensor, "alltoall_async")
     engine = engine_of(process_set)
-    work = engine.alltoall(tensor, _splits(tensor, splits, process_set.size()), name or "")
+    work = engine.alltoall(
+        tensor, operators.rows_for_each(tensor, splits, process_set.size()), name or ""
+    )
     return Handle(work, None if splits is None else lambda result: (result, _received(work)))
 
 
@@ -62,8 +64,10 @@ def alltoall(
         RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "alltoall")
+    if is_dynamo_compiling() and operators.are_traced():
+        return operators.alltoall(tensor, splits, name, process_set)
     engine = engine_of(process_set)  # first, to report a wrong process set
-    rows = _splits(tensor, splits, process_set.size())
+    rows = operators.rows_for_each(tensor, splits, process_set.size())
     if needs_function(tensor):
         result, received = _Alltoall.apply(tensor, rows, name, process_set)
         return result if splits is None else (result, received)
@@ -75,39 +79,25 @@ def alltoall(
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, splits: list[int], name: str | None, process_set: ProcessSet
+        tensor: Tensor, splits: list[int], name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
         work = engine_of(process_set).alltoall(tensor, splits, name or "", blocking=True)
-        result = work.wait()
-        received = _received(work)
-        ctx.mark_non_differentiable(received)
-        ctx.received = received.tolist()
+        return work.wait(), _received(work)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensor, splits, _, ctx.process_set = inputs
         ctx.unsent = tensor.shape[0] - sum(splits)
-        ctx.process_set = process_set
-        return result, received
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        back, _ = _Alltoall.apply(gradient, ctx.received, None, ctx.process_set)
+        received: list[int] = ctx.saved_tensors[0].tolist()
+        back, _ = _Alltoall.apply(gradient, received, None, ctx.process_set)
         if ctx.unsent:
             back = torch.cat([back, back.new_zeros(ctx.unsent, *back.shape[1:])])
         return back, None, None, None
-
-
-def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
-    """Return the number of rows for each rank."""
-    if splits is None:
-        rows = tensor.shape[0] if tensor.dim() > 0 else 0
-        if rows % size:
-            raise InvalidArgumentError(
-                f"alltoall: {rows} rows do not divide among {size} ranks: give splits"
-            )
-        return [rows // size] * size
-    try:
-        counts: Any = splits.tolist() if isinstance(splits, Tensor) else splits
-        return [operator.index(count) for count in counts]
-    except TypeError:
-        raise InvalidArgumentError("alltoall: splits must be integers, one for each rank") from None
 
 
 def _received(work: Work) -> Tensor:

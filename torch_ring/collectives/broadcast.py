@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from torch_ring import world
+from torch_ring.collectives import operators
 from torch_ring.collectives.allreduce import allreduce
 from torch_ring.collectives.handle import (
     Handle,
@@ -80,6 +82,8 @@ def broadcast(
         RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "broadcast")
+    if is_dynamo_compiling() and operators.are_traced():
+        return operators.broadcast(tensor, root_rank, name, process_set)
     broadcast_now = _Broadcast.apply if needs_function(tensor) else _broadcast_now
     result: Tensor = broadcast_now(tensor, root_rank, name, process_set)
     return result
@@ -99,6 +103,9 @@ def broadcast_(
         `tensor` itself, with the root's values.
     """
     require_tensor(tensor, "broadcast_")
+    if is_dynamo_compiling() and operators.are_traced():
+        with torch.no_grad():
+            return tensor.copy_(operators.broadcast(tensor, root_rank, name, process_set))
     handle = _broadcast(tensor, tensor, root_rank, name, process_set, blocking=True)
     result: Tensor = written_in_place(handle, tensor).wait()
     return result
@@ -107,18 +114,19 @@ def broadcast_(
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+        tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> Tensor:
-        ctx.root_rank = root_rank
-        ctx.process_set = process_set
         return _broadcast_now(tensor, root_rank, name, process_set)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        _, ctx.root_rank, _, ctx.process_set = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         averaged = allreduce(gradient, op=Average, process_set=ctx.process_set)
-        if world.rank() != ctx.root_rank:
-            averaged = torch.zeros_like(averaged)
-        return averaged, None, None, None
+        is_root = world.rank() == ctx.root_rank
+        return operators.of_root(averaged, is_root=is_root), None, None, None
 
 
 def _broadcast_now(

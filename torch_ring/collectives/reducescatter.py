@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from torch_ring._C import empty_result
+from torch_ring.collectives import operators
 from torch_ring.collectives.allgather import allgather, grouped_allgather
 from torch_ring.collectives.handle import (
     GroupHandle,
@@ -84,6 +86,12 @@ def reducescatter(
     """
     require_tensor(tensor, "reducescatter")
     compressed, context = compression.compress(tensor)
+    if is_dynamo_compiling() and operators.are_traced():
+        op = checked_op(op, (Average, Sum))
+        reduced = operators.reducescatter(
+            compressed, name, op, prescale_factor, postscale_factor, process_set
+        )
+        return compression.decompress(reduced, context)
     reducescatter_now = _Reducescatter.apply if needs_function(compressed) else _reducescatter_now
     reduced = reducescatter_now(
         compressed, name, op, prescale_factor, postscale_factor, process_set
@@ -93,9 +101,12 @@ def reducescatter(
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-        ctx.arguments = arguments
+    def forward(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
         return _reducescatter_now(tensor, name, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.arguments = inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,10 +205,13 @@ def grouped_reducescatter(
 class _GroupedReducescatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
+        name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.arguments = arguments
         return tuple(_grouped_reducescatter(tensors, name, *arguments, blocking=True).wait())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        ctx.arguments = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
