@@ -7,6 +7,8 @@ from torch import Tensor, device
 from torch._C._distributed_c10d import Backend
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torch_ring.config import Config
+
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
@@ -435,13 +437,6 @@ class RecordStream:
     def dropped(self) -> int:
         """The number of records that found no room so far."""
 
-class Words:
-    """See torch_ring.config.DoorWords."""
-
-    def __init__(
-        self, *, whole: str, members: str, leave: str, remedy: str, threads: str
-    ) -> None: ...
-
 class Engine:
     """Runs the collectives of a process set.
 
@@ -453,13 +448,11 @@ class Engine:
         may_spin: whether every member on this kernel has a core of its own.
         plane: of this process; None for a set of one.
         number: the set's, the same on all ranks, never given twice.
-        width: sockets of a connection between hosts.
         memory: of this host; None if no host has several members.
         slots: by member, the offset of the set's memory in the member's part.
         launch_order: of this process, for all of its sets.
-        checksums: whether data between hosts carry checksums.
+        config: the settings, of which it reads those of csrc/core/config.h.
         ucx_library: as of ``ucx_found``, to send data between hosts over UCX; None: over TCP.
-        timeout_s ...: see torch_ring.config.
         nccl_blocking: whether NCCL_COMM_BLOCKING is set, an error at the first tensor on a GPU.
     """
 
@@ -472,20 +465,12 @@ class Engine:
         may_spin: bool,
         plane: ControlPlane | None,
         number: int,
-        width: int,
         memory: HostMemory | None,
         slots: Sequence[int],
         launch_order: LaunchOrder,
+        config: Config,
         *,
-        checksums: bool,
         ucx_library: str | None,
-        timeout_s: float,
-        timeout_name: str,
-        stall_warning_s: float,
-        fusion_window_s: float,
-        fusion_threshold_bytes: int,
-        words: Words,
-        nccl_library: str,
         nccl_blocking: bool,
         log: Callable[[str], None],
     ) -> None: ...

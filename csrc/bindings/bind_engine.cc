@@ -23,20 +23,16 @@ namespace {
 
 std::unique_ptr<PyEngine> make_engine(
     int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
-    bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set, int width,
+    bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set,
     const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
-    std::shared_ptr<LaunchOrder> launch_order, bool checksums,
-    const std::optional<std::string>& ucx_library, double timeout_s, std::string timeout_name,
-    double stall_warning_s, double fusion_window_s, std::size_t fusion_threshold_bytes, Words words,
-    std::string nccl_library, bool nccl_blocking, py::function log) {
+    std::shared_ptr<LaunchOrder> launch_order, const py::object& config,
+    const std::optional<std::string>& ucx_library, bool nccl_blocking, py::function log) {
   const std::shared_ptr<ControlPlane> control = plane ? plane->get() : nullptr;
-  EngineConfig config = engine_config_of(timeout_s, std::move(timeout_name), stall_warning_s,
-                                         fusion_window_s, fusion_threshold_bytes);
-  config.words = std::move(words);
+  const EngineConfig read = engine_config_of(config);
   World world = world_of(rank, members, std::move(host_of), std::move(labels), may_spin, control,
-                         set, width, memory, slots, checksums, ucx_library, config);
-  return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), config,
-                                    NcclSettings{std::move(nccl_library), nccl_blocking},
+                         set, memory, slots, ucx_library, read);
+  return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), read,
+                                    NcclSettings{read.nccl_library, nccl_blocking},
                                     std::move(launch_order), std::move(log));
 }
 
@@ -49,19 +45,12 @@ void bind_engine(py::module_& module) {
       .def("wait", &PyWork::wait, py::arg("waited") = nullptr)
       .def("received_splits", &PyWork::received_splits);
   bind_messages(module);
-  py::class_<Words>(module, "Words")
-      .def(py::init<std::string, std::string, std::string, std::string, std::string>(),
-           py::kw_only(), py::arg("whole"), py::arg("members"), py::arg("leave"), py::arg("remedy"),
-           py::arg("threads"));
   py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool");
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("members"), py::arg("host_of"),
            py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
-           py::arg("width"), py::arg("memory"), py::arg("slots"), py::arg("launch_order"),
-           py::kw_only(), py::arg("checksums"), py::arg("ucx_library"), py::arg("timeout_s"),
-           py::arg("timeout_name"), py::arg("stall_warning_s"), py::arg("fusion_window_s"),
-           py::arg("fusion_threshold_bytes"), py::arg("words"), py::arg("nccl_library"),
-           py::arg("nccl_blocking"), py::arg("log"))
+           py::arg("memory"), py::arg("slots"), py::arg("launch_order"), py::arg("config"),
+           py::kw_only(), py::arg("ucx_library"), py::arg("nccl_blocking"), py::arg("log"))
       .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
            py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.

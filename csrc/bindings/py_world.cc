@@ -243,30 +243,37 @@ void bind_control_plane(py::module_& module) {
 
 namespace {
 
-std::chrono::milliseconds milliseconds_of(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000.0)));
+void read(const py::object& value, std::chrono::milliseconds& field) {
+  const auto ms = static_cast<std::int64_t>(std::ceil(value.cast<double>() * 1000.0));
+  field = std::chrono::milliseconds(ms);
+}
+
+void read(const py::object& value, std::chrono::microseconds& field) {
+  field = std::chrono::microseconds(static_cast<std::int64_t>(value.cast<double>() * 1e6));
+}
+
+template <class Field>
+void read(const py::object& value, Field& field) {
+  field = value.cast<Field>();
+}
+
+void read(const py::object& value, Words& words) {
+  words.for_each([&](const char* name, std::string& word) { read(value.attr(name), word); });
 }
 
 }  // namespace
 
-EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double stall_warning_s,
-                              double fusion_window_s, std::size_t fusion_threshold_bytes) {
-  EngineConfig config;
-  config.timeout = milliseconds_of(timeout_s);
-  config.timeout_name = std::move(timeout_name);
-  config.stall_warning = milliseconds_of(stall_warning_s);
-  config.fusion_window =
-      std::chrono::microseconds(static_cast<std::int64_t>(fusion_window_s * 1e6));
-  config.fusion_threshold_bytes = fusion_threshold_bytes;
-  return config;
+EngineConfig engine_config_of(const py::object& config) {
+  EngineConfig found;
+  found.for_each([&](const char* name, auto& field) { read(config.attr(name), field); });
+  return found;
 }
 
 World world_of(int rank, const std::vector<int>& members, std::vector<int> host_of,
                std::vector<std::string> labels, bool may_spin,
-               const std::shared_ptr<ControlPlane>& plane, std::uint64_t set, int width,
+               const std::shared_ptr<ControlPlane>& plane, std::uint64_t set,
                const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
-               bool checksums, const std::optional<std::string>& ucx_library,
-               const EngineConfig& config) {
+               const std::optional<std::string>& ucx_library, const EngineConfig& config) {
   World world;
   world.topology = {rank, std::move(host_of)};
   if (members.size() != world.topology.host_of.size()) {
@@ -274,11 +281,11 @@ World world_of(int rank, const std::vector<int>& members, std::vector<int> host_
   }
   world.labels = std::move(labels);
   world.may_spin = may_spin;
-  world.width = static_cast<std::size_t>(width);
-  world.checksums = checksums;
+  world.width = static_cast<std::size_t>(config.width);
+  world.checksums = config.checksum != 0;
   if (memory) memory->use(world, members, slots);
   if (plane) {
-    world.sockets = sockets_of(plane, set, members, width);
+    world.sockets = sockets_of(plane, set, members, config.width);
     world.waits = waits_of(plane, set, members, config.patience());
     if (ucx_library && world.topology.host_count() > 1) {
       world.network =

@@ -119,18 +119,16 @@ void bind_control_plane(pybind11::module_& module);
 /// with the GIL.
 pybind11::str as_text(std::string_view bytes);
 
-/// The settings, from seconds; a timeout is rounded up to milliseconds.
-EngineConfig engine_config_of(double timeout_s, std::string timeout_name, double stall_warning_s,
-                              double fusion_window_s, std::size_t fusion_threshold_bytes);
+/// The settings of a torch_ring.config.Config; a timeout is rounded up to milliseconds.
+EngineConfig engine_config_of(const pybind11::object& config);
 
 /// The world of one of `members` (torch_ring/_C.pyi, Engine). `plane` and `memory` may be null.
 /// `ucx_library`: the parameter of ucx::load(); none: bytes between hosts travel over TCP.
 /// Errors: ValueError if `host_of` does not name every member; those of ucx::load() and Worker.
 World world_of(int rank, const std::vector<int>& members, std::vector<int> host_of,
                std::vector<std::string> labels, bool may_spin,
-               const std::shared_ptr<ControlPlane>& plane, std::uint64_t set, int width,
+               const std::shared_ptr<ControlPlane>& plane, std::uint64_t set,
                const std::shared_ptr<PyHostMemory>& memory, const std::vector<std::int64_t>& slots,
-               bool checksums, const std::optional<std::string>& ucx_library,
-               const EngineConfig& config);
+               const std::optional<std::string>& ucx_library, const EngineConfig& config);
 
 }  // namespace torch_ring

@@ -18,6 +18,16 @@ struct Words {
   std::string leave = "shutdown()";     // the call by which a rank leaves
   std::string remedy = "Call shutdown() and init(), or exit";  // after the end
   std::string threads = "give them names";                     // to threads that use one engine
+
+  /// Calls `visit` with the name of each word in Python, and the word.
+  template <class Visit>
+  void for_each(Visit&& visit) {
+    visit("whole", whole);
+    visit("members", members);
+    visit("leave", leave);
+    visit("remedy", remedy);
+    visit("threads", threads);
+  }
 };
 
 struct EngineConfig {
@@ -30,7 +40,25 @@ struct EngineConfig {
   // before this is a mismatch.
   std::chrono::milliseconds other_threads_grace{10'000};
   std::size_t arena_bytes = 0;  // a rank's address space for buckets; 0: the host's memory
+  int width = 1;                // TCP connections between two ranks
+  int checksum = 0;             // 1: data between hosts carry checksums
+  std::string nccl_library;     // its path; empty: that of torch, or of the system
   Words words;
+
+  /// Calls `visit` with the name of each setting in torch_ring.config.Config, and its field. Times
+  /// are seconds there.
+  template <class Visit>
+  void for_each(Visit&& visit) {
+    visit("timeout_s", timeout);
+    visit("timeout_name", timeout_name);
+    visit("stall_warning_s", stall_warning);
+    visit("fusion_window_s", fusion_window);
+    visit("fusion_threshold_bytes", fusion_threshold_bytes);
+    visit("width", width);
+    visit("checksum", checksum);
+    visit("nccl_library", nccl_library);
+    visit("words", words);
+  }
 
   /// The timeout in errors: "300 s (TORCH_RING_TIMEOUT)".
   std::string timeout_text() const { return in_seconds(timeout) + " (" + timeout_name + ")"; }

@@ -17,7 +17,7 @@ from torch_ring.config.settings import (
     threads_are_chosen,
     variables_set,
 )
-from torch_ring.config.words import DEFAULT_GROUP, GROUP, PROCESS_SET, WORLD, DoorWords
+from torch_ring.config.words import DEFAULT_GROUP, GROUP, PROCESS_SET, WORLD, Words
 
 __all__ = [
     "DEFAULT_GROUP",
@@ -27,8 +27,8 @@ __all__ = [
     "SETTINGS",
     "WORLD",
     "Config",
-    "DoorWords",
     "Setting",
+    "Words",
     "failpoints",
     "let_ddp_ask_for_memory",
     "let_programs_find_horovod",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ring.config.words import WORLD, DoorWords
+from torch_ring.config.words import WORLD, Words
 from torch_ring.errors import InvalidArgumentError
 
 __all__ = [
@@ -209,7 +209,7 @@ class Config:
     timeout_name: str = "TORCH_RING_TIMEOUT"  # its name in errors
     init_timeout_s: float = 120.0
     init_timeout_name: str = "TORCH_RING_INIT_TIMEOUT"  # likewise
-    words: DoorWords = WORLD  # of errors
+    words: Words = WORLD  # of errors
     heartbeat_timeout_s: float = 60.0
     elastic_timeout_s: float = 600.0
     min_ranks: int = 1

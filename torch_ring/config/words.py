@@ -1,14 +1,14 @@
-"""DoorWords: the names that a program calls, for errors. Each door of torch_ring has its own."""
+"""Words: the names that a program calls, for errors. Each door of torch_ring has its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["DEFAULT_GROUP", "GROUP", "PROCESS_SET", "WORLD", "DoorWords"]
+__all__ = ["DEFAULT_GROUP", "GROUP", "PROCESS_SET", "WORLD", "Words"]
 
 
 @dataclass(frozen=True)
-class DoorWords:
+class Words:
     """The words of the errors of a world, a process set, or a group of torch.distributed.
 
     Attributes:
@@ -28,7 +28,7 @@ class DoorWords:
     threads: str
 
 
-WORLD = DoorWords(
+WORLD = Words(
     join="init()",
     leave="shutdown()",
     whole="world",
@@ -45,7 +45,7 @@ PROCESS_SET = replace(
     remedy="Remove it, or call shutdown() and init(), or exit",
 )
 
-DEFAULT_GROUP = DoorWords(
+DEFAULT_GROUP = Words(
     join="init_process_group()",
     leave="destroy_process_group()",
     whole="group",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_ring._C import Engine, Words, Work
+from torch_ring._C import Engine, Work
 from torch_ring.config import Config, nccl_is_blocking
 from torch_ring.errors import TimeoutError
 from torch_ring.setup.connect import Connections
@@ -54,25 +54,11 @@ def make_engine(
         alone or may_spin(rank, peers),
         None if alone else connections.plane,
         number,
-        config.width,
         None if alone else connections.memory,
         list(slots),
         connections.launch_order,
-        checksums=bool(config.checksum),
+        config,
         ucx_library=connections.ucx_library,
-        timeout_s=config.timeout_s,
-        timeout_name=config.timeout_name,
-        stall_warning_s=config.stall_warning_s,
-        fusion_window_s=config.fusion_window_s,
-        fusion_threshold_bytes=config.fusion_threshold_bytes,
-        words=Words(
-            whole=config.words.whole,
-            members=config.words.members,
-            leave=config.words.leave,
-            remedy=config.words.remedy,
-            threads=config.words.threads,
-        ),
-        nccl_library=config.nccl_library,
         nccl_blocking=nccl_is_blocking(),
         log=_log.warning,
     )
