@@ -22,6 +22,7 @@
 namespace pybind11 {
 class function;
 class module_;
+class object;
 class str;
 }  // namespace pybind11
 
