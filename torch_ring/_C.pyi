@@ -12,6 +12,16 @@ from torch_ring.config import Config
 BUILT_FOR_TORCH: str
 """The torch version that the module was compiled against."""
 
+class CollectiveTraits:
+    """A row of csrc/engine/collectives.inc."""
+
+    name: str
+    torch: str
+    has_groups: bool
+    color: str
+
+COLLECTIVES: Sequence[CollectiveTraits]
+
 def make_memory(ranks: int, table: bytes, most_bytes: int) -> int:
     """Return a new memfd: the shared memory of a host with `ranks` ranks, and `table` in it.
 

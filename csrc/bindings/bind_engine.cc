@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,6 +40,12 @@ std::unique_ptr<PyEngine> make_engine(
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  py::class_<CollectiveTraits>(module, "CollectiveTraits")
+      .def_readonly("name", &CollectiveTraits::name)
+      .def_readonly("torch", &CollectiveTraits::torch)
+      .def_readonly("has_groups", &CollectiveTraits::has_groups)
+      .def_readonly("color", &CollectiveTraits::color);
+  module.attr("COLLECTIVES") = std::vector(std::begin(kCollectives), std::end(kCollectives));
   bind_records(module);
   py::class_<PyWork>(module, "Work")
       .def("done", &PyWork::done)

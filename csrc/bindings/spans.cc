@@ -19,42 +19,16 @@ namespace torch_ring {
 
 namespace {
 
-/// Torch's name of a collective in `record_param_comms`.
-const char* torchs_name(Collective collective) {
-  switch (collective) {
-    case Collective::kAllreduce:
-      return "allreduce";
-    case Collective::kBroadcast:
-      return "broadcast";
-    case Collective::kAllgather:
-      return "all_gather";
-    case Collective::kAlltoall:
-      return "all_to_all";
-    case Collective::kReducescatter:
-      return "reduce_scatter";
-    case Collective::kReduce:
-      return "reduce";
-    case Collective::kGather:
-      return "gather";
-    case Collective::kScatter:
-      return "scatter";
-    case Collective::kBarrier:
-    case Collective::kFence:
-    case Collective::kJoin:
-      break;
-  }
-  return "barrier";
-}
-
 std::shared_ptr<torch::ParamCommsDebugInfo> fields_of(const Request& request,
                                                       const SpanGroup& group) {
   const Fingerprint& f = request.fingerprint;
-  const bool moves = !is_barrier(f.collective) && f.collective != Collective::kJoin;
+  const CollectiveTraits& traits = traits_of(f.collective);
+  const bool moves = traits.sends != Sends::kNothing;
   const auto given =
       moves ? static_cast<std::int64_t>(request.input_bytes() / size_of(f.dtype)) : 0;
   return std::make_shared<torch::ParamCommsDebugInfo>(
       std::make_tuple(std::to_string(group.set), "torch_ring, " + group.transport), group.rank,
-      torchs_name(f.collective), given, given, scalar_type_of(f.dtype), std::vector<std::int64_t>{},
+      traits.span, given, given, scalar_type_of(f.dtype), std::vector<std::int64_t>{},
       std::vector<std::int64_t>{}, group.set == 0 ? 0 : -1, group.set == 0 ? 1 : -1, group.size);
 }
 

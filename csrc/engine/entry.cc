@@ -243,17 +243,16 @@ constexpr std::size_t kInlineBytesOfAllRanks = 64u << 10;
 
 /// The bytes of the longest rank's inline payload.
 std::size_t payload_bytes(const Request& request, int size) {
-  const bool scatters = request.fingerprint.collective == Collective::kScatter;
+  const bool scatters = traits_of(request.fingerprint.collective).sends == Sends::kOfRootForEach;
   return request.input_bytes() * (scatters ? static_cast<std::size_t>(size) : 1);
 }
 
 /// The payload of an inline request: this rank's tensor, or nothing.
 ByteSpan inline_payload(const Request& request, const Communicator& communicator) {
   const Fingerprint& f = request.fingerprint;
-  const bool from_root =
-      f.collective == Collective::kBroadcast || f.collective == Collective::kScatter;
-  const bool silent = is_barrier(f.collective) || f.collective == Collective::kJoin ||
-                      (from_root && f.root != communicator.rank());
+  const Sends sends = traits_of(f.collective).sends;
+  const bool from_root = sends == Sends::kOfRoot || sends == Sends::kOfRootForEach;
+  const bool silent = sends == Sends::kNothing || (from_root && f.root != communicator.rank());
   if (silent) return {};
   return {static_cast<const std::byte*>(request.input),
           payload_bytes(request, communicator.size())};
@@ -293,7 +292,7 @@ std::int64_t shared_offset(const Request& request, HostCommunicator& communicato
 
 bool fits_inline(const Request& request, bool alone, HostCommunicator& communicator) {
   const Fingerprint& f = request.fingerprint;
-  if (is_barrier(f.collective) || f.collective == Collective::kJoin) return true;
+  if (traits_of(f.collective).sends == Sends::kNothing) return true;
   if (f.op == ReduceOp::kAdasum || !f.on_host()) return false;
   const std::size_t bytes = payload_bytes(request, communicator.size());
   const std::size_t limit = communicator.board().inline_limit();

@@ -62,28 +62,32 @@ std::size_t row_bytes_of(const Fingerprint& f) { return f.count() * size_of(f.dt
 /// The bytes of a rank's inline payload, from the rows that all ranks announced.
 std::size_t expected_bytes(const Fingerprint& f, const Decision& decision, int size, int rank) {
   const std::int64_t* rows = decision.rows.data();
-  switch (f.collective) {
-    case Collective::kAllgather:
+  switch (traits_of(f.collective).sends) {
+    case Sends::kNothing:
+      return 0;
+    case Sends::kTensor:
+      return row_bytes_of(f);
+    case Sends::kRows:
       return static_cast<std::size_t>(rows[rank]) * row_bytes_of(f);
-    case Collective::kAlltoall:
+    case Sends::kRowsForEach:
       return static_cast<std::size_t>(
                  std::accumulate(rows + rank * size, rows + (rank + 1) * size, std::int64_t{0})) *
              row_bytes_of(f);
-    case Collective::kBroadcast:
+    case Sends::kOfRoot:
       return rank == f.root ? row_bytes_of(f) : 0;
-    case Collective::kScatter:
+    case Sends::kOfRootForEach:
       return rank == f.root ? static_cast<std::size_t>(size) * row_bytes_of(f) : 0;
-    default:
-      return row_bytes_of(f);
   }
+  return 0;
 }
 
 /// Checks the rows that the ranks have announced: the right number of entries, none negative, and
 /// no overflow of the total bytes.
 void check_rows(const Fingerprint& f, const Decision& decision, int size) {
   std::size_t expected = 0;
-  if (f.collective == Collective::kAllgather) expected = static_cast<std::size_t>(size);
-  if (f.collective == Collective::kAlltoall) expected = static_cast<std::size_t>(size * size);
+  const Sends sends = traits_of(f.collective).sends;
+  if (sends == Sends::kRows) expected = static_cast<std::size_t>(size);
+  if (sends == Sends::kRowsForEach) expected = static_cast<std::size_t>(size * size);
   if (expected == 0 && decision.rows.empty()) return;
   const auto most = static_cast<std::int64_t>(std::numeric_limits<std::int64_t>::max() /
                                               std::max<std::size_t>(row_bytes_of(f), 1) /

@@ -9,14 +9,6 @@
 
 namespace torch_ring {
 
-const char* name_of(Collective collective) {
-  constexpr const char* kNames[] = {"allreduce",     "broadcast", "allgather", "alltoall",
-                                    "reducescatter", "reduce",    "gather",    "scatter",
-                                    "barrier",       "fence",     "join"};
-  const auto index = static_cast<std::size_t>(collective);
-  return index < std::size(kNames) ? kNames[index] : "unknown collective";
-}
-
 namespace {
 
 constexpr const char* kCalled[] = {
@@ -43,8 +35,7 @@ std::string Fingerprint::describe() const {
   text << purpose.value_or(std::string(kind) + " '" + name + "'");
   if (is_barrier(collective)) return text.str();
   text << ' ' << name_of(dtype) << " [";
-  const bool ragged = collective == Collective::kAllgather || collective == Collective::kAlltoall;
-  if (ragged) text << (shape.empty() ? "*" : "*, ");
+  if (has_rows(collective)) text << (shape.empty() ? "*" : "*, ");
   for (std::size_t i = 0; i < shape.size(); ++i) text << (i > 0 ? ", " : "") << shape[i];
   text << ']';
   if (reduces(collective)) text << ' ' << name_of(op);
@@ -60,11 +51,10 @@ std::string Fingerprint::describe() const {
 
 std::size_t Request::input_bytes() const {
   const Fingerprint& f = fingerprint;
-  const bool has_rows =
-      f.collective == Collective::kAllgather || f.collective == Collective::kAlltoall;
   const auto sent = static_cast<std::ptrdiff_t>(f.tells_expected ? rows.size() / 2 : rows.size());
   const std::int64_t count =
-      has_rows ? std::accumulate(rows.begin(), rows.begin() + sent, std::int64_t{0}) : 1;
+      has_rows(f.collective) ? std::accumulate(rows.begin(), rows.begin() + sent, std::int64_t{0})
+                             : 1;
   return static_cast<std::size_t>(count) * f.count() * size_of(f.dtype);
 }
 

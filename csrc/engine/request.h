@@ -22,21 +22,50 @@
 
 namespace torch_ring {
 
+/// The collectives, in the order of collectives.inc. A reduce is an allreduce whose result only the
+/// root gets; in a gather it gets all ranks' tensors, of equal lengths; in a scatter every rank
+/// gets one of its tensors. A fence is a barrier at its place in the order of requests, after which
+/// the numbering goes on.
 enum class Collective : std::uint8_t {
-  kAllreduce,
-  kBroadcast,
-  kAllgather,
-  kAlltoall,
-  kReducescatter,
-  kReduce,   // an allreduce whose result only the root gets
-  kGather,   // the root gets all ranks' tensors, of equal lengths
-  kScatter,  // every rank gets one of the root's tensors
-  kBarrier,
-  kFence,  // a barrier at its place in the order of requests, after which the numbering goes on
-  kJoin,
+#define COLLECTIVE(identity, ...) identity,
+#include "engine/collectives.inc"
+#undef COLLECTIVE
 };
 
-const char* name_of(Collective collective);
+/// The data that a rank sends.
+enum class Sends : std::uint8_t {
+  kNothing,        // it consists of its agreement
+  kTensor,         // one tensor, of the same shape on all ranks
+  kRows,           // as many rows as it announces
+  kRowsForEach,    // for each rank as many rows as it announces
+  kOfRoot,         // the root one tensor, the others nothing
+  kOfRootForEach,  // the root a tensor for each rank, the others nothing
+};
+
+/// A row of collectives.inc.
+struct CollectiveTraits {
+  const char* name;
+  const char* torch;
+  const char* span;
+  Sends sends;
+  bool reduces;
+  bool has_root;
+  bool has_groups;
+  const char* color;
+};
+
+inline constexpr CollectiveTraits kCollectives[] = {
+#define COLLECTIVE(identity, name, torch, span, sends, ...) \
+  {name, torch, span, Sends::sends, __VA_ARGS__},
+#include "engine/collectives.inc"
+#undef COLLECTIVE
+};
+
+constexpr const CollectiveTraits& traits_of(Collective collective) {
+  return kCollectives[static_cast<std::size_t>(collective)];
+}
+
+constexpr const char* name_of(Collective collective) { return traits_of(collective).name; }
 
 /// The name by which a program of torch.distributed has called a collective; kOwn: name_of(). Only
 /// for errors: the ranks may have called it differently.
@@ -52,21 +81,18 @@ enum class Called : std::uint8_t {
   kBarrier,
 };
 
-/// Whether it consists of its agreement and moves no data.
+/// Whether all ranks wait for one another, and no data moves.
 constexpr bool is_barrier(Collective collective) {
   return collective == Collective::kBarrier || collective == Collective::kFence;
 }
 
-/// Whether the ranks' values are combined by an operator.
-constexpr bool reduces(Collective collective) {
-  return collective == Collective::kAllreduce || collective == Collective::kReducescatter ||
-         collective == Collective::kReduce;
-}
+constexpr bool reduces(Collective collective) { return traits_of(collective).reduces; }
+constexpr bool has_root(Collective collective) { return traits_of(collective).has_root; }
 
-/// Whether one rank is special: Fingerprint::root.
-constexpr bool has_root(Collective collective) {
-  return collective == Collective::kBroadcast || collective == Collective::kReduce ||
-         collective == Collective::kGather || collective == Collective::kScatter;
+/// Whether ranks announce rows: Request::rows.
+constexpr bool has_rows(Collective collective) {
+  const Sends sends = traits_of(collective).sends;
+  return sends == Sends::kRows || sends == Sends::kRowsForEach;
 }
 
 /// The end of errors about ranks that disagree, or that have left.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ring._C import Work
+from torch_ring._C import COLLECTIVES, Work
 from torch_ring._C import empty_result_like as _empty_result_like
 from torch_ring.errors import InvalidArgumentError
 
@@ -45,7 +45,7 @@ def _remedy(operation: str, value: object) -> str:
     """Return the advice for an argument that is no tensor; "" if there is none."""
     if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
         collective = operation.removesuffix("_").removesuffix("_async")
-        grouped = collective in ("allreduce", "allgather", "reducescatter")
+        grouped = any(each.has_groups for each in COLLECTIVES if each.name == collective)
         return f": use grouped_{operation}" if grouped else ": use torch.stack()"
     if isinstance(value, (int, float, list, tuple)) or hasattr(value, "__array__"):
         return ": use torch.as_tensor()"

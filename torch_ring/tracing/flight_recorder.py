@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ring import errors
-from torch_ring._C import MessageRecord, OperationRecord
+from torch_ring._C import COLLECTIVES, MessageRecord, OperationRecord
 from torch_ring.tracing.lateness import answer_questions, main_thread_stack
 from torch_ring.tracing.operations import RecordedSet, own_rank, recorded_sets
 from torch_ring.world import current
@@ -27,19 +27,7 @@ __all__ = ["dump", "trace_process"]
 
 _VERSION = "2.10"  # of the format
 
-_COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "allgather": "all_gather",
-    "alltoall": "all_to_all",
-    "reducescatter": "reduce_scatter",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "fence": "barrier",
-    "join": "barrier",
-}
+_TORCHS_NAMES = {each.name: each.torch for each in COLLECTIVES}
 _STATES = {
     "submitted": "scheduled",
     "agreed": "scheduled",
@@ -160,7 +148,7 @@ def _entry(
         "op_id": record.number,
         # The analyser knows only torch's backends. Operations on the host are named as gloo's.
         "profiling_name": f"{'nccl' if record.transport == 'nccl' else 'gloo'}:"
-        f"{_COLLECTIVES[record.operation]}",
+        f"{_TORCHS_NAMES[record.operation]}",
         "time_created_ns": wall(record.submitted_ns),
         "input_sizes": [input_shape],
         "input_dtypes": [record.dtype if moves else "none"],

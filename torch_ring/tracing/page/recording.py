@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_ring._C import COLLECTIVES
+
 __all__ = ["NothingToShowError", "Operation", "Recording", "events_of", "read_recording", "step_of"]
 
 # backward.7, backward.7.weights, gradients.0.7.2.1048576 (csrc/engine/request.h)
@@ -128,13 +130,9 @@ def read_timeline(text: str) -> list[Operation]:
     return operations
 
 
-# torch's names of collectives -> ours.
-_KINDS = {
-    "all_reduce": "allreduce",
-    "all_gather": "allgather",
+# torch's names of collectives -> ours; of several with one name, the first.
+_KINDS = {each.torch: each.name for each in reversed(COLLECTIVES)} | {
     "_all_gather_base": "allgather",
-    "all_to_all": "alltoall",
-    "reduce_scatter": "reducescatter",
     "_reduce_scatter_base": "reducescatter",
 }
 _BITS = {"Float": 32, "Double": 64, "Half": 16, "BFloat16": 16, "Long": 64, "Int": 32, "Short": 16}
