@@ -18,7 +18,6 @@ class CollectiveTraits:
     name: str
     torch: str
     has_groups: bool
-    color: str
 
 COLLECTIVES: Sequence[CollectiveTraits]
 

@@ -43,8 +43,7 @@ void bind_engine(py::module_& module) {
   py::class_<CollectiveTraits>(module, "CollectiveTraits")
       .def_readonly("name", &CollectiveTraits::name)
       .def_readonly("torch", &CollectiveTraits::torch)
-      .def_readonly("has_groups", &CollectiveTraits::has_groups)
-      .def_readonly("color", &CollectiveTraits::color);
+      .def_readonly("has_groups", &CollectiveTraits::has_groups);
   module.attr("COLLECTIVES") = std::vector(std::begin(kCollectives), std::end(kCollectives));
   bind_records(module);
   py::class_<PyWork>(module, "Work")

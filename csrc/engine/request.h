@@ -51,7 +51,6 @@ struct CollectiveTraits {
   bool reduces;
   bool has_root;
   bool has_groups;
-  const char* color;
 };
 
 inline constexpr CollectiveTraits kCollectives[] = {

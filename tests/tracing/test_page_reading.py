@@ -10,8 +10,24 @@ from pathlib import Path
 import pytest
 from recordings import MILLISECOND, dump_of, failed_dump, timeline_events, write_timeline
 
+from torch_ring._C import COLLECTIVES
+from torch_ring.tracing.page.charts import COLORS
 from torch_ring.tracing.page.document import draw_page
-from torch_ring.tracing.page.recording import NothingToShowError, events_of, read_recording, step_of
+from torch_ring.tracing.page.recording import (
+    KINDS,
+    NothingToShowError,
+    events_of,
+    read_recording,
+    step_of,
+)
+
+
+def test_the_page_knows_every_collective() -> None:
+    """It does without torch, so it has a table of its own."""
+    assert list(COLORS) == [each.name for each in COLLECTIVES]
+    for each in COLLECTIVES:
+        alike = [other.name for other in COLLECTIVES if other.torch == each.torch]
+        assert KINDS.get(each.torch, each.torch) == alike[0]
 
 
 def test_a_timeline_has_its_waits_and_its_transfers(tmp_path: Path) -> None:

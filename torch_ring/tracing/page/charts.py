@@ -26,14 +26,25 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from torch_ring._C import COLLECTIVES
 from torch_ring.tracing.page.analysis import Arrival, Gap, Step
 from torch_ring.tracing.page.recording import Operation, Recording
 
 __all__ = ["MOST_LANES", "draw_steps", "draw_timeline", "lanes_of"]
 
 # One color a kind, distinguishable by color-blind readers, on white and on black.
-COLORS = {each.name: each.color for each in COLLECTIVES}
+COLORS = {
+    "allreduce": "#3b82f6",
+    "broadcast": "#e69f00",
+    "allgather": "#10a37f",
+    "alltoall": "#a855f7",
+    "reducescatter": "#22b8cf",
+    "reduce": "#7c83fd",
+    "gather": "#84a834",
+    "scatter": "#c98f65",
+    "barrier": "#8793a6",
+    "fence": "#8793a6",
+    "join": "#8793a6",
+}
 OTHER_COLOR = "#8793a6"
 LATE_COLOR = "#e5484d"
 

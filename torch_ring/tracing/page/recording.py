@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_ring._C import COLLECTIVES
-
-__all__ = ["NothingToShowError", "Operation", "Recording", "events_of", "read_recording", "step_of"]
+__all__ = [
+    "KINDS",
+    "NothingToShowError",
+    "Operation",
+    "Recording",
+    "events_of",
+    "read_recording",
+    "step_of",
+]
 
 # backward.7, backward.7.weights, gradients.0.7.2.1048576 (csrc/engine/request.h)
 _STEP = re.compile(r"(?:backward|gradients\.\d+)\.(\d+)(?:\.|$)")
@@ -130,9 +136,13 @@ def read_timeline(text: str) -> list[Operation]:
     return operations
 
 
-# torch's names of collectives -> ours; of several with one name, the first.
-_KINDS = {each.torch: each.name for each in reversed(COLLECTIVES)} | {
+# torch's names of collectives -> ours.
+KINDS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather",
     "_all_gather_base": "allgather",
+    "all_to_all": "alltoall",
+    "reduce_scatter": "reducescatter",
     "_reduce_scatter_base": "reducescatter",
 }
 _BITS = {"Float": 32, "Double": 64, "Half": 16, "BFloat16": 16, "Long": 64, "Int": 32, "Short": 16}
@@ -186,7 +196,7 @@ def _operation(entry: Mapping[str, Any], rank: int) -> Operation:
         finished = ours.get("ended_ns")
     return Operation(
         rank=rank,
-        kind=_KINDS.get(kind, kind),
+        kind=KINDS.get(kind, kind),
         name=str(ours.get("name") or f"{kind} {entry['collective_seq_id']}"),
         process_set=str(group[0] if isinstance(group, list | tuple) else group),
         sequence=int(entry["collective_seq_id"]),
