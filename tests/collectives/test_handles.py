@@ -6,6 +6,7 @@ from pool import run
 from worlds import on_all_worlds
 
 import torch_ring as hvd
+from torch_ring.tracing.counters import snapshot
 
 
 def submit_in_another_order() -> None:
@@ -28,3 +29,33 @@ def submit_in_another_order() -> None:
 @on_all_worlds
 def test_handles_in_any_order(transport, size):
     run(submit_in_another_order, size, transport=transport)
+
+
+def submit_unlike_operations() -> None:
+    """Operations in flight together that differ in operator, factor or dtype, twice each."""
+    size, rank = hvd.size(), hvd.rank()
+    ones = torch.ones(2000)  # too long to travel with the agreement
+    kinds = [
+        (ones * rank, hvd.Sum, 1.0, size * (size - 1) / 2),
+        (ones * rank, hvd.Max, 1.0, size - 1),
+        (ones * rank, hvd.Min, 1.0, 0),
+        (ones * 2, hvd.Average, 1.0, 2),
+        (ones * 2, hvd.Sum, 0.5, size),
+        (ones.double() * 2, hvd.Sum, 1.0, 2 * size),
+    ]
+    handles = [
+        hvd.allreduce_async(tensor, op=op, prescale_factor=factor)
+        for _ in range(2)
+        for tensor, op, factor, _ in kinds
+    ]
+    for handle, (_, _, _, expected) in zip(handles, kinds * 2, strict=True):
+        assert hvd.synchronize(handle).eq(expected).all()
+    fused = snapshot().sets[0].fused
+    assert fused == len(handles), fused
+
+
+@on_all_worlds
+def test_operations_that_differ_are_not_reduced_together(transport, size):
+    # So long that one agreement has all of them.
+    env = {"TORCH_RING_FUSION_WINDOW": "1000"}
+    run(submit_unlike_operations, size, transport=transport, env=env)
