@@ -89,6 +89,7 @@ class ControlPlane::Planes {
       for (const int fd : plane->open_descriptors()) ::close(fd);
     }
     unlock();
+    planes_.clear();  // these numbers may soon mean other files, which a child of the child keeps
   }
 
   std::mutex mutex_;

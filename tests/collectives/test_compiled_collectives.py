@@ -7,9 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import run
+from slow import slow
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import torch_ring as hvd
+from torch_ring.world import current
 
 Function = Callable[[Tensor], Tensor]
 
@@ -38,6 +42,7 @@ def functions() -> dict[str, Function]:
         "alone": lambda x: hvd.allreduce(x * 2, process_set=alone),
         "broadcast": lambda x: hvd.broadcast(x * 2, root_rank=last),
         "allgather": lambda x: hvd.allgather(x[: hvd.rank() + 1] * 2) ** 2,
+        "allgather_flat": lambda x: hvd.allgather(x.flatten()[: hvd.rank() + 1] * 2) ** 2,
         "allgather_sum": lambda x: hvd.allgather(x * 2, grad_op=hvd.Sum) ** 2,
         "reducescatter": lambda x: hvd.reducescatter(x * 2, op=hvd.Sum, postscale_factor=0.5) ** 2,
         "alltoall": lambda x: hvd.alltoall(x[: 2 * size] * 2) ** 2,
@@ -78,9 +83,11 @@ def test_have_the_results_and_gradients_of_eager_functions(size: int) -> None:
     run(compare_with_eager, size, args=("aot_eager",))
 
 
-@pytest.mark.parametrize("name", ["allreduce", "allgather", "reducescatter"])
-def test_inductor_compiles_them(name: str) -> None:
-    run(compare_with_eager, 2, args=("inductor", name))
+@pytest.mark.parametrize(
+    "names", [("allgather_sum", "allgather_flat", "alltoall_splits"), slow(())]
+)
+def test_inductor_compiles_them(names: tuple[str, ...]) -> None:
+    run(compare_with_eager, 2, args=("inductor", *names))
 
 
 def call_in_order() -> None:
@@ -107,6 +114,8 @@ def disagree() -> None:
     with pytest.raises(hvd.MismatchError, match=r"\[2\].*\[3\]"):
         function(torch.ones(2 + hvd.rank()))
     assert function(torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(Exception, match="splits must be integers"):
+        torch.compile(hvd.alltoall, backend="aot_eager")(torch.ones(3), [1.7, 1.3])
     with pytest.raises(ValueError, match="do not divide among 2 ranks"):
         torch.compile(hvd.alltoall, backend="aot_eager", fullgraph=True)(torch.ones(3))
 
@@ -130,6 +139,12 @@ def change_world() -> None:
     if hvd.rank() < 2:
         with pytest.raises(ValueError, match=r"no longer there: call torch.compiler.reset\(\)"):
             compiled(x)
+    copied = torch.compile(lambda y: hvd.broadcast(y * 2, 0), backend="aot_eager", fullgraph=True)
+    assert gradient_of(copied, x)[1].eq(0).all() == (hvd.rank() != 0)
+    old = hvd.rank()
+    hvd.shutdown()
+    hvd.init([old])  # each rank alone
+    assert not gradient_of(copied, x)[1].eq(0).any()
     hvd.shutdown()
     hvd.init()
     pair = hvd.add_process_set([0, 2])
@@ -176,13 +191,48 @@ def test_torch_func_has_their_derivatives(size: int) -> None:
 def ask_for_forward_mode() -> None:
     operator = torch.ops.torch_ring.allreduce
     x = torch.ones(2)
+
+    def tangent(y: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            result = hvd.allreduce(forward_ad.make_dual(y, y))
+            return forward_ad.unpack_dual(result).tangent
+
+    with pytest.raises(ValueError, match=r"do not work in torch\.vmap"):
+        torch.func.vmap(lambda y: operator(y, "", int(hvd.Sum), 1.0, 1.0, token()))(x)
     for function in (
-        lambda: torch.func.jvp(lambda y: operator(y, "", int(hvd.Sum), 1.0, 1.0, ""), (x,), (x,)),
+        lambda: tangent(x),
+        lambda: torch.compile(tangent, backend="aot_eager")(x),
+        lambda: torch.func.jvp(
+            lambda y: operator(y, "", int(hvd.Sum), 1.0, 1.0, token()), (x,), (x,)
+        ),
         lambda: torch.func.jvp(hvd.allreduce, (x,), (x,)),
     ):
         with pytest.raises(ValueError, match="forward-mode derivatives are not supported"):
             function()
 
 
-def test_refuse_forward_mode() -> None:
+def token() -> str:
+    """The text of all ranks (`operators._token_of`)."""
+    return f"0 {current.world().token}"
+
+
+def test_refuse_forward_mode_and_vmap() -> None:
     run(ask_for_forward_mode, 1)
+
+
+def checkpoint_inside() -> None:
+    """A checkpoint in a compiled function ends the graph, and has the right derivatives."""
+    torch.manual_seed(hvd.rank())
+
+    def step(y: Tensor) -> Tensor:
+        inner = lambda z: hvd.allreduce(z.sin(), op=hvd.Sum).cos()  # noqa: E731
+        return checkpoint(inner, y, use_reentrant=False) * 2
+
+    x = torch.randn(4)
+    compiled = torch.compile(step, backend="aot_eager")
+    for mine, theirs in zip(gradient_of(compiled, x), gradient_of(step, x), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_checkpoint_inside() -> None:
+    run(checkpoint_inside, 2)

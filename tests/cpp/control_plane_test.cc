@@ -168,6 +168,22 @@ TEST(control_planes_leave_a_forked_child_no_socket) {
   }
 }
 
+TEST(control_planes_leave_the_files_of_a_forked_childs_child) {
+  std::vector<std::unique_ptr<ControlPlane>> planes;
+  for (ControlOptions& options : make_plane_options(host_of(2, 1))) {
+    planes.push_back(std::make_unique<ControlPlane>(std::move(options)));
+  }
+  const auto opens_files = [] {
+    std::vector<Fd> files;
+    for (int i = 0; i < 40; ++i) files.emplace_back(::open("/dev/null", O_RDONLY));
+    return holds_in_child([&] {
+      return std::ranges::all_of(files,
+                                 [](const Fd& file) { return ::fcntl(file.get(), F_GETFD) >= 0; });
+    });
+  };
+  CHECK(holds_in_child(opens_files));
+}
+
 std::vector<int> tcp_connections(const ControlPlane& plane) {
   std::vector<int> fds = plane.descriptors();
   std::erase_if(fds, [](int fd) { return !is_connection(fd); });

@@ -58,7 +58,7 @@ def _of_cpp(text: str) -> Iterator[tuple[str, str, bool]]:
         is_first, before = not before or before.endswith((";", "{", "}")), line
         if statement and is_first and not statement[1].startswith(_KEYWORDS):
             yield statement[1], ";", False
-        elif condition and _is_balanced(condition[1]):
+        elif condition and ";" not in condition[1] and _is_balanced(condition[1]):
             yield condition[1], f"!({condition[1]})", True
             for found in re.finditer(r" (&&|\|\||<=?|>=?) ", condition[1]):
                 swapped = f" {_SWAPPED[found[1]]} "

@@ -5,21 +5,25 @@ them (``fullgraph=True``), with derivatives. They are *ordered*: torch neither d
 reorders them, so ranks whose graphs differ still call them in the order of their programs.
 
 An operator gets its process set as a text, which is a constant of the graph (`_token_of`). Its
-results are those of the function of the same name. The number of rows that other ranks send is an
-unbacked size of the graph.
+results are those of the function of the same name.
+
+In an allgather or alltoall the call itself shows how many rows others send. torch 2.14 loses such a
+size if an ordered operator has two results. So these are two operators: the first moves the data,
+and returns the number of rows of each rank; the second returns the data (`_Moved`).
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import SymInt, Tensor
 from torch.autograd import forward_ad
 
-from torch_ring._C import Engine, empty_result, empty_result_like
+from torch_ring._C import Engine, Work, empty_result, empty_result_like
 from torch_ring.collectives.reduce_op import Average, Sum
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.world import current
@@ -60,16 +64,14 @@ def _fake(op: Any) -> Callable[[F], F]:
 
 
 def _token_of(process_set: ProcessSet) -> str:
-    """Return the text of a process set; "" for all ranks, whatever the world."""
-    if process_set is global_process_set:
-        return ""
+    """Return the text of a process set in this world."""
     token = current.world().token
     return f"{_number_of(process_set, token)} {token}"
 
 
 @_constant
 def _number_of(process_set: ProcessSet, token: str) -> int:  # noqa: ARG001
-    return membership(process_set).number
+    return 0 if process_set is global_process_set else membership(process_set).number
 
 
 @_constant
@@ -83,11 +85,21 @@ def _size_of(process_set: ProcessSet, token: str) -> int:  # noqa: ARG001
 
 
 def are_traced() -> bool:
-    """Return whether torch.compile can trace the operators here: not inside ``torch.func``."""
-    return not torch._C._are_functorch_transforms_active()
+    """Return whether torch.compile can trace the operators here; otherwise its graph ends.
+
+    It cannot inside ``torch.func`` or in forward mode, whose derivatives it would take for zero,
+    and inside another operator's graph, as that of ``torch.utils.checkpoint``: torch 2.14 loses
+    the order there, and fails.
+    """
+    is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not (is_transformed or _is_nested())
 
 
-_STALE = "a compiled function {}: call torch.compiler.reset()"
+@_constant
+def _is_nested() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return len(InstructionTranslator.current_tx().output.tracers) > 1
 
 
 def _set_of(token: str) -> tuple[Engine, Sequence[int]]:
@@ -100,13 +112,14 @@ def _set_of(token: str) -> tuple[Engine, Sequence[int]]:
     if forward_ad._current_level >= 0:
         raise InvalidArgumentError("forward-mode derivatives are not supported")
     world = current.world()
-    if not token:
-        return current.engine(), range(world.size)
     number, _, of_world = token.partition(" ")
-    for record in world.process_sets.records:
-        if record.number == int(number) and world.token == of_world:
-            return record.engine(), record.ranks
-    raise InvalidArgumentError(_STALE.format("uses a process set that is no longer there"))
+    for record in world.process_sets.records if world.token == of_world else ():
+        if record.number == int(number):
+            return current.engine() if number == "0" else record.engine(), record.ranks
+    raise InvalidArgumentError(
+        "a compiled function uses a process set that is no longer there: call "
+        "torch.compiler.reset()"
+    )
 
 
 def _ordered(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -118,10 +131,15 @@ def _ordered(schema: str) -> Callable[[Callable[..., Any]], Any]:
         defined = torch.library.custom_op(
             full_name, function, mutates_args=(), schema=brace + arguments
         )
+        defined.register_vmap(_refuse_vmap)
         _register_effect(full_name)
         return defined
 
     return define
+
+
+def _refuse_vmap(*_: object) -> NoReturn:
+    raise InvalidArgumentError("collectives do not work in torch.vmap")
 
 
 def _register_effect(name: str) -> None:
@@ -217,72 +235,101 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Pro
     return result
 
 
-# `rows`: the number of rows of the result, where the caller knows it.
-@_ordered(
-    "allgather(Tensor tensor, str name, int grad_op, str process_set, SymInt? rows)"
-    " -> (Tensor, Tensor)"
-)
-def _allgather(
-    tensor: Tensor, name: str, grad_op: int, process_set: str, rows: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return the gathered rows, and the number of those of each rank."""
-    del grad_op, rows
-    work = _set_of(process_set)[0].allgather(tensor, name, True)
-    gathered = work.wait()
-    return gathered, torch.tensor(work.received_splits(), dtype=torch.int64, device="cpu")
+class _Moved:
+    """Data that an operator has received, until the next one returns it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._tickets = itertools.count()
+
+    def keep(self, work: Work) -> Tensor:
+        """Keep a result; return the number of rows of each rank, and then its ticket."""
+        received = work.wait()
+        ticket = next(self._tickets)
+        self._kept[ticket] = received
+        return torch.tensor([*work.received_splits(), ticket], dtype=torch.int64, device="cpu")
+
+    def take(self, counts: Tensor) -> Tensor:
+        """Return the result of these counts."""
+        return self._kept.pop(int(counts[-1]))
 
 
-def _with_rows(tensor: Tensor, rows: int | SymInt | None) -> Tensor:
+_moved = _Moved()
+
+
+def _empty_counts(process_set: str) -> Tensor:
+    size = len(_set_of(process_set)[1])
+    return torch.empty(size + 1, dtype=torch.int64, device="cpu")
+
+
+def _empty_rows(tensor: Tensor, rows: int | SymInt | None = None) -> Tensor:
     """Return an empty tensor for rows of `tensor`'s; None: a number that only the call shows."""
     if rows is None:
         rows = torch.library.get_ctx().new_dynamic_size()
     return tensor.new_empty([rows, *tensor.shape[1:]])
 
 
+@_ordered("allgather(Tensor tensor, str name, str process_set) -> Tensor")
+def _allgather(tensor: Tensor, name: str, process_set: str) -> Tensor:
+    engine, _ = _set_of(process_set)
+    return _moved.keep(engine.allgather(tensor, name, True))
+
+
 @_fake(_allgather)
-def _(
-    tensor: Tensor, name: str, grad_op: int, process_set: str, rows: int | SymInt | None
-) -> tuple[Tensor, Tensor]:
-    del name, grad_op
-    size = len(_set_of(process_set)[1])
-    return _with_rows(tensor, rows), torch.empty(size, dtype=torch.int64, device="cpu")
+def _(tensor: Tensor, name: str, process_set: str) -> Tensor:
+    del tensor, name
+    return _empty_counts(process_set)
+
+
+# `tensor`: the sent one, for its derivative.
+@_ordered("gathered(Tensor counts, Tensor tensor, int grad_op, str process_set) -> Tensor")
+def _gathered(counts: Tensor, tensor: Tensor, grad_op: int, process_set: str) -> Tensor:
+    del tensor, grad_op, process_set
+    return _moved.take(counts)
+
+
+@_fake(_gathered)
+def _(counts: Tensor, tensor: Tensor, grad_op: int, process_set: str) -> Tensor:
+    del counts, grad_op, process_set
+    return _empty_rows(tensor)
+
+
+def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    counts, tensor, ctx.grad_op, ctx.process_set = inputs
+    ctx.rows = tensor.shape[0]
+    ctx.save_for_backward(counts)
+
+
+def _gathered_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (counts,) = ctx.saved_tensors
+    reduced = _allreduce(gradient, "", ctx.grad_op, 1.0, 1.0, ctx.process_set)
+    return None, _own_rows(reduced, counts, ctx.process_set, ctx.rows), None, None
+
+
+_gathered.register_autograd(_gathered_gradient, setup_context=_keep_gathered)
 
 
 @torch.library.custom_op(
     "torch_ring::own_rows",
     mutates_args=(),
-    schema="(Tensor gathered, Tensor rows, str process_set, SymInt count) -> Tensor",
+    schema="(Tensor gathered, Tensor counts, str process_set, SymInt rows) -> Tensor",
 )
-def _own_rows(gathered: Tensor, rows: Tensor, process_set: str, count: int) -> Tensor:
-    before = int(rows[: _set_of(process_set)[1].index(current.rank())].sum())
-    return gathered[before : before + count].clone()
+def _own_rows(gathered: Tensor, counts: Tensor, process_set: str, rows: int) -> Tensor:
+    before = int(counts[: _set_of(process_set)[1].index(current.rank())].sum())
+    return gathered[before : before + rows].clone()
 
 
 @_fake(_own_rows)
-def _(gathered: Tensor, rows: Tensor, process_set: str, count: int | SymInt) -> Tensor:
-    del rows, process_set
-    return _with_rows(gathered, count)
-
-
-def _keep_allgather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensor, _, ctx.grad_op, ctx.process_set, _ = inputs
-    ctx.count = tensor.shape[0]
-    ctx.save_for_backward(output[1])
-
-
-def _allgather_gradient(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    (rows,) = ctx.saved_tensors
-    reduced = _allreduce(gradient, "", ctx.grad_op, 1.0, 1.0, ctx.process_set)
-    return _own_rows(reduced, rows, ctx.process_set, ctx.count), None, None, None, None
-
-
-_allgather.register_autograd(_allgather_gradient, setup_context=_keep_allgather)
+def _(gathered: Tensor, counts: Tensor, process_set: str, rows: int | SymInt) -> Tensor:
+    del counts, process_set
+    return _empty_rows(gathered, rows)
 
 
 def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet, grad_op: int) -> Tensor:
     """Return the rows of all ranks."""
-    gathered: Tensor
-    gathered, _ = _allgather(tensor, name or "", int(grad_op), _token_of(process_set), None)
+    token = _token_of(process_set)
+    counts = _allgather(tensor.detach(), name or "", token)
+    gathered: Tensor = _gathered(counts, tensor, int(grad_op), token)
     return gathered
 
 
@@ -300,12 +347,10 @@ def _reducescatter(
     rank: int,
     size: int,
 ) -> Tensor:
+    del rank, size
     engine, ranks = _set_of(process_set)
-    place = ranks.index(current.rank()), len(ranks)
-    if place != (rank, size):
-        was = f"is of rank {rank} of {size}, and this one is {place[0]} of {place[1]}"
-        raise InvalidArgumentError(_STALE.format(was))
-    output = empty_result(tensor, [_share(tensor, rank, size), *tensor.shape[1:]])
+    rows = _share(tensor, ranks.index(current.rank()), len(ranks))
+    output = empty_result(tensor, [rows, *tensor.shape[1:]])
     return engine.reducescatter(tensor, output, name, op, prescale, postscale, True).wait()
 
 
@@ -326,7 +371,19 @@ def _(
     size: int,
 ) -> Tensor:
     del name, op, prescale, postscale, process_set
-    return _with_rows(tensor, _share(tensor, rank, size))
+    return _empty_rows(tensor, _share(tensor, rank, size))
+
+
+@_ordered("allgather_known(Tensor tensor, str process_set, SymInt rows) -> Tensor")
+def _allgather_known(tensor: Tensor, process_set: str, rows: int) -> Tensor:
+    del rows
+    return _set_of(process_set)[0].allgather(tensor, "", True).wait()
+
+
+@_fake(_allgather_known)
+def _(tensor: Tensor, process_set: str, rows: int | SymInt) -> Tensor:
+    del process_set
+    return _empty_rows(tensor, rows)
 
 
 def _keep_reducescatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -336,7 +393,7 @@ def _keep_reducescatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _reducescatter_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    gathered, _ = _allgather(gradient, "", int(Average), ctx.process_set, ctx.rows)
+    gathered = _allgather_known(gradient, ctx.process_set, ctx.rows)
     return gathered * ctx.factor, *[None] * 7
 
 
@@ -352,6 +409,8 @@ def reducescatter(
     process_set: ProcessSet,
 ) -> Tensor:
     """Return this rank's rows of the reduction."""
+    if tensor.dim() == 0:
+        raise InvalidArgumentError("reducescatter: a scalar has no first dimension to scatter")
     reduced: Tensor = _reducescatter(
         tensor,
         name or "",
@@ -365,46 +424,59 @@ def reducescatter(
     return reduced
 
 
-# `rows`: the number of rows of the result where the caller knows it; missing ones are zero.
-@_ordered(
-    "alltoall(Tensor tensor, Tensor? splits, str name, str process_set, SymInt? rows)"
-    " -> (Tensor, Tensor)"
-)
-def _alltoall(
-    tensor: Tensor, splits: Tensor | None, name: str, process_set: str, rows: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return the received rows, and the number of those from each rank."""
+@_ordered("alltoall(Tensor tensor, Tensor? splits, str name, str process_set) -> Tensor")
+def _alltoall(tensor: Tensor, splits: Tensor | None, name: str, process_set: str) -> Tensor:
     engine, ranks = _set_of(process_set)
-    work = engine.alltoall(tensor, rows_for_each(tensor, splits, len(ranks)), name, True)
-    received = work.wait()
-    if rows is not None and rows > received.shape[0]:
-        more = received.new_zeros(rows - received.shape[0], *received.shape[1:])
-        received = torch.cat([received, more])
-    return received, torch.tensor(work.received_splits(), dtype=torch.int32, device="cpu")
+    rows = rows_for_each(tensor, splits, len(ranks))
+    return _moved.keep(engine.alltoall(tensor, rows, name, True))
 
 
 @_fake(_alltoall)
-def _(
-    tensor: Tensor, splits: Tensor | None, name: str, process_set: str, rows: int | SymInt | None
-) -> tuple[Tensor, Tensor]:
-    del splits, name
-    counts = torch.empty(len(_set_of(process_set)[1]), dtype=torch.int32, device="cpu")
-    return _with_rows(tensor, rows), counts
+def _(tensor: Tensor, splits: Tensor | None, name: str, process_set: str) -> Tensor:
+    del tensor, splits, name
+    return _empty_counts(process_set)
 
 
-def _keep_alltoall(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensor, _, _, ctx.process_set, _ = inputs
+# `tensor`: the sent one, for its derivative.
+@_ordered("received(Tensor counts, Tensor tensor, str process_set) -> Tensor")
+def _received(counts: Tensor, tensor: Tensor, process_set: str) -> Tensor:
+    del tensor, process_set
+    return _moved.take(counts)
+
+
+@_fake(_received)
+def _(counts: Tensor, tensor: Tensor, process_set: str) -> Tensor:
+    del counts, process_set
+    return _empty_rows(tensor)
+
+
+def _keep_received(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    counts, tensor, ctx.process_set = inputs
     ctx.rows = tensor.shape[0]
-    ctx.save_for_backward(output[1])
+    ctx.save_for_backward(counts)
 
 
-def _alltoall_gradient(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    (received,) = ctx.saved_tensors
-    back, _ = _alltoall(gradient, received, "", ctx.process_set, ctx.rows)
-    return back, None, None, None, None
+def _received_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (counts,) = ctx.saved_tensors
+    return None, _sent_back(gradient, counts, ctx.process_set, ctx.rows), None
 
 
-_alltoall.register_autograd(_alltoall_gradient, setup_context=_keep_alltoall)
+_received.register_autograd(_received_gradient, setup_context=_keep_received)
+
+
+@_ordered("sent_back(Tensor tensor, Tensor counts, str process_set, SymInt rows) -> Tensor")
+def _sent_back(tensor: Tensor, counts: Tensor, process_set: str, rows: int) -> Tensor:
+    """Return each row of an alltoall to its rank; rows that were not sent are zero."""
+    engine, ranks = _set_of(process_set)
+    back = engine.alltoall(tensor, counts[: len(ranks)].tolist(), "", True).wait()
+    unsent = rows - back.shape[0]
+    return torch.cat([back, back.new_zeros(unsent, *back.shape[1:])]) if unsent else back
+
+
+@_fake(_sent_back)
+def _(tensor: Tensor, counts: Tensor, process_set: str, rows: int | SymInt) -> Tensor:
+    del counts, process_set
+    return _empty_rows(tensor, rows)
 
 
 def alltoall(
@@ -416,9 +488,15 @@ def alltoall(
     """Return the received rows; with `splits` also the number of those from each rank."""
     token = _token_of(process_set)
     if splits is not None and not isinstance(splits, Tensor):
+        if not all(isinstance(count, int) for count in splits):
+            raise InvalidArgumentError(_NO_SPLITS)
         splits = torch.tensor(splits, dtype=torch.int64, device="cpu")
-    received, rows = _alltoall(tensor, splits, name or "", token, None)
-    return received if splits is None else (received, rows)
+    counts = _alltoall(tensor.detach(), splits, name or "", token)
+    received: Tensor = _received(counts, tensor, token)
+    return received if splits is None else (received, counts[:-1].to(torch.int32))
+
+
+_NO_SPLITS = "alltoall: splits must be integers, one for each rank"
 
 
 def rows_for_each(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
@@ -434,4 +512,4 @@ def rows_for_each(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: i
         counts: Any = splits.tolist() if isinstance(splits, Tensor) else splits
         return [operator.index(count) for count in counts]
     except TypeError:
-        raise InvalidArgumentError("alltoall: splits must be integers, one for each rank") from None
+        raise InvalidArgumentError(_NO_SPLITS) from None
