@@ -725,7 +725,7 @@ def _world() -> Iterator[Fault]:
     yield _python(
         "rank_twice", "two processes may have the same rank", PEERS,
         "if peer.rank in peers:", "if False:",
-        tests=("setup/test_exchange_fuzz.py", "setup/test_exchange.py"),
+        tests=("setup/test_topology.py",),
     )  # fmt: skip
     yield _python(
         "overwritten", "a stranger may change what a rank has sent", STORE,

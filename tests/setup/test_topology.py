@@ -59,6 +59,16 @@ def test_peer_info_survives_the_table_and_nothing_else_is_accepted():
             parse_table(table, 1)
 
 
+def test_a_rank_of_two_hosts_is_refused():
+    hosts = [
+        HostInfo(0, 1, "", "", 1, columns([made_up_peer(0, machine).to_value()]))
+        for machine in "ab"
+    ]
+    assert parse_table(pack_table(hosts[:1]), 1).peers == [made_up_peer(0, "a")]
+    with pytest.raises(RingError, match="a rank runs another version"):
+        parse_table(pack_table(hosts), 1)
+
+
 @pytest.mark.parametrize(
     ("machines", "rank", "expected"),
     [
