@@ -10,6 +10,7 @@ import pytest
 import scripts
 import torch
 from pool import run
+from slow import slow
 from torch import distributed
 
 import torch_ring as hvd
@@ -35,7 +36,7 @@ def train_twice(store: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [slow(1), 2, slow(3)])
 def test_ends_with_the_weights_of_the_real_optimizer(size: int, tmp_path: Path) -> None:
     run(train_twice, size, args=(str(tmp_path / "store"),))
 

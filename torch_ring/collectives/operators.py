@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import SymInt, Tensor
+from torch._higher_order_ops import effects
 from torch.autograd import forward_ad
 
 from torch_ring._C import Engine, Work, empty_result, empty_result_like
@@ -40,6 +41,9 @@ __all__ = [
     "rows_for_each",
 ]
 
+
+# A torch without this (it is not public) ends its graphs at the collectives.
+_HAS_ORDER = hasattr(effects, "_register_effectful_op") and hasattr(effects, "_EffectType")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,7 +96,7 @@ def are_traced() -> bool:
     the order there, and fails.
     """
     is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not (is_transformed or _is_nested())
+    return _HAS_ORDER and not (is_transformed or _is_nested())
 
 
 @_constant
@@ -143,9 +147,8 @@ def _refuse_vmap(*_: object) -> NoReturn:
 
 
 def _register_effect(name: str) -> None:
-    from torch._higher_order_ops import effects
-
-    effects._register_effectful_op(name, effects._EffectType.ORDERED)
+    if _HAS_ORDER:
+        effects._register_effectful_op(name, effects._EffectType.ORDERED)
 
 
 # --- the operators, and the functions that the others call while torch.compile traces
