@@ -1,6 +1,7 @@
 """Tensor-parallel inference: each rank has a part of every layer of a small transformer."""
 
 import argparse
+import signal
 import time
 
 import torch
@@ -102,6 +103,7 @@ def generate(model, count: int) -> list[int]:
 
 def sum_over(door: str):
     """Return the function that sums a tensor over the ranks, and this process's rank and size."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once
     if door == "hvd":
         hvd.init()
         return lambda x: hvd.allreduce(x, op=hvd.Sum), hvd.rank(), hvd.size()

@@ -13,7 +13,7 @@ import pool
 
 import torch_ring as hvd
 from torch_ring.elastic import job as elastic_job
-from torch_ring.elastic.regroup import Group
+from torch_ring.elastic.regroup import NextWorld
 from torch_ring.setup import store_client as stores
 
 
@@ -37,7 +37,7 @@ def lose_the_leader() -> tuple[int, list[bool]]:
     others = {each: getattr(call, each) for each in dir(call) if not each.startswith("_")}
     asked: list[bool] = []
 
-    def join_late(self: elastic_job.ElasticJob, group: Group) -> None:
+    def join_late(self: elastic_job.ElasticJob, group: NextWorld) -> None:
         if name == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if len(group.members) == 3:
