@@ -88,8 +88,13 @@ class Model:
         for number, set_to_none in enumerate(group.clears):
             if set_to_none is not None:
                 self._clear(number, set_to_none)
+        # Each pass is averaged, and added to what was averaged before. That is rounded otherwise
+        # than the average of a sum, and a sum may be finite where one of its passes is not.
+        rounds_each = self.program.casts and self.program.passes_per_step == 1
         for each in group.passes:
             self._accumulate(each)
+            for number in range(len(self.optimizers)) if rounds_each and each.synchronizes else ():
+                self._reduce(number)
         for number in group.steps:
             self._reduce(number)
         has_scaled = False
