@@ -256,7 +256,12 @@ class Tests:
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            # multiprocessing's tracker outlives SIGTERM, and removes the semaphores of the others.
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
             return None, process.communicate()[0]
         return process.returncode, output
 

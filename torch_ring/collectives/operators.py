@@ -78,16 +78,6 @@ def _number_of(process_set: ProcessSet, token: str) -> int:  # noqa: ARG001
     return 0 if process_set is global_process_set else membership(process_set).number
 
 
-@_constant
-def _rank_in(process_set: ProcessSet, token: str) -> int:  # noqa: ARG001
-    return process_set.rank()
-
-
-@_constant
-def _size_of(process_set: ProcessSet, token: str) -> int:  # noqa: ARG001
-    return process_set.size()
-
-
 def are_traced() -> bool:
     """Return whether torch.compile can trace the operators here; otherwise its graph ends.
 
@@ -338,43 +328,27 @@ def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet, grad_op
 
 @_ordered(
     "reducescatter(Tensor tensor, str name, int op, float prescale, float postscale,"
-    " str process_set, int rank, int size) -> Tensor"
+    " str process_set) -> Tensor"
 )
 def _reducescatter(
-    tensor: Tensor,
-    name: str,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: str,
-    rank: int,
-    size: int,
+    tensor: Tensor, name: str, op: int, prescale: float, postscale: float, process_set: str
 ) -> Tensor:
-    del rank, size
     engine, ranks = _set_of(process_set)
-    rows = _share(tensor, ranks.index(current.rank()), len(ranks))
-    output = empty_result(tensor, [rows, *tensor.shape[1:]])
+    output = empty_result(tensor, [_share(tensor, ranks), *tensor.shape[1:]])
     return engine.reducescatter(tensor, output, name, op, prescale, postscale, True).wait()
 
 
-def _share(tensor: Tensor, rank: int, size: int) -> Any:
+def _share(tensor: Tensor, ranks: Sequence[int]) -> Any:
     """Return the number of this rank's rows of a reducescatter: the first ranks get one more."""
-    return (tensor.shape[0] + size - 1 - rank) // size
+    return (tensor.shape[0] + len(ranks) - 1 - ranks.index(current.rank())) // len(ranks)
 
 
 @_fake(_reducescatter)
 def _(
-    tensor: Tensor,
-    name: str,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: str,
-    rank: int,
-    size: int,
+    tensor: Tensor, name: str, op: int, prescale: float, postscale: float, process_set: str
 ) -> Tensor:
-    del name, op, prescale, postscale, process_set
-    return _empty_rows(tensor, _share(tensor, rank, size))
+    del name, op, prescale, postscale
+    return _empty_rows(tensor, _share(tensor, _set_of(process_set)[1]))
 
 
 @_ordered("allgather_known(Tensor tensor, str process_set, SymInt rows) -> Tensor")
@@ -390,14 +364,15 @@ def _(tensor: Tensor, process_set: str, rows: int | SymInt) -> Tensor:
 
 
 def _keep_reducescatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    tensor, _, op, prescale, postscale, ctx.process_set, _, size = inputs
+    tensor, _, op, prescale, postscale, ctx.process_set = inputs
     ctx.rows = tensor.shape[0]
+    size = len(_set_of(ctx.process_set)[1])
     ctx.factor = prescale * postscale * (size if op == Sum else 1)
 
 
 def _reducescatter_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     gathered = _allgather_known(gradient, ctx.process_set, ctx.rows)
-    return gathered * ctx.factor, *[None] * 7
+    return gathered * ctx.factor, *[None] * 5
 
 
 _reducescatter.register_autograd(_reducescatter_gradient, setup_context=_keep_reducescatter)
@@ -414,15 +389,9 @@ def reducescatter(
     """Return this rank's rows of the reduction."""
     if tensor.dim() == 0:
         raise InvalidArgumentError("reducescatter: a scalar has no first dimension to scatter")
+    token = _token_of(process_set)
     reduced: Tensor = _reducescatter(
-        tensor,
-        name or "",
-        int(op),
-        float(prescale),
-        float(postscale),
-        _token_of(process_set),
-        _rank_in(process_set, current.world().token),
-        _size_of(process_set, current.world().token),
+        tensor, name or "", int(op), float(prescale), float(postscale), token
     )
     return reduced
 
