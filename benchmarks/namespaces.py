@@ -90,6 +90,8 @@ def hosts(
     try:
         for name in (switch, *(host.namespace for host in found)):
             made.append(name)  # before: Ctrl-C may come between
+            if (NAMED / name).exists():  # of a killed process that had this one's number
+                run("ip", "netns", "del", name)
             run("ip", "netns", "add", name)
         for k in range(interfaces):
             run("ip", "-n", switch, "link", "add", f"bridge{k}", "type", "bridge")

@@ -328,8 +328,6 @@ def test_callbacks_may_wait_for_later_futures() -> None:
 
 
 def compiled() -> None:
-    torch._dynamo.reset()
-
     @torch.compile(backend="aot_eager", fullgraph=True)
     def summed(tensor: Tensor) -> Tensor:
         import torch.distributed._functional_collectives as functional
@@ -349,7 +347,6 @@ def test_compiled_functional_collectives() -> None:
 
 def compiled_training() -> None:
     """A compiled DDP model ends with the same weights as an uncompiled one."""
-    torch._dynamo.reset()
     graphs = []
 
     def remember(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:

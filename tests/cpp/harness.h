@@ -5,6 +5,7 @@
 // A failed check throws, so it ends its test. A test's name describes the tested behaviour.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <sstream>
 #include <stdexcept>
@@ -19,6 +20,14 @@ namespace torch_ring::test {
 constexpr bool kSanitized = true;
 #else
 constexpr bool kSanitized = false;
+#endif
+
+/// The time after which ranks and children count as hung. The longest test takes seconds, and under
+/// ThreadSanitizer on a busy machine a minute.
+#ifdef __SANITIZE_THREAD__
+constexpr std::chrono::seconds kHung{300};
+#else
+constexpr std::chrono::seconds kHung{45};
 #endif
 
 class CheckFailed : public std::runtime_error {

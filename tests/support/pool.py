@@ -365,9 +365,16 @@ def _call(task: _Task) -> Any:
     if task.initialized:
         hvd.shutdown()
     if task.again:
+        _forget_compiled()
         gc.collect()  # cycles that the test has left: optimizers, hooks, buckets
         _require_no_group()
     return value
+
+
+def _forget_compiled() -> None:
+    """Forget what torch.compile has compiled here: a function is compiled only so often anew."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
 
 
 def _require_no_group() -> None:
