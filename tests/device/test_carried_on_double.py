@@ -48,8 +48,14 @@ def test_random_programs(op, full):
     run_on_double(program, 2, deadline_s=3600.0 if full else 120.0)
 
 
-def keep_on_some(keeping: set[int], lacks: bool, ahead: bool, folder: Path, device: str) -> str:
-    """Some ranks add to an averaged gradient that others have dropped; rank 1 may add nothing."""
+def keep_on_some(
+    keeping: set[int], lacks: bool, ahead: bool, folder: Path, device: str
+) -> tuple[str, int]:
+    """Some ranks add to an averaged gradient that others have dropped; rank 1 may add nothing.
+
+    Returns:
+        The gradient or an error, and the number of steps that all ranks took until then.
+    """
     a, b = (nn.Parameter(torch.zeros(3, device=device)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0), [("a", a), ("b", b)], run_ahead=ahead)
     for _ in range(PLANNED):
@@ -62,20 +68,22 @@ def keep_on_some(keeping: set[int], lacks: bool, ahead: bool, folder: Path, devi
         a.grad = None
 
     def go_on() -> None:
-        nonlocal found
+        nonlocal found, steps
         losses = [b.sum()] if lacks and hvd.rank() == 1 else [b.sum(), (a * 2).sum()]
         sum(losses).backward()
         found = a.grad[0].item()
         for _ in range(3):
             optimizer.step()
+            hvd.barrier()
+            steps += 1
             optimizer.zero_grad()
             (a + b).sum().backward()
 
-    found = 0.0
+    found, steps = 0.0, 0
     with planned_passes() as numbers:
         _, text = error_of(go_on)
     assert bool(numbers) == ahead
-    return text or f"{found:.3f}"
+    return text or f"{found:.3f}", steps
 
 
 @in_both_ways
@@ -95,8 +103,9 @@ def test_ranks_that_keep_an_averaged_gradient(
 ):
     """Averages that not all ranks have are averaged once more, or refused where hosts run ahead."""
     program = functools.partial(keep_on_some, keeping, lacks, ahead, tmp_path)
-    for text in run_on_double(program, 3):
+    for text, steps in run_on_double(program, 3):
         if ahead and is_refused:
+            assert steps == 0, "the ranks took a step with different gradients"
             adding, lacking = min(keeping - ({1} if lacks else set())), min({0, 1, 2} - keeping)
             assert f"rank {adding} has added the gradient of 'a' to one that was" in text, text
             assert f"averaged before, which rank {lacking} does not have" in text, text

@@ -43,7 +43,8 @@ Special cases:
   reads the reports that have arrived, before it blames a missing rank. If weights differ, the next
   agreed pass gathers the details.
 - *A gradient that is added to an averaged one* is sent alone. The averaged part must be there on
-  all ranks or on none: if the reports of a pass show otherwise, the job ends.
+  all ranks or on none: a rank that has added to one waits for the others' reports of that pass, and
+  if they show otherwise, the job ends before its step.
 - *join().* The engine tells a joined rank of each report of the others, and it launches zeros for
   that pass (csrc/gradients/run_ahead.h). The others notice its absence in the reports, as they do
   any other change.
@@ -392,7 +393,9 @@ class PlannedPasses:
             self._read(entered)
         self._explaining(number, self._native.wait)
         is_exact = gradients == planned
-        decision = decide([entered.report], 1, {}) if is_exact else self._read(entered)
+        adds = any(each.due & each.carried for each in started.values())
+        runs_ahead = is_exact and not adds
+        decision = decide([entered.report], 1, {}) if runs_ahead else self._read(entered)
         found = {each.optimizer: each for each in decision.reductions}
         for index, bitmap in planned.items():
             reducer = self._reducers.get(index)
