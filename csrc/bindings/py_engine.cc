@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Dtype.h>
-#include <unistd.h>
 
 #include <utility>
 
@@ -45,8 +44,7 @@ void check_outputs(const std::vector<at::Tensor>& tensors, const std::vector<at:
 PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64_t set,
                    std::vector<int> members, const EngineConfig& config, NcclSettings settings,
                    std::shared_ptr<LaunchOrder> order, py::function log)
-    : pid_(::getpid()),
-      rank_(world.topology.rank),
+    : rank_(world.topology.rank),
       size_(world.topology.size()),
       hosts_(world.topology.host_count()),
       set_(set),
@@ -310,7 +308,7 @@ void PyEngine::end(const std::string& why) const {
 }
 
 void PyEngine::shutdown(bool removed, std::string why) {
-  if (::getpid() != pid_) return abandon();
+  if (!home_.is_here()) return abandon();
   if (!engine_) return;
   const std::shared_ptr<Engine> engine = engine_;  // another thread may be here, too
   const std::shared_ptr<HostCommunicator> communicator = communicator_;

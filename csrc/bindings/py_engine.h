@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <sys/types.h>
 
 #include <chrono>
 #include <cstddef>
@@ -20,6 +19,7 @@
 #include "bindings/requests.h"
 #include "collective/world.h"
 #include "core/clock.h"
+#include "core/home_process.h"
 #include "engine/engine.h"
 #include "messages/point_to_point.h"
 
@@ -220,7 +220,7 @@ class PyEngine {
   std::shared_ptr<MessageRequest> post(MessageSpec spec,
                                        std::optional<Clock::time_point> deadline) const;
 
-  const pid_t pid_;
+  const HomeProcess home_;
   const int rank_;
   const int size_;
   const int hosts_;

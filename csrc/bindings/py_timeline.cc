@@ -3,7 +3,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <unistd.h>
 
 #include <numeric>
 #include <utility>
@@ -51,7 +50,7 @@ std::unique_ptr<PyTimeline> make_timeline(int rank, std::vector<std::string> lab
 
 PyTimeline::PyTimeline(Timeline::Options options, std::shared_ptr<ControlPlane> plane,
                        std::uint64_t number, MessagesWorld world)
-    : pid_(::getpid()), plane_(std::move(plane)) {
+    : plane_(std::move(plane)) {
   std::unique_ptr<PointToPoint> messages;
   if (plane_) {
     std::vector<int> members(world.labels.size());
@@ -64,7 +63,7 @@ PyTimeline::PyTimeline(Timeline::Options options, std::shared_ptr<ControlPlane> 
 }
 
 PyTimeline::~PyTimeline() {
-  if (::getpid() == pid_) {
+  if (home_.is_here()) {
     stop(0.0);
     return;
   }
@@ -73,11 +72,11 @@ PyTimeline::~PyTimeline() {
 }
 
 void PyTimeline::watch(std::shared_ptr<RecordStream> stream) {
-  if (timeline_ && ::getpid() == pid_) timeline_->watch(std::move(stream));
+  if (timeline_ && home_.is_here()) timeline_->watch(std::move(stream));
 }
 
 void PyTimeline::stop(double patience_s) {
-  if (!timeline_ || ::getpid() != pid_) return;
+  if (!timeline_ || !home_.is_here()) return;
   std::unique_ptr<Timeline> timeline = std::move(timeline_);
   const py::gil_scoped_release no_gil;
   timeline->stop(std::chrono::milliseconds(static_cast<std::int64_t>(patience_s * 1000.0)));

@@ -1,12 +1,11 @@
 // PyTimeline: a timeline in Python.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstdint>
 #include <memory>
 
 #include "control/control_plane.h"
+#include "core/home_process.h"
 #include "timeline/timeline.h"
 
 namespace pybind11 {
@@ -33,7 +32,7 @@ class PyTimeline {
   void stop(double patience_s);
 
  private:
-  const pid_t pid_;
+  const HomeProcess home_;
   std::shared_ptr<ControlPlane> plane_;  // outlives the timeline
   std::unique_ptr<Timeline> timeline_;
   std::uint64_t dropped_ = 0;

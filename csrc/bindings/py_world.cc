@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -152,20 +151,20 @@ class OwningSource final : public SocketSource {
 }  // namespace
 
 PyControlPlane::PyControlPlane(ControlPlane::Options options)
-    : pid_(::getpid()), plane_(std::make_shared<ControlPlane>(std::move(options))) {}
+    : plane_(std::make_shared<ControlPlane>(std::move(options))) {}
 
 void PyControlPlane::fail(std::uint64_t set, const std::string& why) {
   plane_->fail(set, Error(ErrorKind::kInternal, why));
 }
 
 void PyControlPlane::close_set(std::uint64_t set) {
-  if (!plane_ || ::getpid() != pid_) return;
+  if (!plane_ || !home_.is_here()) return;
   const py::gil_scoped_release no_gil;
   for (const std::uint64_t number : numbers_of(set)) plane_->unsubscribe(number);
 }
 
 void PyControlPlane::leave_unused(std::uint64_t set, int members, std::string why) {
-  if (plane_ && ::getpid() == pid_) plane_->leave(set, 0, members, std::move(why));
+  if (plane_ && home_.is_here()) plane_->leave(set, 0, members, std::move(why));
   close_set(set);  // members that use it may have connected to this rank
 }
 
@@ -187,7 +186,7 @@ void PyControlPlane::read_queries(py::function reader) {
 }
 
 void PyControlPlane::stop(std::chrono::milliseconds patience, std::string why) {
-  if (::getpid() != pid_) return abandon();
+  if (!home_.is_here()) return abandon();
   if (!plane_) return;
   const py::gil_scoped_release no_gil;
   plane_->stop(patience, std::move(why));

@@ -1,9 +1,6 @@
 // world_of() and engine_config_of(): the parameters of an engine, from Python's arguments.
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -18,6 +15,7 @@
 #include "collective/world.h"
 #include "control/control_plane.h"
 #include "core/config.h"
+#include "core/home_process.h"
 
 namespace pybind11 {
 class function;
@@ -88,7 +86,7 @@ class PyControlPlane {
   /// See ControlPlane. The reader takes a query's is_question, from, number and text.
   void read_queries(pybind11::function reader);
   void want_stop(const std::string& signal) {
-    if (plane_ && ::getpid() == pid_) plane_->want_stop(signal);
+    if (plane_ && home_.is_here()) plane_->want_stop(signal);
   }
   std::optional<bool> pass_point() { return plane_ ? plane_->pass_point() : false; }
   std::string why_stop() const { return plane_ ? plane_->why_stop() : ""; }
@@ -102,7 +100,7 @@ class PyControlPlane {
   const std::shared_ptr<ControlPlane>& get() const { return plane_; }
 
  private:
-  const pid_t pid_;
+  const HomeProcess home_;
   std::shared_ptr<ControlPlane> plane_;
 };
 

@@ -6,7 +6,6 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <torch/version.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <memory>
@@ -20,8 +19,8 @@
 
 namespace torch_ring {
 
-void refuse_in_child_of(::pid_t process) {
-  if (::getpid() != process) refuse("a forked process has no part in the groups of its parent");
+void refuse_in_child_of(const HomeProcess& home) {
+  if (!home.is_here()) refuse("a forked process has no part in the groups of its parent");
 }
 
 void require_as_many(const char* what, std::size_t outputs, std::size_t inputs) {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <sys/types.h>
 
 #include <cstdint>
 #include <memory>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "bindings/requests.h"
+#include "core/home_process.h"
 #include "engine/request.h"
 
 namespace torch_ring {
@@ -21,8 +21,8 @@ using Tensors = std::vector<at::Tensor>;
 
 /// `what` begins the message of each. Errors: Error(kInvalidArgument).
 
-/// Refuses to work in another process than `process`.
-void refuse_in_child_of(::pid_t process);
+/// Refuses to work in a forked child.
+void refuse_in_child_of(const HomeProcess& home);
 
 void require_as_many(const char* what, std::size_t outputs, std::size_t inputs);
 

@@ -255,7 +255,7 @@ c10::intrusive_ptr<c10d::Backend::Options> RingBackend::getBackendOptions() {
 }
 
 const PyEngine& RingBackend::connected() {
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   if (is_direct_.load(std::memory_order_acquire)) return *py_engine_;
   const CountedCall counted;
   const Engine::Interrupt interrupt = interrupt_at(std::nullopt);
@@ -306,7 +306,7 @@ void RingBackend::connect() {
 
 std::shared_ptr<PendingOperation> RingBackend::defer(Tensors outputs,
                                                      DeferredOperation::Begin begin) {
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   const std::scoped_lock lock(connecting_);
   if (is_direct_.load(std::memory_order_relaxed)) return begin();
   auto operation = std::make_shared<DeferredOperation>(std::move(outputs), std::move(begin));
@@ -378,13 +378,25 @@ std::shared_ptr<PendingOperation> RingBackend::submit(C10dOperation operation,
   return pending;
 }
 
+/// Runs an operation to its end: a single request in host memory in the cheapest way.
+void RingBackend::run(C10dOperation operation) {
+  if (operation.requests.size() == 1 && !operation.late_error && on_host(operation.outputs)) {
+    const CountedCall counted;
+    engine_->submit_and_wait(std::move(operation.requests.front()), interrupt_at(std::nullopt));
+    return;
+  }
+  const PendingCollective submitted(engine_, std::move(operation), Engine::Mode::kBlocking);
+  submitted.wait(std::nullopt);
+  submitted.synchronize();
+}
+
 /// Runs a blocking operation to its end, and submits any other. `make`: checks the tensors among
 /// `given`, and copies those that are not contiguous.
 template <class AnyOptions, class Make, class... Given>
 RingBackend::Works RingBackend::start(OpType type, const char* title, const Tensors& inputs,
                                       const AnyOptions& options, Make* make,
                                       const Given&... given) {
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   if (has_in_flight_) forget_done();  // before a copy is made, which then has their results
   C10dOperation operation = make(given...);
   const std::uint64_t sequence = ++sequence_;
@@ -410,9 +422,7 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
     for (Request& request : operation.requests) request.timeout = timeout;
     if (!options.asyncOp) {
       const ProfilerSpan span(title, inputs);
-      const PendingCollective submitted(engine_, std::move(operation), Engine::Mode::kBlocking);
-      submitted.wait(std::nullopt);
-      submitted.synchronize();
+      run(std::move(operation));
       return nullptr;
     }
     pending = submit(std::move(operation), inputs);
@@ -558,7 +568,7 @@ RingBackend::Works RingBackend::start_message(
   auto begin = [this, tensor, timeout, post = std::move(post)] {
     return std::make_shared<PendingMessage>(engine_, post(), tensor, timeout);
   };
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   std::shared_ptr<PendingOperation> pending;
   if (is_direct_.load(std::memory_order_acquire)) {
     pending = begin();
@@ -574,7 +584,7 @@ RingBackend::Works RingBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void RingBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_for_all_ranks) {
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   const milliseconds timeout = options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout;
   const auto engine = is_connected_ ? engine_ : nullptr;
   monitored_barrier(*store_, rank_, size_, monitored_barriers_++, timeout, wait_for_all_ranks, [&] {
@@ -594,7 +604,7 @@ void RingBackend::setTimeout(milliseconds timeout) { later_timeout_ms_ = timeout
 c10::intrusive_ptr<c10d::Backend> RingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                      const std::vector<int>& ranks,
                                                      const c10::intrusive_ptr<Options>& options) {
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   if (std::ranges::find(ranks, rank_) == ranks.end()) return nullptr;
   return membership_.split(store, ranks, options ? options->timeout : timeout_);
 }
@@ -605,7 +615,7 @@ RingBackend::Works RingBackend::reconfigure(const c10d::ReconfigureOptions& opti
   const std::vector<std::string> handles = std::visit(
       [](const auto& given) { return std::vector<std::string>(given.begin(), given.end()); },
       options.handles);
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   std::unique_lock lock(connecting_);
   has_connected_.wait(lock, [&] { return !is_connecting_; });
   is_connected_ = is_direct_ = false;
@@ -618,7 +628,7 @@ RingBackend::Works RingBackend::reconfigure(const c10d::ReconfigureOptions& opti
 #endif
 
 void RingBackend::abort() {
-  if (::getpid() != pid_) return;
+  if (!home_.is_here()) return;
   std::shared_ptr<Engine> engine;
   {
     const std::scoped_lock lock(replacing_);
@@ -634,7 +644,7 @@ void RingBackend::abort() {
 }
 
 void RingBackend::shutdown() {
-  if (::getpid() != pid_) return abandon();
+  if (!home_.is_here()) return abandon();
   membership_.leave({});
   // The callbacks of the pool's threads need the GIL, which the destructor's caller may hold.
   // PyGILState_Check() returns true after the interpreter has ended.

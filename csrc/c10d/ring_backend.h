@@ -1,8 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -21,6 +18,7 @@
 #include "bindings/py_engine.h"
 #include "c10d/c10d_requests.h"
 #include "c10d/ring_work.h"
+#include "core/home_process.h"
 #include "engine/engine.h"
 
 namespace torch_ring {
@@ -175,6 +173,7 @@ class RingBackend final : public c10d::Backend {
   Works start(c10d::OpType type, const char* title, const Tensors& inputs,
               const AnyOptions& options, Make* make, const Given&... given);
   std::shared_ptr<PendingOperation> submit(C10dOperation operation, const Tensors& inputs);
+  void run(C10dOperation operation);
   void forget_done();
   bool await_memory(const Tensors& reads, const Tensors& writes);
   Works start_message(c10d::OpType type, const char* title, const at::Tensor& tensor,
@@ -194,7 +193,7 @@ class RingBackend final : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::chrono::milliseconds timeout_;
   const Membership membership_;
-  const ::pid_t pid_ = ::getpid();
+  const HomeProcess home_;
   std::atomic<std::int64_t> later_timeout_ms_{0};  // by setTimeout(); 0: not called
   std::atomic<std::uint64_t> sequence_{0};
   std::uint64_t monitored_barriers_ = 0;

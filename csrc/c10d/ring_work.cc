@@ -310,7 +310,7 @@ std::exception_ptr RingWork::exception() const {
 }
 
 bool RingWork::wait(std::chrono::milliseconds timeout) {
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   OperationDeadline deadline;
   if (timeout > kNoTimeout) deadline = steady_clock::now() + timeout;
   try {
@@ -350,7 +350,7 @@ void RingWork::await() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> RingWork::getFuture() {
-  refuse_in_child_of(pid_);
+  refuse_in_child_of(home_);
   const std::scoped_lock lock(future_mutex_);
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -16,6 +13,7 @@
 #include "bindings/accelerator.h"
 #include "c10d/c10d_requests.h"
 #include "core/error.h"
+#include "core/home_process.h"
 #include "engine/engine.h"
 #include "messages/message_request.h"
 
@@ -193,7 +191,7 @@ class RingWork final : public c10d::Work {
 
   const std::shared_ptr<PendingOperation> operation_;
   const std::shared_ptr<FuturePool> pool_;
-  const ::pid_t pid_ = ::getpid();  // only this process may wait
+  const HomeProcess home_;  // only this process may wait
   const std::uint64_t sequence_;
   std::mutex future_mutex_;  // guards the next two
   c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <sys/types.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cassert>
@@ -20,6 +19,7 @@
 
 #include "collective/communicator.h"
 #include "core/config.h"
+#include "core/home_process.h"
 #include "engine/driver.h"
 #include "engine/request_queue.h"
 #include "engine/watchdog.h"
@@ -177,7 +177,7 @@ class Engine final : private Driver::Callbacks {
   /// submitted in kBlocking mode, but that no thread waits for. Does nothing in a forked child,
   /// where the mutex may be locked for ever.
   void tend() {
-    if (::getpid() == pid_) tend(queue_.lock());
+    if (home_.is_here()) tend(queue_.lock());
   }
 
   /// submit() and wait() in one cheaper call, for operations that take microseconds.
@@ -283,7 +283,7 @@ class Engine final : private Driver::Callbacks {
   const EngineConfig config_;
   const std::function<void(Request&)> follow_;
   const std::string name_;  // "rank 2"
-  const ::pid_t pid_ = ::getpid();
+  const HomeProcess home_;
   Board& board_;
 
   RequestQueue queue_;      // its mutex also guards the role and the next seven members

@@ -1,6 +1,5 @@
 #include "memory/block_pool.h"
 
-#include <unistd.h>
 
 #include <exception>
 #include <utility>
@@ -11,7 +10,7 @@ std::shared_ptr<BlockPool> BlockPool::make(Allocate allocate) {
   return std::shared_ptr<BlockPool>(new BlockPool(std::move(allocate)));
 }
 
-BlockPool::BlockPool(Allocate allocate) : allocate_(std::move(allocate)), pid_(::getpid()) {}
+BlockPool::BlockPool(Allocate allocate) : allocate_(std::move(allocate)) {}
 
 void BlockPool::expect(std::size_t bytes) {
   const std::scoped_lock lock(mutex_);
@@ -19,7 +18,7 @@ void BlockPool::expect(std::size_t bytes) {
 }
 
 void BlockPool::expect_no_more(std::size_t bytes) noexcept {
-  if (::getpid() != pid_) return;
+  if (!home_.is_here()) return;
   std::vector<Block> unneeded;  // freed without the lock
   const std::scoped_lock lock(mutex_);
   Size& size = sizes_[bytes];
@@ -27,7 +26,7 @@ void BlockPool::expect_no_more(std::size_t bytes) noexcept {
 }
 
 std::shared_ptr<void> BlockPool::take(std::size_t bytes) noexcept {
-  if (::getpid() != pid_) return nullptr;
+  if (!home_.is_here()) return nullptr;
   try {
     Block block;
     {
@@ -62,7 +61,7 @@ std::size_t BlockPool::vacant_bytes() const {
 }
 
 void BlockPool::give_back(Block block, std::size_t bytes) noexcept {
-  if (::getpid() != pid_) return;
+  if (!home_.is_here()) return;
   Block unneeded;
   const std::scoped_lock lock(mutex_);
   Size& size = sizes_[bytes];

@@ -1,14 +1,14 @@
 // BlockPool: blocks of shared memory for the tensors that every step makes anew.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
+
+#include "core/home_process.h"
 
 namespace torch_ring {
 
@@ -48,7 +48,7 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   void give_back(Block block, std::size_t bytes) noexcept;
 
   const Allocate allocate_;
-  const pid_t pid_;
+  const HomeProcess home_;
   mutable std::mutex mutex_;  // guards the members below
   std::map<std::size_t, Size> sizes_;
 };

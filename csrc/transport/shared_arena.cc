@@ -29,7 +29,7 @@ void for_own_huge_pages(std::size_t offset, std::size_t bytes, std::size_t hole,
 }  // namespace
 
 SharedArena::SharedArena(std::shared_ptr<const SharedMemory> memory)
-    : memory_(std::move(memory)), pid_(::getpid()) {
+    : memory_(std::move(memory)) {
   free_.emplace(SharedMemory::kArena,
                 huge_page_floor(memory_->size_bytes() - SharedMemory::kArena));
 }
@@ -49,7 +49,7 @@ void* SharedArena::allocate(std::size_t bytes) {
 }
 
 void SharedArena::free(void* data) noexcept {
-  if (::getpid() != pid_) return;
+  if (!home_.is_here()) return;
   const auto offset = static_cast<std::size_t>(static_cast<std::byte*>(data) - memory_->at(0));
   const std::scoped_lock lock(mutex_);
   const auto used = used_.find(offset);
@@ -67,7 +67,7 @@ void SharedArena::free(void* data) noexcept {
 
 void SharedArena::isolate(const void* data, std::size_t bytes) noexcept {
   const std::int64_t offset = offset_of(data, bytes);
-  if (offset < 0 || bytes == 0 || ::getpid() != pid_) return;
+  if (offset < 0 || bytes == 0 || !home_.is_here()) return;
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   const std::size_t begin = static_cast<std::size_t>(offset) / page * page;
   const std::size_t end = (static_cast<std::size_t>(offset) + bytes + page - 1) / page * page;
@@ -109,7 +109,7 @@ std::size_t SharedArena::reserve() {
 }
 
 void SharedArena::release(std::size_t slot) noexcept {
-  if (::getpid() != pid_) return;
+  if (!home_.is_here()) return;
   const std::scoped_lock lock(mutex_);
   const auto used = used_.find(slot);
   if (used == used_.end()) return;

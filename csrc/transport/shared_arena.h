@@ -1,8 +1,6 @@
 // SharedArena: an allocator in a rank's own shared memory, for buckets and slots.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/home_process.h"
 #include "transport/shared_memory.h"
 
 namespace torch_ring {
@@ -61,7 +60,7 @@ class SharedArena {
   bool is_isolated(std::size_t offset, std::size_t bytes) const;
 
   const std::shared_ptr<const SharedMemory> memory_;
-  const pid_t pid_;
+  const HomeProcess home_;
   mutable std::mutex mutex_;  // guards the members below
   Ranges free_;               // neighbours joined
   Ranges used_;
