@@ -871,8 +871,8 @@ class Due:
 
     now: Due
     """Those after backward_passes_per_step passes, outside of no_sync()."""
-    started: Due
-    """All outside of no_sync()."""
+    begun: Due
+    """All outside of no_sync(), due or not."""
     everything: Due
     """All; also those that were assigned or written by hand."""
 
@@ -1220,7 +1220,7 @@ class PassAgreement:
     is_open: bool
     """Whether an agreement is under way; read-only."""
 
-    sent: PassReport | None
+    open_report: PassReport | None
     """The report of the agreement under way; read-only."""
 
     is_reducing: bool

@@ -49,8 +49,8 @@ std::string failure_in(const c10::intrusive_ptr<c10::ivalue::Future>& end);
 ///             begin()                  close()
 ///     ended ───────────▶ under way ─────────────▶ ended
 ///
-/// It begins with its first gradient, and ends when all its gradients are reduced, or because it
-/// has failed.
+/// It begins with its first gradient, and ends with its graph, when the gradients that are due are
+/// reduced, or because it has failed. Others accumulate.
 struct Pass {
   bool is_under_way() const { return graph.has_value(); }
 

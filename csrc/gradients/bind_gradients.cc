@@ -251,7 +251,7 @@ void bind_gradients(py::module_& module) {
   bind_reports(module);
   py::enum_<GradientHooks::Due>(module, "Due")
       .value("now", GradientHooks::Due::kNow)
-      .value("started", GradientHooks::Due::kStarted)
+      .value("begun", GradientHooks::Due::kBegun)
       .value("everything", GradientHooks::Due::kEverything);
   using Pending = GradientHooks::Pending;
   py::class_<Pending>(module, "Pending")
@@ -370,7 +370,7 @@ void bind_gradients(py::module_& module) {
       .def(py::init())
       .def_property_readonly("number", &PassAgreement::number)
       .def_property_readonly("is_open", &PassAgreement::is_open)
-      .def_property_readonly("sent", &PassAgreement::sent)
+      .def_property_readonly("open_report", &PassAgreement::open_report)
       .def_property_readonly("is_reducing", &PassAgreement::is_reducing)
       .def_property_readonly("failure", &PassAgreement::failure)
       .def_property_readonly("has_sent_in_vain", &PassAgreement::has_sent_in_vain)

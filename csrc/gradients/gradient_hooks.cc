@@ -177,7 +177,7 @@ void GradientHooks::before_accumulation(std::size_t index) {
     const std::scoped_lock lock(mutex_);
     note_changes();
   }
-  if (parameter.arrived) return set_sent_apart(index);
+  if (parameter.arrived) return save_sent(index);
   if (parameter.averaged.is_none()) return;
   std::unique_lock lock(mutex_);
   enter_pass(lock, parameter.variable.device());  // its end puts both parts together again
@@ -200,7 +200,7 @@ void GradientHooks::after_accumulation(std::size_t index, const at::Tensor& grad
     const bool is_new =
         present_[index].load(std::memory_order_relaxed) != grad.unsafeGetTensorImpl();
     enter_pass(lock, parameter.variable.device());
-    if (parameter.sent.defined()) {
+    if (parameter.saved.defined()) {
       if (!plan_.gradients) return arrive_late(index);
       lock.unlock();
       options_.fail("'" + parameter.name + "' " + kCameLate);
@@ -280,11 +280,11 @@ void GradientHooks::go_on(std::uint64_t number) {
 
 /// Before a parameter of a bucket that has been sent gets another gradient, in a nested graph or in
 /// the outer one: keeps autograd from writing to the bucket.
-void GradientHooks::set_sent_apart(std::size_t index) {
+void GradientHooks::save_sent(std::size_t index) {
   const std::scoped_lock lock(mutex_);
   HookedParameter& parameter = parameters_[index];
   if (!buckets_[parameter.bucket].is_sent) return;
-  parameter.sent = std::exchange(parameter.variable.mutable_grad(), {});
+  parameter.saved = std::exchange(parameter.variable.mutable_grad(), {});
 }
 
 /// Keeps such a gradient, to be reduced after the bucket.
@@ -292,7 +292,7 @@ void GradientHooks::arrive_late(std::size_t index) {
   const at::NoGradGuard no_grad;
   HookedParameter& parameter = parameters_[index];
   at::Tensor mine =
-      std::exchange(parameter.variable.mutable_grad(), std::exchange(parameter.sent, {}));
+      std::exchange(parameter.variable.mutable_grad(), std::exchange(parameter.saved, {}));
   if (mine.is_sparse()) mine = mine.to_dense();
   at::Tensor& kept = pass_.late[index];
   kept = kept.defined() ? kept.add(mine) : mine;
@@ -431,8 +431,8 @@ void GradientHooks::close(bool failed) {
   for (Bucket& bucket : buckets_) bucket.producers.clear();
   for (HookedParameter& parameter : parameters_) {
     parameter.arrived = parameter.made = false;
-    if (parameter.sent.defined()) {  // autograd has failed to make another one
-      parameter.variable.mutable_grad() = std::exchange(parameter.sent, {});
+    if (parameter.saved.defined()) {  // autograd has failed to make another one
+      parameter.variable.mutable_grad() = std::exchange(parameter.saved, {});
     }
   }
   count_missing();
@@ -539,7 +539,7 @@ GradientHooks::Pending GradientHooks::pending(Due which,
       pending.complete = pending.complete && was_reduced;
       continue;
     }
-    const bool started = which == Due::kStarted;
+    const bool started = which == Due::kBegun;
     if (everything || (step_.is_synchronizing && (started || due(parameter)))) {
       pending.due.set(i);
       if (grad.is_sparse()) pending.sparse.set(i);

@@ -114,12 +114,14 @@ class GradientHooks final : public AccumulationListener,
   /// The gradients that count as due in pending().
   enum class Due {
     kNow,         // those after `passes_per_step` passes, outside of no_sync()
-    kStarted,     // all outside of no_sync()
+    kBegun,       // all outside of no_sync(), due or not: a planned pass takes them
     kEverything,  // all, including those that the program has set or written itself: each `grad`
                   // that has not been reduced since the step began
   };
 
-  /// The gradients that are due or accumulating. `stepping`: hooks of an optimizer that is about to
+  /// Brings the states up to date (closes a failed pass, forgets a gradient whose `grad` is None,
+  /// finds those that the program has set), and returns the gradients that are due or accumulating.
+  /// `stepping`: hooks of an optimizer that is about to
   /// step; everything in its slots here is due. May be null.
   Pending pending(Due which, const std::shared_ptr<GradientHooks>& stepping = nullptr);
 
@@ -151,7 +153,7 @@ class GradientHooks final : public AccumulationListener,
   /// mark_reduced() adds the averaged ones again.
   void carry(const Bitmap& carried);
 
-  /// Drops the averaged parts of these gradients.
+  /// Drops the averaged parts of these gradients, to which no rank has added: they count as zero.
   void drop_averaged(const Bitmap& dropped);
 
   /// A gradient's averaged part after carry(), which the ranks average once more in place: in one
@@ -247,8 +249,8 @@ class GradientHooks final : public AccumulationListener,
   struct Bucket {
     at::Tensor memory;                      // empty: that of its only gradient, in a block
     std::vector<std::size_t> members = {};  // its parameters
-    bool is_early = false;                  // whether on_bucket_full is called
-    std::size_t missing = 0;                // gradients that have not arrived
+    bool is_early = false;    // it may be sent during the pass: between hosts, or on a GPU
+    std::size_t missing = 0;  // gradients until it is full; a sparse one never fills it
     bool is_sent = false;
     Producers producers = {};  // on a device: the streams of its gradients
   };
@@ -311,7 +313,7 @@ class GradientHooks final : public AccumulationListener,
   std::string failure() const {
     return pass_.is_sent_in_vain ? PassAgreement::kSentInVain : options_.agreement->failure();
   }
-  void set_sent_apart(std::size_t index);
+  void save_sent(std::size_t index);
   void arrive_late(std::size_t index);
   bool may_get_late(const Bucket& bucket) const;
   bool due(const HookedParameter& parameter) const { return parameter.passes >= step_.passes; }

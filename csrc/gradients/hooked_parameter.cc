@@ -433,7 +433,7 @@ void HookedParameter::forget() {
   sparse.reset();
   outside.reset();
   outside_stream.reset();
-  sent.reset();
+  saved.reset();
   version.reset();
   if (!in_block()) return;
   bucket_view.reset();

@@ -98,8 +98,9 @@ class FormerTensor {
   const void* data_ = nullptr;
 };
 
-/// The averaged part of a gradient: of passes that are reduced already. It is taken out of `grad`
-/// before autograd adds to that, so that only the open part is sent, and added again afterwards.
+/// A gradient has two parts: the averaged one, of passes that are reduced already, and the open
+/// one, which autograd has added since. This is the averaged one. It is taken out of `grad` before
+/// autograd adds to that, so that only the open part is sent, and added again afterwards.
 ///
 ///           become_whole()          take_out()           put_back()
 ///     kNone ─────────────▶ kWhole ─────────────▶ kApart ───────────▶ kBoth
@@ -107,7 +108,8 @@ class FormerTensor {
 ///                             └───────────────────┘   └────────────────┘
 ///                                become_whole()           take_out()
 ///
-/// forget() leads from each state to kNone.
+/// forget() leads from each state to kNone, replace() to kApart. carry() and rejoin() of a
+/// HookedParameter call take_out() and put_back().
 class AveragedPart {
  public:
   enum class State {
@@ -302,15 +304,15 @@ struct HookedParameter {
   std::optional<c10::Stream> outside_stream;  // the stream that owns its memory
   std::unique_ptr<DirectGradient> direct;     // if it fills a bucket alone
   // `grad`, saved while autograd makes another one, because its bucket has been sent in this pass.
-  at::Tensor sent;
+  at::Tensor saved;
   FormerTensor given;            // the program's `grad`
   FormerTensor known;            // `bucket_view` when release_to_grad() left the block to `grad`
   int passes = 0;                // since the step began
   std::uint64_t reduced_at = 0;  // the number of the gradient's last reduction; 0: none
-  bool unreduced = false;        // this rank's gradient is not reduced yet
+  bool unreduced = false;        // there is a gradient of this rank, sent or not, not reduced yet
   AveragedPart averaged;
   bool is_zero = false;    // the step began with a gradient of zeros, if any
-  bool arrived = false;    // in the current pass
+  bool arrived = false;    // in the current pass, and not reduced yet
   bool made = false;       // `grad` was made by autograd, in the current pass
   bool converted = false;  // `grad` has the value of `bucket_view`, in other memory
   // The gradient's version when the step began; none once it has been reduced.

@@ -43,7 +43,7 @@ PassReports PassAgreement::gather(Engine& engine, const PassReport& report,
   return PassReport::decode_all(reports->all);
 }
 
-std::shared_ptr<const PassReport> PassAgreement::sent() const {
+std::shared_ptr<const PassReport> PassAgreement::open_report() const {
   return open_ ? PassReport::decode_all(reports_->mine).front() : nullptr;
 }
 

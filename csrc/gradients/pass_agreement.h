@@ -48,7 +48,7 @@ class PassAgreement {
   bool is_open() const { return open_ != nullptr; }
 
   /// That report; null if there is none.
-  std::shared_ptr<const PassReport> sent() const;
+  std::shared_ptr<const PassReport> open_report() const;
 
   /// The ranks begin to reduce the agreed gradients.
   void begin_reduction() { reducing_ = true; }

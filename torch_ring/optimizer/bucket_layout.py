@@ -127,7 +127,10 @@ class BucketLayout:
         )
 
     def overlaps(self, bucket: Bucket) -> bool:
-        """Return whether a reduction during backward leaves backward the processor."""
+        """Return whether a bucket may be sent during backward: on a GPU, or between hosts.
+
+        Inside a host the ranks' own cores would reduce it.
+        """
         return bucket.device.type != "cpu" or self._engine.overlaps()
 
     def new_memory(self, bucket: int) -> Tensor:

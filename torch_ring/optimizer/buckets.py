@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 64
 FIRST_BUCKET_BYTES = 1 << 20
 """The most bytes of the first bucket on a device: it is sent early in backward. DDP's is as large.
 
-Not on the CPU. Inside a host nothing is sent before backward ends.
+Not on the CPU, where buckets of one host are sent when backward ends.
 """
 
 LAST_BUCKET_BYTES = 1 << 20

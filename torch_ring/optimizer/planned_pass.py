@@ -350,7 +350,7 @@ class PlannedPasses:
         for index, each in pending.items():
             started = each
             if each.accumulating:
-                started = self._reducers[index].pending(stepping, Due.started)
+                started = self._reducers[index].pending(stepping, Due.begun)
             if started.due:
                 found[index] = Started.of(started)
         for index, planned in self._plan.items():  # those that the program has set count, too
