@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py --peers gloo copy touch --shared
     torchrun --nproc-per-node 2 benchmarks/collectives.py --peers ring-c10d gloo
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --peers deepspeed --min-bytes 256
     mpirun --bind-to none -np 2 python benchmarks/collectives.py --peers gloo mpi
 
 The columns are those of nccl-tests; benchmarks/README.md has the formulas.

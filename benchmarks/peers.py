@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,9 +123,7 @@ def start_mpi() -> None:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             problem = f"--peers mpi needs mpi4py and a library of MPI: {error}"
-    problems = [text for text in hvd.allgather_object(problem) if text]
-    if problems:
-        sys.exit(problems[0] if hvd.rank() == 0 else 1)
+    exit_if_any(problem)
     assert MPI.COMM_WORLD.size == hvd.size()
 
 
@@ -153,6 +152,47 @@ def of_mpi(case: Case) -> Run | None:
         "alltoall": (lambda: world.Alltoall(tensor, output), case.output),
     }[case.collective]
     return _returning(call, result)
+
+
+# --- DeepSpeed's kernel for the ranks of one host
+
+
+@functools.cache
+def shm_kernel() -> Any:
+    """Return the kernel, which DeepSpeed compiles in minutes and keeps for later programs."""
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    return ShareMemCommBuilder().load(verbose=False)
+
+
+def start_deepspeed() -> None:
+    """Compile and connect the kernel."""
+    problem = None
+    if hvd.cross_size() > 1:
+        problem = "--peers deepspeed compares with a kernel for the ranks of one host"
+    else:
+        try:
+            shm_kernel().vector_kernel_level()
+        except Exception as error:
+            problem = f"--peers deepspeed needs deepspeed, ninja and a compiler: {error}"
+    exit_if_any(problem)
+    # Without LOCAL_SIZE the kernel stays unconnected, and its first call crashes.
+    os.environ["LOCAL_SIZE"] = str(hvd.size())
+    shm_kernel().initialize(hvd.size(), hvd.rank())
+    hvd.barrier()  # every rank has mapped all memory, whose files DeepSpeed never removes
+    job = "_".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{job}_{hvd.rank()}"
+    Path("/dev/shm", name).unlink()
+
+
+def of_deepspeed(case: Case) -> Run | None:
+    """Return the kernel's run; None for cases that it cannot sum on this processor."""
+    # DeepSpeed checks these levels before its call: 1 is AVX2, 2 is AVX-512.
+    levels = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 2}
+    is_sum = case.collective == "allreduce" and case.op == "sum"
+    if not is_sum or levels.get(case.tensor.dtype, 3) > shm_kernel().vector_kernel_level():
+        return None
+    return functools.partial(torch.ops.deepspeed.inference_all_reduce_, case.tensor)
 
 
 # --- limits of memory
@@ -229,6 +269,7 @@ PEERS = {
     "gloo": Library(functools.partial(of_distributed, "gloo"), start_gloo, stop_gloo),
     "ring-c10d": Library(functools.partial(of_distributed, "ring"), start_gloo, stop_gloo),
     "mpi": Library(of_mpi, start_mpi),
+    "deepspeed": Library(of_deepspeed, start_deepspeed),
     "copy": Library(of_copy),
     "touch": Library(of_touch),
     "prototype": Library(of_prototype),
@@ -249,3 +290,10 @@ def _returning(call: Callable[[], Any], result: Tensor) -> Run:
         return result
 
     return run
+
+
+def exit_if_any(problem: str | None) -> None:
+    """End all ranks if one of them has a problem. Collective."""
+    problems = dict.fromkeys(text for text in hvd.allgather_object(problem) if text)
+    if problems:
+        sys.exit("\n".join(problems) if hvd.rank() == 0 else 1)
