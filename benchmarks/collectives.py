@@ -1,7 +1,7 @@
 """Times the collectives of torch_ring next to those of other libraries, in one run.
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py --peers gloo copy touch --shared
-    torchrun --nproc-per-node 2 benchmarks/collectives.py --peers ring-c10d gloo
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --peers ring-c10d fake-c10d gloo
     torchrun --nproc-per-node 2 benchmarks/collectives.py --peers deepspeed --min-bytes 256
     mpirun --bind-to none -np 2 python benchmarks/collectives.py --peers gloo mpi
 

@@ -92,6 +92,8 @@ def stop_gloo() -> None:
 @functools.cache
 def group_of(backend: str) -> Any:
     """Return a group of all ranks. Collective, once for each backend."""
+    if backend == "fake":
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
     return dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
 
 
@@ -268,13 +270,14 @@ class Library:
 PEERS = {
     "gloo": Library(functools.partial(of_distributed, "gloo"), start_gloo, stop_gloo),
     "ring-c10d": Library(functools.partial(of_distributed, "ring"), start_gloo, stop_gloo),
+    "fake-c10d": Library(functools.partial(of_distributed, "fake"), start_gloo, stop_gloo),
     "mpi": Library(of_mpi, start_mpi),
     "deepspeed": Library(of_deepspeed, start_deepspeed),
     "copy": Library(of_copy),
     "touch": Library(of_touch),
     "prototype": Library(of_prototype),
 }
-MEMORY = ("copy", "touch")  # no collectives: they have no result
+MEMORY = ("copy", "touch", "fake-c10d")  # no collectives: they have no result
 
 
 def runs_of(case: Case, peers: Sequence[str]) -> dict[str, Run]:

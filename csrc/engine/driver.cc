@@ -109,10 +109,9 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
     if (round_open_ && !waits_since_) waits_since_ = now;
     const bool is_patient = target != nullptr && now - *since < kBlockingSpin;
     board_.wait_until(now + kPollInterval, is_patient ? kBlockingSpin : kSpin);
-    now = Clock::now();
     // While rounds go on, the checks below can wait.
     if (now - last_check_ < kPollInterval && round_is_complete()) continue;
-    last_check_ = now;
+    last_check_ = now = Clock::now();
     check_stalls();
     if (round_open_) wait_.lasts(now, [&] { return board_.missing(); });
     blocked = target != nullptr && is_blocked(now - std::max(*since, last_submission_));
@@ -152,7 +151,13 @@ void Driver::announce_outbox(bool blocked) {
     entry_.append(announcement);
     last_submission_ = work.submitted_;
     work.times_.round.store(round_number(), std::memory_order_relaxed);
-    pending_.emplace(work.key_, Pending{std::move(outbox_.front())});
+    if (spare_) {
+      spare_.key() = work.key_;
+      spare_.mapped() = {std::move(outbox_.front())};
+      pending_.insert(std::move(spare_));
+    } else {
+      pending_.emplace(work.key_, Pending{std::move(outbox_.front())});
+    }
     outbox_.pop_front();
   }
   Post post = entry_.post();
@@ -354,7 +359,8 @@ bool Driver::run_unanimous(const Round& round) {
   write_down(work, *decision);
   const Job job{&work.request(), &*decision, &work.times_};
   executor_.run({&job, 1}, [&](std::size_t) { complete(work); });
-  pending_.clear();
+  spare_ = pending_.extract(pending_.begin());
+  spare_.mapped() = {};
   return true;
 }
 

@@ -177,6 +177,7 @@ class Driver {
   Bytes fingerprint_;                         // of the request in announce_outbox()
   std::deque<std::shared_ptr<Work>> outbox_;  // to be announced
   std::map<std::string, Pending> pending_;    // announced, by key
+  decltype(pending_)::node_type spare_;       // of the last round of one work, for the next one
   bool round_open_ = false;                   // this rank has posted, but not seen all entries yet
   // Of the next round, from 1. Only the progress thread stores it; it orders nothing for other
   // threads.

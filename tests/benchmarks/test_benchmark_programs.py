@@ -37,10 +37,13 @@ def needs_namespaces(test: Callable[[Path], None]) -> Callable[[Path], None]:
     return test
 
 
+PEERS = ("gloo", "ring-c10d", "fake-c10d", "copy", "touch")
+
+
 @pytest.mark.slow
 def test_programs_on_two_ranks(tmp_path: Path) -> None:
     all_of = ("--collective", *COLLECTIVES, "--shared")
-    all_of += ("--peers", "gloo", "ring-c10d", "copy", "touch", "--dtypes", "float32", "bfloat16")
+    all_of += ("--peers", *PEERS, "--dtypes", "float32", "bfloat16")
     commands = [
         ("collectives", *all_of, "--max-bytes", "1024", "--rounds", "1", "--iterations", "2"),
         ("overhead", "--steps", "2", "--rounds", "2", "--compute-s", "0.01"),
@@ -113,15 +116,10 @@ def check_collectives(rows: list[dict[str, Any]]) -> None:
         assert row["bytes"] == 1024
         of_all = 1024 // (4 if row["type"] == "float32" else 2)
         assert row["count"] == (of_all // 2 if row["collective"] == "allgather" else of_all)
-        assert {library: r["wrong"] for library, r in row["results"].items()} == {
-            "torch_ring": 0,
-            "gloo": 0,
-            "ring-c10d": 0,
-            "copy": 0,
-            "touch": 0,
-        }
+        wrong = {library: result["wrong"] for library, result in row["results"].items()}
+        assert wrong == dict.fromkeys(("torch_ring", *PEERS), 0)
         ours = row["results"]["torch_ring"]
-        assert row["ratios"].keys() == {"gloo", "ring-c10d", "copy", "touch"}
+        assert row["ratios"].keys() == set(PEERS)
         gloo = row["results"]["gloo"]["time_us"]
         assert row["ratios"]["gloo"] == pytest.approx(gloo / ours["time_us"])
         # On two ranks: 2 (n - 1) / n is 1, (n - 1) / n a half.
