@@ -246,6 +246,11 @@ def _gradients() -> Iterator[Fault]:
         "self._require_carried_alike(ranks, decision)", "pass",
         tests=ahead,
     )  # fmt: skip
+    yield _python(
+        "ahead_unlike_late", "... or only in the next pass, after a step", PLANNED,
+        "adds = any(each.due & each.carried for each in started.values())", "adds = False",
+        tests=ahead,
+    )  # fmt: skip
     # --- hooks and passes
     yield _statement(
         "counts_twice", "a hook counts a pass twice", HOOKS,
