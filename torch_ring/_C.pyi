@@ -6,6 +6,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, device
 from torch._C._distributed_c10d import Backend
 from torch.distributed import Store  # type: ignore[attr-defined]
+from typing_extensions import TypedDict, Unpack
 
 from torch_ring.config import Config
 
@@ -446,6 +447,21 @@ class RecordStream:
     def dropped(self) -> int:
         """The number of records that found no room so far."""
 
+class _Options(TypedDict, total=False):
+    """The options of `Engine.submit`.
+
+    Attributes:
+        blocking: the caller is about to wait, so no thread is woken.
+        root: the rank, in the set, of a broadcast, reduce, gather or scatter.
+        splits: of an alltoall, the rows for each rank, in total at most those of the tensor.
+        joinable: ranks that have joined give an allgather no rows; otherwise they are an error.
+    """
+
+    blocking: bool
+    root: int
+    splits: Sequence[int]
+    joinable: bool
+
 class Engine:
     """Runs the collectives of a process set.
 
@@ -483,20 +499,54 @@ class Engine:
         nccl_blocking: bool,
         log: Callable[[str], None],
     ) -> None: ...
-    def allreduce(
+    def submit(
         self,
-        tensor: Tensor,
-        output: Tensor,
-        name: str,
-        op: int,
-        prescale: float,
-        postscale: float,
-        blocking: bool = False,
+        collective: str,
+        tensor: Tensor | None = None,
+        output: Tensor | None = None,
+        name: str | None = None,
+        op: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        /,
+        **options: Unpack[_Options],
     ) -> Work:
-        """Submit. `output` may be `tensor`. A request with an empty name gets a number.
+        """Submit a collective.
 
-        `blocking` (here and below): the caller is about to wait, so no thread is woken.
+        Args:
+            collective: its name in csrc/engine/collectives.inc; a join is submitted by ``join()``.
+            tensor: of this rank. In a scatter, the root's of shape (size, *output.shape); on the
+                other ranks it is ignored. None: of a barrier or a fence.
+            output: None: a new tensor; it may be `tensor` if it has its shape. That of an
+                allgather or alltoall is always new; that of a reducescatter is contiguous and has
+                this rank's rows, of which the first ranks get one more; a gather's has the shape
+                (size, *tensor.shape); a scatter must have one. Of a reduce or gather it is
+                ignored on all ranks but the root, and the result of the work is None there.
+            name: matches the request between the ranks; None: a number. A barrier without a name
+                lets later requests be numbered anew; a fence is one of the numbered requests, at
+                its place in their order.
+            op: of an allreduce, reduce or reducescatter, a ReduceOp; by default Sum.
+            prescale: multiplies each rank's tensor before the reduction.
+            postscale: multiplies the result.
+            options: of this collective.
+
+        Raises:
+            InvalidArgumentError: an argument is wrong on this rank; nothing was submitted.
         """
+
+    def submit_group(
+        self,
+        collective: str,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        name: str | None = None,
+        op: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        /,
+        **options: Unpack[_Options],
+    ) -> list[Work]:
+        """Submit all or none, as `submit`. Member i of group "g" has the name "g.i"."""
 
     def allreduce_and_wait(
         self,
@@ -513,123 +563,9 @@ class Engine:
         In place, it bumps the tensor's version, so that autograd notices.
         """
 
-    def broadcast(
-        self, tensor: Tensor, output: Tensor, root: int, name: str, blocking: bool = False
-    ) -> Work: ...
-    def allgather(
-        self, tensor: Tensor, name: str, blocking: bool = False, joinable: bool = False
-    ) -> Work:
-        """Submit. With `joinable`, joined ranks give no rows; otherwise they are an error."""
-
-    def alltoall(
-        self, tensor: Tensor, splits: Sequence[int], name: str, blocking: bool = False
-    ) -> Work:
-        """Submit. `splits`: rows for each rank, in total at most those of the tensor."""
-
-    def reducescatter(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        name: str,
-        op: int,
-        prescale: float,
-        postscale: float,
-        blocking: bool = False,
-    ) -> Work:
-        """Submit. `output` is contiguous and has this rank's rows: the first ranks get one more."""
-
-    def reduce(
-        self,
-        tensor: Tensor,
-        root: int,
-        name: str,
-        op: int,
-        prescale: float,
-        postscale: float,
-        output: Tensor | None = None,
-        blocking: bool = False,
-    ) -> Work:
-        """Submit. Rank `root` of the set gets what allreduce() would give, the same bits.
-
-        The root's result is `output`, which may be `tensor`, or else a new tensor. On the other
-        ranks `output` is ignored, and the result of the work is None.
-
-        Raises:
-            InvalidArgumentError: there is no such rank, or no such `op` of the dtype; Adasum.
-        """
-
-    def gather(
-        self,
-        tensor: Tensor,
-        root: int,
-        name: str,
-        output: Tensor | None = None,
-        blocking: bool = False,
-    ) -> Work:
-        """Submit. Rank `root` of the set gets the ranks' tensors, of one shape and dtype.
-
-        Its result is `output`, or else a new tensor, of shape (size, *tensor.shape). On the other
-        ranks `output` is ignored, and the result of the work is None.
-
-        Raises:
-            InvalidArgumentError: there is no such rank, or `output` has another shape or dtype.
-        """
-
-    def scatter(
-        self,
-        output: Tensor,
-        root: int,
-        name: str,
-        tensor: Tensor | None = None,
-        blocking: bool = False,
-    ) -> Work:
-        """Submit. Every rank gets its part of the `tensor` of rank `root` of the set in `output`.
-
-        `tensor` has the shape (size, *output.shape); on the other ranks it is ignored.
-
-        Raises:
-            InvalidArgumentError: there is no such rank, or the root's `tensor` is missing or has
-                another shape or dtype.
-        """
-
-    def barrier(self, name: str, blocking: bool = False, reset: bool = True) -> Work:
-        """Submit. Without a name, the caller waits, and later requests are numbered anew.
-
-        Without `reset` it is a fence: one of the numbered requests, at its place in their order.
-        """
-
     def join(self) -> Work:
         """Submit. The result is an int64 scalar: the last rank that has joined."""
 
-    def grouped_allreduce(
-        self,
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        name: str,
-        op: int,
-        prescale: float,
-        postscale: float,
-        blocking: bool = False,
-    ) -> list[Work]:
-        """Submit all or none (here and below). Member i of group "g" has the name "g.i"."""
-
-    def grouped_allgather(
-        self,
-        tensors: Sequence[Tensor],
-        name: str,
-        blocking: bool = False,
-        joinable: bool = False,
-    ) -> list[Work]: ...
-    def grouped_reducescatter(
-        self,
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        name: str,
-        op: int,
-        prescale: float,
-        postscale: float,
-        blocking: bool = False,
-    ) -> list[Work]: ...
     def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Message:
         """Begin to send a tensor to another rank of the set (csrc/messages/point_to_point.h).
 

@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -22,6 +24,8 @@ namespace torch_ring {
 
 namespace {
 
+constexpr int kSum = static_cast<int>(ReduceOp::kSum);
+
 std::unique_ptr<PyEngine> make_engine(
     int rank, std::vector<int> members, std::vector<int> host_of, std::vector<std::string> labels,
     bool may_spin, const std::shared_ptr<PyControlPlane>& plane, std::uint64_t set,
@@ -35,6 +39,64 @@ std::unique_ptr<PyEngine> make_engine(
   return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), read,
                                     NcclSettings{read.nccl_library, nccl_blocking},
                                     std::move(launch_order), std::move(log));
+}
+
+/// The arguments of Engine.submit() beside the tensors.
+struct Asked {
+  Fingerprint fingerprint;
+  std::vector<std::int64_t> splits = {};
+  bool blocking = false;
+};
+
+/// `options` have no arguments of their own: pybind11 looks up each name in each call, which takes
+/// as long as a small barrier.
+Asked asked(std::string_view collective, std::optional<std::string> name, int op, double prescale,
+            double postscale, const py::kwargs& options) {
+  const auto* const found = std::ranges::find(kCollectives, collective, &CollectiveTraits::name);
+  const auto index = static_cast<Collective>(found - kCollectives);
+  if (index >= Collective::kJoin) refuse("no such collective: " + std::string(collective));
+  Asked asked{{.collective = index,
+               .op = static_cast<ReduceOp>(op),
+               .prescale = prescale,
+               .postscale = postscale,
+               .name = std::move(name).value_or("")}};
+  for (const auto& [key, value] : options) {
+    const auto option = key.cast<std::string_view>();
+    try {
+      if (option == "blocking") {
+        asked.blocking = value.cast<bool>();
+      } else if (option == "root") {
+        asked.fingerprint.root = value.cast<int>();
+      } else if (option == "splits") {
+        asked.splits = value.cast<std::vector<std::int64_t>>();
+      } else if (option == "joinable") {
+        asked.fingerprint.joinable = value.cast<bool>();
+      } else {
+        throw py::type_error("submit() has no option '" + std::string(option) + "'");
+      }
+    } catch (const py::cast_error&) {
+      throw py::type_error("submit(): '" + std::string(option) + "' is of a wrong type");
+    }
+  }
+  return asked;
+}
+
+PyWork submit(const PyEngine& engine, std::string_view collective, std::optional<at::Tensor> tensor,
+              std::optional<at::Tensor> output, std::optional<std::string> name, int op,
+              double prescale, double postscale, const py::kwargs& options) {
+  auto [fingerprint, splits, blocking] =
+      asked(collective, std::move(name), op, prescale, postscale, options);
+  return engine.submit(std::move(fingerprint), std::move(tensor).value_or(at::Tensor()),
+                       std::move(output).value_or(at::Tensor()), std::move(splits), blocking);
+}
+
+std::vector<PyWork> submit_group(const PyEngine& engine, std::string_view collective,
+                                 const std::vector<at::Tensor>& tensors,
+                                 const std::vector<at::Tensor>& outputs,
+                                 std::optional<std::string> name, int op, double prescale,
+                                 double postscale, const py::kwargs& options) {
+  const Asked all = asked(collective, std::move(name), op, prescale, postscale, options);
+  return engine.submit_group(all.fingerprint, tensors, outputs, all.blocking);
 }
 
 }  // namespace
@@ -57,37 +119,13 @@ void bind_engine(py::module_& module) {
            py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
            py::arg("memory"), py::arg("slots"), py::arg("launch_order"), py::arg("config"),
            py::kw_only(), py::arg("ucx_library"), py::arg("nccl_blocking"), py::arg("log"))
-      .def("allreduce", &PyEngine::allreduce, py::arg("tensor"), py::arg("output"), py::arg("name"),
-           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("blocking") = false)
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
       .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
-      .def("broadcast", &PyEngine::broadcast, py::arg("tensor"), py::arg("output"), py::arg("root"),
-           py::arg("name"), py::arg("blocking") = false)
-      .def("allgather", &PyEngine::allgather, py::arg("tensor"), py::arg("name"),
-           py::arg("blocking") = false, py::arg("joinable") = false)
-      .def("alltoall", &PyEngine::alltoall, py::arg("tensor"), py::arg("splits"), py::arg("name"),
-           py::arg("blocking") = false)
-      .def("reducescatter", &PyEngine::reducescatter, py::arg("tensor"), py::arg("output"),
-           py::arg("name"), py::arg("op"), py::arg("prescale"), py::arg("postscale"),
-           py::arg("blocking") = false)
-      .def("reduce", &PyEngine::reduce, py::arg("tensor"), py::arg("root"), py::arg("name"),
-           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("output") = py::none(),
-           py::arg("blocking") = false)
-      .def("gather", &PyEngine::gather, py::arg("tensor"), py::arg("root"), py::arg("name"),
-           py::arg("output") = py::none(), py::arg("blocking") = false)
-      .def("scatter", &PyEngine::scatter, py::arg("output"), py::arg("root"), py::arg("name"),
-           py::arg("tensor") = py::none(), py::arg("blocking") = false)
-      .def("barrier", &PyEngine::barrier, py::arg("name"), py::arg("blocking") = false,
-           py::arg("reset") = true)
+      .def("submit", &submit, py::arg(), py::arg() = py::none(), py::arg() = py::none(),
+           py::arg() = py::none(), py::arg() = kSum, py::arg() = 1.0, py::arg() = 1.0)
+      .def("submit_group", &submit_group, py::arg(), py::arg(), py::arg() = py::tuple(),
+           py::arg() = py::none(), py::arg() = kSum, py::arg() = 1.0, py::arg() = 1.0)
       .def("join", &PyEngine::join)
-      .def("grouped_allreduce", &PyEngine::grouped_allreduce, py::arg("tensors"),
-           py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
-           py::arg("postscale"), py::arg("blocking") = false)
-      .def("grouped_allgather", &PyEngine::grouped_allgather, py::arg("tensors"), py::arg("name"),
-           py::arg("blocking") = false, py::arg("joinable") = false)
-      .def("grouped_reducescatter", &PyEngine::grouped_reducescatter, py::arg("tensors"),
-           py::arg("outputs"), py::arg("name"), py::arg("op"), py::arg("prescale"),
-           py::arg("postscale"), py::arg("blocking") = false)
       .def(
           "send",
           [](const PyEngine& engine, const at::Tensor& tensor, int destination, int tag) {

@@ -1,5 +1,6 @@
 #include "bindings/py_engine.h"
 
+#include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Dtype.h>
 
@@ -33,10 +34,8 @@ Engine::Mode mode_of(bool blocking) {
   return blocking ? Engine::Mode::kBlocking : Engine::Mode::kAsynchronous;
 }
 
-void check_outputs(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& outputs) {
-  if (tensors.size() != outputs.size()) {
-    throw Error(ErrorKind::kInvalidArgument, "a group needs an output for each tensor");
-  }
+std::shared_ptr<Result> result_in(const at::Tensor& output) {
+  return std::make_shared<Result>(Result{output, {}});
 }
 
 }  // namespace
@@ -93,11 +92,78 @@ PyEngine::PyEngine(World world, std::shared_ptr<ControlPlane> plane, std::uint64
   engine_ = std::make_shared<Engine>(communicator_, abort, std::move(options));
 }
 
-PyWork PyEngine::allreduce(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                           int op, double prescale, double postscale, bool blocking) const {
-  device_->use(tensor.device());
-  return submit(allreduce_request(tensor, output, std::move(name), op, prescale, postscale, size_),
-                result_in(output), tensor.device(), blocking);
+PyEngine::Submission PyEngine::submission_of(Fingerprint&& asked, at::Tensor tensor,
+                                             at::Tensor output,
+                                             std::vector<std::int64_t> splits) const {
+  const CollectiveTraits& traits = traits_of(asked.collective);
+  if (traits.sends == Sends::kNothing) {
+    return {Request{.fingerprint = std::move(asked)}, std::make_shared<Result>()};
+  }
+  const Place place{rank_, size_};
+  const bool scatters = traits.sends == Sends::kOfRootForEach;
+  const at::Tensor& own = scatters ? output : tensor;
+  if (!own.defined()) refuse(traits.name + std::string(": a tensor is missing"));
+  const c10::Device device = own.device();
+  device_->use(device);
+  if (has_rows(asked.collective)) {
+    auto result = std::make_shared<Result>();
+    return {request_of_rows(std::move(asked), tensor, std::move(splits), result, size_), result,
+            device};
+  }
+  const bool is_root = !traits.has_root || asked.root == rank_;
+  if (scatters) {
+    if (!is_root) tensor.reset();
+    if (is_root && !tensor.defined()) refuse("scatter: the root must give the tensor of all parts");
+  } else if (!is_root && traits.sends == Sends::kTensor) {
+    output.reset();
+  } else if (!output.defined()) {
+    output = output_for(asked.collective, tensor, place);
+  }
+  return {request_of(std::move(asked), tensor, output, place), result_in(output), device};
+}
+
+PyWork PyEngine::submit(Fingerprint&& asked, at::Tensor tensor, at::Tensor output,
+                        std::vector<std::int64_t> splits, bool blocking) const {
+  return submit(
+      submission_of(std::move(asked), std::move(tensor), std::move(output), std::move(splits)),
+      blocking);
+}
+
+std::vector<PyWork> PyEngine::submit_group(const Fingerprint& asked,
+                                           const std::vector<at::Tensor>& tensors,
+                                           const std::vector<at::Tensor>& outputs,
+                                           bool blocking) const {
+  if (!outputs.empty() && outputs.size() != tensors.size()) {
+    refuse("a group needs an output for each tensor");
+  }
+  std::vector<Submission> members;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    Fingerprint member = asked;
+    if (!asked.name.empty()) member.name += "." + std::to_string(i);
+    if (tensors.size() > 1) member.group = static_cast<std::uint32_t>(tensors.size());
+    members.push_back(submission_of(std::move(member), tensors[i],
+                                    outputs.empty() ? at::Tensor() : outputs[i], {}));
+  }
+  const std::shared_ptr<Engine> engine = running();
+  std::vector<Request> requests;
+  std::shared_ptr<c10::Event> ready;  // of all
+  for (auto& [request, result, device] : members) {
+    if (!request.fingerprint.on_host()) {
+      if (!ready) ready = recorded_now(device);
+      result->output_event.emplace(device, ready).follow(request);
+    }
+    requests.push_back(std::move(request));
+  }
+  std::vector<std::shared_ptr<Work>> works;
+  {
+    const BlockingCall no_gil;
+    works = engine->submit(std::move(requests), mode_of(blocking));
+  }
+  std::vector<PyWork> handles;
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    handles.emplace_back(engine, std::move(works[i]), std::move(members[i].result));
+  }
+  return handles;
 }
 
 at::Tensor PyEngine::allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
@@ -105,14 +171,15 @@ at::Tensor PyEngine::allreduce_and_wait(const at::Tensor& tensor, std::optional<
                                         double postscale) const {
   const bool in_place = output && output->is_same(tensor);
   if (!output) output = empty_result_like(tensor);
-  if (!tensor.is_cpu()) {
-    allreduce(tensor, *output, std::move(name), op, prescale, postscale, true).wait();
-  } else {
+  if (!tensor.is_cpu()) device_->use(tensor.device());
+  Request request =
+      allreduce_request(tensor, *output, std::move(name), op, prescale, postscale, size_);
+  if (tensor.is_cpu()) {
     const std::shared_ptr<Engine> engine = running();
-    Request request =
-        allreduce_request(tensor, *output, std::move(name), op, prescale, postscale, size_);
     const BlockingCall no_gil;
     engine->submit_and_wait(std::move(request), kCheckSignals);
+  } else {
+    submit({std::move(request), result_in(*output), tensor.device()}, true).wait();
   }
   if (in_place && !tensor.is_inference()) {
     tensor.unsafeGetTensorImpl()->bump_version();  // so autograd refuses a stale saved tensor
@@ -120,127 +187,15 @@ at::Tensor PyEngine::allreduce_and_wait(const at::Tensor& tensor, std::optional<
   return *output;
 }
 
-PyWork PyEngine::broadcast(const at::Tensor& tensor, const at::Tensor& output, int root,
-                           std::string name, bool blocking) const {
-  device_->use(tensor.device());
-  return submit(broadcast_request(tensor, output, root, size_, std::move(name)), result_in(output),
-                tensor.device(), blocking);
-}
-
-PyWork PyEngine::allgather(const at::Tensor& tensor, std::string name, bool blocking,
-                           bool joinable) const {
-  device_->use(tensor.device());
-  auto result = std::make_shared<Result>();
-  return submit(allgather_request(tensor, result, std::move(name), joinable), result,
-                tensor.device(), blocking);
-}
-
-PyWork PyEngine::alltoall(const at::Tensor& tensor, std::vector<std::int64_t> splits,
-                          std::string name, bool blocking) const {
-  device_->use(tensor.device());
-  auto result = std::make_shared<Result>();
-  return submit(alltoall_request(tensor, std::move(splits), result, std::move(name), size_), result,
-                tensor.device(), blocking);
-}
-
-PyWork PyEngine::reducescatter(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                               int op, double prescale, double postscale, bool blocking) const {
-  device_->use(tensor.device());
-  return submit(
-      reducescatter_request(tensor, output, std::move(name), op, prescale, postscale, rank_, size_),
-      result_in(output), tensor.device(), blocking);
-}
-
-PyWork PyEngine::reduce(const at::Tensor& tensor, int root, std::string name, int op,
-                        double prescale, double postscale, std::optional<at::Tensor> output,
-                        bool blocking) const {
-  device_->use(tensor.device());
-  const at::Tensor target = rank_ != root ? at::Tensor()
-                            : output      ? *output
-                                          : empty_result_like(tensor);
-  return submit(
-      reduce_request(tensor, target, root, std::move(name), op, prescale, postscale, size_),
-      result_in(target), tensor.device(), blocking);
-}
-
-PyWork PyEngine::gather(const at::Tensor& tensor, int root, std::string name,
-                        std::optional<at::Tensor> output, bool blocking) const {
-  device_->use(tensor.device());
-  std::vector<std::int64_t> shape = tensor.sizes().vec();
-  shape.insert(shape.begin(), size_);
-  const at::Tensor target = rank_ != root ? at::Tensor()
-                            : output      ? *output
-                                          : empty_result(tensor, shape);
-  return submit(gather_request(tensor, target, root, std::move(name), size_), result_in(target),
-                tensor.device(), blocking);
-}
-
-PyWork PyEngine::scatter(const at::Tensor& output, int root, std::string name,
-                         std::optional<at::Tensor> tensor, bool blocking) const {
-  device_->use(output.device());
-  if (rank_ == root && !tensor) {
-    throw Error(ErrorKind::kInvalidArgument, "scatter: the root must give the tensor of all parts");
-  }
-  const at::Tensor parts = rank_ == root ? *tensor : at::Tensor();
-  return submit(scatter_request(parts, output, root, std::move(name), size_), result_in(output),
-                output.device(), blocking);
-}
-
-PyWork PyEngine::barrier(std::string name, bool blocking, bool reset) const {
-  return submit(barrier_request(std::move(name), reset), std::make_shared<Result>(), at::kCPU,
-                blocking);
-}
-
 PyWork PyEngine::join() const {
   device_->prefer_current();
-  auto result = std::make_shared<Result>();
-  Request request = join_request(result);
+  const auto options = at::TensorOptions().dtype(at::kLong).device(at::kCPU);
+  auto result = result_in(at::empty({}, options));
+  Request request{.fingerprint = {.collective = Collective::kJoin, .name = kJoinKey}};
+  request.output = result->tensor.mutable_data_ptr();
+  request.finish = [result] {};  // keeps it alive
   request.allocate = stand_in_;
-  return submit(std::move(request), result, at::kCPU, true);
-}
-
-std::vector<PyWork> PyEngine::grouped_allreduce(const std::vector<at::Tensor>& tensors,
-                                                const std::vector<at::Tensor>& outputs,
-                                                const std::string& name, int op, double prescale,
-                                                double postscale, bool blocking) const {
-  for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
-  check_outputs(tensors, outputs);
-  std::vector<GroupedRequest> members;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    members.push_back({allreduce_request(tensors[i], outputs[i], member_name(name, i), op, prescale,
-                                         postscale, size_),
-                       result_in(outputs[i]), tensors[i].device()});
-  }
-  return submit(std::move(members), blocking);
-}
-
-std::vector<PyWork> PyEngine::grouped_allgather(const std::vector<at::Tensor>& tensors,
-                                                const std::string& name, bool blocking,
-                                                bool joinable) const {
-  for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
-  std::vector<GroupedRequest> members;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    auto result = std::make_shared<Result>();
-    members.push_back({allgather_request(tensors[i], result, member_name(name, i), joinable),
-                       result, tensors[i].device()});
-  }
-  return submit(std::move(members), blocking);
-}
-
-std::vector<PyWork> PyEngine::grouped_reducescatter(const std::vector<at::Tensor>& tensors,
-                                                    const std::vector<at::Tensor>& outputs,
-                                                    const std::string& name, int op,
-                                                    double prescale, double postscale,
-                                                    bool blocking) const {
-  for (const at::Tensor& tensor : tensors) device_->use(tensor.device());
-  check_outputs(tensors, outputs);
-  std::vector<GroupedRequest> members;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    members.push_back({reducescatter_request(tensors[i], outputs[i], member_name(name, i), op,
-                                             prescale, postscale, rank_, size_),
-                       result_in(outputs[i]), tensors[i].device()});
-  }
-  return submit(std::move(members), blocking);
+  return submit({std::move(request), result}, true);
 }
 
 std::shared_ptr<MessageRequest> PyEngine::send(const at::Tensor& tensor, int destination, int tag,
@@ -333,9 +288,9 @@ std::shared_ptr<Engine> PyEngine::running() const {
   return engine_;
 }
 
-PyWork PyEngine::submit(Request request, std::shared_ptr<Result> result, c10::Device device,
-                        bool blocking) const {
+PyWork PyEngine::submit(Submission submission, bool blocking) const {
   const std::shared_ptr<Engine> engine = running();
+  auto& [request, result, device] = submission;
   if (!request.fingerprint.on_host()) {
     result->output_event.emplace(device, recorded_now(device)).follow(request);
   }
@@ -345,31 +300,6 @@ PyWork PyEngine::submit(Request request, std::shared_ptr<Result> result, c10::De
     work = engine->submit(std::move(request), mode_of(blocking));
   }
   return {engine, std::move(work), std::move(result)};
-}
-
-std::vector<PyWork> PyEngine::submit(std::vector<GroupedRequest> members, bool blocking) const {
-  const std::shared_ptr<Engine> engine = running();
-  std::vector<Request> requests;
-  std::shared_ptr<c10::Event> ready;  // of all
-  for (GroupedRequest& member : members) {
-    const auto count = static_cast<std::uint32_t>(members.size());
-    member.request.fingerprint.group = count > 1 ? count : 0;
-    if (!member.request.fingerprint.on_host()) {
-      if (!ready) ready = recorded_now(member.device);
-      member.result->output_event.emplace(member.device, ready).follow(member.request);
-    }
-    requests.push_back(std::move(member.request));
-  }
-  std::vector<std::shared_ptr<Work>> works;
-  {
-    const BlockingCall no_gil;
-    works = engine->submit(std::move(requests), mode_of(blocking));
-  }
-  std::vector<PyWork> handles;
-  for (std::size_t i = 0; i < works.size(); ++i) {
-    handles.emplace_back(engine, std::move(works[i]), std::move(members[i].result));
-  }
-  return handles;
 }
 
 }  // namespace torch_ring

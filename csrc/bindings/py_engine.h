@@ -79,21 +79,6 @@ class PyWork {
   std::shared_ptr<Result> result_;
 };
 
-/// A request and its result: one member of a group.
-struct GroupedRequest {
-  Request request;
-  std::shared_ptr<Result> result;
-  c10::Device device;
-};
-
-inline std::string member_name(const std::string& group, std::size_t index) {
-  return group.empty() ? group : group + "." + std::to_string(index);
-}
-
-inline std::shared_ptr<Result> result_in(const at::Tensor& output) {
-  return std::make_shared<Result>(Result{output, {}});
-}
-
 /// The engine of a process set, its communicator, and objects of the same lifetime: Python's
 /// `Engine` (torch_ring/_C.pyi documents the methods), which other bindings hold as well.
 ///
@@ -109,57 +94,27 @@ class PyEngine {
 
   ~PyEngine() { shutdown(); }
 
-  PyWork allreduce(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
-                   double prescale, double postscale, bool blocking) const;
+  /// Submits the collective `asked` with its options: request_of(). The tensors may be undefined
+  /// where a collective has none, or where another rank is the root; those of other ranks than the
+  /// root are ignored. An undefined output becomes a new tensor. `splits`: of an alltoall.
+  PyWork submit(Fingerprint&& asked, at::Tensor tensor, at::Tensor output,
+                std::vector<std::int64_t> splits, bool blocking) const;
+
+  /// Submits a group, all or none. Member i of group "g" has the name "g.i". `outputs`: one for
+  /// each tensor, or none.
+  std::vector<PyWork> submit_group(const Fingerprint& asked, const std::vector<at::Tensor>& tensors,
+                                   const std::vector<at::Tensor>& outputs, bool blocking) const;
 
   /// A blocking allreduce without a handle: the shortest path of a small tensor. Returns the
   /// output, which is a new tensor if none is given.
   at::Tensor allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
                                 std::string name, int op, double prescale, double postscale) const;
 
-  PyWork broadcast(const at::Tensor& tensor, const at::Tensor& output, int root, std::string name,
-                   bool blocking) const;
-
-  PyWork allgather(const at::Tensor& tensor, std::string name, bool blocking, bool joinable) const;
-
-  PyWork alltoall(const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string name,
-                  bool blocking) const;
-
-  PyWork reducescatter(const at::Tensor& tensor, const at::Tensor& output, std::string name, int op,
-                       double prescale, double postscale, bool blocking) const;
-
-  // Only the root has the output of a reduce or gather: by default a new tensor. Only it has the
-  // `tensor` of a scatter.
-  PyWork reduce(const at::Tensor& tensor, int root, std::string name, int op, double prescale,
-                double postscale, std::optional<at::Tensor> output, bool blocking) const;
-
-  PyWork gather(const at::Tensor& tensor, int root, std::string name,
-                std::optional<at::Tensor> output, bool blocking) const;
-
-  PyWork scatter(const at::Tensor& output, int root, std::string name,
-                 std::optional<at::Tensor> tensor, bool blocking) const;
-
-  PyWork barrier(std::string name, bool blocking, bool reset) const;
-
   PyWork join() const;
 
   /// join() answers the other ranks' questions by this function (Request::allocate).
   using StandIn = std::function<void*(std::span<const std::int64_t>)>;
   void stand_in_by(StandIn answer) { stand_in_ = std::move(answer); }
-
-  std::vector<PyWork> grouped_allreduce(const std::vector<at::Tensor>& tensors,
-                                        const std::vector<at::Tensor>& outputs,
-                                        const std::string& name, int op, double prescale,
-                                        double postscale, bool blocking) const;
-
-  std::vector<PyWork> grouped_allgather(const std::vector<at::Tensor>& tensors,
-                                        const std::string& name, bool blocking,
-                                        bool joinable) const;
-
-  std::vector<PyWork> grouped_reducescatter(const std::vector<at::Tensor>& tensors,
-                                            const std::vector<at::Tensor>& outputs,
-                                            const std::string& name, int op, double prescale,
-                                            double postscale, bool blocking) const;
 
   /// Begins a message to another rank of the set, or the receipt of one, from `source` or from any
   /// rank (csrc/messages). The request keeps the tensor until it has ended; meanwhile nobody else
@@ -212,10 +167,15 @@ class PyEngine {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
-  PyWork submit(Request request, std::shared_ptr<Result> result, c10::Device device,
-                bool blocking) const;
+  struct Submission {
+    Request request;
+    std::shared_ptr<Result> result;
+    c10::Device device = at::kCPU;
+  };
 
-  std::vector<PyWork> submit(std::vector<GroupedRequest> members, bool blocking) const;
+  Submission submission_of(Fingerprint&& asked, at::Tensor tensor, at::Tensor output,
+                           std::vector<std::int64_t> splits) const;
+  PyWork submit(Submission submission, bool blocking) const;
 
   std::shared_ptr<MessageRequest> post(MessageSpec spec,
                                        std::optional<Clock::time_point> deadline) const;

@@ -201,18 +201,19 @@ std::shared_ptr<BlockPool> SharedTensors::gradient_blocks() {
   return blocks_;
 }
 
-namespace {
-
-std::string quoted(const std::string& collective, const std::string& name) {
-  return name.empty() ? collective : collective + " '" + name + "'";
+std::vector<std::int64_t> shape_of_parts(const at::Tensor& part, int size) {
+  std::vector<std::int64_t> shape = part.sizes().vec();
+  shape.insert(shape.begin(), size);
+  return shape;
 }
 
-void check_output(const at::Tensor& tensor, const at::Tensor& output, const std::string& what) {
-  if (output.sizes() != tensor.sizes() || output.scalar_type() != tensor.scalar_type() ||
-      output.device() != tensor.device()) {
-    refuse(what + ": the output differs from the input in shape, dtype or device");
-  }
-  check_writable(output, what);
+namespace {
+
+/// The beginning of errors about a request: "allreduce 'a'".
+std::string quoted(const Fingerprint& asked) {
+  std::string what = name_of(asked.collective);
+  if (!asked.name.empty()) what.append(" '").append(asked.name).append("'");
+  return what;
 }
 
 /// The communicator's input for `tensor`. Adasum runs on the host.
@@ -223,8 +224,8 @@ at::Tensor input_of(const Fingerprint& fingerprint, const at::Tensor& tensor) {
 
 /// Sets the request's input to `input`, which it keeps alive, and its output to `output`. Where
 /// this needs a contiguous copy, the copy may be `input` if `in_place`.
-void set_buffers_to(Request& request, const at::Tensor& input, const at::Tensor& output,
-                    bool in_place = false) {
+void set_buffers(Request& request, const at::Tensor& input, const at::Tensor& output,
+                 bool in_place = false) {
   request.input = input.const_data_ptr();
   if (is_plain(output) && output.device() == input.device()) {
     request.output = output.mutable_data_ptr();
@@ -247,17 +248,16 @@ void set_buffers_to(Request& request, const at::Tensor& input, const at::Tensor&
   };
 }
 
-/// The same for a `tensor` that may need a contiguous copy, too, and an `output` of its shape.
-void set_buffers(Request& request, const at::Tensor& tensor, const at::Tensor& output) {
-  const bool in_place = output.is_same(tensor) || output.data_ptr() == tensor.data_ptr();
-  set_buffers_to(request, input_of(request.fingerprint, tensor), output, in_place);
+/// Whether the two have one dtype and one device.
+bool is_like(const at::Tensor& one, const at::Tensor& other) {
+  return one.scalar_type() == other.scalar_type() && one.device() == other.device();
 }
 
-/// Sets the input of a rank without an output.
-void set_input(Request& request, const at::Tensor& input) {
-  request.input = input.const_data_ptr();
-  if (!input.is_cpu()) request.begin = keeper({input});
-  request.finish = [input] {};  // keeps it alive
+/// The shape of this rank's rows of a reducescatter. Precondition: `whole` has rows.
+std::vector<std::int64_t> shape_of_share(const at::Tensor& whole, Place place) {
+  std::vector<std::int64_t> shape = whole.sizes().vec();
+  shape[0] = scattered_rows(shape[0], place.size)[static_cast<std::size_t>(place.rank)];
+  return shape;
 }
 
 /// Refuses a root that is not a rank.
@@ -270,10 +270,7 @@ void check_root(int root, int size, const std::string& what) {
 /// Checks that `parts` has `part`'s dtype and device, and its shape once for each rank.
 void check_parts(const at::Tensor& parts, const at::Tensor& part, int size,
                  const std::string& what) {
-  std::vector<std::int64_t> shape = part.sizes().vec();
-  shape.insert(shape.begin(), size);
-  if (parts.sizes() != shape || parts.scalar_type() != part.scalar_type() ||
-      parts.device() != part.device()) {
+  if (!is_like(parts, part) || parts.sizes() != shape_of_parts(part, size)) {
     refuse(what +
            ": the root's tensor of all parts must have the shape, dtype and device of one "
            "part, with a first dimension of " +
@@ -281,31 +278,46 @@ void check_parts(const at::Tensor& parts, const at::Tensor& part, int size,
   }
 }
 
-/// Sets the buffers of an allgather or an alltoall whose output is given.
-void set_given_buffers(Request& request, const at::Tensor& input, const at::Tensor& output) {
-  request.input = input.const_data_ptr();
-  request.allocate = [output](std::span<const std::int64_t>) { return output.mutable_data_ptr(); };
-  if (!input.is_cpu()) request.begin = keeper({input, output});
-  request.finish = [input, output] {};  // keeps them alive
+/// Checks that the tensors, where this rank has both, fit one another.
+void check_fit(Collective collective, const at::Tensor& tensor, const at::Tensor& output,
+               Place place, const std::string& what) {
+  switch (collective) {
+    case Collective::kReducescatter:
+      if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to scatter");
+      if (!is_like(output, tensor) || !output.is_contiguous() ||
+          output.sizes() != shape_of_share(tensor, place)) {
+        refuse(what + ": the output is not a contiguous tensor of this rank's rows");
+      }
+      break;
+    case Collective::kGather:
+      if (output.defined()) check_parts(output, tensor, place.size, what);
+      break;
+    case Collective::kScatter:
+      if (!tensor.defined()) break;
+      check_tensor(tensor, what);
+      check_parts(tensor, output, place.size, what);
+      break;
+    default:
+      if (!output.defined() || (output.sizes() == tensor.sizes() && is_like(output, tensor))) break;
+      refuse(what + ": the output differs from the input in shape, dtype or device");
+  }
 }
 
-/// Sets the buffers of an allgather or an alltoall, whose output size depends on the other ranks.
-/// Reduces the fingerprint's shape to that of a row.
-void set_ragged_buffers(Request& request, const at::Tensor& input, std::shared_ptr<Result> result) {
-  request.fingerprint.shape.erase(request.fingerprint.shape.begin());
-  request.input = input.const_data_ptr();
-  request.begin = keeper({input});
-  request.allocate = [input, result = std::move(result),
-                      in_inference_mode =
-                          c10::InferenceMode::is_enabled()](std::span<const std::int64_t> rows) {
-    const ForCaller for_caller(in_inference_mode);
-    std::vector<std::int64_t> shape = input.sizes().vec();
-    shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-    result->rows.assign(rows.begin(), rows.end());
-    result->tensor = torch_call([&] { return empty_result(input, shape); });
-    keep_for_stream(result->tensor);
-    return result->tensor.mutable_data_ptr();
-  };
+/// Checks the rows that this rank sends to each, of those that it has.
+void check_splits(std::span<const std::int64_t> splits, std::int64_t rows, int size,
+                  const std::string& what) {
+  if (splits.size() != static_cast<std::size_t>(size)) {
+    refuse(what + ": there are " + std::to_string(splits.size()) + " splits for " +
+           std::to_string(size) + " ranks");
+  }
+  std::int64_t left = rows;
+  for (const std::int64_t split : splits) {
+    if (split < 0) refuse(what + ": a split is negative");
+    if (split > left) {
+      refuse(what + ": the splits have more rows than the tensor, " + std::to_string(rows));
+    }
+    left -= split;
+  }
 }
 
 }  // namespace
@@ -325,14 +337,11 @@ void check_op(DType dtype, ReduceOp op, const std::string& what, int size) {
   check_reducible(dtype, op, what);
 }
 
-Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std::string name) {
-  Fingerprint fingerprint;
-  fingerprint.collective = collective;
-  fingerprint.dtype = dtype_of(tensor);
-  fingerprint.device = static_cast<std::uint8_t>(tensor.device().type());
-  fingerprint.shape = tensor.sizes().vec();
-  fingerprint.name = std::move(name);
-  return fingerprint;
+Fingerprint fingerprint_of(Fingerprint asked, const at::Tensor& tensor) {
+  asked.dtype = dtype_of(tensor);
+  asked.device = static_cast<std::uint8_t>(tensor.device().type());
+  asked.shape = tensor.sizes().vec();
+  return asked;
 }
 
 std::function<void()> keeper(std::vector<at::Tensor> tensors) {
@@ -341,193 +350,79 @@ std::function<void()> keeper(std::vector<at::Tensor> tensors) {
   };
 }
 
-Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                          int op, double prescale, double postscale, int size) {
-  const std::string what = quoted("allreduce", name);
-  check_tensor(tensor, what);
-  check_output(tensor, output, what);
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kAllreduce, tensor, std::move(name));
-  request.fingerprint.op = static_cast<ReduceOp>(op);
-  request.fingerprint.prescale = prescale;
-  request.fingerprint.postscale = postscale;
-  check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
-  set_buffers(request, tensor, output);
-  return request;
-}
-
-Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, int root, int size,
-                          std::string name) {
-  const std::string what = quoted("broadcast", name);
-  check_tensor(tensor, what);
-  check_output(tensor, output, what);
-  check_root(root, size, what);
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kBroadcast, tensor, std::move(name));
-  request.fingerprint.root = root;
-  set_buffers(request, tensor, output);
-  return request;
-}
-
-Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> result,
-                          std::string name, bool joinable) {
-  const std::string what = quoted("allgather", name);
-  check_tensor(tensor, what);
-  if (tensor.dim() == 0)
-    refuse(what + ": a scalar has no first dimension to gather along: reshape(1)");
-  const at::Tensor input = values_of(tensor);
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kAllgather, tensor, std::move(name));
-  request.fingerprint.joinable = joinable;
-  request.rows = {tensor.size(0)};
-  set_ragged_buffers(request, input, std::move(result));
-  return request;
-}
-
-Request allgather_into_request(const at::Tensor& tensor, const at::Tensor& output,
-                               std::string name) {
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kAllgather, tensor, std::move(name));
-  request.rows = {1};
-  set_given_buffers(request, values_of(tensor.detach()), output);
-  return request;
-}
-
-Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
-                         std::shared_ptr<Result> result, std::string name, int size) {
-  const std::string what = quoted("alltoall", name);
-  check_tensor(tensor, what);
-  if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to split");
-  if (splits.size() != static_cast<std::size_t>(size)) {
-    refuse(what + ": there are " + std::to_string(splits.size()) + " splits for " +
-           std::to_string(size) + " ranks");
+at::Tensor output_for(Collective collective, const at::Tensor& tensor, Place place) {
+  if (collective == Collective::kGather) {
+    return empty_result(tensor, shape_of_parts(tensor, place.size));
   }
-  std::int64_t left = tensor.size(0);
-  for (const std::int64_t rows : splits) {
-    if (rows < 0) refuse(what + ": a split is negative");
-    if (rows > left) {
-      refuse(what + ": the splits have more rows than the tensor, " +
-             std::to_string(tensor.size(0)));
+  if (collective != Collective::kReducescatter) return empty_result_like(tensor);
+  if (tensor.dim() == 0) refuse("reducescatter: a scalar has no first dimension to scatter");
+  return empty_result(tensor, shape_of_share(tensor, place));
+}
+
+Request request_of(Fingerprint asked, const at::Tensor& tensor, const at::Tensor& output,
+                   Place place) {
+  const std::string what = quoted(asked);
+  const at::Tensor& own = asked.collective == Collective::kScatter ? output : tensor;
+  check_tensor(own, what);
+  check_fit(asked.collective, tensor, output, place, what);
+  if (output.defined()) check_writable(output, what);
+  if (has_root(asked.collective)) check_root(asked.root, place.size, what);
+  Request request{.fingerprint = fingerprint_of(std::move(asked), own)};
+  const Fingerprint& f = request.fingerprint;
+  if (reduces(f.collective)) {
+    if (f.op == ReduceOp::kAdasum && f.collective != Collective::kAllreduce) {
+      refuse(what + ": Adasum is an op of allreduce");
     }
-    left -= rows;
+    check_op(f.dtype, f.op, what, place.size);
   }
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kAlltoall, tensor, std::move(name));
-  request.rows = std::move(splits);
-  set_ragged_buffers(request, values_of(tensor), std::move(result));
-  return request;
-}
-
-Request alltoall_into_request(const at::Tensor& tensor, const at::Tensor& output,
-                              std::vector<std::int64_t> row, Splits splits, std::string name) {
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kAlltoall, tensor, std::move(name));
-  request.fingerprint.shape = std::move(row);
-  request.fingerprint.tells_expected = true;  // so that the ranks check the output's room
-  request.rows = std::move(splits.sent);
-  request.rows.insert(request.rows.end(), splits.received.begin(), splits.received.end());
-  set_given_buffers(request, tensor, output);
-  return request;
-}
-
-Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                              int op, double prescale, double postscale, int rank, int size) {
-  const std::string what = quoted("reducescatter", name);
-  check_tensor(tensor, what);
-  if (tensor.dim() == 0) refuse(what + ": a scalar has no first dimension to scatter");
-  check_writable(output, what);
-  const auto rows = scattered_rows(tensor.size(0), size)[static_cast<std::size_t>(rank)];
-  if (!output.is_contiguous() || output.device() != tensor.device() ||
-      output.scalar_type() != tensor.scalar_type() || output.dim() != tensor.dim() ||
-      output.size(0) != rows ||
-      !std::equal(tensor.sizes().begin() + 1, tensor.sizes().end(), output.sizes().begin() + 1)) {
-    refuse(what + ": the output is not a contiguous tensor of this rank's rows");
-  }
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kReducescatter, tensor, std::move(name));
-  request.fingerprint.op = static_cast<ReduceOp>(op);
-  request.fingerprint.prescale = prescale;
-  request.fingerprint.postscale = postscale;
-  if (request.fingerprint.op == ReduceOp::kAdasum) refuse(what + ": Adasum is an op of allreduce");
-  check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
-  set_buffers_to(request, input_of(request.fingerprint, tensor), output);
-  return request;
-}
-
-Request reduce_request(const at::Tensor& tensor, const at::Tensor& output, int root,
-                       std::string name, int op, double prescale, double postscale, int size) {
-  const std::string what = quoted("reduce", name);
-  check_tensor(tensor, what);
-  check_root(root, size, what);
-  if (output.defined()) check_output(tensor, output, what);
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kReduce, tensor, std::move(name));
-  request.fingerprint.root = root;
-  request.fingerprint.op = static_cast<ReduceOp>(op);
-  request.fingerprint.prescale = prescale;
-  request.fingerprint.postscale = postscale;
-  if (request.fingerprint.op == ReduceOp::kAdasum) refuse(what + ": Adasum is an op of allreduce");
-  check_op(request.fingerprint.dtype, request.fingerprint.op, what, size);
-  if (output.defined()) {
-    set_buffers(request, tensor, output);
-  } else {
-    set_input(request, input_of(request.fingerprint, tensor));
-  }
-  return request;
-}
-
-Request gather_request(const at::Tensor& tensor, const at::Tensor& output, int root,
-                       std::string name, int size) {
-  const std::string what = quoted("gather", name);
-  check_tensor(tensor, what);
-  check_root(root, size, what);
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kGather, tensor, std::move(name));
-  request.fingerprint.root = root;
-  if (output.defined()) {
-    check_parts(output, tensor, size, what);
-    check_output(output, output, what);
-    set_buffers_to(request, values_of(tensor), output);
-  } else {
-    set_input(request, values_of(tensor));
-  }
-  return request;
-}
-
-Request scatter_request(const at::Tensor& tensor, const at::Tensor& output, int root,
-                        std::string name, int size) {
-  const std::string what = quoted("scatter", name);
-  check_tensor(output, what);
-  check_output(output, output, what);
-  check_root(root, size, what);
-  Request request;
-  request.fingerprint = fingerprint_of(Collective::kScatter, output, std::move(name));
-  request.fingerprint.root = root;
-  if (tensor.defined()) {
-    check_tensor(tensor, what);
-    check_parts(tensor, output, size, what);
-    set_buffers_to(request, values_of(tensor), output);
-  } else {
-    set_buffers_to(request, output, output);
+  if (!output.defined()) {
+    const at::Tensor input = input_of(f, tensor);
+    request.input = input.const_data_ptr();
+    if (!input.is_cpu()) request.begin = keeper({input});
+    request.finish = [input] {};  // keeps it alive
+  } else if (!tensor.defined()) {
+    set_buffers(request, output, output);
     request.input = nullptr;
+  } else {
+    const bool in_place = output.is_same(tensor) || (output.sizes() == tensor.sizes() &&
+                                                     output.data_ptr() == tensor.data_ptr());
+    set_buffers(request, input_of(f, tensor), output, in_place);
   }
   return request;
 }
 
-Request barrier_request(std::string name, bool resets_numbering) {
-  Request request;
-  request.fingerprint.collective = resets_numbering ? Collective::kBarrier : Collective::kFence;
-  request.fingerprint.name = std::move(name);
-  return request;
-}
-
-Request join_request(const std::shared_ptr<Result>& result) {
-  result->tensor = at::empty({}, at::TensorOptions().dtype(at::kLong).device(at::kCPU));
-  Request request;
-  request.fingerprint.collective = Collective::kJoin;
-  request.fingerprint.name = kJoinKey;
-  request.output = result->tensor.mutable_data_ptr();
-  request.finish = [result] {};  // keeps it alive
+Request request_of_rows(Fingerprint asked, const at::Tensor& tensor,
+                        std::vector<std::int64_t> splits, std::shared_ptr<Result> result,
+                        int size) {
+  const std::string what = quoted(asked);
+  const bool gathers = asked.collective == Collective::kAllgather;
+  check_tensor(tensor, what);
+  if (tensor.dim() == 0) {
+    refuse(what + ": a scalar has no first dimension to " +
+           (gathers ? "gather along: reshape(1)" : "split"));
+  }
+  if (gathers) {
+    splits = {tensor.size(0)};
+  } else {
+    check_splits(splits, tensor.size(0), size, what);
+  }
+  Request request{.fingerprint = fingerprint_of(std::move(asked), tensor)};
+  request.fingerprint.shape.erase(request.fingerprint.shape.begin());  // that of a row
+  request.rows = std::move(splits);
+  const at::Tensor input = values_of(tensor);
+  request.input = input.const_data_ptr();
+  request.begin = keeper({input});
+  request.allocate = [input, result = std::move(result),
+                      in_inference_mode =
+                          c10::InferenceMode::is_enabled()](std::span<const std::int64_t> rows) {
+    const ForCaller for_caller(in_inference_mode);
+    std::vector<std::int64_t> shape = input.sizes().vec();
+    shape[0] = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    result->rows.assign(rows.begin(), rows.end());
+    result->tensor = torch_call([&] { return empty_result(input, shape); });
+    keep_for_stream(result->tensor);
+    return result->tensor.mutable_data_ptr();
+  };
   return request;
 }
 

@@ -1,4 +1,4 @@
-// allreduce_request(), ...: the requests of the public operations, made of torch's tensors.
+// request_of(): the requests of the public operations, made of torch's tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/accelerator.h"
@@ -116,54 +117,51 @@ struct Result {
 /// Refuses an op that the dtype does not have on `size` ranks. Errors: Error(kInvalidArgument).
 void check_op(DType dtype, ReduceOp op, const std::string& what, int size);
 
-/// The fingerprint of an operation on this tensor.
-Fingerprint fingerprint_of(Collective collective, const at::Tensor& tensor, std::string name);
+/// `asked` with the dtype, device and shape of a tensor.
+Fingerprint fingerprint_of(Fingerprint asked, const at::Tensor& tensor);
 
 /// A Request::begin that keeps tensors for the stream that uses them.
 std::function<void()> keeper(std::vector<at::Tensor> tensors);
 
-/// Requests of the public operations. Each checks its tensors, keeps them alive until the work is
-/// done, and copies to and from contiguous memory where necessary.
-/// Errors: Error(kInvalidArgument).
-/// `size` is the number of ranks; `result->tensor` becomes the gathered rows.
-Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                          int op, double prescale, double postscale, int size);
-Request broadcast_request(const at::Tensor& tensor, const at::Tensor& output, int root, int size,
-                          std::string name);
-Request allgather_request(const at::Tensor& tensor, std::shared_ptr<Result> result,
-                          std::string name, bool joinable);
-/// Into `output`, contiguous memory with room for each rank's tensor. A whole tensor is a row, so
-/// that the ranks agree on its shape.
-Request allgather_into_request(const at::Tensor& tensor, const at::Tensor& output,
-                               std::string name);
-/// `splits`: the number of rows for each rank; together at most the tensor's rows.
-Request alltoall_request(const at::Tensor& tensor, std::vector<std::int64_t> splits,
-                         std::shared_ptr<Result> result, std::string name, int size);
-/// The numbers of rows sent to each rank, and received from it.
-struct Splits {
-  std::vector<std::int64_t> sent;
-  std::vector<std::int64_t> received;
+/// The place of a rank in its set.
+struct Place {
+  int rank;
+  int size;
 };
-/// The same from contiguous memory `tensor` into `output`; a row has the shape `row`. The ranks
-/// check that `output` has room.
-Request alltoall_into_request(const at::Tensor& tensor, const at::Tensor& output,
-                              std::vector<std::int64_t> row, Splits splits, std::string name);
-/// `output` has this rank's rows (scattered_rows()).
-Request reducescatter_request(const at::Tensor& tensor, const at::Tensor& output, std::string name,
-                              int op, double prescale, double postscale, int rank, int size);
-/// `output`: undefined on all ranks but the root; may be `tensor`.
-Request reduce_request(const at::Tensor& tensor, const at::Tensor& output, int root,
-                       std::string name, int op, double prescale, double postscale, int size);
-/// `output`: undefined on all ranks but the root, where it has the shape (size, *tensor.shape).
-Request gather_request(const at::Tensor& tensor, const at::Tensor& output, int root,
-                       std::string name, int size);
-/// `tensor`: undefined on all ranks but the root, where it has the shape (size, *output.shape).
-Request scatter_request(const at::Tensor& tensor, const at::Tensor& output, int root,
-                        std::string name, int size);
-/// A barrier, or without `resets_numbering` a fence.
-Request barrier_request(std::string name, bool resets_numbering);
-/// `result` becomes an int64 scalar: the last rank that joined.
-Request join_request(const std::shared_ptr<Result>& result);
+
+/// The shape of a tensor with a part for each rank.
+std::vector<std::int64_t> shape_of_parts(const at::Tensor& part, int size);
+
+/// An uninitialised output for this rank: of a gather with the shape (size, *tensor.shape), of a
+/// reducescatter for this rank's rows (scattered_rows()), otherwise like `tensor`.
+at::Tensor output_for(Collective collective, const at::Tensor& tensor, Place place);
+
+/// A request for the collective `asked`, with the options that are set there: its name, operator,
+/// factors, root, and `joinable`. It checks the tensors, keeps them alive until the work is done,
+/// and copies to and from contiguous memory where necessary. Errors: Error(kInvalidArgument).
+///
+/// `tensor`: of a scatter, undefined on all ranks but the root, where it has the shape (size,
+/// *output.shape). `output`: like that of output_for(); of a reduce or gather, undefined on all
+/// ranks but the root. An output of the same shape may be `tensor`.
+Request request_of(Fingerprint asked, const at::Tensor& tensor, const at::Tensor& output,
+                   Place place);
+
+/// The same for an allreduce among `size` ranks.
+inline Request allreduce_request(const at::Tensor& tensor, const at::Tensor& output,
+                                 std::string name, int op, double prescale, double postscale,
+                                 int size) {
+  return request_of({.collective = Collective::kAllreduce,
+                     .op = static_cast<ReduceOp>(op),
+                     .prescale = prescale,
+                     .postscale = postscale,
+                     .name = std::move(name)},
+                    tensor, output, {.rank = 0, .size = size});
+}
+
+/// The same for an allgather or alltoall: `result` becomes the received rows. `splits`: of an
+/// alltoall, the number of rows for each rank; together at most the tensor's rows.
+Request request_of_rows(Fingerprint asked, const at::Tensor& tensor,
+                        std::vector<std::int64_t> splits, std::shared_ptr<Result> result, int size);
 
 /// Both check the tensor, keep it until the request has ended, and copy it if its memory is not
 /// contiguous. They set no deadline. A received tensor's version is bumped for autograd. Thread:

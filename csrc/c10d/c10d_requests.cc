@@ -226,134 +226,146 @@ Request written_back(Request request, const JoinedTensors& output) {
   return request;
 }
 
-/// A flat tensor, viewed as one part for each rank.
-at::Tensor parts_of(const at::Tensor& flat, const at::Tensor& part, int size) {
-  std::vector<std::int64_t> shape = part.sizes().vec();
-  shape.insert(shape.begin(), size);
-  return flat.view(shape);
+/// An allreduce or reduce, as `asked`, of this rank's part.
+Request reduction(Fingerprint asked, const c10d::ReduceOp& op, const at::Tensor& tensor,
+                  const at::Tensor& output, Place place, const char* what) {
+  asked.op = operator_of(op, tensor.scalar_type());
+  return request_of(std::move(asked), part_for(op, tensor, what), output, place);
 }
 
-Request gather_whole(const at::Tensor& input, const JoinedTensors& output) {
-  return written_back(allgather_into_request(input, output.flat(), ""), output);
+/// An allgather or alltoall into memory with room for all rows. `rows`: Request::rows.
+Request request_into(const JoinedTensors& output, const at::Tensor& input, Fingerprint asked,
+                     std::vector<std::int64_t> rows) {
+  Request request{.fingerprint = std::move(asked), .rows = std::move(rows)};
+  const at::Tensor& memory = output.flat();
+  request.input = input.const_data_ptr();
+  request.allocate = [memory](std::span<const std::int64_t>) { return memory.mutable_data_ptr(); };
+  if (!input.is_cpu()) request.begin = keeper({input, memory});
+  request.finish = [input, output] { torch_call([&] { output.write_back(); }); };
+  return request;
 }
 
-Request reduce_scatter(const JoinedTensors& output, const at::Tensor& input, int op,
-                       GroupRank place) {
+/// A whole tensor is a row, so that the ranks agree on its shape.
+Request allgather_into(const Tensors& outputs, const at::Tensor& input, const char* what) {
+  return request_into(JoinedTensors::outputs(outputs, what, &input), values_of(input.detach()),
+                      fingerprint_of({.collective = Collective::kAllgather}, input), {1});
+}
+
+Request reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op,
+                       Place place, const char* what) {
+  const at::Tensor input = part_for(op, JoinedTensors::inputs(inputs, what).flat(), what);
+  const JoinedTensors target = JoinedTensors::outputs({output}, what, &input);
   const std::int64_t count = input.numel() / place.size;
-  return written_back(
-      reducescatter_request(input.view({place.size, count}), output.flat().view({1, count}), "", op,
-                            1.0, 1.0, place.rank, place.size),
-      output);
+  const Fingerprint asked{.collective = Collective::kReducescatter,
+                          .op = operator_of(op, input.scalar_type())};
+  const at::Tensor own = target.flat().view({1, count});
+  return written_back(request_of(asked, input.view({place.size, count}), own, place), target);
 }
 
 }  // namespace
 
-C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, int size) {
+C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, Place place) {
   C10dOperation operation{{}, tensors};
   for (const at::Tensor& tensor : tensors) {
-    const auto kind = static_cast<int>(operator_of(op, tensor.scalar_type()));
-    const at::Tensor part = part_for(op, tensor, "all_reduce");
-    operation.requests.push_back(allreduce_request(part, tensor, "", kind, 1.0, 1.0, size));
+    operation.requests.push_back(
+        reduction({.collective = Collective::kAllreduce}, op, tensor, tensor, place, "all_reduce"));
   }
   return as_called(Called::kAllReduce, std::move(operation));
 }
 
-C10dOperation broadcast_operation(const Tensors& tensors, int root, int size) {
+C10dOperation broadcast_operation(const Tensors& tensors, int root, Place place) {
   C10dOperation operation{{}, tensors};
   for (const at::Tensor& tensor : tensors) {
-    operation.requests.push_back(broadcast_request(tensor, tensor, root, size, ""));
+    operation.requests.push_back(
+        request_of({.collective = Collective::kBroadcast, .root = root}, tensor, tensor, place));
   }
   return as_called(Called::kOwn, std::move(operation));
 }
 
 C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
-                               GroupRank place) {
-  const auto kind = static_cast<int>(operator_of(op, tensor.scalar_type()));
-  const at::Tensor part = part_for(op, tensor, "reduce");
+                               Place place) {
+  const Fingerprint asked{.collective = Collective::kReduce, .root = root};
   const at::Tensor output = place.rank == root ? tensor : at::Tensor();
-  return {{reduce_request(part, output, root, "", kind, 1.0, 1.0, place.size)}, {tensor}};
+  return {{reduction(asked, op, tensor, output, place, "reduce")}, {tensor}};
 }
 
 C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, int root,
-                               GroupRank place) {
+                               Place place) {
   constexpr const char* kWhat = "gather";
+  const Fingerprint asked{.collective = Collective::kGather, .root = root};
   if (place.rank != root) {
     if (!outputs.empty()) refuse("gather: only the root has outputs");
-    return {{gather_request(input, {}, root, "", place.size)}, {}};
+    return {{request_of(asked, input, {}, place)}, {}};
   }
   check_tensor(input, kWhat);
   require_parts(kWhat, outputs, input, place.size);
   const JoinedTensors output = JoinedTensors::outputs(outputs, kWhat, &input);
-  const at::Tensor parts = parts_of(output.flat(), input, place.size);
-  return {{written_back(gather_request(input, parts, root, "", place.size), output)}, outputs};
+  const at::Tensor parts = output.flat().view(shape_of_parts(input, place.size));
+  return {{written_back(request_of(asked, input, parts, place), output)}, outputs};
 }
 
 C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs, int root,
-                                GroupRank place) {
+                                Place place) {
   constexpr const char* kWhat = "scatter";
+  const Fingerprint asked{.collective = Collective::kScatter, .root = root};
   if (place.rank != root) {
     if (!inputs.empty()) refuse("scatter: only the root has inputs");
-    return {{scatter_request({}, output, root, "", place.size)}, {output}};
+    return {{request_of(asked, {}, output, place)}, {output}};
   }
   check_tensor(output, kWhat);
   require_parts(kWhat, inputs, output, place.size);
   const at::Tensor input = JoinedTensors::inputs(inputs, kWhat).flat();
   const JoinedTensors target = JoinedTensors::outputs({output}, kWhat, &input);
-  const at::Tensor parts = parts_of(input, output, place.size);
+  const at::Tensor parts = input.view(shape_of_parts(output, place.size));
   const at::Tensor own = target.flat().view(output.sizes());
-  return {{written_back(scatter_request(parts, own, root, "", place.size), target)}, {output}};
+  return {{written_back(request_of(asked, parts, own, place), target)}, {output}};
 }
 
-C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, int size) {
+C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, Place place) {
   constexpr const char* kWhat = "all_gather";
   require_as_many(kWhat, outputs.size(), inputs.size());
   C10dOperation operation;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     check_tensor(inputs[i], kWhat);
-    require_parts(kWhat, outputs[i], inputs[i], size);
-    operation.requests.push_back(
-        gather_whole(inputs[i], JoinedTensors::outputs(outputs[i], kWhat, &inputs[i])));
+    require_parts(kWhat, outputs[i], inputs[i], place.size);
+    operation.requests.push_back(allgather_into(outputs[i], inputs[i], kWhat));
     append(operation.outputs, outputs[i]);
   }
   return as_called(Called::kAllGather, std::move(operation));
 }
 
-C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& inputs, int size) {
+C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& inputs, Place place) {
   constexpr const char* kWhat = "all_gather_into_tensor";
   require_as_many(kWhat, outputs.size(), inputs.size());
   C10dOperation operation{{}, outputs};
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     check_tensor(inputs[i], kWhat);
     require_like(kWhat, outputs[i], inputs[i]);
-    if (outputs[i].numel() != inputs[i].numel() * size) {
+    if (outputs[i].numel() != inputs[i].numel() * place.size) {
       refuse(std::string(kWhat) + ": the output has " + std::to_string(outputs[i].numel()) +
-             " elements, and the inputs of the " + std::to_string(size) + " ranks " +
-             std::to_string(inputs[i].numel() * size));
+             " elements, and the inputs of the " + std::to_string(place.size) + " ranks " +
+             std::to_string(inputs[i].numel() * place.size));
     }
-    operation.requests.push_back(
-        gather_whole(inputs[i], JoinedTensors::outputs({outputs[i]}, kWhat, &inputs[i])));
+    operation.requests.push_back(allgather_into({outputs[i]}, inputs[i], kWhat));
   }
   return as_called(Called::kAllGatherIntoTensor, std::move(operation));
 }
 
 C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists& inputs,
-                                       const c10d::ReduceOp& op, GroupRank place) {
+                                       const c10d::ReduceOp& op, Place place) {
   constexpr const char* kWhat = "reduce_scatter";
   require_as_many(kWhat, outputs.size(), inputs.size());
   C10dOperation operation{{}, outputs};
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     check_tensor(outputs[i], kWhat);
     require_parts(kWhat, inputs[i], outputs[i], place.size);
-    const at::Tensor input = part_for(op, JoinedTensors::inputs(inputs[i], kWhat).flat(), kWhat);
-    const auto kind = static_cast<int>(operator_of(op, input.scalar_type()));
-    operation.requests.push_back(
-        reduce_scatter(JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, kind, place));
+    operation.requests.push_back(reduce_scatter(outputs[i], inputs[i], op, place, kWhat));
   }
   return as_called(Called::kReduceScatter, std::move(operation));
 }
 
 C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensors& inputs,
-                                            const c10d::ReduceOp& op, GroupRank place) {
+                                            const c10d::ReduceOp& op, Place place) {
   constexpr const char* kWhat = "reduce_scatter_tensor";
   require_as_many(kWhat, outputs.size(), inputs.size());
   C10dOperation operation{{}, outputs};
@@ -364,26 +376,28 @@ C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensor
              " elements, not the output's " + std::to_string(outputs[i].numel()) +
              " for each of the " + std::to_string(place.size) + " ranks");
     }
-    const at::Tensor input = part_for(op, JoinedTensors::inputs({inputs[i]}, kWhat).flat(), kWhat);
-    const auto kind = static_cast<int>(operator_of(op, input.scalar_type()));
-    operation.requests.push_back(
-        reduce_scatter(JoinedTensors::outputs({outputs[i]}, kWhat, &input), input, kind, place));
+    operation.requests.push_back(reduce_scatter(outputs[i], {inputs[i]}, op, place, kWhat));
   }
   return as_called(Called::kReduceScatterTensor, std::move(operation));
 }
 
-C10dOperation barrier_operation() {
-  C10dOperation operation;
-  operation.requests.emplace_back().fingerprint.collective = Collective::kFence;
-  return as_called(Called::kBarrier, std::move(operation));
+C10dOperation barrier_operation(Place) {
+  return as_called(Called::kBarrier, {{{.fingerprint = {.collective = Collective::kFence}}}, {}});
 }
 
 namespace {
 
-Request scatter_rows(const JoinedTensors& output, const at::Tensor& input,
-                     std::vector<std::int64_t> row, Splits splits) {
-  return written_back(
-      alltoall_into_request(input, output.flat(), std::move(row), std::move(splits), ""), output);
+/// A row has the shape `row`. The ranks check that the output has room: each tells the others what
+/// it expects.
+Request alltoall_into(const Tensors& outputs, const at::Tensor& input,
+                      std::vector<std::int64_t> row, std::vector<std::int64_t> sent,
+                      const std::vector<std::int64_t>& received, const char* what) {
+  Fingerprint asked =
+      fingerprint_of({.collective = Collective::kAlltoall, .tells_expected = true}, input);
+  asked.shape = std::move(row);
+  sent.insert(sent.end(), received.begin(), received.end());
+  return request_into(JoinedTensors::outputs(outputs, what, &input), input, std::move(asked),
+                      std::move(sent));
 }
 
 std::vector<std::int64_t> rows_of(const at::Tensor& tensor, std::vector<std::int64_t> splits,
@@ -415,10 +429,10 @@ std::vector<std::int64_t> rows_of(const at::Tensor& tensor, std::vector<std::int
 
 }  // namespace
 
-C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, int size) {
+C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, Place place) {
   constexpr const char* kWhat = "all_to_all";
-  require_size(kWhat, outputs.size(), size);
-  require_size(kWhat, inputs.size(), size);
+  require_size(kWhat, outputs.size(), place.size);
+  require_size(kWhat, inputs.size(), place.size);
   require_like(kWhat, outputs.front(), inputs.front());
   const auto counts = [](const Tensors& tensors) {
     std::vector<std::int64_t> rows;
@@ -426,28 +440,27 @@ C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, 
     return rows;
   };
   const at::Tensor input = JoinedTensors::inputs(inputs, kWhat).flat();
-  C10dOperation operation{{}, outputs};
-  operation.requests.push_back(scatter_rows(JoinedTensors::outputs(outputs, kWhat, &input), input,
-                                            {}, {counts(inputs), counts(outputs)}));
-  return as_called(Called::kAllToAll, std::move(operation));
+  return as_called(
+      Called::kAllToAll,
+      {{alltoall_into(outputs, input, {}, counts(inputs), counts(outputs), kWhat)}, outputs});
 }
 
 C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor& input,
                                       std::vector<std::int64_t> output_splits,
-                                      std::vector<std::int64_t> input_splits, int size) {
+                                      std::vector<std::int64_t> input_splits, Place place) {
   constexpr const char* kWhat = "all_to_all_single";
   require_like(kWhat, output, input);
-  std::vector<std::int64_t> received = rows_of(output, std::move(output_splits), "output", size);
-  std::vector<std::int64_t> sent = rows_of(input, std::move(input_splits), "input", size);
+  const std::vector<std::int64_t> received =
+      rows_of(output, std::move(output_splits), "output", place.size);
+  const std::vector<std::int64_t> sent =
+      rows_of(input, std::move(input_splits), "input", place.size);
   const std::vector<std::int64_t> row = input.sizes().slice(1).vec();
   if (output.sizes().slice(1).vec() != row) {
     refuse(std::string(kWhat) + ": the rows of the output and of the input differ in shape");
   }
   const at::Tensor values = JoinedTensors::inputs({input}, kWhat).flat();
-  C10dOperation operation{{}, {output}};
-  operation.requests.push_back(scatter_rows(JoinedTensors::outputs({output}, kWhat, &values),
-                                            values, row, {std::move(sent), std::move(received)}));
-  return as_called(Called::kAllToAllSingle, std::move(operation));
+  return as_called(Called::kAllToAllSingle,
+                   {{alltoall_into({output}, values, row, sent, received, kWhat)}, {output}});
 }
 
 namespace {
@@ -462,8 +475,10 @@ class SparseAllreduce {
 
   std::vector<Request> requests() const {
     const SparseMessage message = sparse_message(own_, own_, ReduceOp::kSum);
-    return {allgather_request(message.header, headers_, "", false),
-            allgather_request(message.values, values_, "", false)};
+    const Fingerprint asked{.collective = Collective::kAllgather};
+    const int size = static_cast<int>(ranks_.size());
+    return {request_of_rows(asked, message.header, {}, headers_, size),
+            request_of_rows(asked, message.values, {}, values_, size)};
   }
 
   /// Called when one of the two is done.
@@ -493,12 +508,12 @@ class SparseAllreduce {
 }  // namespace
 
 C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                         int size) {
+                                         Place place) {
   const std::string what = "allreduce of a sparse tensor";
   if (tensor.layout() != at::kSparse) refuse(what + ": the tensor is not sparse COO");
   if (op.op_ != c10d::ReduceOp::SUM) refuse(what + ": the operator must be SUM");
   const at::NoGradGuard no_grad;
-  const auto sum = std::make_shared<SparseAllreduce>(what, tensor, size);
+  const auto sum = std::make_shared<SparseAllreduce>(what, tensor, place.size);
   C10dOperation operation{{}, {tensor}, std::make_shared<LateError>()};
   operation.requests = sum->requests();
   for (Request& request : operation.requests) {

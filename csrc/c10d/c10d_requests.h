@@ -92,12 +92,6 @@ struct C10dOperation {
 
 using TensorLists = std::vector<Tensors>;
 
-/// The position of a rank in its group.
-struct GroupRank {
-  int rank;
-  int size;
-};
-
 /// The operations of torch.distributed. Each checks its tensors, keeps them alive until its
 /// requests are done, and copies to and from contiguous memory where necessary: several tensors
 /// that lie one after the other in memory are not copied. Tensors have any shape, 0 dimensions and
@@ -106,52 +100,52 @@ struct GroupRank {
 /// Errors: Error(kInvalidArgument).
 
 /// Each tensor becomes its reduction. One request for each tensor; the engine may fuse them.
-C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, int size);
+C10dOperation allreduce_operation(const Tensors& tensors, const c10d::ReduceOp& op, Place place);
 
 /// The sparse (COO) tensor becomes the sum over the ranks, which may have different indices.
 /// Two allgathers: of the indices, and of the values. Only SUM.
 C10dOperation sparse_allreduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                         int size);
+                                         Place place);
 
 /// Each tensor becomes the tensor of rank `root`.
-C10dOperation broadcast_operation(const Tensors& tensors, int root, int size);
+C10dOperation broadcast_operation(const Tensors& tensors, int root, Place place);
 
 /// The tensor of rank `root` becomes the reduction; the others' stay unchanged.
 C10dOperation reduce_operation(const at::Tensor& tensor, const c10d::ReduceOp& op, int root,
-                               GroupRank place);
+                               Place place);
 
 /// On rank `root`, outputs[r] becomes the input of rank r; elsewhere there are no outputs.
 C10dOperation gather_operation(const Tensors& outputs, const at::Tensor& input, int root,
-                               GroupRank place);
+                               Place place);
 
 /// The output becomes inputs[rank] of rank `root`; elsewhere there are no inputs.
 C10dOperation scatter_operation(const at::Tensor& output, const Tensors& inputs, int root,
-                                GroupRank place);
+                                Place place);
 
 /// outputs[i][r] becomes inputs[i] of rank r.
-C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, int size);
+C10dOperation allgather_operation(const TensorLists& outputs, const Tensors& inputs, Place place);
 
 /// outputs[i] becomes inputs[i] of all ranks, one after the other.
-C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& inputs, int size);
+C10dOperation allgather_into_operation(const Tensors& outputs, const Tensors& inputs, Place place);
 
 /// outputs[i] becomes this rank's part of the reduction of inputs[i], which has one for each rank.
 C10dOperation reduce_scatter_operation(const Tensors& outputs, const TensorLists& inputs,
-                                       const c10d::ReduceOp& op, GroupRank place);
+                                       const c10d::ReduceOp& op, Place place);
 
 /// The same; inputs[i] holds the parts one after the other.
 C10dOperation reduce_scatter_into_operation(const Tensors& outputs, const Tensors& inputs,
-                                            const c10d::ReduceOp& op, GroupRank place);
+                                            const c10d::ReduceOp& op, Place place);
 
 /// outputs[r] becomes inputs[rank] of rank r. The tensors may differ in size.
-C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, int size);
+C10dOperation alltoall_operation(const Tensors& outputs, const Tensors& inputs, Place place);
 
 /// `output` becomes the rows that the ranks send to this one, in the order of ranks. The splits:
 /// the numbers of rows for, or from, each rank; empty: equal numbers.
 C10dOperation alltoall_into_operation(const at::Tensor& output, const at::Tensor& input,
                                       std::vector<std::int64_t> output_splits,
-                                      std::vector<std::int64_t> input_splits, int size);
+                                      std::vector<std::int64_t> input_splits, Place place);
 
 /// Done when all ranks have called it.
-C10dOperation barrier_operation();
+C10dOperation barrier_operation(Place place);
 
 }  // namespace torch_ring

@@ -398,7 +398,8 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
                                       const Given&... given) {
   refuse_in_child_of(home_);
   if (has_in_flight_) forget_done();  // before a copy is made, which then has their results
-  C10dOperation operation = make(given...);
+  const Place place{rank_, size_};
+  C10dOperation operation = make(given..., place);
   const std::uint64_t sequence = ++sequence_;
   const auto timeout = timeout_of(options.timeout);
   std::shared_ptr<PendingOperation> pending;
@@ -407,18 +408,21 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
     // Copies are made when it begins, because earlier operations may write to the same memory.
     const Tensors outputs = operation.outputs;
     const auto thread = std::this_thread::get_id();
-    pending = defer(outputs, [this, timeout, thread, inputs, outputs, make, ... given = given] {
-      await_memory(inputs, outputs);
-      C10dOperation begun = make(given...);
-      for (Request& request : begun.requests) {
-        request.timeout = timeout;
-        request.thread = thread;
-      }
-      return submit(std::move(begun), inputs);
-    });
+    pending =
+        defer(outputs, [this, timeout, thread, inputs, outputs, make, place, ... given = given] {
+          await_memory(inputs, outputs);
+          C10dOperation begun = make(given..., place);
+          for (Request& request : begun.requests) {
+            request.timeout = timeout;
+            request.thread = thread;
+          }
+          return submit(std::move(begun), inputs);
+        });
   } else {
     connected();
-    if (has_in_flight_ && await_memory(inputs, operation.outputs)) operation = make(given...);
+    if (has_in_flight_ && await_memory(inputs, operation.outputs)) {
+      operation = make(given..., place);
+    }
     for (Request& request : operation.requests) request.timeout = timeout;
     if (!options.asyncOp) {
       const ProfilerSpan span(title, inputs);
@@ -434,56 +438,55 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
 RingBackend::Works RingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
   return start(OpType::ALLREDUCE, "ring:all_reduce", tensors, options, allreduce_operation, tensors,
-               options.reduceOp, size_);
+               options.reduceOp);
 }
 
 RingBackend::Works RingBackend::allreduce_sparse(Tensors& tensors,
                                                  const c10d::AllreduceOptions& options) {
   return start(OpType::_ALLREDUCE_SPARSE, "ring:all_reduce_sparse", tensors, options,
-               sparse_allreduce_operation, only(tensors, "allreduce"), options.reduceOp, size_);
+               sparse_allreduce_operation, only(tensors, "allreduce"), options.reduceOp);
 }
 
 RingBackend::Works RingBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   return start(OpType::ALLREDUCE_COALESCED, "ring:all_reduce", tensors, options,
-               allreduce_operation, tensors, options.reduceOp, size_);
+               allreduce_operation, tensors, options.reduceOp);
 }
 
 RingBackend::Works RingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return start(OpType::BROADCAST, "ring:broadcast", tensors, options, broadcast_operation, tensors,
-               static_cast<int>(options.rootRank), size_);
+               options.rootRank);
 }
 
 RingBackend::Works RingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   return start(OpType::REDUCE, "ring:reduce", tensors, options, reduce_operation,
-               only(tensors, "reduce"), options.reduceOp, static_cast<int>(options.rootRank),
-               GroupRank{rank_, size_});
+               only(tensors, "reduce"), options.reduceOp, options.rootRank);
 }
 
 RingBackend::Works RingBackend::gather(TensorLists& outputs, Tensors& inputs,
                                        const c10d::GatherOptions& options) {
   return start(OpType::GATHER, "ring:gather", inputs, options, gather_operation,
                outputs.empty() ? Tensors{} : only(outputs, "gather"), only(inputs, "gather"),
-               static_cast<int>(options.rootRank), GroupRank{rank_, size_});
+               options.rootRank);
 }
 
 RingBackend::Works RingBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ScatterOptions& options) {
   return start(OpType::SCATTER, "ring:scatter", flattened(inputs), options, scatter_operation,
                only(outputs, "scatter"), inputs.empty() ? Tensors{} : only(inputs, "scatter"),
-               static_cast<int>(options.rootRank), GroupRank{rank_, size_});
+               options.rootRank);
 }
 
 RingBackend::Works RingBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
   return start(OpType::ALLGATHER, "ring:all_gather", inputs, options, allgather_operation, outputs,
-               inputs, size_);
+               inputs);
 }
 
 RingBackend::Works RingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::AllgatherOptions& options) {
   return start(OpType::_ALLGATHER_BASE, "ring:_all_gather_base", {input}, options,
-               allgather_into_operation, Tensors{output}, Tensors{input}, size_);
+               allgather_into_operation, Tensors{output}, Tensors{input});
 }
 
 /// Takes, like dist.all_gather_coalesced(), a list for each rank with an output for each input:
@@ -496,40 +499,37 @@ RingBackend::Works RingBackend::allgather_coalesced(TensorLists& outputs, Tensor
     for (std::size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(of_rank[i]);
   }
   return start(OpType::ALLGATHER_COALESCED, "ring:all_gather", inputs, options, allgather_operation,
-               by_input, inputs, size_);
+               by_input, inputs);
 }
 
 RingBackend::Works RingBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   return start(OpType::COALESCED, "ring:all_gather", inputs, options, allgather_into_operation,
-               outputs, inputs, size_);
+               outputs, inputs);
 }
 
 RingBackend::Works RingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                const c10d::ReduceScatterOptions& options) {
   return start(OpType::REDUCE_SCATTER, "ring:reduce_scatter", flattened(inputs), options,
-               reduce_scatter_operation, outputs, inputs, options.reduceOp,
-               GroupRank{rank_, size_});
+               reduce_scatter_operation, outputs, inputs, options.reduceOp);
 }
 
 RingBackend::Works RingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                      const c10d::ReduceScatterOptions& options) {
   return start(OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", {input}, options,
-               reduce_scatter_into_operation, Tensors{output}, Tensors{input}, options.reduceOp,
-               GroupRank{rank_, size_});
+               reduce_scatter_into_operation, Tensors{output}, Tensors{input}, options.reduceOp);
 }
 
 RingBackend::Works RingBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   return start(OpType::COALESCED, "ring:reduce_scatter", inputs, options,
-               reduce_scatter_into_operation, outputs, inputs, options.reduceOp,
-               GroupRank{rank_, size_});
+               reduce_scatter_into_operation, outputs, inputs, options.reduceOp);
 }
 
 RingBackend::Works RingBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                          const c10d::AllToAllOptions& options) {
   return start(OpType::ALLTOALL, "ring:all_to_all", inputs, options, alltoall_operation, outputs,
-               inputs, size_);
+               inputs);
 }
 
 RingBackend::Works RingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -537,7 +537,7 @@ RingBackend::Works RingBackend::alltoall_base(at::Tensor& output, at::Tensor& in
                                               std::vector<std::int64_t>& input_splits,
                                               const c10d::AllToAllOptions& options) {
   return start(OpType::ALLTOALL_BASE, "ring:all_to_all", {input}, options, alltoall_into_operation,
-               output, input, output_splits, input_splits, size_);
+               output, input, output_splits, input_splits);
 }
 
 RingBackend::Works RingBackend::send(Tensors& tensors, int destination, int tag) {

@@ -55,15 +55,16 @@ class Communicator {
                          const Reduction& reduction) = 0;
 
   /// `output` of rank `root` becomes the ranks' inputs, one after the other; rank r sends bytes[r]
-  /// bytes. The others' `output` is not used. The root's `input` may be its part of `output`.
+  /// bytes. The others' `output` is not used. The root's `input` may be its part of `output`. This
+  /// default, and that of a scatter, is an alltoall, which then must allow that.
   virtual void gather(const void* input, void* output, std::span<const std::size_t> bytes,
-                      int root) = 0;
+                      int root);
 
   /// `output` becomes this rank's part, bytes[rank()] bytes, of `input` of rank `root`, which holds
   /// the parts in the order of ranks. The others' `input` is not used. The root's `output` may be
   /// its part of `input`.
   virtual void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
-                       int root) = 0;
+                       int root);
 
   /// output[i] = the result of an allreduce() to which rank r contributes inputs[r][i], with the
   /// same bits. Local: nothing is sent. This default reduces in the order of ranks.

@@ -33,16 +33,6 @@ void LocalCommunicator::reduce_to(int, const void* input, void* output, std::siz
   allreduce(input, output, count, reduction, {});
 }
 
-void LocalCommunicator::gather(const void* input, void* output, std::span<const std::size_t> bytes,
-                               int) {
-  allgather(input, output, bytes);
-}
-
-void LocalCommunicator::scatter(const void* input, void* output, std::span<const std::size_t> bytes,
-                                int) {
-  allgather(input, output, bytes);
-}
-
 void LocalCommunicator::post(const Post& entry) {
   const auto keep = [](std::vector<std::byte>& to, ByteSpan part) {
     to.assign(part.begin(), part.end());

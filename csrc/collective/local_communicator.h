@@ -24,10 +24,6 @@ class LocalCommunicator : public HostCommunicator, private Board {
                      const Reduction& reduction) override;
   void reduce_to(int root, const void* input, void* output, std::size_t count,
                  const Reduction& reduction) override;
-  void gather(const void* input, void* output, std::span<const std::size_t> bytes,
-              int root) override;
-  void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
-               int root) override;
   void barrier() override {}
 
  private:

@@ -61,8 +61,8 @@ std::int64_t PromisedLaunches::place() const {
 Launched PromisedLaunches::launch_next(const at::Tensor& tensor) {
   const bool gathers = promised_[next_++].gathers;
   const at::Tensor output = gathers ? empty_result(tensor, {size_, tensor.numel()}) : tensor;
-  const Fingerprint what =
-      fingerprint_of(gathers ? Collective::kAllgather : Collective::kAllreduce, tensor, "promised");
+  const Collective collective = gathers ? Collective::kAllgather : Collective::kAllreduce;
+  const Fingerprint what = fingerprint_of({.collective = collective, .name = "promised"}, tensor);
   return launch_plain(engine_, what, tensor, output, recorded_now(tensor.device()), true);
 }
 

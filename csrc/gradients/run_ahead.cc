@@ -86,10 +86,12 @@ void RunAhead::set_plan(std::vector<PlannedBucket> buckets) {
   close();
   plan_.clear();
   for (PlannedBucket& planned : buckets) {
-    Fingerprint what = fingerprint_of(Collective::kAllreduce, planned.memory, kLaunched);
-    what.op = static_cast<ReduceOp>(planned.op);
-    what.prescale = planned.prescale;
-    what.postscale = planned.postscale;
+    Fingerprint what = fingerprint_of({.collective = Collective::kAllreduce,
+                                       .op = static_cast<ReduceOp>(planned.op),
+                                       .prescale = planned.prescale,
+                                       .postscale = planned.postscale,
+                                       .name = kLaunched},
+                                      planned.memory);
     State& state = plan_.emplace_back();
     for (const auto& [begin, end] : planned.runs) {
       what.shape = {end - begin};

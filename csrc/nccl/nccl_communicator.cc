@@ -312,20 +312,6 @@ void NcclCommunicator::reduce_to(int root, const void* input, void* output, std:
   if (at_root) finish(output, count, reduction);
 }
 
-void NcclCommunicator::gather(const void* input, void* output, std::span<const std::size_t> bytes,
-                              int root) {
-  std::vector<std::size_t> matrix(bytes.size() * bytes.size(), 0);
-  for (int peer = 0; peer < size_; ++peer) at(matrix, peer * size_ + root) = at(bytes, peer);
-  alltoall(input, output, matrix);
-}
-
-void NcclCommunicator::scatter(const void* input, void* output, std::span<const std::size_t> bytes,
-                               int root) {
-  std::vector<std::size_t> matrix(bytes.size() * bytes.size(), 0);
-  for (int peer = 0; peer < size_; ++peer) at(matrix, root * size_ + peer) = at(bytes, peer);
-  alltoall(input, output, matrix);
-}
-
 void NcclCommunicator::check() {
   Comm const comm = comm_;
   if (comm == nullptr) return;

@@ -80,10 +80,6 @@ class NcclCommunicator final : public Communicator {
                      const Reduction& reduction) override;
   void reduce_to(int root, const void* input, void* output, std::size_t count,
                  const Reduction& reduction) override;
-  void gather(const void* input, void* output, std::span<const std::size_t> bytes,
-              int root) override;
-  void scatter(const void* input, void* output, std::span<const std::size_t> bytes,
-               int root) override;
 
   /// Does nothing: a stream keeps its own order, and the board's rounds are the ranks' barrier.
   void barrier() override {}

@@ -23,39 +23,46 @@ def test_rooted(check, transport, size):
 def check_refusals() -> None:
     size = hvd.size()
     t = torch.ones(3)
-    total = int(hvd.Sum)
     for call, message in [
-        (lambda: engine().reduce(t, size, "", total, 1.0, 1.0), f"root rank {size} is not one of"),
-        (lambda: engine().gather(t, -1, ""), "gather: root rank -1 is not one of"),
-        (lambda: engine().scatter(t, 9, "n"), "scatter 'n': root rank 9 is not one of"),
-        (lambda: engine().reduce(t, 0, "", int(hvd.Adasum), 1.0, 1.0), "an op of allreduce"),
-        (lambda: engine().reduce(t, 0, "", int(hvd.Band), 1.0, 1.0), "no Band of float32"),
-        (lambda: engine().reduce(t, 0, "", 9, 1.0, 1.0), "unknown op 9"),
+        (lambda: engine().submit("reduce", t, root=size), f"root rank {size} is not one of"),
+        (lambda: engine().submit("gather", t), "gather: root rank -1 is not one of"),
+        (
+            lambda: engine().submit("scatter", None, t, "n", root=9),
+            "scatter 'n': root rank 9 is not one of",
+        ),
+        (lambda: engine().submit("reduce", t, t, "", hvd.Adasum, root=0), "an op of allreduce"),
+        (lambda: engine().submit("reduce", t, t, "", hvd.Band, root=0), "no Band of float32"),
+        (lambda: engine().submit("reduce", t, t, "", 9, root=0), "unknown op 9"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
     if hvd.rank() == 0:
         for call, message in [
-            (lambda: engine().scatter(t, 0, ""), "the root must give the tensor of all parts"),
-            (lambda: engine().scatter(t, 0, "", tensor=t), "of all parts must have the shape"),
-            (lambda: engine().gather(t, 0, "", output=t), "of all parts must have the shape"),
             (
-                lambda: engine().reduce(t, 0, "", total, 1.0, 1.0, output=torch.ones(4)),
+                lambda: engine().submit("scatter", None, t, root=0),
+                "the root must give the tensor of all parts",
+            ),
+            (lambda: engine().submit("scatter", t, t, root=0), "of all parts must have the shape"),
+            (lambda: engine().submit("gather", t, t, root=0), "of all parts must have the shape"),
+            (
+                lambda: engine().submit("reduce", t, torch.ones(4), root=0),
                 "the output differs from the input",
             ),
         ]:
             with pytest.raises(ValueError, match=message):
                 call()
-    kind, text = error_of(lambda: engine().gather(t, hvd.rank(), "g").wait())
+    kind, text = error_of(lambda: engine().submit("gather", t, None, "g", root=hvd.rank()).wait())
     assert kind == "MismatchError"
     assert "rank 0: gather 'g' float32 [3] root 0; rank 1: gather 'g' float32 [3] root 1" in text
     shape = (3,) if hvd.rank() == 0 else (4,)
-    kind, text = error_of(lambda: engine().reduce(torch.ones(shape), 0, "", total, 1.0, 1.0).wait())
+    kind, text = error_of(lambda: engine().submit("reduce", torch.ones(shape), root=0).wait())
     assert kind == "MismatchError"
     assert "float32 [3] Sum root 0" in text
     assert "float32 [4] Sum root 0" in text
     dtype = torch.int32 if hvd.rank() == 0 else torch.float32
-    kind, text = error_of(lambda: engine().gather(torch.ones(3, dtype=dtype), 1, "").wait())
+    kind, text = error_of(
+        lambda: engine().submit("gather", torch.ones(3, dtype=dtype), root=1).wait()
+    )
     assert kind == "MismatchError"
     assert "int32 [3] root 1" in text
     assert "float32 [3] root 1" in text
@@ -73,15 +80,13 @@ def check_fence() -> None:
     works = []
     for step in range(20):
         works.append(hvd.allreduce_async(torch.tensor([float(rank + step)]), op=hvd.Sum))
-        works.append(engine().barrier("", reset=False))
+        works.append(engine().submit("fence"))
     for step in range(20):
         total = size * (size - 1) / 2 + size * step
         assert hvd.synchronize(works[2 * step]).item() == total
         assert works[2 * step + 1].wait() is None
     kind, text = error_of(
-        lambda: (
-            engine().barrier("", blocking=True, reset=False).wait() if rank == 0 else hvd.barrier()
-        )
+        lambda: engine().submit("fence", blocking=True).wait() if rank == 0 else hvd.barrier()
     )
     if size > 1:
         assert kind == "MismatchError"

@@ -16,7 +16,7 @@ def check_reduce() -> None:
             root = number % size
             mine = tensor_of(rank, shape, dtype, size)
             for op in (hvd.Sum, hvd.Average, hvd.Max):
-                got = engine().reduce(mine, root, "", int(op), 1.0, 1.0).wait()
+                got = engine().submit("reduce", mine, None, None, op, root=root).wait()
                 if rank == root:
                     assert torch.equal(got, reduced(stacked_tensors(shape, dtype), op))
                 else:
@@ -26,8 +26,7 @@ def check_reduce() -> None:
         grid = torch.rand(40, 60).t()
         want = hvd.allreduce(grid, op=hvd.Sum, prescale_factor=0.3)
         before = grid.clone()
-        work = engine().reduce(grid, root, "r", int(hvd.Sum), 0.3, 1.0, output=grid, blocking=True)
-        work.wait()
+        engine().submit("reduce", grid, grid, "r", hvd.Sum, 0.3, root=root, blocking=True).wait()
         assert torch.equal(grid, want if rank == root else before)
 
 
@@ -37,13 +36,13 @@ def check_gather() -> None:
         for number, shape in enumerate(shapes_of(dtype)):
             root = number % size
             mine = tensor_of(rank, shape, dtype, size)
-            got = engine().gather(mine, root, "").wait()
+            got = engine().submit("gather", mine, root=root).wait()
             if rank == root:
                 assert torch.equal(got, stacked_tensors(shape, dtype))
             else:
                 assert got is None
     rows = torch.empty(50, size).t() if rank == size - 1 else None  # an output with strides
-    engine().gather(torch.full((50,), float(rank)), size - 1, "g", output=rows).wait()
+    engine().submit("gather", torch.full((50,), float(rank)), rows, "g", root=size - 1).wait()
     if rows is not None:
         assert torch.equal(rows, torch.arange(float(size)).view(size, 1).expand(size, 50))
 
@@ -55,11 +54,11 @@ def check_scatter() -> None:
             root = number % size
             parts = stacked_tensors(shape, dtype) if rank == root else None
             mine = torch.empty(shape, dtype=dtype)
-            assert engine().scatter(mine, root, "", tensor=parts).wait() is mine
+            assert engine().submit("scatter", parts, mine, root=root).wait() is mine
             assert torch.equal(mine, tensor_of(rank, shape, dtype, size))
     strided = torch.zeros(9, 4).t()
     parts = torch.rand(size, 4, 9, generator=torch.Generator().manual_seed(1))
-    engine().scatter(strided, 0, "s", tensor=parts.mT.contiguous().mT).wait()
+    engine().submit("scatter", parts.mT.contiguous().mT, strided, "s", root=0).wait()
     assert torch.equal(strided, parts[rank])
 
 
@@ -70,10 +69,10 @@ def check_every_root() -> None:
         for count in (3, 90_001):
             mine = torch.arange(count, dtype=torch.float32) * size + rank
             every = [torch.arange(count, dtype=torch.float32) * size + r for r in range(size)]
-            total = engine().reduce(mine, root, "", int(hvd.Sum), 1.0, 1.0).wait()
-            together = engine().gather(mine, root, "").wait()
+            total = engine().submit("reduce", mine, root=root).wait()
+            together = engine().submit("gather", mine, root=root).wait()
             back = torch.empty(count)
-            engine().scatter(back, root, "", tensor=together).wait()
+            engine().submit("scatter", together, back, root=root).wait()
             assert torch.equal(back, mine)
             if rank == root:
                 assert torch.equal(total, sum(every))

@@ -34,7 +34,7 @@ def allgather_async(
         A handle, whose result has the rows of all tensors, in the order of ranks.
     """
     require_tensor(tensor, "allgather_async")
-    return Handle(engine_of(process_set).allgather(tensor, name or ""))
+    return Handle(engine_of(process_set).submit("allgather", tensor, None, name))
 
 
 def allgather(
@@ -69,10 +69,14 @@ def allgather(
     if is_dynamo_compiling() and operators.are_traced():
         return operators.allgather(tensor, name, process_set, grad_op)
     if not needs_function(tensor):
-        return engine_of(process_set).allgather(tensor, name or "", True).wait()
+        return _gather(tensor, name, process_set).wait()
     result: Tensor
     result, _ = _Allgather.apply(tensor, name, process_set, grad_op)
     return result
+
+
+def _gather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Work:
+    return engine_of(process_set).submit("allgather", tensor, None, name, blocking=True)
 
 
 class _Allgather(torch.autograd.Function):
@@ -80,7 +84,7 @@ class _Allgather(torch.autograd.Function):
     def forward(
         tensor: Tensor, name: str | None, process_set: ProcessSet, _: int
     ) -> tuple[Tensor, Tensor]:
-        work = engine_of(process_set).allgather(tensor, name or "", blocking=True)
+        work = _gather(tensor, name, process_set)
         gathered = work.wait()
         return gathered, _rows(work)
 
@@ -113,7 +117,7 @@ def grouped_allgather_async(
         A handle that is done when all are gathered; its result is the list of gathered tensors.
     """
     tensors = checked_group(tensors)
-    return GroupHandle(engine_of(process_set).grouped_allgather(tensors, name or ""))
+    return GroupHandle(engine_of(process_set).submit_group("allgather", tensors, (), name))
 
 
 def grouped_allgather(
@@ -140,7 +144,8 @@ class _GroupedAllgather(torch.autograd.Function):
     def forward(
         name: str | None, process_set: ProcessSet, _: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        works = engine_of(process_set).grouped_allgather(tensors, name or "", blocking=True)
+        engine = engine_of(process_set)
+        works = engine.submit_group("allgather", tensors, (), name, blocking=True)
         return *GroupHandle(works).wait(), *map(_rows, works)
 
     @staticmethod

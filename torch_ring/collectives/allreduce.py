@@ -198,7 +198,7 @@ def _allreduce(
     process_set: ProcessSet,
 ) -> Handle:
     engine = engine_of(process_set)
-    return Handle(engine.allreduce(tensor, output, name or "", op, prescale, postscale))
+    return Handle(engine.submit("allreduce", tensor, output, name, op, prescale, postscale))
 
 
 def _allreduce_now(
@@ -336,8 +336,7 @@ def _grouped_allreduce(
     blocking: bool,
 ) -> GroupHandle:
     engine = engine_of(process_set)
+    factors = (prescale, postscale)
     return GroupHandle(
-        engine.grouped_allreduce(
-            tensors, outputs, name or "", op, prescale, postscale, blocking=blocking
-        )
+        engine.submit_group("allreduce", tensors, outputs, name, op, *factors, blocking=blocking)
     )

@@ -30,9 +30,8 @@ def alltoall_async(
     """
     require_tensor(tensor, "alltoall_async")
     engine = engine_of(process_set)
-    work = engine.alltoall(
-        tensor, operators.rows_for_each(tensor, splits, process_set.size()), name or ""
-    )
+    rows = operators.rows_for_each(tensor, splits, process_set.size())
+    work = engine.submit("alltoall", tensor, None, name, splits=rows)
     return Handle(work, None if splits is None else lambda result: (result, _received(work)))
 
 
@@ -71,7 +70,7 @@ def alltoall(
     if needs_function(tensor):
         result, received = _Alltoall.apply(tensor, rows, name, process_set)
         return result if splits is None else (result, received)
-    work = engine.alltoall(tensor, rows, name or "", True)
+    work = engine.submit("alltoall", tensor, None, name, splits=rows, blocking=True)
     result = work.wait()
     return result if splits is None else (result, _received(work))
 
@@ -81,7 +80,8 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         tensor: Tensor, splits: list[int], name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
-        work = engine_of(process_set).alltoall(tensor, splits, name or "", blocking=True)
+        engine = engine_of(process_set)
+        work = engine.submit("alltoall", tensor, None, name, splits=splits, blocking=True)
         return work.wait(), _received(work)
 
     @staticmethod

@@ -24,7 +24,7 @@ from torch import SymInt, Tensor
 from torch._higher_order_ops import effects
 from torch.autograd import forward_ad
 
-from torch_ring._C import Engine, Work, empty_result, empty_result_like
+from torch_ring._C import Engine, Work, empty_result_like
 from torch_ring.collectives.reduce_op import Average, Sum
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.world import current
@@ -195,7 +195,8 @@ def _broadcast(tensor: Tensor, name: str, root_rank: int, process_set: str) -> T
             f"root_rank={root_rank} is not in the process set {list(ranks)}: give one of these"
         )
     output = empty_result_like(tensor)
-    return engine.broadcast(tensor, output, ranks.index(root_rank), name, True).wait()
+    root = ranks.index(root_rank)
+    return engine.submit("broadcast", tensor, output, name, root=root, blocking=True).wait()
 
 
 @_fake(_broadcast)
@@ -265,7 +266,7 @@ def _empty_rows(tensor: Tensor, rows: int | SymInt | None = None) -> Tensor:
 @_ordered("allgather(Tensor tensor, str name, str process_set) -> Tensor")
 def _allgather(tensor: Tensor, name: str, process_set: str) -> Tensor:
     engine, _ = _set_of(process_set)
-    return _moved.keep(engine.allgather(tensor, name, True))
+    return _moved.keep(engine.submit("allgather", tensor, None, name, blocking=True))
 
 
 @_fake(_allgather)
@@ -333,9 +334,9 @@ def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet, grad_op
 def _reducescatter(
     tensor: Tensor, name: str, op: int, prescale: float, postscale: float, process_set: str
 ) -> Tensor:
-    engine, ranks = _set_of(process_set)
-    output = empty_result(tensor, [_share(tensor, ranks), *tensor.shape[1:]])
-    return engine.reducescatter(tensor, output, name, op, prescale, postscale, True).wait()
+    engine, _ = _set_of(process_set)
+    arguments = (name, op, prescale, postscale)
+    return engine.submit("reducescatter", tensor, None, *arguments, blocking=True).wait()
 
 
 def _share(tensor: Tensor, ranks: Sequence[int]) -> Any:
@@ -354,7 +355,7 @@ def _(
 @_ordered("allgather_known(Tensor tensor, str process_set, SymInt rows) -> Tensor")
 def _allgather_known(tensor: Tensor, process_set: str, rows: int) -> Tensor:
     del rows
-    return _set_of(process_set)[0].allgather(tensor, "", True).wait()
+    return _set_of(process_set)[0].submit("allgather", tensor, blocking=True).wait()
 
 
 @_fake(_allgather_known)
@@ -400,7 +401,7 @@ def reducescatter(
 def _alltoall(tensor: Tensor, splits: Tensor | None, name: str, process_set: str) -> Tensor:
     engine, ranks = _set_of(process_set)
     rows = rows_for_each(tensor, splits, len(ranks))
-    return _moved.keep(engine.alltoall(tensor, rows, name, True))
+    return _moved.keep(engine.submit("alltoall", tensor, None, name, splits=rows, blocking=True))
 
 
 @_fake(_alltoall)
@@ -440,7 +441,8 @@ _received.register_autograd(_received_gradient, setup_context=_keep_received)
 def _sent_back(tensor: Tensor, counts: Tensor, process_set: str, rows: int) -> Tensor:
     """Return each row of an alltoall to its rank; rows that were not sent are zero."""
     engine, ranks = _set_of(process_set)
-    back = engine.alltoall(tensor, counts[: len(ranks)].tolist(), "", True).wait()
+    splits = counts[: len(ranks)].tolist()
+    back = engine.submit("alltoall", tensor, splits=splits, blocking=True).wait()
     unsent = rows - back.shape[0]
     return torch.cat([back, back.new_zeros(unsent, *back.shape[1:])]) if unsent else back
 

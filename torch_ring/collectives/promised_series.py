@@ -103,12 +103,15 @@ class PromisedSeries:
                 return launched.wait()
             self._begin(step, tensor, may_promise=False)  # another thread has interrupted it
         if gathers:
-            result = self._engine.allgather(tensor.unsqueeze(0), "", True, joinable=True).wait()
+            result = self._gather(tensor.unsqueeze(0))
         else:
             result = self._engine.allreduce_and_wait(tensor, tensor, "", Sum, 1.0, 1.0)
         self._steps.append(step)
         self._native.begin([], tensor, _is_in_backward())
         return result
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return self._engine.submit("allgather", tensor, blocking=True, joinable=True).wait()
 
     def _goes_on(self, step: _Step) -> bool:
         """Return whether the step continues this series."""
@@ -132,7 +135,7 @@ class PromisedSeries:
         place = self._native.place() if promise else -1
         own = [zlib.crc32(repr(items).encode()), place, self._left]
         message = torch.tensor([own], dtype=torch.int64, device="cpu")
-        ranks = self._engine.allgather(message, "", True, joinable=True).wait().tolist()
+        ranks = self._gather(message).tolist()
         left, self._left = [rank[2] for rank in ranks], 0
         if len(set(left)) > 1:
             self._forget()

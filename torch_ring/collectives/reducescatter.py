@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from torch_ring._C import empty_result
 from torch_ring.collectives import operators
 from torch_ring.collectives.allgather import allgather, grouped_allgather
 from torch_ring.collectives.handle import (
@@ -21,7 +20,6 @@ from torch_ring.collectives.handle import (
 )
 from torch_ring.collectives.reduce_op import Average, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
-from torch_ring.errors import InvalidArgumentError
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = [
@@ -126,24 +124,13 @@ def _reducescatter(
 ) -> Handle:
     op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
-    output = _scattered(tensor, process_set)
-    return Handle(
-        engine.reducescatter(tensor, output, name or "", op, prescale, postscale, blocking)
-    )
+    arguments = (name, op, prescale, postscale)
+    return Handle(engine.submit("reducescatter", tensor, None, *arguments, blocking=blocking))
 
 
 def _reducescatter_now(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
     result: Tensor = _reducescatter(tensor, name, *arguments, blocking=True).wait()
     return result
-
-
-def _scattered(tensor: Tensor, process_set: ProcessSet) -> Tensor:
-    """Return an uninitialised tensor for this rank's part of a reducescatter of `tensor`."""
-    if tensor.dim() == 0:
-        raise InvalidArgumentError("reducescatter: a scalar has no first dimension to scatter")
-    share, more = divmod(tensor.shape[0], process_set.size())
-    rows = share + (process_set.rank() < more)
-    return empty_result(tensor, [rows, *tensor.shape[1:]])
 
 
 def _gradient_factor(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> float:
@@ -232,9 +219,7 @@ def _grouped_reducescatter(
 ) -> GroupHandle:
     op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
-    outputs = [_scattered(tensor, process_set) for tensor in tensors]
+    arguments = (name, op, prescale, postscale)
     return GroupHandle(
-        engine.grouped_reducescatter(
-            tensors, outputs, name or "", op, prescale, postscale, blocking=blocking
-        )
+        engine.submit_group("reducescatter", tensors, (), *arguments, blocking=blocking)
     )

@@ -83,7 +83,8 @@ def start_sparse_sum(
         joinable: whether ranks may have joined.
         is_coalesced: whether to mark the sum as coalesced; None: torch decides.
     """
-    works = engine.grouped_allgather([*sparse_message(own, like, op)], name, joinable=joinable)
+    message = [*sparse_message(own, like, op)]
+    works = engine.submit_group("allgather", message, (), name, joinable=joinable)
 
     def combine(gathered: list[Tensor]) -> Tensor:
         what = in_words(f"{name}.0") or f"sparse_allreduce {name!r}"

@@ -206,7 +206,8 @@ def end_given_up(failure: str, engine: Engine, name: str) -> None:
     if failure:
         engine.end(failure)
     # A rank that has given up ends the job instead of answering.
-    engine.allgather(torch.zeros(1, dtype=torch.uint8, device="cpu"), name, joinable=True).wait()
+    nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    engine.submit("allgather", nothing, None, name, joinable=True).wait()
 
 
 def _hint(error: RingError, done: str) -> str:

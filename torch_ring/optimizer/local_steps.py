@@ -874,7 +874,7 @@ class _Mean:
         # An allgather, since it fails if a rank has joined: an allreduce would add its zeros.
         digest = digests_of([each.detach() for each in agreed])
         digest = digest.mul_(torch.arange(len(agreed), device="cpu") * 2 + 1).sum(0, keepdim=True)
-        self._digests = self._engine.allgather(digest, f"{prefix}.agreed.{name}")
+        self._digests = self._engine.submit("allgather", digest, None, f"{prefix}.agreed.{name}")
         make = wire_maker(
             self._settings.reduction(),
             self._engine,

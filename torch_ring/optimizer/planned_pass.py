@@ -420,7 +420,8 @@ class PlannedPasses:
         report = PassReport(steps, gradients, gave_up=gave_up, plan=plan)
         message = torch.frombuffer(bytearray(report.encode()), dtype=torch.uint8)
         work = self._explaining(
-            number, lambda: self._engine.allgather(message, _name(number), joinable=True)
+            number,
+            lambda: self._engine.submit("allgather", message, None, _name(number), joinable=True),
         )
         entered = Entered(number, report, work)
         self._passes = [*self._passes[-1:], entered]

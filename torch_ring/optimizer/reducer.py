@@ -225,10 +225,8 @@ class Reducer:
         """Return the loss of all ranks, reduced as the gradients are."""
         reduced = loss.detach().clone()
         name = f"gradients.{self.index}.{self._agreement.number}.loss"
-        work = self._engine.allreduce(
-            reduced, reduced, name, self._settings.op, 1.0, 1.0, blocking=True
-        )
-        return work.wait()
+        op = self._settings.op
+        return self._engine.submit("allreduce", reduced, reduced, name, op, blocking=True).wait()
 
     def pending(self, stepping: Reducer | None, which: Due = Due.now) -> Pending:
         """Return the gradients that are due or accumulating.
@@ -364,7 +362,8 @@ class Reducer:
             self.hooks.set_sparse_carried(parameter, total / active)
         else:
             part = self.hooks.carried_part(parameter)
-            self._engine.allreduce(part, part, name, Sum, 1.0 / active, 1.0, blocking=True).wait()
+            scale = 1.0 / active
+            self._engine.submit("allreduce", part, part, name, Sum, scale, blocking=True).wait()
 
     def _start_sparse_sum(
         self, name: str, op: int, parameter: int, gradient: Tensor | None

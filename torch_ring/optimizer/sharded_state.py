@@ -1161,11 +1161,12 @@ class ShardedState:
             segment.drop(pages)
         if not self.is_shared:
             works = [
-                self._engine.broadcast(
+                self._engine.submit(
+                    "broadcast",
                     tensor.detach(),
                     tensor.detach(),
-                    self._ranks.index(self._owners[part.owner]),
                     f"{self._name}.{self._count}.{position}",
+                    root=self._ranks.index(self._owners[part.owner]),
                 )
                 for position, (part, tensor) in enumerate(self._parts)
             ]
@@ -1318,7 +1319,7 @@ class ShardedState:
                     value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
                 flat = _flat(value)
                 name = f"{self._name}.{self._count}.state.{owner}.{number}"
-                self._engine.broadcast(flat, flat, owner, name, blocking=True).wait()
+                self._engine.submit("broadcast", flat, flat, name, root=owner, blocking=True).wait()
                 if to_cpu:
                     value = value.cpu()
                 if is_cut:

@@ -192,7 +192,8 @@ class BucketCompression:
     def mean(self, name: str, tensor: Tensor) -> Work:
         """Start to make the mean over ranks, in a new tensor."""
         tensor = tensor.contiguous()
-        return self.engine.allreduce(tensor, empty_result_like(tensor), name, *self.mean_arguments)
+        output = empty_result_like(tensor)
+        return self.engine.submit("allreduce", tensor, output, name, *self.mean_arguments)
 
 
 class CompressorRound:
@@ -211,12 +212,14 @@ class CompressorRound:
         self._header = Header([Line.of(*item) for item in requests.items()], failure)
         self._encoded = self._header.encode()
         text = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
-        self._headers = compression.engine.allgather(text, f"{name}.header")
+        self._headers = compression.engine.submit("allgather", text, None, f"{name}.header")
         gathers = [request for request in requests.values() if isinstance(request, Gather)]
         self._messages: Work | None = None
         if gathers:
             message = pack([tensor for request in gathers for tensor in request.tensors])
-            self._messages = compression.engine.allgather(message, f"{name}.message")
+            self._messages = compression.engine.submit(
+                "allgather", message, None, f"{name}.message"
+            )
         self._means = [
             compression.mean(f"{name}.{parameter}", request.tensors[0])
             if isinstance(request, Reduce)

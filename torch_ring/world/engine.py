@@ -83,9 +83,9 @@ def wait_for_all(
     """
     if over_network:
         data = torch.zeros(_NOT_INLINE, dtype=torch.float32, device="cpu")
-        work = engine.allreduce(data, data, "torch_ring.init", _AVERAGE, 1.0, 1.0)
+        work = engine.submit("allreduce", data, data, "torch_ring.init", _AVERAGE)
     else:
-        work = engine.barrier("torch_ring.init")
+        work = engine.submit("barrier", None, None, "torch_ring.init")
     for _ in pauses(deadline, size):
         if work.done():
             work.wait()
@@ -163,7 +163,7 @@ class EngineExchange:
             PeerLostError, TimeoutError: raised by the world's engine.
         """
         own = torch.tensor([values], dtype=torch.int64, device="cpu")
-        gathered = _result(self._engine.allgather(own, f"{_NAME}.numbers"))
+        gathered = _result(self._engine.submit("allgather", own, None, f"{_NAME}.numbers"))
         numbers: list[list[int]] = gathered.tolist()
         return numbers
 
@@ -172,7 +172,7 @@ class EngineExchange:
         own = text.encode()
         sizes = [size for (size,) in self.numbers(len(own))]
         payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-        gathered = _result(self._engine.allgather(payload, f"{_NAME}.texts"))
+        gathered = _result(self._engine.submit("allgather", payload, None, f"{_NAME}.texts"))
         parts = torch.split(gathered, sizes)
         return [bytes(part.numpy()).decode() for part in parts]
 
