@@ -38,6 +38,9 @@ from faults import ROOMS, Fault, Room
 from generated import generated
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "support"))
+from copied_tree import build, copy_tree  # noqa: E402
+
 SWITCH = "TORCH_RING_MUTANT"
 _FEW = 6  # tests that have found faults last, which one process runs
 HEADER = f"""\
@@ -75,26 +78,6 @@ class Result:
     seconds: float = 0.0
 
 
-def copy_tree(to: Path) -> None:
-    """Copy the files that git knows or does not ignore, and the build so far."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True, text=True,
-    ).stdout  # fmt: skip
-    for name in filter(None, listed.split("\0")):
-        if not (ROOT / name).is_file():
-            continue
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, to / name)
-    doubles = [*ROOT.glob("build/cpp/plain/*.so")]
-    for built in doubles:
-        (to / built.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(built, to / built.relative_to(ROOT))
-    for built in [*ROOT.glob("torch_ring/native/torch_*"), ROOT / "build" / "core"]:
-        if built.exists():
-            shutil.copytree(built, to / built.relative_to(ROOT), dirs_exist_ok=True)
-
-
 def switched(fault: Fault) -> str:
     """Return C++ that is `fault.new` while the fault is on, and `fault.old` otherwise."""
     is_on = f'::torch_ring::is_mutant("{fault.name}")'
@@ -121,13 +104,6 @@ def plant_in_cpp(faults: Iterable[Fault], tree: Path) -> dict[str, str]:
     for file, text in texts.items():
         (tree / file).write_text('#include "core/mutant.h"\n' + text)
     return problems
-
-
-def build(tree: Path) -> None:
-    """Build the extension of the copy in place."""
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=tree, check=True
-    )
 
 
 class Planted:
