@@ -103,7 +103,8 @@ def drop_before_wait(done: Path) -> None:
     tensor = torch.full((5,), float(hvd.rank()))
     if hvd.rank() == 0:
         # As Ctrl-C does between the submission of a blocking operation and its wait.
-        engine_of(hvd.global_process_set).broadcast(tensor, tensor, 0, "dropped", blocking=True)
+        engine = engine_of(hvd.global_process_set)
+        engine.submit("broadcast", tensor, tensor, "dropped", root=0, blocking=True)
         assert eventually(done.exists, DEADLINE_S / 3)
     else:
         hvd.broadcast_(tensor, 0, name="dropped")
