@@ -451,13 +451,11 @@ class _Options(TypedDict, total=False):
     """The options of `Engine.submit`.
 
     Attributes:
-        blocking: the caller is about to wait, so no thread is woken.
         root: the rank, in the set, of a broadcast, reduce, gather or scatter.
         splits: of an alltoall, the rows for each rank, in total at most those of the tensor.
         joinable: ranks that have joined give an allgather no rows; otherwise they are an error.
     """
 
-    blocking: bool
     root: int
     splits: Sequence[int]
     joinable: bool
@@ -505,6 +503,7 @@ class Engine:
         tensor: Tensor | None = None,
         output: Tensor | None = None,
         name: str | None = None,
+        blocking: bool = False,
         op: int = 1,
         prescale: float = 1.0,
         postscale: float = 1.0,
@@ -525,6 +524,7 @@ class Engine:
             name: matches the request between the ranks; None: a number. A barrier without a name
                 lets later requests be numbered anew; a fence is one of the numbered requests, at
                 its place in their order.
+            blocking: the caller is about to wait, so no thread is woken.
             op: of an allreduce, reduce or reducescatter, a ReduceOp; by default Sum.
             prescale: multiplies each rank's tensor before the reduction.
             postscale: multiplies the result.
@@ -540,6 +540,7 @@ class Engine:
         tensors: Sequence[Tensor],
         outputs: Sequence[Tensor] = (),
         name: str | None = None,
+        blocking: bool = False,
         op: int = 1,
         prescale: float = 1.0,
         postscale: float = 1.0,

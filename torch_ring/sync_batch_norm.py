@@ -285,7 +285,7 @@ def _joint_statistics(
     series = series_of(process_set, own)
     if series is None:
         engine = engine_of(process_set)
-        rows = engine.submit("allgather", own.unsqueeze(0), blocking=True, joinable=True).wait()
+        rows = engine.submit("allgather", own.unsqueeze(0), None, None, True, joinable=True).wait()
     else:
         rows = series.gather(own, layer)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]

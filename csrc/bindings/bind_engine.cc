@@ -41,11 +41,10 @@ std::unique_ptr<PyEngine> make_engine(
                                     std::move(launch_order), std::move(log));
 }
 
-/// The arguments of Engine.submit() beside the tensors.
+/// The arguments of Engine.submit() beside the tensors and the mode.
 struct Asked {
   Fingerprint fingerprint;
   std::vector<std::int64_t> splits = {};
-  bool blocking = false;
 };
 
 /// `options` have no arguments of their own: pybind11 looks up each name in each call, which takes
@@ -63,9 +62,7 @@ Asked asked(std::string_view collective, std::optional<std::string> name, int op
   for (const auto& [key, value] : options) {
     const auto option = key.cast<std::string_view>();
     try {
-      if (option == "blocking") {
-        asked.blocking = value.cast<bool>();
-      } else if (option == "root") {
+      if (option == "root") {
         asked.fingerprint.root = value.cast<int>();
       } else if (option == "splits") {
         asked.splits = value.cast<std::vector<std::int64_t>>();
@@ -82,10 +79,9 @@ Asked asked(std::string_view collective, std::optional<std::string> name, int op
 }
 
 PyWork submit(const PyEngine& engine, std::string_view collective, std::optional<at::Tensor> tensor,
-              std::optional<at::Tensor> output, std::optional<std::string> name, int op,
-              double prescale, double postscale, const py::kwargs& options) {
-  auto [fingerprint, splits, blocking] =
-      asked(collective, std::move(name), op, prescale, postscale, options);
+              std::optional<at::Tensor> output, std::optional<std::string> name, bool blocking,
+              int op, double prescale, double postscale, const py::kwargs& options) {
+  auto [fingerprint, splits] = asked(collective, std::move(name), op, prescale, postscale, options);
   return engine.submit(std::move(fingerprint), std::move(tensor).value_or(at::Tensor()),
                        std::move(output).value_or(at::Tensor()), std::move(splits), blocking);
 }
@@ -93,10 +89,10 @@ PyWork submit(const PyEngine& engine, std::string_view collective, std::optional
 std::vector<PyWork> submit_group(const PyEngine& engine, std::string_view collective,
                                  const std::vector<at::Tensor>& tensors,
                                  const std::vector<at::Tensor>& outputs,
-                                 std::optional<std::string> name, int op, double prescale,
-                                 double postscale, const py::kwargs& options) {
+                                 std::optional<std::string> name, bool blocking, int op,
+                                 double prescale, double postscale, const py::kwargs& options) {
   const Asked all = asked(collective, std::move(name), op, prescale, postscale, options);
-  return engine.submit_group(all.fingerprint, tensors, outputs, all.blocking);
+  return engine.submit_group(all.fingerprint, tensors, outputs, blocking);
 }
 
 }  // namespace
@@ -122,9 +118,11 @@ void bind_engine(py::module_& module) {
       // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
       .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
       .def("submit", &submit, py::arg(), py::arg() = py::none(), py::arg() = py::none(),
-           py::arg() = py::none(), py::arg() = kSum, py::arg() = 1.0, py::arg() = 1.0)
+           py::arg() = py::none(), py::arg() = false, py::arg() = kSum, py::arg() = 1.0,
+           py::arg() = 1.0)
       .def("submit_group", &submit_group, py::arg(), py::arg(), py::arg() = py::tuple(),
-           py::arg() = py::none(), py::arg() = kSum, py::arg() = 1.0, py::arg() = 1.0)
+           py::arg() = py::none(), py::arg() = false, py::arg() = kSum, py::arg() = 1.0,
+           py::arg() = 1.0)
       .def("join", &PyEngine::join)
       .def(
           "send",

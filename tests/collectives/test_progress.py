@@ -104,7 +104,7 @@ def drop_before_wait(done: Path) -> None:
     if hvd.rank() == 0:
         # As Ctrl-C does between the submission of a blocking operation and its wait.
         engine = engine_of(hvd.global_process_set)
-        engine.submit("broadcast", tensor, tensor, "dropped", root=0, blocking=True)
+        engine.submit("broadcast", tensor, tensor, "dropped", True, root=0)
         assert eventually(done.exists, DEADLINE_S / 3)
     else:
         hvd.broadcast_(tensor, 0, name="dropped")

@@ -30,9 +30,15 @@ def check_refusals() -> None:
             lambda: engine().submit("scatter", None, t, "n", root=9),
             "scatter 'n': root rank 9 is not one of",
         ),
-        (lambda: engine().submit("reduce", t, t, "", hvd.Adasum, root=0), "an op of allreduce"),
-        (lambda: engine().submit("reduce", t, t, "", hvd.Band, root=0), "no Band of float32"),
-        (lambda: engine().submit("reduce", t, t, "", 9, root=0), "unknown op 9"),
+        (
+            lambda: engine().submit("reduce", t, t, "", False, hvd.Adasum, root=0),
+            "an op of allreduce",
+        ),
+        (
+            lambda: engine().submit("reduce", t, t, "", False, hvd.Band, root=0),
+            "no Band of float32",
+        ),
+        (lambda: engine().submit("reduce", t, t, "", False, 9, root=0), "unknown op 9"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -86,7 +92,9 @@ def check_fence() -> None:
         assert hvd.synchronize(works[2 * step]).item() == total
         assert works[2 * step + 1].wait() is None
     kind, text = error_of(
-        lambda: engine().submit("fence", blocking=True).wait() if rank == 0 else hvd.barrier()
+        lambda: (
+            engine().submit("fence", None, None, None, True).wait() if rank == 0 else hvd.barrier()
+        )
     )
     if size > 1:
         assert kind == "MismatchError"

@@ -70,14 +70,12 @@ def train_with_a_peer_by_hand(ending: str) -> None:
     body = struct.pack("<I?III", optimizer_index, False, len(due), 0, 0) + due
     report = struct.pack("<IQII?", 21 + len(body), steps, 0, reports, False) + body
     own = torch.frombuffer(bytearray(report), dtype=torch.uint8)
-    gathered = engine.submit(
-        "allgather", own, None, "backward.2", blocking=True, joinable=True
-    ).wait()
+    gathered = engine.submit("allgather", own, None, "backward.2", True, joinable=True).wait()
     assert bytes(gathered.numpy()) == 2 * report
     bucket = torch.zeros(ALIGNED + 1)  # b's gradient was ready first
     bucket[0], bucket[ALIGNED] = 50, 300
     name = "gradients.0.2.0.0"
-    engine.submit("allreduce", bucket, bucket, name, hvd.Sum, blocking=True).wait()
+    engine.submit("allreduce", bucket, bucket, name, True, hvd.Sum).wait()
     assert bucket[[0, ALIGNED]].tolist() == [4 + 50, 2 + 300]
 
 

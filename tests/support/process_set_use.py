@@ -17,7 +17,7 @@ from torch_ring.world.process_set import engine_of, root_in
 def started_sum(process_set: hvd.ProcessSet, value: float, name: str = "sum") -> Any:
     """Return the pending work of a sum over the set."""
     tensor = torch.full((1000,), value)
-    return engine_of(process_set).submit("allreduce", tensor, tensor, name, hvd.Sum)
+    return engine_of(process_set).submit("allreduce", tensor, tensor, name, False, hvd.Sum)
 
 
 def sum_of_ranks(process_set: hvd.ProcessSet) -> float:

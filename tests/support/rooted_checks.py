@@ -16,7 +16,7 @@ def check_reduce() -> None:
             root = number % size
             mine = tensor_of(rank, shape, dtype, size)
             for op in (hvd.Sum, hvd.Average, hvd.Max):
-                got = engine().submit("reduce", mine, None, None, op, root=root).wait()
+                got = engine().submit("reduce", mine, None, None, False, op, root=root).wait()
                 if rank == root:
                     assert torch.equal(got, reduced(stacked_tensors(shape, dtype), op))
                 else:
@@ -26,7 +26,7 @@ def check_reduce() -> None:
         grid = torch.rand(40, 60).t()
         want = hvd.allreduce(grid, op=hvd.Sum, prescale_factor=0.3)
         before = grid.clone()
-        engine().submit("reduce", grid, grid, "r", hvd.Sum, 0.3, root=root, blocking=True).wait()
+        engine().submit("reduce", grid, grid, "r", True, hvd.Sum, 0.3, root=root).wait()
         assert torch.equal(grid, want if rank == root else before)
 
 

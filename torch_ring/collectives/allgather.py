@@ -76,7 +76,7 @@ def allgather(
 
 
 def _gather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Work:
-    return engine_of(process_set).submit("allgather", tensor, None, name, blocking=True)
+    return engine_of(process_set).submit("allgather", tensor, None, name, True)
 
 
 class _Allgather(torch.autograd.Function):
@@ -145,7 +145,7 @@ class _GroupedAllgather(torch.autograd.Function):
         name: str | None, process_set: ProcessSet, _: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         engine = engine_of(process_set)
-        works = engine.submit_group("allgather", tensors, (), name, blocking=True)
+        works = engine.submit_group("allgather", tensors, (), name, True)
         return *GroupHandle(works).wait(), *map(_rows, works)
 
     @staticmethod

@@ -198,7 +198,7 @@ def _allreduce(
     process_set: ProcessSet,
 ) -> Handle:
     engine = engine_of(process_set)
-    return Handle(engine.submit("allreduce", tensor, output, name, op, prescale, postscale))
+    return Handle(engine.submit("allreduce", tensor, output, name, False, op, prescale, postscale))
 
 
 def _allreduce_now(
@@ -338,5 +338,5 @@ def _grouped_allreduce(
     engine = engine_of(process_set)
     factors = (prescale, postscale)
     return GroupHandle(
-        engine.submit_group("allreduce", tensors, outputs, name, op, *factors, blocking=blocking)
+        engine.submit_group("allreduce", tensors, outputs, name, blocking, op, *factors)
     )

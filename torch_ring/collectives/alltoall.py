@@ -70,7 +70,7 @@ def alltoall(
     if needs_function(tensor):
         result, received = _Alltoall.apply(tensor, rows, name, process_set)
         return result if splits is None else (result, received)
-    work = engine.submit("alltoall", tensor, None, name, splits=rows, blocking=True)
+    work = engine.submit("alltoall", tensor, None, name, True, splits=rows)
     result = work.wait()
     return result if splits is None else (result, _received(work))
 
@@ -81,7 +81,7 @@ class _Alltoall(torch.autograd.Function):
         tensor: Tensor, splits: list[int], name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
         engine = engine_of(process_set)
-        work = engine.submit("alltoall", tensor, None, name, splits=splits, blocking=True)
+        work = engine.submit("alltoall", tensor, None, name, True, splits=splits)
         return work.wait(), _received(work)
 
     @staticmethod

@@ -148,4 +148,4 @@ def _broadcast(
 ) -> Handle:
     engine = engine_of(process_set)
     root = root_in(process_set, root_rank)
-    return Handle(engine.submit("broadcast", tensor, output, name, root=root, blocking=blocking))
+    return Handle(engine.submit("broadcast", tensor, output, name, blocking, root=root))

@@ -480,7 +480,7 @@ def gather_lines(
 def _gather(own: bytes, engine: Engine, name: str, *, joinable: bool) -> list[bytes]:
     """Return the bytes of the ranks that have not joined, without empty ones."""
     payload = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-    work = engine.submit("allgather", payload, None, name, blocking=True, joinable=joinable)
+    work = engine.submit("allgather", payload, None, name, True, joinable=joinable)
     parts = torch.split(work.wait(), work.received_splits())
     return [bytes(part.numpy()) for part in parts if len(part)]
 

@@ -196,7 +196,7 @@ def _broadcast(tensor: Tensor, name: str, root_rank: int, process_set: str) -> T
         )
     output = empty_result_like(tensor)
     root = ranks.index(root_rank)
-    return engine.submit("broadcast", tensor, output, name, root=root, blocking=True).wait()
+    return engine.submit("broadcast", tensor, output, name, True, root=root).wait()
 
 
 @_fake(_broadcast)
@@ -266,7 +266,7 @@ def _empty_rows(tensor: Tensor, rows: int | SymInt | None = None) -> Tensor:
 @_ordered("allgather(Tensor tensor, str name, str process_set) -> Tensor")
 def _allgather(tensor: Tensor, name: str, process_set: str) -> Tensor:
     engine, _ = _set_of(process_set)
-    return _moved.keep(engine.submit("allgather", tensor, None, name, blocking=True))
+    return _moved.keep(engine.submit("allgather", tensor, None, name, True))
 
 
 @_fake(_allgather)
@@ -335,8 +335,8 @@ def _reducescatter(
     tensor: Tensor, name: str, op: int, prescale: float, postscale: float, process_set: str
 ) -> Tensor:
     engine, _ = _set_of(process_set)
-    arguments = (name, op, prescale, postscale)
-    return engine.submit("reducescatter", tensor, None, *arguments, blocking=True).wait()
+    arguments = (name, True, op, prescale, postscale)
+    return engine.submit("reducescatter", tensor, None, *arguments).wait()
 
 
 def _share(tensor: Tensor, ranks: Sequence[int]) -> Any:
@@ -355,7 +355,7 @@ def _(
 @_ordered("allgather_known(Tensor tensor, str process_set, SymInt rows) -> Tensor")
 def _allgather_known(tensor: Tensor, process_set: str, rows: int) -> Tensor:
     del rows
-    return _set_of(process_set)[0].submit("allgather", tensor, blocking=True).wait()
+    return _set_of(process_set)[0].submit("allgather", tensor, None, None, True).wait()
 
 
 @_fake(_allgather_known)
@@ -401,7 +401,7 @@ def reducescatter(
 def _alltoall(tensor: Tensor, splits: Tensor | None, name: str, process_set: str) -> Tensor:
     engine, ranks = _set_of(process_set)
     rows = rows_for_each(tensor, splits, len(ranks))
-    return _moved.keep(engine.submit("alltoall", tensor, None, name, splits=rows, blocking=True))
+    return _moved.keep(engine.submit("alltoall", tensor, None, name, True, splits=rows))
 
 
 @_fake(_alltoall)
@@ -442,7 +442,7 @@ def _sent_back(tensor: Tensor, counts: Tensor, process_set: str, rows: int) -> T
     """Return each row of an alltoall to its rank; rows that were not sent are zero."""
     engine, ranks = _set_of(process_set)
     splits = counts[: len(ranks)].tolist()
-    back = engine.submit("alltoall", tensor, splits=splits, blocking=True).wait()
+    back = engine.submit("alltoall", tensor, None, None, True, splits=splits).wait()
     unsent = rows - back.shape[0]
     return torch.cat([back, back.new_zeros(unsent, *back.shape[1:])]) if unsent else back
 

@@ -111,7 +111,7 @@ class PromisedSeries:
         return result
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        return self._engine.submit("allgather", tensor, blocking=True, joinable=True).wait()
+        return self._engine.submit("allgather", tensor, None, None, True, joinable=True).wait()
 
     def _goes_on(self, step: _Step) -> bool:
         """Return whether the step continues this series."""

@@ -124,8 +124,8 @@ def _reducescatter(
 ) -> Handle:
     op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
-    arguments = (name, op, prescale, postscale)
-    return Handle(engine.submit("reducescatter", tensor, None, *arguments, blocking=blocking))
+    arguments = (name, blocking, op, prescale, postscale)
+    return Handle(engine.submit("reducescatter", tensor, None, *arguments))
 
 
 def _reducescatter_now(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
@@ -219,7 +219,5 @@ def _grouped_reducescatter(
 ) -> GroupHandle:
     op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
-    arguments = (name, op, prescale, postscale)
-    return GroupHandle(
-        engine.submit_group("reducescatter", tensors, (), *arguments, blocking=blocking)
-    )
+    arguments = (name, blocking, op, prescale, postscale)
+    return GroupHandle(engine.submit_group("reducescatter", tensors, (), *arguments))

@@ -222,7 +222,7 @@ def wire_maker(
     compression = settings.compression
 
     def allreduce(name: str, tensor: Tensor, blocking: bool) -> Work:
-        return engine.submit("allreduce", tensor, tensor, name, *arguments, blocking=blocking)
+        return engine.submit("allreduce", tensor, tensor, name, blocking, *arguments)
 
     if isinstance(compression, StatefulCompressor):
         scale = size if settings.op == Sum else 1

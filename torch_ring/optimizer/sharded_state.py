@@ -1319,7 +1319,7 @@ class ShardedState:
                     value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
                 flat = _flat(value)
                 name = f"{self._name}.{self._count}.state.{owner}.{number}"
-                self._engine.submit("broadcast", flat, flat, name, root=owner, blocking=True).wait()
+                self._engine.submit("broadcast", flat, flat, name, True, root=owner).wait()
                 if to_cpu:
                     value = value.cpu()
                 if is_cut:

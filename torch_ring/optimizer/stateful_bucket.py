@@ -193,7 +193,7 @@ class BucketCompression:
         """Start to make the mean over ranks, in a new tensor."""
         tensor = tensor.contiguous()
         output = empty_result_like(tensor)
-        return self.engine.submit("allreduce", tensor, output, name, *self.mean_arguments)
+        return self.engine.submit("allreduce", tensor, output, name, False, *self.mean_arguments)
 
 
 class CompressorRound:

@@ -83,7 +83,7 @@ def wait_for_all(
     """
     if over_network:
         data = torch.zeros(_NOT_INLINE, dtype=torch.float32, device="cpu")
-        work = engine.submit("allreduce", data, data, "torch_ring.init", _AVERAGE)
+        work = engine.submit("allreduce", data, data, "torch_ring.init", False, _AVERAGE)
     else:
         work = engine.submit("barrier", None, None, "torch_ring.init")
     for _ in pauses(deadline, size):
