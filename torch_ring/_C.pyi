@@ -549,19 +549,21 @@ class Engine:
     ) -> list[Work]:
         """Submit all or none, as `submit`. Member i of group "g" has the name "g.i"."""
 
-    def allreduce_and_wait(
+    def run(
         self,
-        tensor: Tensor,
-        output: Tensor | None,
-        name: str,
-        op: int,
-        prescale: float,
-        postscale: float,
+        collective: str,
+        tensor: Tensor | None = None,
+        output: Tensor | None = None,
+        name: str | None = None,
+        root: int = -1,
+        op: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
         /,
     ) -> Tensor:
-        """Return `output`, or a new tensor, without a `Work`: the shortest path of a small tensor.
+        """Submit a collective, wait, and return the result (``submit``): in the least time.
 
-        In place, it bumps the tensor's version, so that autograd notices.
+        Writes into `tensor` itself count for autograd.
         """
 
     def join(self) -> Work:

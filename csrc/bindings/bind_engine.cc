@@ -47,51 +47,94 @@ struct Asked {
   std::vector<std::int64_t> splits = {};
 };
 
-/// `options` have no arguments of their own: pybind11 looks up each name in each call, which takes
-/// as long as a small barrier.
-Asked asked(std::string_view collective, std::optional<std::string> name, int op, double prescale,
-            double postscale, const py::kwargs& options) {
+[[noreturn]] void refuse_type(std::string_view collective, const char* argument, const char* wanted,
+                              py::handle given) {
+  throw py::type_error(std::string(collective) + ": " + argument + " must be " + wanted + ", not " +
+                       Py_TYPE(given.ptr())->tp_name);
+}
+
+/// A factor of a reduction.
+double factor_of(std::string_view collective, const char* argument, py::handle given) {
+  const double factor = PyFloat_AsDouble(given.ptr());
+  if (factor != -1.0 || PyErr_Occurred() == nullptr) return factor;
+  PyErr_Clear();
+  refuse_type(collective, argument, "a number", given);
+}
+
+/// The arguments of Python's functions, of any type: pybind11's own errors would name neither the
+/// function nor the argument.
+struct Given {
+  py::handle name;
+  py::handle prescale;
+  py::handle postscale;
+};
+
+Fingerprint asked(std::string_view collective, const Given& given, int op) {
   const auto* const found = std::ranges::find(kCollectives, collective, &CollectiveTraits::name);
   const auto index = static_cast<Collective>(found - kCollectives);
   if (index >= Collective::kJoin) refuse("no such collective: " + std::string(collective));
-  Asked asked{{.collective = index,
-               .op = static_cast<ReduceOp>(op),
-               .prescale = prescale,
-               .postscale = postscale,
-               .name = std::move(name).value_or("")}};
-  for (const auto& [key, value] : options) {
-    const auto option = key.cast<std::string_view>();
-    try {
-      if (option == "root") {
-        asked.fingerprint.root = value.cast<int>();
-      } else if (option == "splits") {
-        asked.splits = value.cast<std::vector<std::int64_t>>();
-      } else if (option == "joinable") {
-        asked.fingerprint.joinable = value.cast<bool>();
-      } else {
-        throw py::type_error("submit() has no option '" + std::string(option) + "'");
-      }
-    } catch (const py::cast_error&) {
-      throw py::type_error("submit(): '" + std::string(option) + "' is of a wrong type");
-    }
+  Fingerprint asked{.collective = index,
+                    .op = static_cast<ReduceOp>(op),
+                    .prescale = factor_of(collective, "prescale_factor", given.prescale),
+                    .postscale = factor_of(collective, "postscale_factor", given.postscale)};
+  if (PyUnicode_Check(given.name.ptr())) {
+    asked.name = given.name.cast<std::string>();
+  } else if (!given.name.is_none()) {
+    refuse_type(collective, "name", "a string", given.name);
   }
   return asked;
 }
 
+/// `options` have no arguments of their own: pybind11 looks up each name in each call, which takes
+/// as long as a small barrier.
+Asked asked(std::string_view collective, const Given& given, int op, const py::kwargs& options) {
+  Asked all{asked(collective, given, op)};
+  const CollectiveTraits& traits = traits_of(all.fingerprint.collective);
+  for (const auto& [key, value] : options) {
+    const auto option = key.cast<std::string_view>();
+    try {
+      if (option == "root" && traits.has_root) {
+        all.fingerprint.root = value.cast<int>();
+      } else if (option == "splits" && traits.sends == Sends::kRowsForEach) {
+        all.splits = value.cast<std::vector<std::int64_t>>();
+      } else if (option == "joinable" && traits.sends == Sends::kRows) {
+        all.fingerprint.joinable = value.cast<bool>();
+      } else {
+        throw py::type_error(std::string(collective) + " has no option " + std::string(option));
+      }
+    } catch (const py::cast_error&) {
+      throw py::type_error(std::string(collective) + ": " + std::string(option) +
+                           " is of a wrong type, or too large");
+    }
+  }
+  return all;
+}
+
+at::Tensor run(const PyEngine& engine, std::string_view collective,
+               const std::optional<at::Tensor>& tensor, const std::optional<at::Tensor>& output,
+               py::handle name, int root, int op, py::handle prescale, py::handle postscale) {
+  Fingerprint all = asked(collective, {name, prescale, postscale}, op);
+  all.root = root;
+  return engine.run(std::move(all), tensor.value_or(at::Tensor()), output.value_or(at::Tensor()));
+}
+
 PyWork submit(const PyEngine& engine, std::string_view collective, std::optional<at::Tensor> tensor,
-              std::optional<at::Tensor> output, std::optional<std::string> name, bool blocking,
-              int op, double prescale, double postscale, const py::kwargs& options) {
-  auto [fingerprint, splits] = asked(collective, std::move(name), op, prescale, postscale, options);
+              std::optional<at::Tensor> output, py::handle name, bool blocking, int op,
+              py::handle prescale, py::handle postscale, const py::kwargs& options) {
+  auto [fingerprint, splits] = asked(collective, {name, prescale, postscale}, op, options);
   return engine.submit(std::move(fingerprint), std::move(tensor).value_or(at::Tensor()),
                        std::move(output).value_or(at::Tensor()), std::move(splits), blocking);
 }
 
 std::vector<PyWork> submit_group(const PyEngine& engine, std::string_view collective,
                                  const std::vector<at::Tensor>& tensors,
-                                 const std::vector<at::Tensor>& outputs,
-                                 std::optional<std::string> name, bool blocking, int op,
-                                 double prescale, double postscale, const py::kwargs& options) {
-  const Asked all = asked(collective, std::move(name), op, prescale, postscale, options);
+                                 const std::vector<at::Tensor>& outputs, py::handle name,
+                                 bool blocking, int op, py::handle prescale, py::handle postscale,
+                                 const py::kwargs& options) {
+  const Asked all = asked(collective, {name, prescale, postscale}, op, options);
+  if (!traits_of(all.fingerprint.collective).has_groups) {
+    refuse(std::string(collective) + " has no groups");
+  }
   return engine.submit_group(all.fingerprint, tensors, outputs, blocking);
 }
 
@@ -115,8 +158,9 @@ void bind_engine(py::module_& module) {
            py::arg("labels"), py::arg("may_spin"), py::arg("plane"), py::arg("number"),
            py::arg("memory"), py::arg("slots"), py::arg("launch_order"), py::arg("config"),
            py::kw_only(), py::arg("ucx_library"), py::arg("nccl_blocking"), py::arg("log"))
-      // No keywords: pybind11's look-up of argument names costs as much as a small allreduce.
-      .def("allreduce_and_wait", &PyEngine::allreduce_and_wait)
+      .def("run", &run, py::arg(), py::arg() = py::none(), py::arg() = py::none(),
+           py::arg() = py::none(), py::arg() = -1, py::arg() = kSum, py::arg() = 1.0,
+           py::arg() = 1.0)
       .def("submit", &submit, py::arg(), py::arg() = py::none(), py::arg() = py::none(),
            py::arg() = py::none(), py::arg() = false, py::arg() = kSum, py::arg() = 1.0,
            py::arg() = 1.0)

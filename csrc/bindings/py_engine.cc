@@ -97,7 +97,7 @@ PyEngine::Submission PyEngine::submission_of(Fingerprint&& asked, at::Tensor ten
                                              std::vector<std::int64_t> splits) const {
   const CollectiveTraits& traits = traits_of(asked.collective);
   if (traits.sends == Sends::kNothing) {
-    return {Request{.fingerprint = std::move(asked)}, std::make_shared<Result>()};
+    return {Request{.fingerprint = std::move(asked)}};
   }
   const Place place{rank_, size_};
   const bool scatters = traits.sends == Sends::kOfRootForEach;
@@ -107,8 +107,8 @@ PyEngine::Submission PyEngine::submission_of(Fingerprint&& asked, at::Tensor ten
   device_->use(device);
   if (has_rows(asked.collective)) {
     auto result = std::make_shared<Result>();
-    return {request_of_rows(std::move(asked), tensor, std::move(splits), result, size_), result,
-            device};
+    return {request_of_rows(std::move(asked), tensor, std::move(splits), result, size_), device,
+            at::Tensor(), result};
   }
   const bool is_root = !traits.has_root || asked.root == rank_;
   if (scatters) {
@@ -119,7 +119,7 @@ PyEngine::Submission PyEngine::submission_of(Fingerprint&& asked, at::Tensor ten
   } else if (!output.defined()) {
     output = output_for(asked.collective, tensor, place);
   }
-  return {request_of(std::move(asked), tensor, output, place), result_in(output), device};
+  return {request_of(std::move(asked), tensor, output, place), device, output};
 }
 
 PyWork PyEngine::submit(Fingerprint&& asked, at::Tensor tensor, at::Tensor output,
@@ -147,7 +147,8 @@ std::vector<PyWork> PyEngine::submit_group(const Fingerprint& asked,
   const std::shared_ptr<Engine> engine = running();
   std::vector<Request> requests;
   std::shared_ptr<c10::Event> ready;  // of all
-  for (auto& [request, result, device] : members) {
+  for (auto& [request, device, output, result] : members) {
+    if (!result) result = result_in(output);
     if (!request.fingerprint.on_host()) {
       if (!ready) ready = recorded_now(device);
       result->output_event.emplace(device, ready).follow(request);
@@ -166,25 +167,23 @@ std::vector<PyWork> PyEngine::submit_group(const Fingerprint& asked,
   return handles;
 }
 
-at::Tensor PyEngine::allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
-                                        std::string name, int op, double prescale,
-                                        double postscale) const {
-  const bool in_place = output && output->is_same(tensor);
-  if (!output) output = empty_result_like(tensor);
-  if (!tensor.is_cpu()) device_->use(tensor.device());
-  Request request =
-      allreduce_request(tensor, *output, std::move(name), op, prescale, postscale, size_);
-  if (tensor.is_cpu()) {
+at::Tensor PyEngine::run(Fingerprint&& asked, const at::Tensor& tensor,
+                         const at::Tensor& output) const {
+  const bool in_place = output.defined() && output.is_same(tensor);
+  Submission all = submission_of(std::move(asked), tensor, output, {});
+  const std::shared_ptr<Result> result = all.result;
+  at::Tensor made = all.output;
+  if (all.device.is_cpu()) {
     const std::shared_ptr<Engine> engine = running();
     const BlockingCall no_gil;
-    engine->submit_and_wait(std::move(request), kCheckSignals);
+    engine->submit_and_wait(std::move(all.request), kCheckSignals);
   } else {
-    submit({std::move(request), result_in(*output), tensor.device()}, true).wait();
+    submit(std::move(all), true).wait();
   }
   if (in_place && !tensor.is_inference()) {
     tensor.unsafeGetTensorImpl()->bump_version();  // so autograd refuses a stale saved tensor
   }
-  return *output;
+  return result ? result->tensor : made;
 }
 
 PyWork PyEngine::join() const {
@@ -195,7 +194,7 @@ PyWork PyEngine::join() const {
   request.output = result->tensor.mutable_data_ptr();
   request.finish = [result] {};  // keeps it alive
   request.allocate = stand_in_;
-  return submit({std::move(request), result}, true);
+  return submit({std::move(request), at::kCPU, at::Tensor(), result}, true);
 }
 
 std::shared_ptr<MessageRequest> PyEngine::send(const at::Tensor& tensor, int destination, int tag,
@@ -290,7 +289,8 @@ std::shared_ptr<Engine> PyEngine::running() const {
 
 PyWork PyEngine::submit(Submission submission, bool blocking) const {
   const std::shared_ptr<Engine> engine = running();
-  auto& [request, result, device] = submission;
+  auto& [request, device, output, result] = submission;
+  if (!result) result = result_in(output);
   if (!request.fingerprint.on_host()) {
     result->output_event.emplace(device, recorded_now(device)).follow(request);
   }

@@ -105,10 +105,9 @@ class PyEngine {
   std::vector<PyWork> submit_group(const Fingerprint& asked, const std::vector<at::Tensor>& tensors,
                                    const std::vector<at::Tensor>& outputs, bool blocking) const;
 
-  /// A blocking allreduce without a handle: the shortest path of a small tensor. Returns the
-  /// output, which is a new tensor if none is given.
-  at::Tensor allreduce_and_wait(const at::Tensor& tensor, std::optional<at::Tensor> output,
-                                std::string name, int op, double prescale, double postscale) const;
+  /// submit() and wait() without a handle: the shortest path of a small tensor. Returns the result,
+  /// undefined where there is none.
+  at::Tensor run(Fingerprint&& asked, const at::Tensor& tensor, const at::Tensor& output) const;
 
   PyWork join() const;
 
@@ -169,8 +168,9 @@ class PyEngine {
  private:
   struct Submission {
     Request request;
-    std::shared_ptr<Result> result;
     c10::Device device = at::kCPU;
+    at::Tensor output = {};
+    std::shared_ptr<Result> result = {};  // of rows, whose memory the request allocates
   };
 
   Submission submission_of(Fingerprint&& asked, at::Tensor tensor, at::Tensor output,

@@ -369,7 +369,7 @@ void RingBackend::forget_done() {
 std::shared_ptr<PendingOperation> RingBackend::submit(C10dOperation operation,
                                                       const Tensors& inputs) {
   InFlight added{{}, ranges_of(inputs), ranges_of(operation.outputs)};
-  auto pending = std::make_shared<PendingCollective>(engine_, std::move(operation),
+  auto pending = std::make_shared<PendingCollective>(engine_, std::move(operation), inputs,
                                                      Engine::Mode::kAsynchronous);
   added.works = pending->works();
   const std::scoped_lock lock(in_flight_mutex_);
@@ -379,13 +379,15 @@ std::shared_ptr<PendingOperation> RingBackend::submit(C10dOperation operation,
 }
 
 /// Runs an operation to its end: a single request in host memory in the cheapest way.
-void RingBackend::run(C10dOperation operation) {
-  if (operation.requests.size() == 1 && !operation.late_error && on_host(operation.outputs)) {
+void RingBackend::run(C10dOperation operation, const Tensors& inputs) {
+  if (operation.requests.size() == 1 && !operation.late_error && on_host(operation.outputs) &&
+      on_host(inputs)) {
+    const std::shared_ptr<Engine> engine = engine_;  // a signal handler may replace it
     const CountedCall counted;
-    engine_->submit_and_wait(std::move(operation.requests.front()), interrupt_at(std::nullopt));
+    engine->submit_and_wait(std::move(operation.requests.front()), interrupt_at(std::nullopt));
     return;
   }
-  const PendingCollective submitted(engine_, std::move(operation), Engine::Mode::kBlocking);
+  const PendingCollective submitted(engine_, std::move(operation), inputs, Engine::Mode::kBlocking);
   submitted.wait(std::nullopt);
   submitted.synchronize();
 }
@@ -426,7 +428,7 @@ RingBackend::Works RingBackend::start(OpType type, const char* title, const Tens
     for (Request& request : operation.requests) request.timeout = timeout;
     if (!options.asyncOp) {
       const ProfilerSpan span(title, inputs);
-      run(std::move(operation));
+      run(std::move(operation), inputs);
       return nullptr;
     }
     pending = submit(std::move(operation), inputs);

@@ -173,7 +173,7 @@ class RingBackend final : public c10d::Backend {
   Works start(c10d::OpType type, const char* title, const Tensors& inputs,
               const AnyOptions& options, Make* make, const Given&... given);
   std::shared_ptr<PendingOperation> submit(C10dOperation operation, const Tensors& inputs);
-  void run(C10dOperation operation);
+  void run(C10dOperation operation, const Tensors& inputs);
   void forget_done();
   bool await_memory(const Tensors& reads, const Tensors& writes);
   Works start_message(c10d::OpType type, const char* title, const at::Tensor& tensor,

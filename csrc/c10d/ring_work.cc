@@ -170,12 +170,13 @@ Engine::Interrupt interrupt_at(OperationDeadline deadline) {
 }
 
 PendingCollective::PendingCollective(std::shared_ptr<Engine> engine, C10dOperation operation,
-                                     Engine::Mode mode)
+                                     const Tensors& inputs, Engine::Mode mode)
     : engine_(std::move(engine)),
       outputs_(std::move(operation.outputs)),
       late_error_(std::move(operation.late_error)) {
-  const std::vector<c10::Device> devices = devices_of(outputs_);
-  for (const at::Tensor& output : outputs_) DeviceChoice::of_process()->use(output.device());
+  const Tensors& placed = outputs_.empty() ? inputs : outputs_;  // only a root has some outputs
+  const std::vector<c10::Device> devices = devices_of(placed);
+  for (const at::Tensor& tensor : placed) DeviceChoice::of_process()->use(tensor.device());
   std::shared_ptr<c10::Event> ready;  // of all
   for (Request& request : operation.requests) {
     if (devices.empty() || request.fingerprint.on_host()) continue;
@@ -210,6 +211,7 @@ void PendingCollective::synchronize() const {
   engine_->check();
   const OutputEvent* waited = nullptr;
   for (const OutputEvent& event : events_) {
+    if (outputs_.empty()) event.wait({}, waited);  // the input may be written now
     for (const at::Tensor& output : outputs_) {
       event.wait(output, waited);
       waited = &event;

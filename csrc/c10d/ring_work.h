@@ -94,7 +94,8 @@ class PendingOperation {
 class PendingCollective final : public PendingOperation {
  public:
   /// Submits the operation's requests. Errors: Error(kInvalidArgument); the engine's fatal cause.
-  PendingCollective(std::shared_ptr<Engine> engine, C10dOperation operation, Engine::Mode mode);
+  PendingCollective(std::shared_ptr<Engine> engine, C10dOperation operation, const Tensors& inputs,
+                    Engine::Mode mode);
 
   bool done() const override;
   void wait(OperationDeadline deadline) const override;

@@ -171,6 +171,27 @@ def follow_streams_in_a_group(device: str) -> None:
             same(mine, want)
 
 
+def gather_from_a_busy_stream(device: str) -> None:
+    """Ranks without an output of theirs are followed and waited for, too."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.ones(1, device=device))  # NCCL starts
+    sources = [torch.full((5000,), base + rank).to(device) for base in (1.0, 11.0)]
+    parts = [torch.zeros_like(sources[0]) for _ in range(size)] if rank == 0 else None
+    torch.accelerator.synchronize()
+    with torch.Stream(device):
+        for source, base in zip(sources, (1.0, 11.0), strict=True):
+            busy(device, 200)
+            mine = torch.zeros_like(source)
+            mine.copy_(source)
+            work = dist.gather(mine, parts, 0, async_op=base > 1)
+            if work is not None:
+                work.wait()
+            mine.fill_(-1.0)
+            for other, part in enumerate(parts or ()):
+                same(part, torch.full((5000,), base + other))
+        torch.accelerator.synchronize()
+
+
 def use_futures_in_a_group(device: str) -> None:
     size = dist.get_world_size()
     dist.all_reduce(torch.ones(1, device=device))
@@ -288,6 +309,7 @@ GROUPS: list[Callable[[str], None]] = [
     move_in_a_group,
     scatter_and_gather_in_a_group,
     follow_streams_in_a_group,
+    gather_from_a_busy_stream,
     use_futures_in_a_group,
     mix_places_in_a_group,
     fail_in_a_group,

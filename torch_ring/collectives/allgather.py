@@ -69,14 +69,10 @@ def allgather(
     if is_dynamo_compiling() and operators.are_traced():
         return operators.allgather(tensor, name, process_set, grad_op)
     if not needs_function(tensor):
-        return _gather(tensor, name, process_set).wait()
+        return engine_of(process_set).run("allgather", tensor, None, name)
     result: Tensor
     result, _ = _Allgather.apply(tensor, name, process_set, grad_op)
     return result
-
-
-def _gather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Work:
-    return engine_of(process_set).submit("allgather", tensor, None, name, True)
 
 
 class _Allgather(torch.autograd.Function):
@@ -84,7 +80,7 @@ class _Allgather(torch.autograd.Function):
     def forward(
         tensor: Tensor, name: str | None, process_set: ProcessSet, _: int
     ) -> tuple[Tensor, Tensor]:
-        work = _gather(tensor, name, process_set)
+        work = engine_of(process_set).submit("allgather", tensor, None, name, True)
         gathered = work.wait()
         return gathered, _rows(work)
 

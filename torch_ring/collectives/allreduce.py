@@ -168,9 +168,7 @@ def allreduce_(
             return tensor.copy_(operators.allreduce(tensor, name, *arguments))
     # Without _allreduce_now: a call of Python costs a twentieth of a small allreduce.
     engine = engine_of(process_set)
-    return engine.allreduce_and_wait(
-        tensor, tensor, name or "", op, prescale_factor, postscale_factor
-    )
+    return engine.run("allreduce", tensor, tensor, name, -1, op, prescale_factor, postscale_factor)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -211,7 +209,7 @@ def _allreduce_now(
     process_set: ProcessSet,
 ) -> Tensor:
     engine = engine_of(process_set)
-    return engine.allreduce_and_wait(tensor, output, name or "", op, prescale, postscale)
+    return engine.run("allreduce", tensor, output, name, -1, op, prescale, postscale)
 
 
 def grouped_allreduce_async(

@@ -70,9 +70,10 @@ def alltoall(
     if needs_function(tensor):
         result, received = _Alltoall.apply(tensor, rows, name, process_set)
         return result if splits is None else (result, received)
+    if splits is None:
+        return engine.run("alltoall", tensor, None, name)
     work = engine.submit("alltoall", tensor, None, name, True, splits=rows)
-    result = work.wait()
-    return result if splits is None else (result, _received(work))
+    return work.wait(), _received(work)
 
 
 class _Alltoall(torch.autograd.Function):

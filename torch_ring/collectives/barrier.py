@@ -19,7 +19,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises:
         RingError: MismatchError (a rank waits for something else), PeerLostError or TimeoutError.
     """
-    engine_of(process_set).submit("barrier", None, None, None, True).wait()
+    engine_of(process_set).run("barrier")
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001

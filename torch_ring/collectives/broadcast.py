@@ -36,8 +36,7 @@ def broadcast_async(
         A handle, whose result is a new tensor.
     """
     require_tensor(tensor, "broadcast_async")
-    output = empty_result_like(tensor)
-    return _broadcast(tensor, output, root_rank, name, process_set, blocking=False)
+    return _broadcast(tensor, empty_result_like(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
@@ -52,9 +51,8 @@ def broadcast_async_(
         A handle, whose result is `tensor` itself.
     """
     require_tensor(tensor, "broadcast_async_")
-    return written_in_place(
-        _broadcast(tensor, tensor, root_rank, name, process_set, blocking=False), tensor
-    )
+    handle = _broadcast(tensor, tensor, root_rank, name, process_set)
+    return written_in_place(handle, tensor)
 
 
 def broadcast(
@@ -106,9 +104,8 @@ def broadcast_(
     if is_dynamo_compiling() and operators.are_traced():
         with torch.no_grad():
             return tensor.copy_(operators.broadcast(tensor, root_rank, name, process_set))
-    handle = _broadcast(tensor, tensor, root_rank, name, process_set, blocking=True)
-    result: Tensor = written_in_place(handle, tensor).wait()
-    return result
+    engine = engine_of(process_set)
+    return engine.run("broadcast", tensor, tensor, name, root_in(process_set, root_rank))
 
 
 class _Broadcast(torch.autograd.Function):
@@ -132,9 +129,8 @@ class _Broadcast(torch.autograd.Function):
 def _broadcast_now(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Tensor:
-    output = empty_result_like(tensor)
-    _broadcast(tensor, output, root_rank, name, process_set, blocking=True).wait()
-    return output
+    output, root = empty_result_like(tensor), root_in(process_set, root_rank)
+    return engine_of(process_set).run("broadcast", tensor, output, name, root)
 
 
 def _broadcast(
@@ -143,9 +139,7 @@ def _broadcast(
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
-    *,
-    blocking: bool,
 ) -> Handle:
     engine = engine_of(process_set)
     root = root_in(process_set, root_rank)
-    return Handle(engine.submit("broadcast", tensor, output, name, blocking, root=root))
+    return Handle(engine.submit("broadcast", tensor, output, name, root=root))

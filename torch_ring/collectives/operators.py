@@ -24,7 +24,7 @@ from torch import SymInt, Tensor
 from torch._higher_order_ops import effects
 from torch.autograd import forward_ad
 
-from torch_ring._C import Engine, Work, empty_result_like
+from torch_ring._C import Engine, Work
 from torch_ring.collectives.reduce_op import Average, Sum
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.world import current
@@ -152,7 +152,7 @@ def _allreduce(
     tensor: Tensor, name: str, op: int, prescale: float, postscale: float, process_set: str
 ) -> Tensor:
     engine, _ = _set_of(process_set)
-    return engine.allreduce_and_wait(tensor, None, name, op, prescale, postscale)
+    return engine.run("allreduce", tensor, None, name, -1, op, prescale, postscale)
 
 
 @_fake(_allreduce)
@@ -194,9 +194,7 @@ def _broadcast(tensor: Tensor, name: str, root_rank: int, process_set: str) -> T
         raise InvalidArgumentError(
             f"root_rank={root_rank} is not in the process set {list(ranks)}: give one of these"
         )
-    output = empty_result_like(tensor)
-    root = ranks.index(root_rank)
-    return engine.submit("broadcast", tensor, output, name, True, root=root).wait()
+    return engine.run("broadcast", tensor, None, name, ranks.index(root_rank))
 
 
 @_fake(_broadcast)
@@ -335,8 +333,7 @@ def _reducescatter(
     tensor: Tensor, name: str, op: int, prescale: float, postscale: float, process_set: str
 ) -> Tensor:
     engine, _ = _set_of(process_set)
-    arguments = (name, True, op, prescale, postscale)
-    return engine.submit("reducescatter", tensor, None, *arguments).wait()
+    return engine.run("reducescatter", tensor, None, name, -1, op, prescale, postscale)
 
 
 def _share(tensor: Tensor, ranks: Sequence[int]) -> Any:
@@ -355,7 +352,7 @@ def _(
 @_ordered("allgather_known(Tensor tensor, str process_set, SymInt rows) -> Tensor")
 def _allgather_known(tensor: Tensor, process_set: str, rows: int) -> Tensor:
     del rows
-    return _set_of(process_set)[0].submit("allgather", tensor, None, None, True).wait()
+    return _set_of(process_set)[0].run("allgather", tensor)
 
 
 @_fake(_allgather_known)

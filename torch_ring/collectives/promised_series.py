@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from torch_ring._C import PromisedLaunches
-from torch_ring.collectives.reduce_op import Sum
 from torch_ring.errors import MismatchError
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, membership
@@ -105,7 +104,7 @@ class PromisedSeries:
         if gathers:
             result = self._gather(tensor.unsqueeze(0))
         else:
-            result = self._engine.allreduce_and_wait(tensor, tensor, "", Sum, 1.0, 1.0)
+            result = self._engine.run("allreduce", tensor, tensor)
         self._steps.append(step)
         self._native.begin([], tensor, _is_in_backward())
         return result

@@ -44,9 +44,9 @@ def reducescatter_async(
         A handle, whose result is this rank's rows of the reduction.
     """
     require_tensor(tensor, "reducescatter_async")
-    return _reducescatter(
-        tensor, name, op, prescale_factor, postscale_factor, process_set, blocking=False
-    )
+    op = checked_op(op, (Average, Sum))
+    arguments = (False, op, prescale_factor, postscale_factor)
+    return Handle(engine_of(process_set).submit("reducescatter", tensor, None, name, *arguments))
 
 
 def reducescatter(
@@ -112,25 +112,11 @@ class _Reducescatter(torch.autograd.Function):
         return gathered * _gradient_factor(*ctx.arguments), *[None] * 5
 
 
-def _reducescatter(
-    tensor: Tensor,
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    *,
-    blocking: bool,
-) -> Handle:
+def _reducescatter_now(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
+    op, prescale, postscale, process_set = arguments
     op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
-    arguments = (name, blocking, op, prescale, postscale)
-    return Handle(engine.submit("reducescatter", tensor, None, *arguments))
-
-
-def _reducescatter_now(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-    result: Tensor = _reducescatter(tensor, name, *arguments, blocking=True).wait()
-    return result
+    return engine.run("reducescatter", tensor, None, name, -1, op, prescale, postscale)
 
 
 def _gradient_factor(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> float:

@@ -230,7 +230,7 @@ class Autotuner:
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         name = f"{self._name}.{self._operations}"
         self._operations += 1
-        self._engine.submit("allreduce", tensor, tensor, name, True, op).wait()
+        self._engine.run("allreduce", tensor, tensor, name, -1, op)
 
     # --- the decision
 

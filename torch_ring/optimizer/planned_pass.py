@@ -370,7 +370,10 @@ class PlannedPasses:
         gradients: Gradients,
         stepping: Reducer | None,
     ) -> None:
-        """Launch a pass and report it; read the reports at once if it is not as planned."""
+        """Launch a pass and report it.
+
+        Read the reports at once if it is not as planned, or has added to averaged gradients.
+        """
         planned = self._plan
         self._was_planned = True
         for index, bitmap in planned.items():
@@ -503,7 +506,7 @@ class PlannedPasses:
             who = rank_word(ranks, self._size)
             self._engine.end(
                 f"{who} {adds} has added the gradient of '{name}' to one that was averaged before, "
-                f"which {who} {lacks} does not have. Hosts run ahead, so ranks have stepped "
+                f"which {who} {lacks} does not have. Hosts run ahead, so ranks would step "
                 "with different gradients: call zero_grad() on all ranks in each step, also on one "
                 "without data, or wrap the optimizer with run_ahead=False (or set "
                 "TORCH_RING_RUN_AHEAD=0)"

@@ -226,7 +226,7 @@ class Reducer:
         reduced = loss.detach().clone()
         name = f"gradients.{self.index}.{self._agreement.number}.loss"
         op = self._settings.op
-        return self._engine.submit("allreduce", reduced, reduced, name, True, op).wait()
+        return self._engine.run("allreduce", reduced, reduced, name, -1, op)
 
     def pending(self, stepping: Reducer | None, which: Due = Due.now) -> Pending:
         """Return the gradients that are due or accumulating.
@@ -363,7 +363,7 @@ class Reducer:
         else:
             part = self.hooks.carried_part(parameter)
             scale = 1.0 / active
-            self._engine.submit("allreduce", part, part, name, True, Sum, scale).wait()
+            self._engine.run("allreduce", part, part, name, -1, Sum, scale)
 
     def _start_sparse_sum(
         self, name: str, op: int, parameter: int, gradient: Tensor | None

@@ -60,7 +60,6 @@ from torch_ring.collectives.compare import (
     require_same_lines,
 )
 from torch_ring.collectives.objects import allgather_object
-from torch_ring.collectives.reduce_op import Sum
 from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
@@ -1056,9 +1055,7 @@ class ShardedState:
         self._count += 1
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         name = f"{self._name}.{self._count}.{what}"
-        total: list[int] = self._engine.allreduce_and_wait(
-            tensor, None, name, Sum, 1.0, 1.0
-        ).tolist()
+        total: list[int] = self._engine.run("allreduce", tensor, None, name).tolist()
         return total
 
     def _enter(self, optimizer: Optimizer) -> list[_Write]:
@@ -1319,7 +1316,7 @@ class ShardedState:
                     value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
                 flat = _flat(value)
                 name = f"{self._name}.{self._count}.state.{owner}.{number}"
-                self._engine.submit("broadcast", flat, flat, name, True, root=owner).wait()
+                self._engine.run("broadcast", flat, flat, name, owner)
                 if to_cpu:
                     value = value.cpu()
                 if is_cut:
