@@ -180,34 +180,6 @@ def test_deepspeed_is_refused_on_all_ranks(hosts: int, why: str) -> None:
     assert second == 1
 
 
-@pytest.mark.slow
-def test_deepspeed(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    what = ("--collective", "allreduce", "broadcast", "--dtypes", "float32", "int32")
-    sizes = ("--min-bytes", "256", "--factor", "4096", "--max-bytes", "1048576", "--rounds", "1")
-    program = (str(BENCHMARKS / "collectives.py"), "--peers", "deepspeed", *what, *sizes)
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
-    theirs = {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": beside}
-    done = subprocess.run(
-        [sys.executable, *torchrun, *program, "--iterations", "2", "--json", "out.json"],
-        cwd=tmp_path,
-        env=os.environ | theirs,
-        timeout=6 * DEADLINE_S,  # it compiles for minutes
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    of_deepspeed = {
-        (row["collective"], row["type"], row["bytes"]): row["results"]["deepspeed"]["wrong"]
-        for row in rows
-        if "deepspeed" in row["results"]
-    }
-    # Two algorithms, for less than a MiB and from there on.
-    assert of_deepspeed == {("allreduce", "float32", size): 0 for size in (256, 1 << 20)}
-
-
 def count_wrong_elements() -> dict[str, dict[str, int]]:
     collectives, peers = map(importlib.import_module, ("collectives", "peers"))
     found = {}
