@@ -563,7 +563,8 @@ class Engine:
     ) -> Tensor:
         """Submit a collective, wait, and return the result (``submit``): in the least time.
 
-        Writes into `tensor` itself count for autograd.
+        Writes into `tensor` itself count for autograd. An alltoall sends equally many rows to each
+        rank, which divide its rows.
         """
 
     def join(self) -> Work:

@@ -170,7 +170,12 @@ std::vector<PyWork> PyEngine::submit_group(const Fingerprint& asked,
 at::Tensor PyEngine::run(Fingerprint&& asked, const at::Tensor& tensor,
                          const at::Tensor& output) const {
   const bool in_place = output.defined() && output.is_same(tensor);
-  Submission all = submission_of(std::move(asked), tensor, output, {});
+  std::vector<std::int64_t> splits;
+  if (traits_of(asked.collective).sends == Sends::kRowsForEach && tensor.defined() &&
+      tensor.dim() > 0) {
+    splits.assign(static_cast<std::size_t>(size_), tensor.size(0) / size_);
+  }
+  Submission all = submission_of(std::move(asked), tensor, output, std::move(splits));
   const std::shared_ptr<Result> result = all.result;
   at::Tensor made = all.output;
   if (all.device.is_cpu()) {

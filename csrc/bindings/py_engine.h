@@ -106,7 +106,7 @@ class PyEngine {
                                    const std::vector<at::Tensor>& outputs, bool blocking) const;
 
   /// submit() and wait() without a handle: the shortest path of a small tensor. Returns the result,
-  /// undefined where there is none.
+  /// undefined where there is none. An alltoall sends equally many rows to each rank.
   at::Tensor run(Fingerprint&& asked, const at::Tensor& tensor, const at::Tensor& output) const;
 
   PyWork join() const;

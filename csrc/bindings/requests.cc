@@ -404,7 +404,6 @@ Request request_of_rows(Fingerprint asked, const at::Tensor& tensor,
   if (gathers) {
     splits = {tensor.size(0)};
   } else {
-    if (splits.empty()) splits.assign(static_cast<std::size_t>(size), tensor.size(0) / size);
     check_splits(splits, tensor.size(0), size, what);
   }
   Request request{.fingerprint = fingerprint_of(std::move(asked), tensor)};

@@ -45,6 +45,7 @@ def check_refusals() -> None:
     tensor = torch.ones(5, 2)
     for wrong, why in (
         ([1], "1 splits for 2 ranks"),
+        ([], "0 splits for 2 ranks"),
         ([-1, 2], "negative"),
         ([3, 3], "more rows"),
         (torch.tensor([0.5, 0.5]), "integers"),
