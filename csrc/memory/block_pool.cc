@@ -1,6 +1,5 @@
 #include "memory/block_pool.h"
 
-
 #include <exception>
 #include <utility>
 

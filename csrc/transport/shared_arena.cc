@@ -28,8 +28,7 @@ void for_own_huge_pages(std::size_t offset, std::size_t bytes, std::size_t hole,
 
 }  // namespace
 
-SharedArena::SharedArena(std::shared_ptr<const SharedMemory> memory)
-    : memory_(std::move(memory)) {
+SharedArena::SharedArena(std::shared_ptr<const SharedMemory> memory) : memory_(std::move(memory)) {
   free_.emplace(SharedMemory::kArena,
                 huge_page_floor(memory_->size_bytes() - SharedMemory::kArena));
 }

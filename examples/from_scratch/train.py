@@ -27,7 +27,7 @@ def ring_allreduce(buffer):
 
 
 class DistributedOptimizer:
-    """Averages the gradients of an optimizer's parameters over all ranks, before backward() returns."""
+    """Averages the gradients of an optimizer's parameters before backward() returns."""
 
     def __init__(self, optimizer):
         self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
