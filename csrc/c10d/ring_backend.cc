@@ -349,9 +349,10 @@ bool RingBackend::await_memory(const Tensors& reads, const Tensors& writes) {
     std::erase_if(in_flight_, [](const InFlight& other) { return all_done(other.works); });
     has_in_flight_ = !in_flight_.empty();
   }
+  const std::shared_ptr<Engine> engine = engine_;  // a signal handler may replace it
   for (const auto& work : earlier) {
     try {
-      engine_->wait(*work, interrupt_at(std::nullopt));
+      engine->wait(*work, interrupt_at(std::nullopt));
     } catch (const Error&) {
       // The threads that wait for that operation get it.
     }

@@ -121,8 +121,8 @@ class GradientHooks final : public AccumulationListener,
 
   /// Brings the states up to date (closes a failed pass, forgets a gradient whose `grad` is None,
   /// finds those that the program has set), and returns the gradients that are due or accumulating.
-  /// `stepping`: hooks of an optimizer that is about to
-  /// step; everything in its slots here is due. May be null.
+  /// `stepping`: hooks of an optimizer that is about to step; everything in its slots here is due.
+  /// May be null.
   Pending pending(Due which, const std::shared_ptr<GradientHooks>& stepping = nullptr);
 
   /// The number of parameters.

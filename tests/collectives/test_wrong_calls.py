@@ -167,6 +167,19 @@ def check_wrong_types() -> None:
     for call in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
         with pytest.raises(TypeError, match=r"takes a torch.Tensor, not NoneType$"):
             call(None, 0)
+    tensor = torch.ones(2)
+    for name in ("allreduce", "allgather", "alltoall", "reducescatter", "grouped_allreduce"):
+        for call in (getattr(hvd, name), getattr(hvd, f"{name}_async")):
+            given = [tensor] if name.startswith("grouped") else tensor
+            for wrong, kind in ((5, "int"), (0, "int"), ([], "list"), (b"a", "bytes")):
+                kinds = rf"^{name.removeprefix('grouped_')}: name must be a string, not {kind}$"
+                with pytest.raises(TypeError, match=kinds):
+                    call(given, name=wrong)
+    for call in (hvd.allreduce_, hvd.allreduce_async, hvd.reducescatter):
+        with pytest.raises(TypeError, match=r"prescale_factor must be a number, not str$"):
+            call(tensor, prescale_factor="2")
+        with pytest.raises(TypeError, match=r"postscale_factor must be a number, not NoneType$"):
+            call(tensor, postscale_factor=None)
     for call in (hvd.allreduce_, hvd.allreduce_async_):
         with pytest.raises(TypeError, match=r"takes a torch.Tensor, not str$"):
             call("weight")

@@ -385,9 +385,8 @@ class BackwardSync:
         """
         reports = self._weights.added_to(reports, self.number, self._reducers.comparisons())
         report = PassReport(self.steps, reports, gave_up=bool(self.agreement.failure))
-        sent = (
-            self.agreement.open_report
-        )  # the earlier report of an interrupted pass, which goes on
+        # The earlier report of an interrupted pass, which goes on.
+        sent = self.agreement.open_report
         is_special = sent is not None or self._weights.has_differences
         plain, parameters = [], {}
         for index, reducer in self._reducers.items():
