@@ -28,13 +28,6 @@ def group_store() -> dist.Store:
     return dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
 
 
-def _meet() -> None:
-    """Wait until all ranks of this run are here."""
-    store = group_store()
-    store.set(f"rank {os.environ['RANK']} is here", "")
-    store.wait([f"rank {rank} is here" for rank in range(int(os.environ["WORLD_SIZE"]))])
-
-
 @contextmanager
 def default_group(backend: str = "ring", timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     """Have a default group of all ranks of this run."""
@@ -82,7 +75,9 @@ def on_ring(
 
 
 def _in_group(fn: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> Any:
-    if timeout_s < TIMEOUT_S:  # ranks also wait this long for one another at the beginning
-        _meet()
+    if timeout_s < TIMEOUT_S:
+        # Ranks also wait this long for one another at the beginning: here they meet, and import.
+        with default_group():
+            dist.barrier()
     with default_group(timeout_s=timeout_s):
         return fn(*args)
