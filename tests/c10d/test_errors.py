@@ -158,21 +158,6 @@ def test_splits_that_do_not_fit(differ: Any, row: int, transport: str) -> None:
         assert want in text
 
 
-def late_rank() -> tuple[str, str]:
-    if dist.get_rank() == 0:
-        error = error_of(lambda: dist.all_reduce(torch.ones(1)))
-        group_store().set("gave up", "")
-        return error
-    group_store().wait(["gave up"])
-    return "", ""
-
-
-def test_a_late_rank() -> None:
-    kind, text = on_ring(late_rank, 2, timeout_s=4.0)[0]
-    assert kind == "TimeoutError"
-    assert "gave up after 4 s (the timeout of its group): rank 1" in text
-
-
 def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
     """Rank 1 is later than the group's first timeout, or comes when rank 0 has given up."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
