@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import pytest
 from scripts import ROOT
 
 import torch_ring as hvd
@@ -65,11 +64,6 @@ def described_arguments(doc: str) -> dict[str, str]:
 
 
 FUNCTIONS = list(public_functions())
-on_every_function = pytest.mark.parametrize(
-    ("function", "doc"), [f[1:] for f in FUNCTIONS], ids=[f[0] for f in FUNCTIONS]
-)
-
-
 DOCS = {name.rpartition(".")[2]: doc for name, _, doc in FUNCTIONS}
 AS = re.compile(r"As `(\w+)`, ")
 
@@ -85,28 +79,28 @@ def all_arguments(doc: str) -> dict[str, str]:
     return all_arguments(DOCS[other[1]]) | dict(re.findall(r"^`(\w+)`: (.*)", doc, re.MULTILINE))
 
 
-@on_every_function
-def test_every_argument_is_described(function, doc):
-    described = all_arguments(doc)
-    parameters = {
-        name: parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ("self", "cls")
-    }
-    if AS.match(doc):  # the other may have more, or one tensor in place of several
-        assert set(parameters) <= set(described)
-    else:
-        assert set(described) == set(parameters)
-    for name, parameter in parameters.items():
-        if parameter.default is None:
-            assert "None" in described[name], f"what does {name}=None mean?"
+def test_every_argument_is_described():
+    for where, function, doc in FUNCTIONS:
+        described = all_arguments(doc)
+        parameters = {
+            name: parameter
+            for name, parameter in inspect.signature(function).parameters.items()
+            if name not in ("self", "cls")
+        }
+        if AS.match(doc):  # the other may have more, or one tensor in place of several
+            assert set(parameters) <= set(described), where
+        else:
+            assert set(described) == set(parameters), where
+        for name, parameter in parameters.items():
+            if parameter.default is None:
+                assert "None" in described[name], f"{where}: what does {name}=None mean?"
 
 
-@on_every_function
-def test_every_result_is_described(function, doc):
-    result = inspect.signature(function).return_annotation
-    if result not in ("None", "NoReturn", None):
-        assert "\nReturns:\n" in doc or doc.startswith("Return "), doc
+def test_every_result_is_described():
+    for where, function, doc in FUNCTIONS:
+        result = inspect.signature(function).return_annotation
+        if result not in ("None", "NoReturn", None):
+            assert "\nReturns:\n" in doc or doc.startswith("Return "), where
 
 
 NO_SUBJECT = r"(What|Who|Which|Whoever)\b"
