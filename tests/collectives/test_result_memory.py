@@ -60,7 +60,9 @@ def test_pages_are_reused(name):
     run(check_reuse, 3, args=(name,))
 
 
-def page_faults_of_a_result() -> int:
+def page_faults_of_a_result(are_kept: bool) -> int:
+    if not are_kept:
+        _C.keep_results(0)
     data = torch.ones(COUNT)
     for _ in range(2):  # the second uses the pages of the first
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -69,11 +71,10 @@ def page_faults_of_a_result() -> int:
     return faults
 
 
-def test_the_setting_limits_the_pages_that_are_kept():
+def test_pages_that_are_kept_cause_no_faults():
     of_new_pages = 2 * COUNT * 4 // (2 << 20)  # if all of them are huge
-    none = {"TORCH_RING_KEPT_RESULT_BYTES": "0"}
-    assert max(run(page_faults_of_a_result, 2)) < of_new_pages
-    assert min(run(page_faults_of_a_result, 2, env=none)) >= of_new_pages
+    assert max(run(page_faults_of_a_result, 2, args=(True,))) < of_new_pages
+    assert min(run(page_faults_of_a_result, 2, args=(False,))) >= of_new_pages
 
 
 def use_as_ordinary_tensors() -> None:

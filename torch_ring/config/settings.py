@@ -221,7 +221,6 @@ class Config:
     fusion_window_s: float = 0.001
     bucket_bytes: int = 25 << 20
     direct_gradient_bytes: int = 256 << 10
-    kept_result_bytes: int = 256 << 20
     address_space_bytes: int = 32 << 40
     check_every: int = 0
     run_ahead: bool = True
@@ -518,13 +517,6 @@ _COLLECTIVES = (
         "milliseconds for which asynchronous operations are collected, unless a thread waits for "
         "one",
         (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3, _LONGEST_WINDOW)),),
-    ),
-    Setting(
-        "kept_result_bytes",
-        "TORCH_RING_KEPT_RESULT_BYTES",
-        byte_count(0),
-        "bytes of freed memory of large results that a process keeps for later results; the system "
-        "may take it back; 0: none",
     ),
 )
 

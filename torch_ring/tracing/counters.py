@@ -106,8 +106,7 @@ class MemoryUse:
             gradients, `empty_shared()`, and address space for process sets; 0 if no two ranks share
             a host.
         kept_gradient_bytes: the part of it that is kept for the gradients of the next pass.
-        kept_result_bytes: private memory that is kept for the next results
-            (TORCH_RING_KEPT_RESULT_BYTES).
+        kept_result_bytes: private memory that is kept for the next results.
     """
 
     shared_bytes: int

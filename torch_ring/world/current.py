@@ -69,6 +69,8 @@ _REJOIN_S = 5.0
 _REJOIN_S_PER_RANK = 0.05
 
 _EXIT_PATIENCE_S = 5.0  # for other threads that are in init(), or wait for other ranks
+# The system may take these pages when it is short of memory, so nobody needs to choose.
+_KEPT_RESULT_BYTES = 256 << 20
 
 
 class _Inherited(Protocol):
@@ -207,7 +209,7 @@ def prepare(config: Config) -> None:
     set_up_log(config)
     arm_failpoints(failpoints())
     _prepare_exit()
-    keep_results(config.kept_result_bytes)
+    keep_results(_KEPT_RESULT_BYTES)
 
 
 def shutdown() -> None:
