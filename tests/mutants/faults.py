@@ -790,7 +790,9 @@ def _world() -> Iterator[Fault]:
 
 ROOMS = {
     "gradients": Room(
-        ("tests/optimizer", "tests/compression"), ("tests/device",), tuple(_gradients())
+        ("tests/model", "tests/optimizer", "tests/compression"),
+        ("tests/device",),
+        tuple(_gradients()),
     ),
     "world": Room(
         ("tests/collectives", "tests/setup", "tests/world", "tests/elastic"), (), tuple(_world())

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from pool import run
-from torch import nn
-from torch.optim import SGD, Optimizer
-from training import assert_same_weights, grads, joined_batches, loss_of, make_model, part, weights
+from torch.optim import SGD
+from training import grads, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -48,43 +47,6 @@ def test_each_step_counts_its_passes_anew():
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_second_backward_adds_to_the_first(op):
     run(add_up_two_passes, 2, args=(op,))
-
-
-def accumulate(how: str) -> None:
-    """Step with the gradients of three passes, then with those of only two."""
-    alone, together = make_model(), make_model()
-    optimizer: Optimizer = SGD(together.parameters(), lr=0.05)
-    passes = {"backward_passes_per_step": 3} if how == "passes" else {}
-    optimizer = hvd.DistributedOptimizer(optimizer, **passes)
-    reference = SGD(alone.parameters(), lr=0.05)
-    for count in (3, 2, 3):
-        batches = joined_batches(count)
-        for batch in batches:
-            loss_of(alone, batch).backward()
-        for index, batch in enumerate(map(part, batches)):
-            if how == "no_sync" and index < count - 1:
-                with optimizer.no_sync():
-                    loss_of(together, batch).backward()
-            else:
-                loss_of(together, batch).backward()
-        if how == "synchronize":
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(together.parameters(), 0.5)
-            nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-        assert_same_weights(together, alone)
-
-
-@pytest.mark.parametrize("how", ["passes", "no_sync", "synchronize"])
-@on_both_transports
-def test_accumulation(transport, how):
-    run(accumulate, 2, args=(how,), transport=transport)
 
 
 def count_passes() -> None:

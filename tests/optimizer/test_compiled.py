@@ -48,20 +48,6 @@ def test_compiled_autograd_is_refused_in_words(op):
     run(refuse_compiled_autograd, 2, args=(op,))
 
 
-def train_compiled() -> None:
-    alone, together = make_model(), make_model()
-    compiled = torch.compile(together, backend="aot_eager")
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.05))
-    batches = joined_batches(steps=3)
-    train(alone, SGD(alone.parameters(), lr=0.05), batches)
-    train(compiled, optimizer, map(part, batches))
-    assert_same_weights(together, alone)
-
-
-def test_a_compiled_model():
-    run(train_compiled, 2)
-
-
 WIDTH = 32
 BUCKET_BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # of a block
 _sent_so_far: list[int] = []  # at each mark of backward passes

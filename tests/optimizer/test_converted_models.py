@@ -1,7 +1,5 @@
 """Models that are converted to another dtype and back after their optimizer was wrapped."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from logs import logged
@@ -11,55 +9,13 @@ from torch.optim import SGD
 from training import (
     assert_same_weights,
     joined_batches,
-    loss_of,
     make_model,
     part,
     train,
     weights,
 )
-from worlds import on_both_transports
 
 import torch_ring as hvd
-
-
-def there_and_back(model: nn.Module) -> None:
-    model.double().float()
-
-
-def by_data(model: nn.Module) -> None:
-    """Convert each parameter by its `data`, and not by its module."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.double()
-        parameter.data = parameter.data.float()
-
-
-def train_converted(convert: Callable[[nn.Module], None], op: int) -> None:
-    """Gradients are averaged when backward() returns, in the first pass after a conversion too."""
-    alone, together = make_model(), make_model()
-    scale = hvd.size() if op == hvd.Sum else 1
-    reference = SGD(alone.parameters(), lr=0.02 * scale)
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.02), op=op)
-    for step, batch in enumerate(joined_batches(steps=6)):
-        if step % 2 == 0:
-            convert(together)
-        loss_of(alone, batch).backward()
-        loss_of(together, part(batch)).backward()
-        for mine, expected in zip(together.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, expected.grad * scale, rtol=1e-4, atol=1e-5)
-        if step % 3 != 2:  # gradients of two passes add up, over a conversion
-            continue
-        reference.step()
-        optimizer.step()
-        reference.zero_grad()
-        optimizer.zero_grad()
-    assert_same_weights(together, alone)
-
-
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.parametrize("convert", [there_and_back, by_data])
-@on_both_transports
-def test_a_converted_model(transport, convert, op):
-    run(train_converted, 2, args=(convert, op), transport=transport)
 
 
 def mix_graphs() -> None:

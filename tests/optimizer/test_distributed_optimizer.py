@@ -1,148 +1,24 @@
-"""Training on several ranks gives the weights of one process that trains on the joined batch."""
+"""Loss scaling, closures, ways to combine gradients, and the cost of a pass in Python."""
 
 import contextlib
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from pool import run
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD
 from training import (
     assert_same_on_all_ranks,
-    assert_same_weights,
     joined_batches,
     loss_of,
     make_model,
     part,
     train,
 )
-from worlds import on_both_transports
 
 import torch_ring as hvd
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda model: SGD(model.parameters(), lr=0.1),
-    "momentum": lambda model: SGD(
-        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
-    ),
-    "adam": lambda model: Adam(model.parameters(), lr=0.01),
-}
-
-
-def compare_with_one_process(name: str) -> None:
-    for set_to_none in (True, False):
-        alone, together = make_model(), make_model()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS[name](together), named_parameters=together.named_parameters()
-        )
-        batches = joined_batches(steps=5)
-        train(alone, OPTIMIZERS[name](alone), batches, set_to_none)
-        train(together, optimizer, map(part, batches), set_to_none)
-        assert_same_weights(together, alone)
-        assert_same_on_all_ranks(*together.parameters())
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-@on_both_transports
-def test_equals_one_process_on_the_joined_batch(transport, size, name):
-    run(compare_with_one_process, size, args=(name,), transport=transport)
-
-
-@on_both_transports
-def test_many_small_buckets(transport):
-    """Every gradient has a bucket of its own; buckets are planned again after the first step."""
-    env = {"TORCH_RING_BUCKET_BYTES": "64"}
-    run(compare_with_one_process, 2, args=("adam",), transport=transport, env=env)
-
-
-def compare_with_ddp(store_path: str) -> None:
-    from torch import distributed
-    from torch.nn.parallel import DistributedDataParallel
-
-    store = distributed.FileStore(store_path, hvd.size())
-    distributed.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
-    ours, theirs = make_model(), DistributedDataParallel(make_model())
-    optimizer = hvd.DistributedOptimizer(Adam(ours.parameters(), lr=0.01))
-    batches = [part(batch) for batch in joined_batches(steps=5)]
-    train(ours, optimizer, batches)
-    train(theirs, Adam(theirs.parameters(), lr=0.01), batches)
-    assert_same_weights(ours, theirs.module)
-    distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_equals_ddp(size, tmp_path):
-    run(compare_with_ddp, size, args=(str(tmp_path / "store"),))
-
-
-class Tied(nn.Module):
-    """One weight used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(batch)))
-
-
-class Strided(nn.Module):
-    """Convolutions in channels_last, a complex weight, a transposed one and a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-        self.spectrum = nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        self.transposed = nn.Parameter(torch.randn(3, 5).t())
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        image = batch.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
-        hidden = self.convolution(image).flatten(1) @ self.transposed.t()
-        spectrum = torch.fft.fft(hidden) * self.spectrum
-        return spectrum.real * self.scale + self.nothing.sum()
-
-
-def train_unusual_model(make: Callable[[], nn.Module]) -> None:
-    alone, together = make(), make()
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.05, momentum=0.9))
-    batches = joined_batches(steps=4)
-    train(alone, SGD(alone.parameters(), lr=0.05, momentum=0.9), batches)
-    train(together, optimizer, map(part, batches))
-    assert_same_weights(together, alone)
-    for parameter in together.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.stride() == parameter.stride()
-
-
-@pytest.mark.parametrize("make", [Tied, Strided])
-def test_unusual_parameters(make):
-    run(train_unusual_model, 2, args=(make,))
-
-
-def clip_gradients() -> None:
-    alone, together = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.5))
-    batches = joined_batches(steps=4)
-
-    def clip(model: nn.Module) -> Callable[[], Tensor]:
-        return lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    train(alone, SGD(alone.parameters(), lr=0.5), batches, before_step=clip(alone))
-    train(together, optimizer, map(part, batches), before_step=clip(together))
-    assert_same_weights(together, alone)
-
-
-def test_clipping_sees_averaged_gradients():
-    run(clip_gradients, 2)
 
 
 def train_with_loss_scaling(as_horovod: bool) -> list[Tensor]:
@@ -178,64 +54,6 @@ def compare_ways_of_loss_scaling() -> None:
 
 def test_grad_scaler_skips_a_step_on_all_ranks():
     run(compare_ways_of_loss_scaling, 2)
-
-
-def scale_accumulated_losses() -> None:
-    """Scale losses with accumulation and sparse gradients; the last step has one backward less."""
-
-    def play(wrap: Callable[[Optimizer], Optimizer], ranks: list[int]) -> nn.Module:
-        words = nn.Embedding(8, 2, sparse=True)
-        nn.init.ones_(words.weight)
-        optimizer = wrap(SGD(words.parameters(), lr=0.5))
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        for passes in (2, 2, 1):
-            optimizer.zero_grad()
-            for step in range(passes):
-                for rank in ranks:
-                    loss = words(torch.tensor([rank, step, 7])).square().sum() / len(ranks)
-                    scaler.scale(loss).backward()
-            if hasattr(optimizer, "synchronize"):
-                optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        return words
-
-    together = play(lambda o: hvd.DistributedOptimizer(o, backward_passes_per_step=2), [hvd.rank()])
-    assert_same_weights(together, play(lambda o: o, list(range(hvd.size()))))
-
-
-def test_grad_scaler_with_accumulation_and_sparse_gradients():
-    run(scale_accumulated_losses, 2)
-
-
-def minimize(line_search: str | None) -> None:
-    alone, together = make_model(), make_model()
-    batches = joined_batches(steps=3)
-
-    def lbfgs(model: nn.Module) -> torch.optim.LBFGS:
-        return torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=6, line_search_fn=line_search)
-
-    def step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    by_one, by_all = lbfgs(alone), hvd.DistributedOptimizer(lbfgs(together))
-    for batch in batches:
-        expected = step(alone, by_one, batch)
-        torch.testing.assert_close(step(together, by_all, part(batch)), expected)
-    assert_same_weights(together, alone)
-
-
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_lbfgs_takes_the_decisions_of_one_process(size, line_search):
-    run(minimize, size, args=(line_search,))
 
 
 def step_with_closure() -> None:
@@ -285,28 +103,6 @@ def return_losses() -> None:
 
 def test_losses_of_closures():
     run(return_losses, 2)
-
-
-def train_with_scheduler(attach_first: bool) -> None:
-    alone, together = make_model(), make_model()
-    batches = joined_batches(steps=4)
-    for model, parts in ((alone, batches), (together, map(part, batches))):
-        optimizer: Optimizer = SGD(model.parameters(), lr=0.2)
-        if model is together and not attach_first:
-            optimizer = hvd.DistributedOptimizer(optimizer)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-        if model is together and attach_first:
-            assert hvd.DistributedOptimizer(optimizer) is optimizer
-        for batch in parts:
-            train(model, optimizer, [batch])
-            scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.002)
-    assert_same_weights(together, alone)
-
-
-@pytest.mark.parametrize("attach_first", [True, False])
-def test_learning_rate_schedulers(attach_first):
-    run(train_with_scheduler, 2, args=(attach_first,))
 
 
 class TwoParts:

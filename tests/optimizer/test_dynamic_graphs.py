@@ -1,22 +1,17 @@
-"""Gradients that come and go: dynamic graphs, frozen layers, ranks that skip backward."""
+"""Gradients that come and go: ranks that use different parameters, penalties, forks."""
 
 import os
 
 import pytest
 import torch
 from pool import FORKS, run
-from torch import Tensor
-from torch.optim import SGD, Adam
-from torch.utils.checkpoint import checkpoint
+from torch.optim import SGD
 from training import (
-    FailingBackward,
-    assert_same_weights,
     grads,
     joined_batches,
     loss_of,
     make_model,
     part,
-    train,
     weights,
 )
 from worlds import on_both_transports
@@ -67,77 +62,6 @@ def test_untouched_gradients_stay(op):
     run(leave_some_untouched, 3, args=(op,))
 
 
-def skip_backward() -> None:
-    """A rank without data leaves out backward, and counts as zero."""
-    alone, together = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
-    reference = SGD(alone.parameters(), lr=0.1)
-    for step, batch in enumerate(joined_batches(steps=6)):
-        working = step % (hvd.size() + 1)  # one more than there are ranks: then all skip
-        optimizer.zero_grad()
-        if hvd.rank() == working:
-            loss_of(together, batch).backward()
-        optimizer.step()
-        reference.zero_grad()
-        if working < hvd.size():
-            (loss_of(alone, batch) / hvd.size()).backward()
-        reference.step()
-        assert (together[0].weight.grad is None) == (working == hvd.size())
-    assert_same_weights(together, alone)
-
-
-@on_both_transports
-def test_a_rank_may_skip_backward(transport):
-    run(skip_backward, 3, transport=transport)
-
-
-def freeze_and_unfreeze() -> None:
-    """A layer is frozen when the optimizer is wrapped, thawed, and frozen again."""
-    alone, together = make_model(), make_model()
-    for model in (alone, together):
-        model[0].requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(Adam(together.parameters(), lr=0.01))
-    reference = Adam(alone.parameters(), lr=0.01)
-    for frozen in (True, False, True, False):
-        for model in (alone, together):
-            model[0].requires_grad_(not frozen)
-            model[2].requires_grad_(frozen)
-        batches = joined_batches(steps=2)
-        train(alone, reference, batches)
-        train(together, optimizer, map(part, batches))
-        assert (together[0].weight.grad is None) == frozen
-        assert_same_weights(together, alone)
-
-
-@on_both_transports
-def test_freeze_and_unfreeze(transport):
-    run(freeze_and_unfreeze, 2, transport=transport)
-
-
-def train_with_checkpoints(use_reentrant: bool) -> None:
-    alone, together = make_model(), make_model()
-    batches = joined_batches(steps=3)
-    train(alone, SGD(alone.parameters(), lr=0.1), batches)
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
-
-    def forward(batch: Tensor) -> Tensor:
-        hidden = checkpoint(together[:2], batch.requires_grad_(), use_reentrant=use_reentrant)
-        return checkpoint(together[2:], hidden, use_reentrant=use_reentrant)
-
-    for batch in map(part, batches):
-        optimizer.zero_grad()
-        output = forward(batch.clone())
-        (output.square().mean() + output.sum(1).mean()).backward()
-        optimizer.step()
-    assert_same_weights(together, alone)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@on_both_transports
-def test_checkpointing(transport, use_reentrant):
-    run(train_with_checkpoints, 2, args=(use_reentrant,), transport=transport)
-
-
 def penalise_gradients() -> None:
     """A penalty made of p.grad would be a constant: it is refused before the pass sends data."""
     alone, together = make_model().double(), make_model().double()
@@ -173,23 +97,6 @@ def penalise_gradients() -> None:
 @on_both_transports
 def test_penalties_made_of_gradients(transport):
     run(penalise_gradients, 2, transport=transport, env={"TORCH_RING_BUCKET_BYTES": "256"})
-
-
-def fail_and_recover() -> None:
-    """After a backward that fails half-way, zero_grad() is enough to go on."""
-    alone, together = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
-    batches = joined_batches(steps=2)
-    train(alone, SGD(alone.parameters(), lr=0.1), batches)
-    for batch in map(part, batches):
-        with pytest.raises(RuntimeError, match="out of luck"):
-            loss_of(together[1:], FailingBackward.apply(together[0](batch))).backward()
-        train(together, optimizer, [batch])
-    assert_same_weights(together, alone)
-
-
-def test_training_recovers_from_a_failed_backward():
-    run(fail_and_recover, 2)
 
 
 def train_after(event: str) -> None:

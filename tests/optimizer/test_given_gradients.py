@@ -1,135 +1,18 @@
 """Gradients in memory of the program's: `p.grad = flat[a:b]`; the average comes back to it."""
 
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from pool import run
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
-from training import joined_batches, loss_of, make_model, part
 from worlds import on_both_transports
 
 import torch_ring as hvd
 
-STEPS = 6
 SMALL = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "512"}  # half of the gradients lie in blocks
-
-
-class Flat:
-    """A model whose gradients lie in one tensor, and a step that reads only that tensor."""
-
-    def __init__(self, model: nn.Module, lay: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
-        self.parameters = list(model.parameters())
-        self.gradients = torch.zeros(2 * sum(p.numel() for p in self.parameters)).double()
-        self.given: list[Tensor] = []
-        begin = 0
-        for parameter in self.parameters:
-            self.given.append(lay(self.gradients[begin:], parameter))
-            parameter.grad = self.given[-1]
-            begin += 2 * parameter.numel()
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter, gradient in zip(self.parameters, self.given, strict=True):
-                parameter -= 0.1 * gradient
-
-
-def in_a_row(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    return flat[: parameter.numel()].view_as(parameter)
-
-
-def transposed(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    return in_a_row(flat, parameter).reshape(parameter.shape[::-1]).t()
-
-
-def with_holes(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    return flat[: 2 * parameter.numel() : 2].view(parameter.shape)
-
-
-def in_numpys_memory(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    return torch.from_numpy(in_a_row(flat, parameter).numpy())
-
-
-LAYOUTS = [in_a_row, transposed, with_holes, in_numpys_memory]
-
-
-def assert_same(ours: nn.Module, expected: nn.Module) -> None:
-    for mine, right in zip(ours.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10)
-
-
-def train_on_flat(lay: Callable[[Tensor, nn.Parameter], Tensor], op: hvd.ReduceOp) -> None:
-    """A step of the program's own, which reads its memory; one pass a step, or two, or no_sync."""
-    share = 1.0 if op == hvd.Average else 1.0 / hvd.size()
-    for passes in (1, 2, 0):
-        alone, together = make_model().double(), make_model().double()
-        right, ours = Flat(alone, lay), Flat(together, lay)
-        optimizer = hvd.DistributedOptimizer(
-            SGD(together.parameters(), lr=0.0), op=op, backward_passes_per_step=max(passes, 1)
-        )
-        for batch in joined_batches(STEPS):
-            batch = batch.double()
-            right.gradients.zero_()
-            ours.gradients.zero_()
-            for scale in (1.0, 0.5) if passes != 1 else (1.0,):
-                (scale * loss_of(alone, batch)).backward()
-                loss = share * scale * loss_of(together, part(batch))
-                if passes == 0 and scale == 1.0:
-                    with optimizer.no_sync():
-                        loss.backward()
-                else:
-                    loss.backward()
-            for parameter, given in zip(together.parameters(), ours.given, strict=True):
-                assert parameter.grad is given
-            torch.testing.assert_close(ours.gradients, right.gradients, rtol=1e-10, atol=1e-10)
-            optimizer.step()
-            right.step()
-            ours.step()
-        assert_same(together, alone)
-
-
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-@pytest.mark.parametrize("lay", LAYOUTS)
-@on_both_transports
-def test_a_step_of_the_programs_own(transport, lay, op):
-    run(train_on_flat, 2, args=(lay, op), transport=transport, env=SMALL)
-
-
-def give_anew(how: str) -> None:
-    """The memory is given again in each step, by assignment or through .data, then by hand."""
-    alone, together = make_model().double(), make_model().double()
-    optimizers = [SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (alone, together)]
-    hvd.DistributedOptimizer(optimizers[1])
-    for batch in joined_batches(STEPS):
-        for model, optimizer, rows in zip(
-            (alone, together), optimizers, (batch, part(batch)), strict=True
-        ):
-            parameters = list(model.parameters())
-            optimizer.zero_grad(set_to_none=how != "data")
-            given = [torch.zeros_like(parameter) for parameter in parameters]
-            if how == "by hand":
-                given = list(torch.autograd.grad(loss_of(model, rows.double()), parameters))
-            for parameter, gradient in zip(parameters, given, strict=True):
-                if how == "data" and parameter.grad is not None:
-                    parameter.grad.data = gradient
-                else:
-                    parameter.grad = gradient
-            if how != "by hand":
-                loss_of(model, rows.double()).backward()
-            optimizer.step()
-            for parameter, gradient in zip(parameters, given, strict=True):
-                assert parameter.grad.data_ptr() == gradient.data_ptr()
-                assert torch.equal(parameter.grad, gradient)
-    assert_same(together, alone)
-
-
-@pytest.mark.parametrize("how", ["assigned", "data", "by hand"])
-@on_both_transports
-def test_memory_that_is_given_in_each_step(transport, how):
-    run(give_anew, 2, args=(how,), transport=transport, env=SMALL)
 
 
 def leave_parameters_out(op: hvd.ReduceOp) -> None:

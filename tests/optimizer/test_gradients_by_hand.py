@@ -6,8 +6,8 @@ import pytest
 import torch
 from pool import run
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
-from training import assert_same_weights, joined_batches, make_model, part, train, weights
+from torch.optim import SGD
+from training import joined_batches, make_model, part, train, weights
 
 import torch_ring as hvd
 
@@ -197,31 +197,6 @@ def change_reduced_gradients(op: hvd.ReduceOp) -> None:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_reduced_gradients_that_the_program_changes(transport, op):
     run(change_reduced_gradients, 3, args=(op,), transport=transport)
-
-
-def give_other_memory(how: str) -> None:
-    """The program or torch may give `grad` other memory than its view of a bucket."""
-    alone, together = make_model(), make_model()
-    optimizers: list[Optimizer] = [SGD(m.parameters(), lr=0.1) for m in (alone, together)]
-    hvd.DistributedOptimizer(optimizers[1])
-    for batch in joined_batches(steps=3):
-        for model, optimizer, share in zip(
-            (alone, together), optimizers, (batch, part(batch)), strict=True
-        ):
-            train(model, optimizer, [share])
-            if how == "share_memory":
-                model.share_memory()
-                continue
-            if how == "data before zero_grad":
-                optimizer.zero_grad(set_to_none=False)
-            for parameter in model.parameters():
-                parameter.grad.data = parameter.grad.data.clone()
-    assert_same_weights(together, alone)
-
-
-@pytest.mark.parametrize("how", ["data", "data before zero_grad", "share_memory"])
-def test_gradients_are_given_other_memory(how):
-    run(give_other_memory, 2, args=(how,))
 
 
 def change_dtype() -> None:

@@ -7,43 +7,12 @@ import pytest
 import torch
 from pool import error_of, run
 from torch import nn
-from torch.optim import SGD, Adam
-from training import assert_same_weights, joined_batches, loss_of, make_model, part, weights
+from torch.optim import SGD
+from training import weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import BackwardSync
-
-
-def train_gan() -> None:
-    """Generator and discriminator; rank 1 wraps and steps like the others, on its own data."""
-
-    def play(wrap, share) -> tuple[nn.Module, nn.Module]:
-        generator, critic = nn.Linear(8, 8), make_model(seed=2)
-        with torch.no_grad():
-            generator.weight.fill_(0.1)
-            generator.bias.zero_()
-        tune_generator = wrap(Adam(generator.parameters(), lr=0.01))
-        tune_critic = wrap(Adam(critic.parameters(), lr=0.01))
-        for batch in map(share, joined_batches(steps=4)):
-            tune_critic.zero_grad()
-            loss_of(critic, batch).backward()
-            (-loss_of(critic, generator(batch).detach())).backward()
-            tune_critic.step()
-            tune_generator.zero_grad()
-            loss_of(critic, generator(batch)).backward()  # touches both optimizers' parameters
-            tune_generator.step()
-        return generator, critic
-
-    for together, alone in zip(
-        play(hvd.DistributedOptimizer, part), play(lambda o: o, lambda b: b), strict=True
-    ):
-        assert_same_weights(together, alone)
-
-
-@on_both_transports
-def test_gan(transport):
-    run(train_gan, 2, transport=transport)
 
 
 def touch_different_optimizers() -> None:

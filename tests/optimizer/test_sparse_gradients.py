@@ -5,74 +5,10 @@ import torch
 from pool import run
 from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
-from training import assert_same_on_all_ranks, assert_same_weights
 
 import torch_ring as hvd
 
 WORDS, WIDTH = 12, 3
-
-
-def words_of(rank: int, step: int) -> Tensor:
-    """Return the words that a rank reads in a step: some twice, some on several ranks."""
-    return torch.tensor([rank, rank + 1, rank, (3 * rank + step) % WORDS, step])
-
-
-class Reader(nn.Module):
-    """Sparse parameters among dense ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.words(words)).tanh()
-
-
-def loss_of(model: nn.Module, words: Tensor) -> Tensor:
-    return model(words).square().sum() + model(words).sum()
-
-
-def compare_with_one_process(options: dict[str, object]) -> None:
-    alone, together = Reader(), Reader()
-    reference = SGD(alone.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(
-        SGD(together.parameters(), lr=0.1), together.named_parameters(), **options
-    )
-    share = 1 if options.get("op") == hvd.Sum else hvd.size()
-    for step in range(4):
-        for _ in range(options.get("backward_passes_per_step", 1)):
-            for rank in range(hvd.size()):
-                (loss_of(alone, words_of(rank, step)) / share).backward()
-            loss_of(together, words_of(hvd.rank(), step)).backward()
-        gradient = together.words.weight.grad
-        assert gradient.is_sparse
-        assert gradient.dtype == torch.float32
-        torch.testing.assert_close(gradient.to_dense(), alone.words.weight.grad.to_dense())
-        assert_same_on_all_ranks(gradient._indices(), gradient._values())
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-    assert_same_weights(together, alone)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"op": hvd.Sum},
-        {"sparse_as_dense": True},
-        {"sparse_as_dense": True, "op": hvd.Sum},
-        {"backward_passes_per_step": 2},
-        {"gradient_predivide_factor": 2.0},
-    ],
-    ids=lambda options: ",".join(options),
-)
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
-def test_equals_one_process(transport, size, options):
-    run(compare_with_one_process, size, args=(options,), transport=transport)
 
 
 def accumulate(options: dict[str, object]) -> None:

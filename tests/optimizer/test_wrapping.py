@@ -408,49 +408,6 @@ def test_ranks_out_of_step_get_an_error():
         assert "rank 0 has taken 0 optimizer steps, rank 1 1" in message
 
 
-def compare_horovods_ways() -> None:
-    """Every way of old scripts to call synchronize() gives the weights of one process."""
-
-    def synchronizes_and_clips(optimizer: Optimizer) -> None:
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    def synchronizes_twice(optimizer: Optimizer) -> None:
-        optimizer.synchronize()
-        optimizer.synchronize()
-        optimizer.step()
-
-    def steps(optimizer: Optimizer) -> None:
-        optimizer.step()
-
-    def clips(optimizer: Optimizer) -> None:
-        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
-        optimizer.step()
-
-    for way, plain_way in [
-        (synchronizes_and_clips, clips),
-        (clips, clips),
-        (synchronizes_twice, steps),
-    ]:
-        alone, together = make_model(), make_model()
-        plain, wrapped = make_sgd(alone), hvd.DistributedOptimizer(make_sgd(together))
-        for batch in joined_batches(steps=3):
-            for model, optimizer, rows, step in (
-                (alone, plain, batch, plain_way),
-                (together, wrapped, part(batch), way),
-            ):
-                optimizer.zero_grad()
-                loss_of(model, rows).backward()
-                step(optimizer)
-        assert_same_weights(together, alone)
-
-
-def test_synchronize_and_skip_synchronize():
-    run(compare_horovods_ways, 2)
-
-
 def wrap_after_another_init() -> None:
     """After shutdown() a new world, and a new optimizer of the same parameters."""
     alone, together = make_model(), make_model()

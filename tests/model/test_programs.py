@@ -1,0 +1,192 @@
+"""Each training program, on ranks and in one process: transports, sizes and doors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import programs
+import pytest
+from oracle import expect_one_process
+from slow import slow
+from worlds import on_both_transports
+from zoo import Strided, Tied, net
+
+import torch_ring as hvd
+
+SMALL_BUCKETS = {"TORCH_RING_BUCKET_BYTES": "256"}
+SOME_DIRECT = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "512"}  # half of the gradients lie in blocks
+OPS = [hvd.Average, hvd.Sum]
+
+
+@pytest.mark.parametrize("kind", programs.OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_both_transports
+def test_the_loop_of_every_tutorial(transport: str, size: int, kind: str) -> None:
+    for set_to_none in (True, False):
+        args = kind, net, set_to_none
+        expect_one_process(programs.plain, *args, size=size, transport=transport)
+
+
+@pytest.mark.parametrize("make", [net, Tied, Strided])
+@pytest.mark.parametrize("size", [2, 3])
+@on_both_transports
+def test_ddp(transport: str, size: int, make: Any) -> None:
+    expect_one_process(programs.plain, "momentum", make, size=size, transport=transport, door="ddp")
+
+
+@on_both_transports
+def test_a_bucket_for_each_gradient(transport: str) -> None:
+    """Buckets are planned again after the first step."""
+    env = {"TORCH_RING_BUCKET_BYTES": "64"}
+    expect_one_process(programs.plain, "adam", transport=transport, env=env)
+
+
+@pytest.mark.parametrize("make", [Tied, Strided])
+def test_unusual_parameters(make: Any) -> None:
+    expect_one_process(programs.layouts, make)
+
+
+@pytest.mark.parametrize("how", ["step", "synchronize", "synchronize twice", "skip_synchronize"])
+def test_clipping_sees_averaged_gradients(how: str) -> None:
+    expect_one_process(programs.clipped, how)
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_learning_rate_schedulers(attach_first: bool) -> None:
+    expect_one_process(programs.scheduled, attach_first)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_lbfgs_takes_the_decisions_of_one_process(size: int, line_search: str | None) -> None:
+    expect_one_process(programs.lbfgs, line_search, size=size)
+
+
+def test_loss_scaling_with_accumulation_and_sparse_gradients() -> None:
+    expect_one_process(programs.scaled_sparse_losses)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"op": hvd.Sum},
+        {"sparse_as_dense": True},
+        {"sparse_as_dense": True, "op": hvd.Sum},
+        {"backward_passes_per_step": 2},
+        {"gradient_predivide_factor": 2.0},
+    ],
+    ids=lambda options: ",".join(options),
+)
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
+def test_sparse_gradients(transport: str, size: int, options: dict[str, Any]) -> None:
+    expect_one_process(programs.sparse, options, size=size, transport=transport)
+
+
+@on_both_transports
+def test_a_rank_may_skip_backward(transport: str) -> None:
+    expect_one_process(programs.skipped, size=3, transport=transport)
+
+
+@on_both_transports
+def test_freeze_and_thaw(transport: str) -> None:
+    expect_one_process(programs.frozen_and_thawed, transport=transport)
+
+
+@pytest.mark.parametrize("groups", [None, "all", 1])
+def test_frozen_parameters_without_gradients(groups: str | int | None) -> None:
+    expect_one_process(programs.quantised, groups)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_both_transports
+def test_checkpointing(transport: str, use_reentrant: bool) -> None:
+    expect_one_process(programs.checkpointed, use_reentrant, transport=transport)
+
+
+@on_both_transports
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("nested_twice", [False, True], ids=["", "nested twice"])
+@pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "two optimizers"])
+def test_a_layer_in_two_segments(
+    transport: str, passes: int, nested_twice: bool, split: bool
+) -> None:
+    args = passes, nested_twice, split
+    expect_one_process(programs.in_segments, *args, transport=transport, env=SMALL_BUCKETS)
+
+
+@pytest.mark.parametrize(("transport", "size", "op"), [("shm", 2, OPS[0]), ("tcp", 3, OPS[1])])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    "how", ["always", "late", "on one rank", "in turns", "on zeros", "in the program's memory"]
+)
+def test_a_layer_outside_of_segments_and_inside(
+    transport: str, size: int, op: hvd.ReduceOp, passes: int, how: str
+) -> None:
+    program, args = programs.in_segments_and_outside, (how, op, passes)
+    expect_one_process(program, *args, size=size, transport=transport, env=SMALL_BUCKETS)
+
+
+def test_training_recovers_from_a_failed_backward() -> None:
+    expect_one_process(programs.recovered)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("convert", [programs.there_and_back, programs.by_data])
+@on_both_transports
+def test_a_converted_model(transport: str, convert: Any, op: hvd.ReduceOp) -> None:
+    expect_one_process(programs.converted, convert, op, transport=transport)
+
+
+@pytest.mark.parametrize("how", ["passes", "no_sync", "synchronize"])
+@on_both_transports
+def test_accumulation(transport: str, how: str) -> None:
+    expect_one_process(programs.accumulated, how, transport=transport)
+
+
+@on_both_transports
+def test_adversaries(transport: str) -> None:
+    expect_one_process(programs.adversaries, transport=transport)
+
+
+def test_a_compiled_model() -> None:
+    expect_one_process(programs.compiled)
+
+
+def test_parameters_added_later() -> None:
+    expect_one_process(programs.added_later)
+
+
+@pytest.mark.parametrize("how", ["data", "data before zero_grad", "share_memory"])
+def test_gradients_on_other_memory(how: str) -> None:
+    expect_one_process(programs.on_other_memory, how)
+
+
+@pytest.mark.parametrize("how", ["assigned", "data", "by hand"])
+@on_both_transports
+def test_memory_that_is_given_in_each_step(transport: str, how: str) -> None:
+    expect_one_process(programs.on_given_memory, how, transport=transport, env=SOME_DIRECT)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "lay",
+    [
+        programs.in_a_row,
+        programs.transposed,
+        programs.with_holes,
+        programs.in_numpys_memory,
+    ],
+)
+@on_both_transports
+def test_a_step_of_the_programs_own(transport: str, lay: programs.Lay, op: hvd.ReduceOp) -> None:
+    for passes in (1, 2, 0):
+        args = lay, op, passes
+        expect_one_process(programs.flat, *args, transport=transport, env=SOME_DIRECT)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", ["momentum", slow("adam")])
+@on_both_transports
+def test_lookahead(transport: str, kind: str, set_to_none: bool) -> None:
+    expect_one_process(programs.looking_ahead, kind, set_to_none, transport=transport)
