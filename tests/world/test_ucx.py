@@ -231,19 +231,24 @@ def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
 @needs_ucx
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tests",
+    ("few", "more"),
     [
-        "tests/collectives -k tcp",
-        "tests/world/test_lost_ranks.py tests/world/test_departures.py -k tcp",
-        "tests/world/test_several_hosts.py tests/world/test_process_sets_on_hosts.py",
-        "tests/elastic/test_kills.py tests/elastic/test_survivors.py",
+        ("tests/collectives/test_allreduce.py tests/collectives/test_alltoall.py -k tcp",
+         "tests/collectives -k tcp"),
+        ("tests/world/test_lost_ranks.py -k tcp",
+         "tests/world/test_lost_ranks.py tests/world/test_departures.py -k tcp"),
+        ("tests/world/test_process_sets_on_hosts.py",
+         "tests/world/test_several_hosts.py tests/world/test_process_sets_on_hosts.py"),
+        ("tests/elastic/test_survivors.py",
+         "tests/elastic/test_kills.py tests/elastic/test_survivors.py"),
     ],
-)
-def test_other_tests_pass_over_ucx(tests: str, tmp_path: Path, full: bool) -> None:
+)  # fmt: skip
+def test_other_tests_pass_over_ucx(few: str, more: str, tmp_path: Path, full: bool) -> None:
+    """tests/cpp runs the communicators between hosts over UCX; these tests add Python's half."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
     command += [] if full else ["-m", "not slow"]
     ended = subprocess.run(
-        [*command, *tests.split(), f"--basetemp={tmp_path / 'tests'}"],
+        [*command, *(more if full else few).split(), f"--basetemp={tmp_path / 'tests'}"],
         cwd=ROOT,
         env=os.environ | OVER_UCX,
         stdout=subprocess.PIPE,
