@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import device_double
 import torch
 import torch.distributed as dist
+from device_double import DEVICE
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -47,17 +49,19 @@ class Play:
         rank: of the rank; None: the process alone.
         size: the number of ranks.
         wrap: of a door.
+        device: of the rows.
     """
 
-    def __init__(self, rank: int | None, size: int, wrap: Wrap) -> None:
+    def __init__(self, rank: int | None, size: int, wrap: Wrap, device: str = "cpu") -> None:
         self.size = size
+        self._device = device
         self.is_alone = rank is None
         self.ranks = range(size) if rank is None else (rank,)  # whose rows this place has
         self._wrap = wrap
 
     def rows(self, batch: Tensor) -> Tensor:
         """Return the rows that this place has of a batch of all ranks."""
-        return batch if self.is_alone else batch[self.ranks[0] :: self.size]
+        return batch if self.is_alone else batch[self.ranks[0] :: self.size].to(self._device)
 
     def batches(self, steps: int) -> Iterator[Tensor]:
         """Return this place's rows of batches in float64."""
@@ -87,6 +91,11 @@ def _wrap_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> t
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
+def _wrap_on_device(model: nn.Module, optimizer: Optimizer, **options: Any) -> tuple[Any, Any]:
+    device_double.move(model, DEVICE)
+    return _wrap_optimizer(model, optimizer, **options)
+
+
 def _wrap_for_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
     return DistributedDataParallel(model, bucket_cap_mb=0.001), optimizer
 
@@ -94,6 +103,15 @@ def _wrap_for_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
 def play_by_optimizer(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
     """Play a program on this rank of torch_ring, and alone."""
     _compare(program, args, Play(hvd.rank(), hvd.size(), _wrap_optimizer), hvd.allgather_object)
+
+
+def play_on_device(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
+    """Play a program on this rank of torch_ring with a stand-in for a GPU, and alone."""
+    device_double.load()
+    hvd.init()
+    play = Play(hvd.rank(), hvd.size(), _wrap_on_device, DEVICE)
+    _compare(program, args, play, hvd.allgather_object)
+    hvd.shutdown()
 
 
 def play_by_ddp(program: Callable[..., Program], *args: Any) -> None:
@@ -139,7 +157,7 @@ def _compare(
 
 
 def _copies(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    return [None if each is None else each.detach().to_dense().clone() for each in tensors]
+    return [None if each is None else each.detach().to_dense().cpu().clone() for each in tensors]
 
 
 def expect_one_process(
@@ -154,10 +172,21 @@ def expect_one_process(
 
     Args:
         program: of a module.
-        door: "optimizer" for DistributedOptimizer, which is horovod.torch's, too; "ddp" for
-            DistributedDataParallel on the backend ring, which takes no options.
+        door: "optimizer" for DistributedOptimizer, which is horovod.torch's, too; "device" for
+            the same with the stand-ins for a GPU and for NCCL; "ddp" for DistributedDataParallel
+            on the backend ring, which takes no options.
     """
     if door == "ddp":
         on_ring(play_by_ddp, size, program, *args, transport=transport, env=env)
+    elif door == "device":
+        run(
+            play_on_device,
+            size,
+            args=(program, args),
+            transport=transport,
+            env={"TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY), **(env or {})},
+            initialized=False,
+            kind=DEVICE,  # torch counts devices only once in a process
+        )
     else:
         run(play_by_optimizer, size, args=(program, args), transport=transport, env=env)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import device_double
 import programs
 import pytest
 from oracle import expect_one_process
@@ -32,6 +33,55 @@ def test_the_loop_of_every_tutorial(transport: str, size: int, kind: str) -> Non
 @on_both_transports
 def test_ddp(transport: str, size: int, make: Any) -> None:
     expect_one_process(programs.plain, "momentum", make, size=size, transport=transport, door="ddp")
+
+
+# On a device hosts may run ahead of one another, if their ranks have gradients of the same weights.
+AHEAD = [
+    (programs.plain, "adam"),
+    (programs.clipped, "step"),
+    (programs.clipped, "skip_synchronize"),
+    (programs.scheduled, True),
+    (programs.frozen_and_thawed,),
+    (programs.in_segments, 2, True, True),
+    (programs.accumulated, "passes"),
+    (programs.accumulated, "no_sync"),
+    (programs.adversaries,),
+    (programs.looking_ahead, "momentum", False),
+]
+AGREED = [
+    *AHEAD,
+    (programs.clipped, "synchronize"),
+    (programs.accumulated, "synchronize"),
+    (programs.lbfgs, "strong_wolfe"),
+    (programs.skipped,),
+    (programs.checkpointed, True),
+    *[
+        (programs.in_segments_and_outside, how, op, 2)
+        for how in ("always", "late", "on one rank", "in turns", "on zeros")
+        for op in OPS
+    ],
+    (programs.converted, programs.there_and_back, hvd.Sum),
+    (programs.converted, programs.by_data, hvd.Average),
+    (programs.added_later,),
+    (programs.on_other_memory, "data before zero_grad"),
+]
+
+
+@device_double.needed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ahead", "case"),
+    [*((False, case) for case in AGREED), *((True, case) for case in AHEAD)],
+    ids=lambda each: (
+        "-".join(str(getattr(e, "__name__", e)) for e in each)
+        if isinstance(each, tuple)
+        else ("agreed", "ahead")[each]
+    ),
+)
+@on_both_transports
+def test_a_device(transport: str, ahead: bool, case: tuple[Any, ...]) -> None:
+    env = {"TORCH_RING_RUN_AHEAD": str(int(ahead)), **SMALL_BUCKETS}
+    expect_one_process(*case, size=3, transport=transport, door="device", env=env)
 
 
 @on_both_transports
