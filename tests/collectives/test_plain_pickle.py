@@ -178,9 +178,9 @@ def test_what_is_not_plain_is_named(value, named):
         {"stride": (-1,)},
         {"size": (3, 3)},
         {"data": b"123"},
-        {"data": bytearray(12)},
+        {"data": "twelve bytes"},
         {"data": torch.ones(3)},
-        {"device": 0},
+        {"device": torch.float64},
         {"dtype": "float32"},
         {"dtype": torch.float64},
         {"size": (1.5,)},
@@ -211,6 +211,9 @@ def test_a_call_of_what_was_not_named_and_setting_attributes_of_functions():
         b"\x80\x04" + name + b")\x81.",  # NEWOBJ
         b"\x80\x04" + name + b"\x8c\x01aK\x01s.",  # SETITEM of a class
         b"\x80\x04)(K\x01e.",  # APPENDS to a tuple
+        # APPEND to a namespace, whose attribute `append` is str
+        b"\x80\x04\x8c\x05types\x8c\x0fSimpleNamespace\x93)R}\x8c\x06append"
+        b"\x8c\x08builtins\x8c\x03str\x93sbK\x01a.",
         b"\x80\x04cos\nsystem\n.",  # GLOBAL
         b"\x80\x04(S'false'\nios\nsystem\n.",  # INST
         b"\x80\x04\x82\x01.",  # EXT1
