@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from ports import free_ports
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.tracing.exporter import path_of_rank
+from torch_ring.tracing import exporter
 from torch_ring.world import current
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -129,12 +130,13 @@ def test_each_rank_writes_a_file(tmp_path: Path, transport: str) -> None:
 
 
 def test_where_a_rank_writes() -> None:
-    assert path_of_rank("/a/b.prom", 3) == Path("/a/b.rank3.prom")
-    assert path_of_rank("b", 3) == Path("b.rank3")
-    assert path_of_rank("/a{rank}/b-{rank}.prom", 12) == Path("/a12/b-12.prom")
+    assert exporter.path_of_rank("/a/b.prom", 3) == Path("/a/b.rank3.prom")
+    assert exporter.path_of_rank("b", 3) == Path("b.rank3")
+    assert exporter.path_of_rank("/a{rank}/b-{rank}.prom", 12) == Path("/a12/b-12.prom")
 
 
 def write_while_it_runs(folder: str) -> None:
+    exporter.INTERVAL_S = 0.1
     hvd.init()
     hvd.allreduce(torch.ones(10), name="a")
     file = Path(folder) / f"of-{hvd.rank()}.prom"
@@ -155,10 +157,7 @@ def write_while_it_runs(folder: str) -> None:
 
 
 def test_the_file_is_written_again_and_again_and_is_always_whole(tmp_path: Path) -> None:
-    env = {
-        "TORCH_RING_METRICS_FILE": str(tmp_path / "of-{rank}.prom"),
-        "TORCH_RING_METRICS_INTERVAL": "0.1",
-    }
+    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "of-{rank}.prom")}
     run(write_while_it_runs, 2, initialized=False, args=(str(tmp_path),), env=env)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["of-0.prom", "of-1.prom"]
 
@@ -206,13 +205,13 @@ def test_a_port_that_is_taken_is_an_error_on_all_ranks(transport: str) -> None:
     assert [kind for kind, _ in errors] == ["RingError", "InvalidArgumentError"]
     for _, text in errors:
         assert f"TORCH_RING_METRICS_PORT={port}: local rank 1 cannot serve" in text
-        assert f"127.0.0.1:{port + 1}: Address already in use" in text
+        assert f"127.0.0.1:{port + 1}: [Errno 98] Address already in use" in text
 
 
 def test_a_port_that_cannot_be_is_an_error_on_all_ranks() -> None:
     errors = run(init_fails, 2, initialized=False, env={"TORCH_RING_METRICS_PORT": "65535"})
     for _, text in errors:
-        assert "127.0.0.1:65536: there is no such port" in text
+        assert "127.0.0.1:65536: bind(): port must be 0-65535" in text
 
 
 @on_both_transports
@@ -326,9 +325,7 @@ def train_and_die() -> int:
 
 @on_both_transports
 def test_elastic_training_goes_on_to_write(tmp_path: Path, transport: str) -> None:
-    # A rank that dies during a write would leave a partial file.
-    never = {"TORCH_RING_METRICS_INTERVAL": "3600"}
-    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom"), **never}
+    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom")}
     results = run(train_and_die, 3, transport=transport, env=env, may_die=[1])
     assert results == [0, None, 1]
     # Rank 2 has taken the place of rank 1, whose process is dead.
@@ -336,6 +333,34 @@ def test_elastic_training_goes_on_to_write(tmp_path: Path, transport: str) -> No
     for rank in range(2):
         samples, _ = parsed((tmp_path / f"a.rank{rank}.prom").read_text())
         assert value(samples, "torch_ring_world_size", rank=rank) == 2
+
+
+def change_names(folder: str) -> None:
+    def write(name: str) -> None:
+        os.environ["TORCH_RING_METRICS_FILE"] = f"{folder}/{name}"
+        hvd.init()
+        hvd.shutdown()
+
+    write("a-{rank}")
+    write("b-{rank}")
+    assert os.listdir(folder) == ["b-0"]
+    shutil.copy(f"{folder}/b-0", f"{folder}/new")
+    os.replace(f"{folder}/new", f"{folder}/b-0")  # as another rank does that has this name now
+    write("c-{rank}")
+    assert sorted(os.listdir(folder)) == ["b-0", "c-0"]
+    child = os.fork()
+    if child == 0:
+        try:
+            write("d-{rank}")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(os.listdir(folder)) == ["b-0", "c-0", "d-0"]
+
+
+def test_a_process_removes_its_earlier_file_and_no_other(tmp_path: Path) -> None:
+    run(change_names, 1, initialized=False, args=(str(tmp_path),))
 
 
 def begin_as_a_newcomer() -> None:

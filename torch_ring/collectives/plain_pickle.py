@@ -2,9 +2,9 @@
 
 A pickle is a program: `pickle.loads` runs any code that its writer has put in. `loads_plain` takes
 only the few instructions that plain data need, and calls only functions of an explicit list. These
-functions check their arguments and run no code from them. So `dumps` pickles tensors and arrays as
-calls of functions of this module: torch's own functions read a storage with `torch.load`, and
-NumPy's trust a dtype.
+functions check their arguments and run no code from them. So `dumps` pickles a tensor as a call of
+a function of this module: torch's own read a storage with `torch.load`, and do not check that a
+tensor lies within it.
 
 A checkpoint may hold the same data: `torch.save` writes it with this module's `Pickler`, and
 `torch.load` reads it with `plain_globals`.
@@ -29,7 +29,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.storage import TypedStorage, UntypedStorage
 
 with contextlib.suppress(ImportError):  # torch works without it, too
     import numpy as np
@@ -92,7 +91,7 @@ def plain_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
 
 class Pickler(pickle.Pickler):
-    """Pickles arrays, and the containers that torch.load cannot fill, as one call each."""
+    """Pickles arrays, namespaces, and containers that torch.load cannot fill as one call each."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the call that makes an object anew; NotImplemented leaves that to its class."""
@@ -100,6 +99,8 @@ class Pickler(pickle.Pickler):
             return collections.deque, (list(obj), obj.maxlen)
         if type(obj) is collections.defaultdict:
             return collections.defaultdict, (obj.default_factory, dict(obj))
+        if type(obj) is argparse.Namespace:
+            return argparse.Namespace, (), vars(obj)
         return _reduced_array(obj) if _HAS_NUMPY else NotImplemented
 
 
@@ -108,31 +109,23 @@ class _TensorPickler(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the call that makes an object anew; NotImplemented leaves that to its class."""
-        if type(obj) is TypedStorage:
-            untyped = obj._untyped_storage
-            local = untyped.cpu()  # type: ignore[no-untyped-call]
-            data = ctypes.string_at(local.data_ptr(), local.nbytes())
-            return _storage, (data, obj.dtype, str(untyped.device))
-        if type(obj) is Tensor:
-            return _reduced_tensor(obj)
-        return super().reducer_override(obj)
+        return _reduced_tensor(obj) if type(obj) is Tensor else super().reducer_override(obj)
 
 
 def _reduced_tensor(obj: Tensor) -> Any:
-    """Return torch's own reduction of a tensor, changed so that it can be read.
-
-    For the newer dtypes (float8, uint16, ...) it has an untyped storage, whose pickle torch.load
-    refuses.
-    """
+    """Return the call of `_tensor` for a dense tensor, and torch's own reduction of others."""
     function, arguments, *rest = obj.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
-    if arguments and type(arguments[0]) is UntypedStorage:
-        storage = TypedStorage(  # type: ignore[no-untyped-call]
-            wrap_storage=arguments[0], dtype=torch.uint8, _internal=True
-        )
-        arguments = (storage, *arguments[1:])
-    return function, arguments, *rest
+    if len(arguments) != _DENSE.get(function):
+        return function, arguments, *rest
+    storage = obj.untyped_storage()
+    local = storage.cpu()  # type: ignore[no-untyped-call]
+    data = ctypes.string_at(local.data_ptr(), local.nbytes())
+    return _tensor, (data, str(storage.device), obj.dtype, *arguments[1:5])
 
 
+# torch's functions that make a dense tensor, and the number of their arguments for a plain one: one
+# that is conjugated, for example, has more.
+_DENSE = {torch._utils._rebuild_tensor_v2: 6, torch._utils._rebuild_tensor_v3: 7}
 _HAS_NUMPY = "numpy" in sys.modules
 
 
@@ -149,16 +142,9 @@ def _reduced_array(obj: Any) -> Any:
 # --- functions that make plain data anew
 
 
-def _storage(data: bytes, dtype: torch.dtype, device: str) -> TypedStorage:
-    if type(data) is not bytes or not isinstance(dtype, torch.dtype) or type(device) is not str:
-        raise pickle.UnpicklingError("a storage that is none")
-    content = torch.empty(len(data), dtype=torch.uint8, device="cpu")
-    ctypes.memmove(content.data_ptr(), data, len(data))
-    untyped = content.to(device).untyped_storage()
-    made: TypedStorage = TypedStorage(  # type: ignore[no-untyped-call]
-        wrap_storage=untyped, dtype=dtype, _internal=True
-    )
-    return made
+def _require(is_plain: bool, found: str) -> None:
+    if not is_plain:
+        raise pickle.UnpicklingError(found)
 
 
 def _array(
@@ -169,15 +155,15 @@ def _array(
     strides: None,
     order: Any,
 ) -> np.ndarray[Any, Any]:
-    if (
-        not isinstance(dtype, np.dtype)
-        or not _are_sizes(shape)
-        or type(data) is not bytearray
-        or math.prod(shape) * dtype.itemsize != len(data)
-        or offset != 0
-        or strides is not None
-    ):
-        raise pickle.UnpicklingError("an array of another size than its data")
+    _require(
+        isinstance(dtype, np.dtype)
+        and _are_sizes(shape)
+        and type(data) is bytearray
+        and math.prod(shape) * dtype.itemsize == len(data)
+        and offset == 0
+        and strides is None,
+        "an array of another size than its data",
+    )
     made: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, order=order)
     return made
 
@@ -187,8 +173,8 @@ def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
 
 
 def _dtype(code: str) -> np.dtype[Any]:
-    if not re.fullmatch(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}\w{1,3}\])?", code):
-        raise pickle.UnpicklingError("a dtype that is none of plain values")
+    is_plain = re.fullmatch(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}\w{1,3}\])?", code) is not None
+    _require(is_plain, "a dtype that is none of plain values")
     return np.dtype(code)
 
 
@@ -197,42 +183,30 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
 
 
 def _tensor(
-    storage: TypedStorage,
+    data: bytes,
+    device: str,
+    dtype: torch.dtype,
     offset: int,
     size: tuple[int, ...],
     stride: tuple[int, ...],
     requires_grad: bool,
-    hooks: object,
 ) -> Tensor:
     """Return a tensor after a check that it lies within its storage: torch does not check that."""
-    if type(storage) is not TypedStorage:
-        raise pickle.UnpicklingError("a tensor that is none")
-    return _tensor_of_new_dtype(storage, offset, size, stride, requires_grad, hooks, storage.dtype)
-
-
-def _tensor_of_new_dtype(
-    storage: TypedStorage,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: object,
-    dtype: torch.dtype,
-) -> Tensor:
-    """As `_tensor`, for a dtype that the storage does not know."""
-    if (
-        type(storage) is not TypedStorage
-        or not isinstance(dtype, torch.dtype)
-        or not _are_sizes((offset, *size, *stride))
-        or hooks
-    ):
-        raise pickle.UnpicklingError("a tensor that is none")
-    untyped = storage._untyped_storage
+    _require(
+        type(data) is bytes
+        and type(device) is str
+        and isinstance(dtype, torch.dtype)
+        and _are_sizes((offset, *size, *stride)),
+        "a tensor that is none",
+    )
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if 0 not in size and (last + 1) * dtype.itemsize > untyped.nbytes():
-        raise pickle.UnpicklingError("a tensor beyond its storage")
-    tensor = torch.empty(0, dtype=dtype, device=untyped.device)
-    tensor.set_(untyped, offset, size, stride)
+    is_within = 0 in size or (last + 1) * dtype.itemsize <= len(data)
+    _require(is_within, "a tensor beyond its storage")
+    content = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+    ctypes.memmove(content.data_ptr(), data, len(data))
+    storage = content.to(device).untyped_storage()
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, size, stride)
     tensor.requires_grad = requires_grad
     return tensor
 
@@ -246,14 +220,12 @@ def _meta_tensor(
 
 
 def _parameter(data: Tensor, requires_grad: bool, hooks: object) -> torch.nn.Parameter:
-    if type(data) is not Tensor or hooks:
-        raise pickle.UnpicklingError("a parameter that is none")
+    _require(type(data) is Tensor and not hooks, "a parameter that is none")
     return torch.nn.Parameter(data, requires_grad)
 
 
 def _bytearray(data: bytes = b"") -> bytearray:
-    if type(data) is not bytes:
-        raise pickle.UnpicklingError("a bytearray that is none")
+    _require(type(data) is bytes, "a bytearray that is none")
     return bytearray(data)
 
 
@@ -263,45 +235,35 @@ def _are_sizes(numbers: tuple[int, ...]) -> bool:
 
 # --- the reader
 
-# (module, name) -> the function to call; functions of this module replace torch's.
-_CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
+_Names = dict[tuple[str, str], Any]
+
+
+def _by_name(*kinds: type) -> _Names:
+    return {(kind.__module__, kind.__qualname__): kind for kind in kinds}
+
+
+# (module, name) -> the function to call; functions of this module replace torch's and NumPy's.
+_CALLABLE: _Names = {
+    **_by_name(complex, range, slice),
+    **_by_name(collections.Counter, collections.OrderedDict),
+    **_by_name(collections.defaultdict, collections.deque),
+    **_by_name(datetime.date, datetime.datetime, datetime.time),
+    **_by_name(datetime.timedelta, datetime.timezone),
+    **_by_name(argparse.Namespace, types.SimpleNamespace, torch.Size, torch.device),
     ("builtins", "bytearray"): _bytearray,
-    ("builtins", "complex"): complex,
-    ("builtins", "range"): range,
-    ("builtins", "slice"): slice,
-    ("collections", "Counter"): collections.Counter,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): collections.defaultdict,
-    ("collections", "deque"): collections.deque,
-    **{
-        ("datetime", kind.__name__): kind
-        for kind in (
-            *(datetime.date, datetime.datetime, datetime.time),
-            *(datetime.timedelta, datetime.timezone),
-        )
-    },
     ("numpy", "dtype"): _dtype,
     ("numpy", "ndarray"): _array,
     ("numpy._core.multiarray", "scalar"): _scalar,
     ("numpy.core.multiarray", "scalar"): _scalar,  # before NumPy 2
     ("pathlib", "PosixPath"): pathlib.PosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # of Python 3.13
-    ("types", "SimpleNamespace"): types.SimpleNamespace,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_new_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
-    (__name__, "_storage"): _storage,
+    (__name__, "_tensor"): _tensor,
 }
 # Names that a pickle may use but not call: values, and factories of a defaultdict.
-_NAMED: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): argparse.Namespace,
-    **{
-        ("builtins", kind.__name__): kind
-        for kind in (bool, int, float, str, bytes, list, tuple, dict, set, frozenset)
-    },
+_NAMED: _Names = {
+    **_by_name(bool, int, float, str, bytes, list, tuple, dict, set, frozenset),
     **{("torch", name): v for name, v in vars(torch).items() if isinstance(v, torch.dtype)},
 }
 # fmt: off
@@ -318,14 +280,14 @@ _INSTRUCTIONS = (
 # fmt: on
 
 
-def _into(kinds: tuple[type, ...], code: bytes, at: int | None) -> Callable[[Any], None]:
+def _into(code: bytes, at: int | None) -> Callable[[Any], None]:
     """Return an instruction that adds items to a container; `at`: its place, None: at the mark."""
     run = pickle._Unpickler.dispatch[code[0]]
 
     def add(reader: Any) -> None:
         target = reader.metastack[-1][-1] if at is None else reader.stack[at]
-        if not isinstance(target, kinds):
-            raise pickle.UnpicklingError("items of an object that is no container")
+        is_container = isinstance(target, list | dict | set)
+        _require(is_container, "items of an object that is no container")
         run(reader)
 
     return add
@@ -349,16 +311,9 @@ class _PlainUnpickler(pickle._Unpickler):
     def call(self) -> None:
         """REDUCE: replace a function and its arguments by its result."""
         arguments, function = self.stack.pop(), self.stack[-1]
-        if type(arguments) is not tuple or not any(f is function for f in _CALLABLE.values()):
-            raise pickle.UnpicklingError("a call of an object that is no function of plain data")
+        is_known = type(arguments) is tuple and any(f is function for f in _CALLABLE.values())
+        _require(is_known, "a call of an object that is no function of plain data")
         self.stack[-1] = function(*arguments)
-
-    def make_namespace(self) -> None:
-        """NEWOBJ: make an instance of a class; of one class only."""
-        arguments, kind = self.stack.pop(), self.stack[-1]
-        if kind is not argparse.Namespace or arguments != ():
-            raise pickle.UnpicklingError("an instance of a class that is no namespace")
-        self.stack[-1] = argparse.Namespace()
 
     def set_attributes(self) -> None:
         """BUILD: set the attributes of a namespace, or the metadata of a state_dict()."""
@@ -368,17 +323,15 @@ class _PlainUnpickler(pickle._Unpickler):
             allowed = all(type(name) is str and not name.startswith("__") for name in names)
         else:
             allowed = type(instance) is collections.OrderedDict and names == ["_metadata"]
-        if not allowed:
-            raise pickle.UnpicklingError("attributes of an object that has none")
+        _require(allowed, "attributes of an object that has none")
         vars(instance).update(state)
 
     dispatch |= {
-        pickle.APPEND[0]: _into((list, collections.deque), pickle.APPEND, -2),
-        pickle.APPENDS[0]: _into((list, collections.deque), pickle.APPENDS, None),
-        pickle.SETITEM[0]: _into((dict,), pickle.SETITEM, -3),
-        pickle.SETITEMS[0]: _into((dict,), pickle.SETITEMS, None),
-        pickle.ADDITEMS[0]: _into((set,), pickle.ADDITEMS, None),
+        pickle.APPEND[0]: _into(pickle.APPEND, -2),
+        pickle.APPENDS[0]: _into(pickle.APPENDS, None),
+        pickle.SETITEM[0]: _into(pickle.SETITEM, -3),
+        pickle.SETITEMS[0]: _into(pickle.SETITEMS, None),
+        pickle.ADDITEMS[0]: _into(pickle.ADDITEMS, None),
         pickle.REDUCE[0]: call,
-        pickle.NEWOBJ[0]: make_namespace,
         pickle.BUILD[0]: set_attributes,
     }

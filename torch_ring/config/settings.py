@@ -243,7 +243,6 @@ class Config:
     timeline: str = ""
     timeline_mark_cycles: bool = False
     metrics_file: str = ""
-    metrics_interval_s: float = 15.0
     metrics_port: int = 0
     log_level: str = "info"
 
@@ -599,14 +598,8 @@ _OBSERVING = (
         "TORCH_RING_METRICS_FILE",
         file_path,
         "path of a file for the textfile collector of Prometheus' node exporter, into which each "
-        "rank writes its counters; {rank} in it is the rank, without which metrics.prom becomes "
-        "metrics.rank0.prom (docs/tracing.md); if unset, none",
-    ),
-    Setting(
-        "metrics_interval_s",
-        "TORCH_RING_METRICS_INTERVAL",
-        number(0.1),
-        "seconds after which that file is written anew; also when init() and shutdown() end",
+        "rank writes its counters every 15 s; {rank} in it is the rank, without which "
+        "metrics.prom becomes metrics.rank0.prom (docs/tracing.md); if unset, none",
     ),
     Setting(
         "metrics_port",

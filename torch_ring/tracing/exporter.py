@@ -7,26 +7,24 @@ as a world.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.tracing.counters import snapshot_of
-from torch_ring.world import current
+from torch_ring.setup.network import close_in_child
 from torch_ring.world.join import World, on_join
 
-__all__ = ["export_metrics", "path_of_rank"]
+__all__ = ["INTERVAL_S", "export_metrics", "path_of_rank"]
 
 _log = logging.getLogger("torch_ring")
 
+INTERVAL_S = 15.0  # between two writings of a file: node exporters are rarely read more often
 _ADDRESS = "127.0.0.1"
 _RANK = "{rank}"
-_PATIENCE_S = 5.0  # for the writing thread to end: a file system may hang
+_PATIENCE_S = 5.0  # for a thread to end: a file system may hang
 
 # The last file of this process, its inode, and the pid. It is removed when the process gets another
 # rank; a forked child does not remove it.
@@ -47,129 +45,85 @@ def path_of_rank(pattern: str, rank: int) -> Path:
 
 
 def _begin(world: World) -> None:
-    config = world.config
-    if config.metrics_file:
-        registry = _registry(world, "TORCH_RING_METRICS_FILE")
-        path = path_of_rank(config.metrics_file, world.rank)
-        file = _File(path, registry, config.metrics_interval_s, world.rank)
-        world.on_end.append(file.end)
-    if config.metrics_port:
-        registry = _registry(world, "TORCH_RING_METRICS_PORT")
-        server = _Server(config.metrics_port, world.topology.local_rank, registry)
-        world.on_end.append(server.end)
+    if world.config.metrics_file:
+        _keep_file(world, _registry(world, "TORCH_RING_METRICS_FILE"))
+    if world.config.metrics_port:
+        _serve(world, _registry(world, "TORCH_RING_METRICS_PORT"))
 
 
 def _registry(world: World, variable: str) -> Any:
-    """Return prometheus_client's registry for the world's counters."""
     try:
-        client = importlib.import_module("prometheus_client")
-        families = importlib.import_module("torch_ring.tracing.prometheus").metric_families
+        from torch_ring.tracing.prometheus import registry_of
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "prometheus_client":
-            raise
         raise InvalidArgumentError(
             f"{variable} is set, but prometheus_client, which writes the format, is not "
             "installed: pip install 'torch_ring[metrics]', or pip install prometheus_client"
+        ) from error
+    return registry_of(world)
+
+
+def _keep_file(world: World, registry: Any) -> None:
+    """Write the file of a rank now, again and again, and when its world ends."""
+    path = path_of_rank(world.config.metrics_file, world.rank)
+    try:
+        _write(path, registry)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"TORCH_RING_METRICS_FILE: cannot write {path}: {error}"
         ) from None
+    ending = threading.Event()
 
-    class Collector:
-        def collect(self) -> Iterator[Any]:
-            yield from families(snapshot_of(world))
+    def keep() -> None:
+        has_ended = False
+        while not has_ended:
+            has_ended = ending.wait(INTERVAL_S)
+            try:
+                _write(path, registry)
+            except OSError as error:
+                _log.warning("rank %d: TORCH_RING_METRICS_FILE: %s", world.rank, error)
 
-    registry = client.CollectorRegistry()
-    registry.register(Collector())
-    return registry
+    thread = threading.Thread(target=keep, name="torch_ring-metrics", daemon=True)
+    thread.start()
 
+    def end(_failed: bool) -> None:
+        ending.set()
+        thread.join(_PATIENCE_S)
 
-class _File:
-    """The file of a rank, and the thread that writes it. Readers never see a partial file.
-
-    Raises:
-        InvalidArgumentError: the file cannot be written.
-    """
-
-    def __init__(self, path: Path, registry: Any, interval_s: float, rank: int) -> None:
-        self._path, self._registry = path, registry
-        self._rank = rank
-        self._failed = False  # and logged
-        self._ending = threading.Event()
-        try:
-            self._write()
-        except OSError as error:
-            raise InvalidArgumentError(
-                f"TORCH_RING_METRICS_FILE: cannot write {path}: {error.strerror}"
-            ) from None
-        self._thread = threading.Thread(
-            target=self._run, args=(interval_s,), name="torch_ring-metrics", daemon=True
-        )
-        self._thread.start()
-
-    def end(self, _failed: bool) -> None:
-        """Write the file a last time."""
-        self._ending.set()
-        self._thread.join(_PATIENCE_S)
-        if not self._thread.is_alive():
-            self._try_to_write()
-
-    def _run(self, interval_s: float) -> None:
-        while not self._ending.wait(interval_s):
-            self._try_to_write()
-
-    def _try_to_write(self) -> None:
-        try:
-            self._write()
-            self._failed = False
-        except OSError as error:
-            if not self._failed:
-                _log.warning(
-                    "rank %d: TORCH_RING_METRICS_FILE: cannot write %s: %s",
-                    *(self._rank, self._path, error.strerror),
-                )
-            self._failed = True
-
-    def _write(self) -> None:
-        global _written
-        importlib.import_module("prometheus_client").write_to_textfile(
-            str(self._path), self._registry
-        )
-        if _written is not None and _written[0] != self._path:
-            _remove(*_written)
-        _written = self._path, self._path.stat().st_ino, os.getpid()
+    world.on_end.append(end)
 
 
-def _remove(path: Path, inode: int, pid: int) -> None:
-    """Remove the file of this process's earlier rank, unless another process writes it now."""
-    with contextlib.suppress(OSError):
-        if pid == os.getpid() and path.stat().st_ino == inode:
-            path.unlink()
+def _write(path: Path, registry: Any) -> None:
+    """Replace a file atomically, and remove the one of this process's earlier rank."""
+    from prometheus_client import write_to_textfile
+
+    global _written
+    write_to_textfile(str(path), registry)
+    if _written is not None and _written[0] != path:
+        earlier, inode, pid = _written
+        with contextlib.suppress(OSError):
+            if pid == os.getpid() and earlier.stat().st_ino == inode:  # else it is another's now
+                earlier.unlink()
+    _written = path, path.stat().st_ino, os.getpid()
 
 
-class _Server:
-    """An HTTP server of this host alone, at a port of this rank.
+def _serve(world: World, registry: Any) -> None:
+    """Serve at a port of this rank, to this host alone, until the world ends."""
+    from prometheus_client import start_http_server
 
-    Raises:
-        InvalidArgumentError: the port is not available.
-    """
+    first_port, local_rank = world.config.metrics_port, world.topology.local_rank
+    port = first_port + local_rank
+    try:
+        server, thread = start_http_server(port, _ADDRESS, registry)
+    except (OSError, OverflowError) as error:
+        raise InvalidArgumentError(
+            f"TORCH_RING_METRICS_PORT={first_port}: local rank {local_rank} cannot serve at "
+            f"{_ADDRESS}:{port}: {error}"
+        ) from None
+    close_in_child(server.socket)
 
-    def __init__(self, first_port: int, local_rank: int, registry: Any) -> None:
-        port = first_port + local_rank
-        try:
-            start = importlib.import_module("prometheus_client").start_http_server
-            self._server, self._thread = start(port, addr=_ADDRESS, registry=registry)
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "there is no such port"
-            raise InvalidArgumentError(
-                f"TORCH_RING_METRICS_PORT={first_port}: local rank {local_rank} cannot serve at "
-                f"{_ADDRESS}:{port}: {reason}"
-            ) from None
-        current.disable_in_child(self)
+    def end(_failed: bool) -> None:
+        server.shutdown()
+        thread.join(_PATIENCE_S)
+        server.server_close()
 
-    def disable(self) -> None:
-        """Close the parent's port in a forked child."""
-        self._server.socket.close()
-
-    def end(self, _failed: bool) -> None:
-        """Stop serving, and free the port."""
-        self._server.shutdown()
-        self._thread.join(_PATIENCE_S)
-        self._server.server_close()
+    world.on_end.append(end)

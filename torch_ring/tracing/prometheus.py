@@ -1,9 +1,15 @@
-"""metric_families: a Snapshot as Prometheus metrics; needs prometheus_client (extra: metrics)."""
+"""registry_of: a world's counters as Prometheus metrics; needs prometheus_client (extra: metrics).
+
+All names begin with torch_ring_, and all metrics have the label rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -12,11 +18,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from torch_ring.tracing.counters import Histogram, SetMetrics, Snapshot
+from torch_ring.tracing.counters import Histogram, snapshot_of
+from torch_ring.world.join import World
 
-__all__ = ["metric_families"]
+__all__ = ["registry_of"]
 
-_OF_OPERATIONS = (  # name, documentation, attribute of OperationCounts
+# Name, documentation, and attribute of OperationCounts, SetMetrics, ...
+_OF_OPERATIONS = (
     ("operations", "Operations that have ended, failed ones too.", "operations"),
     ("failed_operations", "Operations that have failed.", "failed"),
     ("operation_bytes", "Bytes of this rank's inputs.", "bytes"),
@@ -31,100 +39,107 @@ _OF_OPERATIONS = (  # name, documentation, attribute of OperationCounts
         "running_s",
     ),
 )
-_OF_SETS = (  # name, documentation, attribute of SetMetrics
+_OF_SETS = (
     ("inline_operations", "Operations whose data travelled with the agreement.", "inlined"),
     ("fused_operations", "Operations that were reduced in one buffer with others.", "fused"),
     ("agreement_rounds", "Rounds in which the ranks have agreed.", "rounds"),
 )
-_OF_MESSAGES = (  # name, documentation, attribute of MessageCounts
+_OF_MESSAGES = (
     ("messages", "Messages between two ranks that have ended, failed ones too.", "messages"),
     ("failed_messages", "Messages that have failed.", "failed"),
     ("message_bytes", "Bytes of the messages that have arrived, or were sent.", "bytes"),
 )
-_OF_MEMORY = (  # name, documentation, attribute of MemoryUse
-    ("shared_memory", "Memory of the host in use by this rank's tensors and sets.", "shared_bytes"),
+_CONNECTIONS = (
+    "data_connections",
+    "Data connections that this rank has made or accepted.",
+    "connections",
+)
+_OF_MEMORY = (
     (
-        "kept_gradient_memory",
+        "shared_memory_bytes",
+        "Memory of the host in use by this rank's tensors and sets.",
+        "shared_bytes",
+    ),
+    (
+        "kept_gradient_memory_bytes",
         "Of the shared memory, what is kept for the next gradients.",
         "kept_gradient_bytes",
     ),
-    ("kept_result_memory", "Private memory kept for the next results.", "kept_result_bytes"),
+    (
+        "kept_result_memory_bytes",
+        "Private memory kept for the next results.",
+        "kept_result_bytes",
+    ),
 )
+_SIZE = ("world_size", "The number of ranks.", "size")
+
+_Samples = list[tuple[list[str], Any]]  # values of the labels, and the object with the value
 
 
-def metric_families(snapshot: Snapshot) -> list[Metric]:
-    """Return the metrics of one rank, with their samples. All names begin with torch_ring_."""
-    rank = str(snapshot.rank)
-    families = [
-        _counter(name, text, _by_operation(snapshot, rank, attribute), ["process_set", "operation"])
-        for name, text, attribute in _OF_OPERATIONS
-    ]
-    for name, text, attribute in _OF_SETS:
-        samples = [([rank, label], getattr(each, attribute)) for label, each in _named(snapshot)]
-        families.append(_counter(name, text, samples, ["process_set"]))
-    for name, text, attribute in _OF_MESSAGES:
-        samples = [
-            ([rank, label, way], getattr(counts, attribute))
-            for label, each in _named(snapshot)
+def registry_of(world: World) -> CollectorRegistry:
+    """Return a registry that takes a snapshot of the world whenever it is asked."""
+    registry = CollectorRegistry()
+    registry.register(_Counters(world))
+    return registry
+
+
+class _Counters:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of one rank, with their samples."""
+        snapshot = snapshot_of(self._world)
+        rank = str(snapshot.rank)
+        named = [
+            *((str(number), each) for number, each in snapshot.sets.items()),
+            *((f"group {name}", each) for name, each in snapshot.groups.items()),
+        ]
+        sets: _Samples = [([rank, name], each) for name, each in named]
+        operations = [
+            ([*labels, name], counts)
+            for labels, each in sets
+            for name, counts in each.operations.items()
+        ]
+        messages = [
+            ([*labels, way], counts)
+            for labels, each in sets
             for way, counts in each.messages.items()
         ]
-        families.append(_counter(name, text, samples, ["process_set", "direction"]))
-    families.append(_lags(snapshot, rank))
-    families.append(
-        _counter(
-            "data_connections",
-            "Data connections that this rank has made or accepted.",
-            [([rank], snapshot.connections)],
-        )
-    )
-    for name, text, attribute in _OF_MEMORY:
-        families.append(_gauge(f"{name}_bytes", text, rank, getattr(snapshot.memory, attribute)))
-    families.append(_gauge("world_size", "The number of ranks.", rank, snapshot.size))
-    return families
+        for row in _OF_OPERATIONS:
+            yield _family(CounterMetricFamily, row, operations, "process_set", "operation")
+        for row in _OF_SETS:
+            yield _family(CounterMetricFamily, row, sets, "process_set")
+        for row in _OF_MESSAGES:
+            yield _family(CounterMetricFamily, row, messages, "process_set", "direction")
+        yield _lags(sets)
+        yield _family(CounterMetricFamily, _CONNECTIONS, [([rank], snapshot)])
+        for row in _OF_MEMORY:
+            yield _family(GaugeMetricFamily, row, [([rank], snapshot.memory)])
+        yield _family(GaugeMetricFamily, _SIZE, [([rank], snapshot)])
 
 
-def _named(snapshot: Snapshot) -> list[tuple[str, SetMetrics]]:
-    """Return process sets by their number, and groups of torch.distributed by their name."""
-    groups = [(f"group {name}", each) for name, each in snapshot.groups.items()]
-    return [*((str(number), each) for number, each in snapshot.sets.items()), *groups]
-
-
-def _by_operation(
-    snapshot: Snapshot, rank: str, attribute: str
-) -> list[tuple[list[str], int | float]]:
-    return [
-        ([rank, name, operation], getattr(counts, attribute))
-        for name, each in _named(snapshot)
-        for operation, counts in each.operations.items()
-    ]
-
-
-def _counter(
-    name: str,
-    text: str,
-    samples: list[tuple[list[str], int | float]],
-    labels: list[str] | None = None,
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    row: tuple[str, str, str],
+    samples: _Samples,
+    *labels: str,
 ) -> Metric:
-    family = CounterMetricFamily(f"torch_ring_{name}", text, labels=["rank", *(labels or [])])
-    for values, value in samples:
-        family.add_metric(values, value)
+    name, text, attribute = row
+    family = kind(f"torch_ring_{name}", text, labels=["rank", *labels])
+    for values, counts in samples:
+        family.add_metric(values, getattr(counts, attribute))
     return family
 
 
-def _gauge(name: str, text: str, rank: str, value: int) -> Metric:
-    family = GaugeMetricFamily(f"torch_ring_{name}", text, labels=["rank"])
-    family.add_metric([rank], value)
-    return family
-
-
-def _lags(snapshot: Snapshot, rank: str) -> Metric:
+def _lags(sets: _Samples) -> Metric:
     family = HistogramMetricFamily(
         "torch_ring_arrival_lag_seconds",
         "Of each operation that was agreed on, how long this rank has waited for the last one.",
         labels=["rank", "process_set"],
     )
-    for name, each in _named(snapshot):
-        family.add_metric([rank, name], _buckets(each.lag), each.lag.sum_s)
+    for values, each in sets:
+        family.add_metric(values, _buckets(each.lag), each.lag.sum_s)
     return family
 
 
