@@ -74,13 +74,16 @@ def _keep_file(world: World, registry: Any) -> None:
     ending = threading.Event()
 
     def keep() -> None:
-        has_ended = False
+        has_ended = has_failed = False
         while not has_ended:
             has_ended = ending.wait(INTERVAL_S)
             try:
                 _write(path, registry)
+                has_failed = False
             except OSError as error:
-                _log.warning("rank %d: TORCH_RING_METRICS_FILE: %s", world.rank, error)
+                if not has_failed:  # once, until it works again
+                    _log.warning("rank %d: TORCH_RING_METRICS_FILE: %s", world.rank, error)
+                has_failed = True
 
     thread = threading.Thread(target=keep, name="torch_ring-metrics", daemon=True)
     thread.start()
