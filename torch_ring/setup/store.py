@@ -34,7 +34,7 @@ from torch_ring.errors import (
     TimeoutError,
     first_line,
 )
-from torch_ring.setup.claim import Claim, Start, start_of
+from torch_ring.setup.claim import Claim, starter
 from torch_ring.setup.host_socket import socket_name, socket_name_by_store
 from torch_ring.setup.job_key import AuthenticatedStore, JobKey
 from torch_ring.setup.launchers import Identity, expand_hostlist
@@ -225,13 +225,13 @@ class Rendezvous:
     Attributes:
         place: the store where hosts meet; None: all ranks are on this host.
         socket_name: the name of the socket where the ranks of this host meet; None: there is none.
-        start: the start to which this process belongs, if several jobs may have the same name.
+        start: the process that has started this one; empty: no other job has the socket's name.
         claim: this rank's claim to its name; None: no other job can have the name.
     """
 
     place: StorePlace | None
     socket_name: str | None
-    start: Start
+    start: str = ""
     claim: Claim | None = None
 
     @property
@@ -266,20 +266,21 @@ def find_store(
     """
     if store is not None:
         place = given_store(store, identity, config.secret)
-        return Rendezvous(place, socket_name_by_store(place.open(deadline)), Start())
+        return Rendezvous(place, socket_name_by_store(place.open(deadline)))
     found = locate_store(identity, config, deadline, comm=comm)
     on_host = identity
     if identity.on_one_node() or found is None:
         # Two nodes of torchrun may be on one host. If only some ranks have a secret, they meet and
         # the error names the setting.
         on_host = replace(identity, node=None)
-    name, claim, start = None, None, start_of(identity)
+    name, claim = None, None
+    start = "" if identity.job else starter(identity.launcher, os.getpid())
     # Without a name, the ranks of this host meet in the store.
     with contextlib.suppress(*() if found is None else (RingError,)):
         name = socket_name(on_host)
     if name is not None:
-        claim = Claim(name, start.name, identity.rank, identity.size, is_new=is_new)
-        claim.require_free(deadline)
+        claim = Claim(name, start, identity.rank, identity.size, is_new=is_new)
+        claim.take(deadline).close()  # an error is known now, and not only when all have met
     return Rendezvous(found, name, start, claim)
 
 
