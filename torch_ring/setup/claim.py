@@ -1,4 +1,4 @@
-"""Two jobs of one name on one host do not mix: `starter`, `is_awaited`, `Claim`.
+"""Two jobs of one name on one host do not mix: `starter`, `is_awaited`, `claim_rank`.
 
 Two scripts may have the same MASTER_ADDR and MASTER_PORT, perhaps by default. Usually one process
 starts all ranks of a job: a script, a shell, or the parent of multiprocessing. So ranks that
@@ -24,15 +24,14 @@ import os
 import re
 import secrets
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch_ring.errors import RingError, TimeoutError
-from torch_ring.setup.launchers import LAUNCHERS
+from torch_ring.setup.launchers import LAUNCHERS, Identity
 from torch_ring.setup.network import Deadline, ForeignUserError, listen_unix, require_same_user
 
-__all__ = ["Claim", "ancestors", "is_awaited", "is_stopped", "starter"]
+__all__ = ["ancestors", "claim_rank", "is_awaited", "is_stopped", "starter"]
 
 
 def is_awaited(here: set[int], launcher: str) -> bool:
@@ -112,83 +111,90 @@ def _environment(pid: int) -> list[bytes]:
 
 
 _PAUSE_S = 0.01
+_ANSWER_S = 1.0  # a rank that is in no world yet answers later
 _IS_OTHERS, _IS_SAME = b"o", b"s"  # csrc/control/rank_claim.cc
 
 
-class Claim:
-    """One rank's claim to its name.
+@contextlib.contextmanager
+def claim_rank(
+    name: str | None,
+    start: str,
+    identity: Identity,
+    deadline: Deadline,
+    watch: Callable[[float], object],
+    *,
+    is_new: bool,
+) -> Iterator[socket.socket | None]:
+    """Context that holds the listening socket of this rank's claim.
 
-    Thread: one at a time. Blocking: `take`, until the deadline.
+    Enter it before the ranks of this host are complete, but after this one has met others: a rank
+    that comes too late to meet them finds the claims of all.
 
     Args:
-        name: the name at which the ranks of this host meet.
+        name: the name at which the ranks of this host meet; None: no other job can have it.
         start: the process that started them, which also tells jobs of that name apart.
-        rank, size: this process's rank, and the number of ranks.
+        identity: this process.
+        deadline: the deadline of init().
+        watch: called while it waits, for some seconds.
         is_new: whether this process has not been in a world yet. If it has been in one, it may have
             another rank in the next, while others are still in the last.
+
+    Raises:
+        RingError: another process is this rank already.
+        TimeoutError: the holder of the name does not answer.
     """
+    if name is None:
+        yield None
+        return
+    digest = hashlib.sha256(repr((name, start, identity.rank)).encode()).hexdigest()
+    me, number = f"rank {identity.rank} of {identity.size}", 0
+    while (claim := _listen(f"\0torch_ring/claim/{digest[:32]}/{number}")) is None:
+        if not is_new or _is_others(f"\0torch_ring/claim/{digest[:32]}/{number}", me):
+            number += 1
+        elif deadline.passed():
+            raise TimeoutError(f"another process is {me}, and has not answered {deadline}")
+        else:
+            watch(_PAUSE_S)
+    with claim:
+        yield claim
 
-    def __init__(self, name: str, start: str, rank: int, size: int, *, is_new: bool) -> None:
-        digest = hashlib.sha256(repr((name, start, rank)).encode()).hexdigest()
-        self._prefix = f"\0torch_ring/claim/{digest[:32]}"
-        self._rank, self._size, self._is_new = rank, size, is_new
 
-    def take(self, deadline: Deadline) -> socket.socket:
-        """Return the listening socket of the claim. Cost: two connections for each other job.
+def _listen(name: str) -> socket.socket | None:
+    try:
+        return listen_unix(name)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
 
-        Raises:
-            RingError: another process is this rank already.
-            TimeoutError: the holder of the name does not answer.
-        """
-        number = 0
-        while True:
-            name = f"{self._prefix}/{number}"
-            try:
-                return listen_unix(name)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            if not self._is_new or self._is_others(name, deadline):
-                number += 1
-            elif deadline.passed():
-                raise TimeoutError(
-                    f"another process is rank {self._rank}, and has not answered {deadline}"
-                )
-            else:
-                time.sleep(_PAUSE_S)
 
-    def _is_others(self, name: str, deadline: Deadline) -> bool:
-        """Return whether a rank of another job has a name; False: try again."""
-        answer = b""
-        try:
-            with socket.socket(socket.AF_UNIX) as look:
-                look.settimeout(max(0.01, min(60.0, deadline.left_s())))
-                look.connect(name)
-                holder = require_same_user(look)
-            if holder in ancestors(os.getpid()):
-                raise RingError(self._inherited(holder))
-            with socket.socket(socket.AF_UNIX) as question:
-                question.settimeout(max(0.01, min(60.0, deadline.left_s())))
-                question.bind(f"\0torch_ring/ask/{started_ms()}/{secrets.token_hex(8)}")
-                question.connect(name)
-                answer = question.recv(1)
-        except ForeignUserError:
-            return True
-        except OSError:  # its backlog is full, or it has just ended
-            return False
-        if answer == _IS_SAME:
+def _is_others(name: str, me: str) -> bool:
+    """Return whether a rank of another job has a name; False: try again. Blocks for a second."""
+    try:
+        with socket.socket(socket.AF_UNIX) as look:
+            look.settimeout(_ANSWER_S)
+            look.connect(name)
+            holder = require_same_user(look)
+        if holder in ancestors(os.getpid()):
             raise RingError(
-                f"two processes are rank {self._rank} of {self._size}: process {holder} is, in "
-                "a world that began while this process was joining. Two jobs of one name "
-                "that start together cannot be told apart: give each its own MASTER_PORT, "
-                "with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
+                f"{me} is process {holder}, which has started this one: it has inherited that "
+                "rank's variables. Start it without them (RANK, WORLD_SIZE and MASTER_PORT, or "
+                "those of your launcher) if it is to be alone, or give it a rank, a size and a "
+                "MASTER_PORT of its own job"
             )
-        return answer == _IS_OTHERS
-
-    def _inherited(self, holder: int) -> str:
-        return (
-            f"rank {self._rank} of {self._size} is process {holder}, which has started this one: "
-            "it has inherited that rank's variables. Start it without them (RANK, WORLD_SIZE and "
-            "MASTER_PORT, or those of your launcher) if it is to be alone, or give it a rank, a "
-            "size and a MASTER_PORT of its own job"
+        with socket.socket(socket.AF_UNIX) as question:
+            question.settimeout(_ANSWER_S)
+            question.bind(f"\0torch_ring/ask/{started_ms()}/{secrets.token_hex(8)}")
+            question.connect(name)
+            answer = question.recv(1)
+    except ForeignUserError:
+        return True
+    except OSError:  # it is still joining, its backlog is full, or it has just ended
+        return False
+    if answer == _IS_SAME:
+        raise RingError(
+            f"two processes are {me}: process {holder} is, in a world that began while this "
+            "process was joining. Two jobs of one name that start together cannot be told apart: "
+            "give each its own MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
         )
+    return answer == _IS_OTHERS
