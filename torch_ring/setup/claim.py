@@ -6,8 +6,8 @@ different processes have started, in several terminals, make a world only when n
 starts is on its way (`is_awaited`).
 
 But one process may start two jobs of one name: then ranks of different jobs may have met. So each
-rank of a world listens at a name for as long as the world lives. A process with the same rank asks
-there (`csrc/control/rank_claim.h` answers):
+rank listens at a name from its meeting with others to the end of the world. A process with the same
+rank asks there (`csrc/control/rank_claim.h` answers):
 
 - if it was starting when that world began, it may have been meant for it: it is refused, and the
   world ends, too, unless it is older than a minute;
@@ -147,9 +147,10 @@ def claim_rank(
         yield None
         return
     digest = hashlib.sha256(repr((name, start, identity.rank)).encode()).hexdigest()
-    me, number = f"rank {identity.rank} of {identity.size}", 0
-    while (claim := _listen(f"\0torch_ring/claim/{digest[:32]}/{number}")) is None:
-        if not is_new or _is_others(f"\0torch_ring/claim/{digest[:32]}/{number}", me):
+    prefix, number = f"\0torch_ring/claim/{digest[:32]}/", 0
+    me = f"rank {identity.rank} of {identity.size}"
+    while (claim := _listen(f"{prefix}{number}")) is None:
+        if not is_new or _is_others(f"{prefix}{number}", me):
             number += 1
         elif deadline.passed():
             raise TimeoutError(f"another process is {me}, and has not answered {deadline}")
