@@ -390,6 +390,7 @@ def _require_to_pass(fd: int) -> None:
         try:
             os.close(theirs.receive()[0].fds[0])
         except ValueError:
+            os.close(os.dup(fd))  # OSError: there is none left to receive it
             raise RingError("descriptors cannot be passed over Unix sockets") from None
 
 
