@@ -5,7 +5,6 @@ import os
 
 import made_up
 
-from torch_ring.setup.claim import Start
 from torch_ring.setup.exchange import FailurePath, exchange_hosts, failing_together
 from torch_ring.setup.host_socket import HostLeader, meet_on_host
 from torch_ring.setup.launchers import Identity
@@ -30,7 +29,7 @@ def path_on_host(identity, timeout_s, place, name):
     deadline = Deadline(timeout_s)
     path = FailurePath(identity, deadline, place)
     has_store = place is not None
-    path.host = meet_on_host(name, Start(), identity, deadline, path.watch, has_store=has_store)
+    path.host = meet_on_host(name, "", identity, deadline, path.watch, has_store=has_store)
     return path
 
 

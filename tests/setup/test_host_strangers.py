@@ -12,7 +12,6 @@ from torch.distributed import HashStore
 
 from torch_ring.errors import RingError
 from torch_ring.setup import frames, host_socket
-from torch_ring.setup.claim import Start
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline, require_same_user
 
@@ -50,9 +49,7 @@ def connected_to_leader(name, rank, size):
     deadline = Deadline(5.0)
     while not deadline.passed():
         with contextlib.suppress(ConnectionRefusedError):  # no leader yet
-            return host_socket.connect(
-                name, Identity(rank, size), Start(), deadline, deadline, time.sleep
-            )
+            return host_socket.connect(name, Identity(rank, size), deadline, deadline, time.sleep)
         time.sleep(0.01)
     raise AssertionError("no rank leads")
 

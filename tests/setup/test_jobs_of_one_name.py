@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from worlds import on_both_transports
 import torch_ring as hvd
 from torch_ring.setup.host_socket import socket_name
 from torch_ring.setup.launchers import Identity, variables_of_launchers
+from torch_ring.world import join
 
 PATIENCE_S = 40.0
 BY_VARIABLES, BY_ARGUMENTS = "RANK and WORLD_SIZE", "init(rank=, size=)"
@@ -70,6 +72,18 @@ class Stage:
             self.note(f"lives-{name}", str(error))
             self.hear("over")
         hvd.shutdown()
+
+    def start_and_meet_late(self, name: str) -> None:
+        """Run as a rank that has begun init(), and meets the others only at "meet"."""
+        meet = join.meet_on_host
+
+        def meet_late(*args: Any, **more: Any) -> Any:
+            self.note(f"begun-{name}")
+            self.hear("meet")
+            return meet(*args, **more)
+
+        join.meet_on_host = meet_late
+        self.start(name)
 
     def at_the_name(self) -> int:
         """Return the number of sockets with this host's name: the leader's, and the others'."""
@@ -194,9 +208,35 @@ def mix_the_jobs_of_a_parent(folder: Path, door: str) -> list[list[Any]]:
 def test_two_jobs_that_cannot_be_told_apart_fail_all(tmp_path, transport, door):
     mixed, refused, lives = direct(mix_the_jobs_of_a_parent, tmp_path, door, transport=transport)
     assert mixed == ["AB", "AB"]  # not detectable yet
-    for rank, text in enumerate(refused):
-        assert text.startswith(f"two processes are rank {rank} of 2: process "), text
+    for text in refused:  # by its own question, or by that of the other
+        own_or_told = r"(init failed on rank \d: )?two processes are rank \d of 2: process \d+ is"
+        assert re.match(own_or_told, text), text
         assert "give each its own MASTER_PORT" in text
+    for text in lives:
+        assert "has come as the same rank. Two jobs of one name" in text
+
+
+def come_when_the_others_have_met(folder: Path) -> list[str]:
+    with scripts(folder, BY_VARIABLES) as stage:
+        pids = [fork(lambda: stage.start_and_meet_late("A1"))]
+        stage.note("go-A1")
+        stage.hear("begun-A1")
+        for name in ("A0", "B1"):
+            pids.append(fork(lambda name=name: stage.start(name)))
+            stage.note(f"go-{name}")
+        mixed = [stage.hear(f"said-{name}") for name in ("A0", "B1")]
+        assert mixed == ["AB", "AB"], mixed
+        stage.note("meet")
+        said = [stage.hear(what) for what in ("said-A1", "lives-A0", "lives-B1")]
+        stage.note("over")
+        for pid in pids:
+            os.waitpid(pid, 0)
+        return said
+
+
+def test_a_rank_that_was_starting_when_a_mixed_world_began_ends_it(tmp_path):
+    refused, *lives = direct(come_when_the_others_have_met, tmp_path)
+    assert refused.startswith("two processes are rank 1 of 2: process "), refused
     for text in lives:
         assert "has come as the same rank. Two jobs of one name" in text
 

@@ -1,10 +1,13 @@
-"""Claim: each rank of a living world holds a name on its host, so that no rank exists twice.
+"""Two jobs of one name on one host do not mix: `starter`, `is_awaited`, `claim_rank`.
 
 Two scripts may have the same MASTER_ADDR and MASTER_PORT, perhaps by default. Usually one process
-starts all ranks of a job (`Start`): a script, a shell, or the parent of multiprocessing. But a user
-may start them in several terminals, and one process may start two jobs: then ranks of different
-jobs may have met. So each rank of a world listens at a name for as long as the world lives. A
-process with the same rank asks there (`csrc/control/rank_claim.h` answers):
+starts all ranks of a job: a script, a shell, or the parent of multiprocessing. So ranks that
+different processes have started, in several terminals, make a world only when no rank of these
+starts is on its way (`is_awaited`).
+
+But one process may start two jobs of one name: then ranks of different jobs may have met. So each
+rank listens at a name from its meeting with others to the end of the world. A process with the same
+rank asks there (`csrc/control/rank_claim.h` answers):
 
 - if it was starting when that world began, it may have been meant for it: it is refused, and the
   world ends, too, unless it is older than a minute;
@@ -17,89 +20,57 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import os
 import re
 import secrets
 import socket
-import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup.launchers import LAUNCHERS, Identity
 from torch_ring.setup.network import Deadline, ForeignUserError, listen_unix, require_same_user
 
-__all__ = ["Claim", "Start", "ancestors", "is_stopped", "start_of", "starter"]
+__all__ = ["ancestors", "claim_rank", "is_awaited", "is_stopped", "starter"]
 
 
-@dataclass(frozen=True)
-class Start:
-    """The start of a job to which this process belongs.
+def is_awaited(here: set[int], launcher: str) -> bool:
+    """Return whether another rank of the starts of the processes `here` is on its way.
 
-    Attributes:
-        name: the process that has started the ranks; empty: the job's own name tells jobs apart, or
-            nothing does.
-        launcher: a key of `LAUNCHERS`.
-        port: MASTER_PORT.
+    It has the command line of one of them except for numbers, and no other MASTER_PORT; and it is
+    no child or parent of theirs. Cost: a look at all processes of the host.
     """
-
-    name: str = ""
-    launcher: str = ""
-    port: str = ""
-
-    def lacks(self, starts: Collection[str], here: Collection[int]) -> bool:
-        """Return whether a process of one of `starts` is starting that looks like those `here`.
-
-        Such a process has the same command line except for numbers, and is no child or parent of
-        theirs. Cost: a look at all processes of the host.
-        """
-        alike = {_command(pid) for pid in here} - {b""}
-        related = {*here}.union(*map(ancestors, here))
-        for pid in [int(path.name) for path in Path("/proc").glob("[0-9]*")]:
-            if pid in related or _command(pid) not in alike:
-                continue
-            if any(parent in here for parent in ancestors(pid)):
-                continue
-            ports = [e[12:] for e in _environment(pid) if e.startswith(b"MASTER_PORT=")]
-            if ports and ports != [os.fsencode(self.port)]:
-                continue
-            with contextlib.suppress(RingError):
-                if starter(self.launcher, pid) in starts:
-                    return True
-        return False
-
-
-def start_of(identity: Identity) -> Start:
-    """Return the start of this process."""
-    port = os.environ.get("MASTER_PORT", "")
-    with contextlib.suppress(RingError):
-        if not identity.job:
-            return Start(starter(identity.launcher, os.getpid()), identity.launcher, port)
-    return Start()
+    starts = {starter(launcher, pid) for pid in here} - {""}
+    alike = {_command(pid) for pid in here} - {b""}
+    related = here.union(*map(ancestors, here))
+    port = os.fsencode("MASTER_PORT=" + os.environ.get("MASTER_PORT", ""))
+    for pid in [int(path.name) for path in Path("/proc").glob("[0-9]*")]:
+        if pid in related or _command(pid) not in alike or here.intersection(ancestors(pid)):
+            continue
+        with contextlib.suppress(OSError):  # it has just ended
+            ports = [entry for entry in _environment(pid) if entry.startswith(b"MASTER_PORT=")]
+            if ports in ([], [port]) and starter(launcher, pid) in starts:
+                return True
+    return False
 
 
 def starter(launcher: str, pid: int) -> str:
     """Return the process that started all ranks of this host, as "<pid>.<start time>".
 
     It is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
-    daemon, a script.
-
-    Raises:
-        RingError: the process cannot be seen.
+    daemon, a script. Empty: it cannot be seen.
     """
     known = LAUNCHERS.get(launcher)
     prefix = known.rank.encode() + b"=" if known else None
     with contextlib.suppress(OSError):  # it has just ended
         for parent in ancestors(pid):
             try:
-                environment = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+                environment = _environment(parent)
             except PermissionError:
                 continue  # a wrapper of another user, such as sudo
             if prefix is None or not any(entry.startswith(prefix) for entry in environment):
                 return f"{parent}.{_stat(parent)[19]}"
-    raise RingError(f"the process that started process {pid} cannot be seen")
+    return ""
 
 
 def ancestors(pid: int) -> Iterator[int]:
@@ -136,94 +107,95 @@ def _command(pid: int) -> bytes:
 
 
 def _environment(pid: int) -> list[bytes]:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return []
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 _PAUSE_S = 0.01
+_ANSWER_S = 1.0  # a rank that is in no world yet answers later
 _IS_OTHERS, _IS_SAME = b"o", b"s"  # csrc/control/rank_claim.cc
 
 
-class Claim:
-    """One rank's claim to its name.
+@contextlib.contextmanager
+def claim_rank(
+    name: str | None,
+    start: str,
+    identity: Identity,
+    deadline: Deadline,
+    watch: Callable[[float], object],
+    *,
+    is_new: bool,
+) -> Iterator[socket.socket | None]:
+    """Context that holds the listening socket of this rank's claim.
 
-    Thread: one at a time. Blocking: `require_free` and `take`, until the deadline.
+    Enter it before the ranks of this host are complete, but after this one has met others: a rank
+    that comes too late to meet them finds the claims of all.
 
     Args:
-        name: the name at which the ranks of this host meet.
-        start: the name of the start, which also tells jobs of that name apart.
-        rank, size: this process's rank, and the number of ranks.
+        name: the name at which the ranks of this host meet; None: no other job can have it.
+        start: the process that started them, which also tells jobs of that name apart.
+        identity: this process.
+        deadline: the deadline of init().
+        watch: called while it waits, for some seconds.
         is_new: whether this process has not been in a world yet. If it has been in one, it may have
             another rank in the next, while others are still in the last.
+
+    Raises:
+        RingError: another process is this rank already.
+        TimeoutError: the holder of the name does not answer.
     """
+    if name is None:
+        yield None
+        return
+    digest = hashlib.sha256(repr((name, start, identity.rank)).encode()).hexdigest()
+    prefix, number = f"\0torch_ring/claim/{digest[:32]}/", 0
+    me = f"rank {identity.rank} of {identity.size}"
+    while (claim := _listen(f"{prefix}{number}")) is None:
+        if not is_new or _is_others(f"{prefix}{number}", me):
+            number += 1
+        elif deadline.passed():
+            raise TimeoutError(f"another process is {me}, and has not answered {deadline}")
+        else:
+            watch(_PAUSE_S)
+    with claim:
+        yield claim
 
-    def __init__(self, name: str, start: str, rank: int, size: int, *, is_new: bool) -> None:
-        digest = hashlib.sha256(repr((name, start, rank)).encode()).hexdigest()
-        self._prefix = f"\0torch_ring/claim/{digest[:32]}"
-        self._rank, self._size, self._is_new = rank, size, is_new
 
-    def require_free(self, deadline: Deadline) -> None:
-        """Raise RingError if another process is this rank already. Cost: a refused connection."""
-        for number in itertools.count() if self._is_new else ():
-            if self._is_free(number, deadline):
-                return
+def _listen(name: str) -> socket.socket | None:
+    try:
+        return listen_unix(name)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
 
-    def take(self, deadline: Deadline) -> socket.socket:
-        """Return the listening socket of the claim.
 
-        Raises:
-            RingError: another process is this rank already.
-            TimeoutError: the holder of the name does not answer.
-        """
-        number = 0
-        while True:
-            try:
-                return listen_unix(f"{self._prefix}/{number}")
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            if not self._is_new or not self._is_free(number, deadline):
-                number += 1
-
-    def _is_free(self, number: int, deadline: Deadline) -> bool:
-        """Return whether a name is free; False: a rank of another job has it."""
-        while not deadline.passed():
-            try:
-                with socket.socket(socket.AF_UNIX) as question:
-                    question.settimeout(max(0.01, min(60.0, deadline.left_s())))
-                    question.connect(f"{self._prefix}/{number}")
-                    holder = require_same_user(question)
-                    if holder in ancestors(os.getpid()):
-                        raise RingError(self._inherited(holder))
-                with socket.socket(socket.AF_UNIX) as question:
-                    question.settimeout(max(0.01, min(60.0, deadline.left_s())))
-                    text = f"{started_ms()}/{secrets.token_hex(8)}"
-                    question.bind(f"\0torch_ring/ask/{text}")
-                    question.connect(f"{self._prefix}/{number}")
-                    answer = question.recv(1)
-            except ConnectionRefusedError:
-                return True
-            except ForeignUserError:
-                return False
-            except OSError:  # its backlog is full, or it has just ended
-                answer = b""
-            if answer == _IS_OTHERS:
-                return False
-            if answer == _IS_SAME:
-                raise RingError(
-                    f"two processes are rank {self._rank} of {self._size}: process {holder} is, in "
-                    "a world that began while this process was joining. Two jobs of one name "
-                    "that start together cannot be told apart: give each its own MASTER_PORT, "
-                    "with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
-                )
-            time.sleep(_PAUSE_S)
-        raise TimeoutError(f"another process is rank {self._rank}, and has not answered {deadline}")
-
-    def _inherited(self, holder: int) -> str:
-        return (
-            f"rank {self._rank} of {self._size} is process {holder}, which has started this one: "
-            "it has inherited that rank's variables. Start it without them (RANK, WORLD_SIZE and "
-            "MASTER_PORT, or those of your launcher) if it is to be alone, or give it a rank, a "
-            "size and a MASTER_PORT of its own job"
+def _is_others(name: str, me: str) -> bool:
+    """Return whether a rank of another job has a name; False: try again. Blocks for a second."""
+    try:
+        with socket.socket(socket.AF_UNIX) as look:
+            look.settimeout(_ANSWER_S)
+            look.connect(name)
+            holder = require_same_user(look)
+        if holder in ancestors(os.getpid()):
+            raise RingError(
+                f"{me} is process {holder}, which has started this one: it has inherited that "
+                "rank's variables. Start it without them (RANK, WORLD_SIZE and MASTER_PORT, or "
+                "those of your launcher) if it is to be alone, or give it a rank, a size and a "
+                "MASTER_PORT of its own job"
+            )
+        with socket.socket(socket.AF_UNIX) as question:
+            question.settimeout(_ANSWER_S)
+            question.bind(f"\0torch_ring/ask/{started_ms()}/{secrets.token_hex(8)}")
+            question.connect(name)
+            answer = question.recv(1)
+    except ForeignUserError:
+        return True
+    except OSError:  # it is still joining, its backlog is full, or it has just ended
+        return False
+    if answer == _IS_SAME:
+        raise RingError(
+            f"two processes are {me}: process {holder} is, in a world that began while this "
+            "process was joining. Two jobs of one name that start together cannot be told apart: "
+            "give each its own MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
         )
+    return answer == _IS_OTHERS

@@ -37,7 +37,6 @@ from torch_ring._C import (
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.setup import topology
-from torch_ring.setup.claim import Claim
 from torch_ring.setup.exchange import FailurePath
 from torch_ring.setup.failure import lacking
 from torch_ring.setup.frames import FrameSocket, Kind
@@ -270,7 +269,7 @@ def connect(
     table: bytes,
     listeners: Listeners,
     path: FailurePath,
-    claim: Claim | None = None,
+    claim: socket.socket | None = None,
 ) -> Connections:
     """Connect this process to the other ranks.
 
@@ -279,7 +278,8 @@ def connect(
         table: the table of all ranks, on the leader of this machine; empty on other ranks.
         listeners: this rank's listening sockets.
         path: the path of failures. The leader passes the memory over its exchange of this host.
-        claim: this rank's claim, held while the world lives; None: the job's name is unique.
+        claim: the listening socket of this rank's claim, which the control plane duplicates; None:
+            no other job can have the job's name.
 
     Returns:
         The connections; those of the control plane are established.
@@ -312,8 +312,6 @@ def connect(
             unless_connected.callback(connections.close)
             if fd >= 0:
                 connections.memory = HostMemory(os.dup(fd), here, rank)
-            # All ranks are here now: a process that comes later belongs to another world.
-            held = cleanup.enter_context(claim.take(path.deadline)) if claim else None
             watched = watched_launcher(path.identity) if config.exit_with_launcher else (-1, "")
             connections.plane = ControlPlane(
                 rank,
@@ -328,7 +326,7 @@ def connect(
                 [each.fileno() for each in listeners.tcp] if len(here) < size else [],
                 config.heartbeat_timeout_s,
                 *watched,
-                held.fileno() if held else -1,
+                claim.fileno() if claim else -1,
             )
             _wait_for_neighbours(connections, connections.plane, path)
             connections.queries = Queries(connections.plane, connections.labels)
@@ -392,6 +390,7 @@ def _require_to_pass(fd: int) -> None:
         try:
             os.close(theirs.receive()[0].fds[0])
         except ValueError:
+            os.close(os.dup(fd))  # OSError: there is none left to receive it
             raise RingError("descriptors cannot be passed over Unix sockets") from None
 
 

@@ -32,7 +32,7 @@ _MOST_READS = 64  # at a time: an endless sender must not keep the others waitin
 class Kind(enum.IntEnum):
     """The kind of a frame."""
 
-    HELLO = 1  # to the leader: rank, size and start
+    HELLO = 1  # to the leader: its rank and size
     WELCOME = 2  # from the leader, which accepts the rank: its rank and size
     VALUE = 3  # to the leader: the rank's value in an exchange; in a store: a host's
     SERVE = 4  # to the first rank of a host: other hosts need the store
@@ -40,9 +40,8 @@ class Kind(enum.IntEnum):
     DATA = 6  # from the leader: a broadcast
     FAILURE = 7  # either way: this init() has failed
     BYE = 8  # either way, this end no longer needs the connection
-    APART = 9  # from the leader: the ranks of this start meet without it
-    VALUES = 10  # in a store: the values of all hosts
-    MESSAGE = 11  # between processes of an elastic job
+    VALUES = 9  # in a store: the values of all hosts
+    MESSAGE = 10  # between processes of an elastic job
 
 
 _MOST_BYTES = {
@@ -54,7 +53,6 @@ _MOST_BYTES = {
     Kind.DATA: 1 << 28,
     Kind.FAILURE: 1 << 17,
     Kind.BYE: 0,
-    Kind.APART: 0,
     Kind.VALUES: 1 << 23,
     Kind.MESSAGE: 1 << 22,  # more than a table of 20,000 members
 }

@@ -4,8 +4,8 @@ The rank that binds the name leads; the others connect and send it their values.
 the failure or the end of a rank before it accepts another connection, so that a rank which tries
 again never joins the failed world.
 
-Two jobs may have the same name. Ranks of the leader's own start are let in at once; those of
-another start wait (`HostLeader`).
+Two jobs may have the same name. Ranks that the leader's own parent has started are let in at once;
+others wait (`HostLeader`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from torch_ring.errors import RingError, TimeoutError
-from torch_ring.setup.claim import Start, is_stopped, starter
+from torch_ring.setup.claim import is_awaited, is_stopped, starter
 from torch_ring.setup.failure import (
     Failure,
     gone,
@@ -117,20 +117,15 @@ def _named(*parts: object) -> str:
 
 
 def _starter(identity: Identity) -> str:
-    try:
-        return starter(identity.launcher, os.getpid())
-    except RingError:
-        raise RingError(
-            f"cannot see the process that started this rank ({identity.source()}) in /proc: set "
-            "MASTER_ADDR to 127.0.0.1 and MASTER_PORT to a free port, on all ranks of this host"
-        ) from None
+    if start := starter(identity.launcher, os.getpid()):
+        return start
+    raise RingError(
+        f"cannot see the process that started this rank ({identity.source()}) in /proc: set "
+        "MASTER_ADDR to 127.0.0.1 and MASTER_PORT to a free port, on all ranks of this host"
+    )
 
 
-HELLO = struct.Struct("!II")  # rank, size, of the leader in its welcome; in a hello a start follows
-
-
-class ApartError(Exception):
-    """The ranks of this start are complete: they meet by themselves, at a name of their own."""
+HELLO = struct.Struct("!II")  # rank, size; in a welcome, the leader's
 
 
 Watch = Callable[[float], object]
@@ -227,7 +222,6 @@ class HostFollower:
 
         Raises:
             RingError: this init() has failed.
-            ApartError: the leader belongs to another start.
             EOFError: the leader has closed its listener.
         """
         while not self._welcome and not until.passed():
@@ -269,19 +263,12 @@ class HostFollower:
             self.failure = self.failure or Failure.from_bytes(frame.payload)
         elif frame.kind == Kind.BYE:
             self.left = True
-        elif frame.kind == Kind.APART and not self._welcome:
-            raise ApartError
         else:
             raise ValueError(f"it has sent a {frame.kind.name}")
 
 
 def connect(
-    name: str,
-    identity: Identity,
-    start: Start,
-    deadline: Deadline,
-    until: Deadline,
-    watch: Watch,
+    name: str, identity: Identity, deadline: Deadline, until: Deadline, watch: Watch
 ) -> HostFollower | None:
     """Return a connection to the leader that has let this rank in; None: it did not in time."""
     connection = close_in_child(socket.socket(socket.AF_UNIX))
@@ -292,12 +279,12 @@ def connect(
         pid = require_same_user(connection)
         follower = HostFollower(FrameSocket(connection), deadline, watch, pid)
         cleanup.callback(follower.close)
-        hello = HELLO.pack(identity.rank, identity.size) + start.name.encode()
+        hello = HELLO.pack(identity.rank, identity.size)
         follower.connection.send(Kind.HELLO, deadline, hello)
         try:
             if not follower.wait_for_welcome(until):
                 return None
-        except (RingError, ApartError, OSError, EOFError, ValueError):
+        except (RingError, OSError, EOFError, ValueError):
             raise
         except BaseException as error:  # Ctrl-C: tell the leader, which has the hello
             follower.fail(Failure.of(error, identity.rank))
@@ -324,9 +311,10 @@ _QUIET_S = 0.5  # after it no more ranks are expected, if their number is unknow
 class HostLeader:
     """The exchange of the rank to which others of its host are connected; see `exchange`.
 
-    A job that begins at the same time may have the same name. Ranks of another start than the
-    leader's wait while a process of either start is still starting, since it may complete its own
-    start. Only after that they count as ranks of this job that were started in another terminal.
+    A job that begins at the same time may have the same name. Ranks that another process has
+    started wait while any rank of these starts is on its way: if the ranks of this start become
+    complete, they are a job, and the others are another. If nobody is on its way any more, all are
+    ranks of one job, started in several terminals.
 
     Thread: one at a time. Blocking: `gather` and `broadcast`, until the deadline; others for the
     given time.
@@ -337,7 +325,7 @@ class HostLeader:
         deadline: the deadline of init().
         watch: called while it waits.
         grace: when to go on without late ranks, which may come by the store; None: they may not.
-        start: the start to which this process belongs.
+        start: the process that has started this one; empty: no other job can have the name.
 
     Attributes:
         above: the leader of this machine, if that is another rank, whose group came first.
@@ -357,7 +345,7 @@ class HostLeader:
         deadline: Deadline,
         watch: Watch,
         grace: Deadline | None,
-        start: Start,
+        start: str,
     ) -> None:
         self.above: HostFollower | None = None
         self.followers: dict[int, FrameSocket] = {}
@@ -372,7 +360,7 @@ class HostLeader:
         self._deadline, self._grace, self._watch = deadline, grace, watch
         self._strangers: dict[FrameSocket, float] = {}  # time of arrival; the oldest is first
         self._short_since: float | None = None  # since when descriptors are lacking
-        self._waiting: dict[FrameSocket, tuple[int, int, str]] = {}  # rank, size, other start
+        self._waiting: dict[FrameSocket, tuple[int, int]] = {}  # of other starts: rank, size
         self._judged_at = 0.0
         self._selector = selectors.PollSelector()
         self._listener: socket.socket | None = None
@@ -456,7 +444,7 @@ class HostLeader:
             if deadline.passed():
                 raise TimeoutError(f"{_leader(leader)} has not answered {deadline}")
             try:
-                self.above = connect(name, self._identity, Start(), deadline, deadline, self._watch)
+                self.above = connect(name, self._identity, deadline, deadline, self._watch)
             except BlockingIOError:  # its backlog is full
                 time.sleep(_PAUSE_S)
             except (RingError, ConnectionRefusedError, ForeignUserError):
@@ -505,7 +493,7 @@ class HostLeader:
         """Return a sentence on the ranks of other starts that wait here; empty: there are none."""
         if not self._waiting:
             return ""
-        ranks = name_ranks(sorted(rank for rank, _, _ in self._waiting.values()))
+        ranks = name_ranks(sorted(rank for rank, _ in self._waiting.values()))
         return (
             f"Processes that another one has started wait here, too ({ranks}): another job has the "
             "same MASTER_ADDR and MASTER_PORT, or a rank of this one is still on its way."
@@ -645,38 +633,31 @@ class HostLeader:
 
     def _meet(self, stranger: FrameSocket, frame: Frame) -> int | None:
         """Handle the first frame of a connection, a hello; return its rank if it is let in."""
-        if frame.kind != Kind.HELLO or len(frame.payload) < HELLO.size or stranger in self._waiting:
+        is_hello = frame.kind == Kind.HELLO and len(frame.payload) == HELLO.size
+        if not is_hello or stranger in self._waiting:
             raise ValueError(f"{frame.kind.name} is no hello")
-        rank, size = HELLO.unpack_from(frame.payload)
-        start = frame.payload[HELLO.size :].decode("ascii")
+        rank, size = HELLO.unpack(frame.payload)
         if rank >= size:
             raise ValueError(f"rank {rank} is not below {size}")
-        if start != self._start.name:
-            self._strangers.pop(stranger, None)
-            self._waiting[stranger] = (rank, size, start)
-            return None
-        return self._let_in(stranger, rank, size)
+        pid = require_same_user(stranger.socket)
+        if self._start in ("", starter(self._identity.launcher, pid)):
+            return self._let_in(stranger, rank, size)
+        self._strangers.pop(stranger, None)
+        self._waiting[stranger] = rank, size
+        return None
 
     def _judge_waiting(self) -> None:
-        """Let waiting ranks of other starts in, or send them away, once their job is clear."""
-        starts = {start for _, _, start in self._waiting.values()}
-        for start in starts:
-            those = {c: (rank, size) for c, (rank, size, s) in self._waiting.items() if s == start}
-            if len({r for r, _ in those.values()}) == max(size for _, size in those.values()):
-                for connection in those:
-                    with contextlib.suppress(OSError):
-                        connection.send(Kind.APART, self._deadline)
-                    self._drop(connection)
+        """Let ranks of other starts in when no rank of these starts is on its way any more."""
         now = time.monotonic()
         is_complete = len(self.followers) + 1 == self.expected
-        if not self._waiting or is_complete or now < self._judged_at + _JUDGE_EVERY_S:
+        if is_complete or now < self._judged_at + _JUDGE_EVERY_S:
             return
         self._judged_at = now
         connected = [*self.followers.values(), *self._waiting]
         here = {os.getpid(), *(require_same_user(each.socket) for each in connected)}
-        if not self._start.lacks({self._start.name, *starts}, here):
-            for connection, (rank, size, _) in list(self._waiting.items()):
-                self._let_in(connection, rank, size)
+        if not is_awaited(here, self._identity.launcher):
+            for stranger, (rank, size) in list(self._waiting.items()):
+                self._let_in(stranger, rank, size)
 
     def _let_in(self, stranger: FrameSocket, rank: int, size: int) -> int | None:
         """Let a rank in, or refuse it; return it if it is let in."""
@@ -728,7 +709,7 @@ _GRACE_S = 2.0  # seconds after which a leader goes to the store without the ran
 
 def meet_on_host(
     name: str | None,
-    start: Start,
+    start: str,
     identity: Identity,
     deadline: Deadline,
     watch: Watch,
@@ -739,7 +720,7 @@ def meet_on_host(
 
     Args:
         name: the socket's name; None: there is none, and the rank leads itself.
-        start: the start to which this process belongs.
+        start: the process that has started this one; empty: no other job can have the name.
         identity: this process.
         deadline: the deadline of init().
         watch: called during all waits for other ranks.
@@ -765,12 +746,9 @@ def meet_on_host(
             if error.errno != errno.EADDRINUSE:
                 raise
         try:
-            follower = connect(name, identity, start, deadline, until, watch)
+            follower = connect(name, identity, deadline, until, watch)
             if follower is not None:
                 return follower
-        except ApartError:
-            name = f"{name}/{start.name}"
-            continue
         except RingError:
             raise  # this init() has failed
         except ForeignUserError as error:

@@ -34,7 +34,7 @@ from torch_ring.errors import (
     TimeoutError,
     first_line,
 )
-from torch_ring.setup.claim import Claim, Start, start_of
+from torch_ring.setup.claim import starter
 from torch_ring.setup.host_socket import socket_name, socket_name_by_store
 from torch_ring.setup.job_key import AuthenticatedStore, JobKey
 from torch_ring.setup.launchers import Identity, expand_hostlist
@@ -225,14 +225,12 @@ class Rendezvous:
     Attributes:
         place: the store where hosts meet; None: all ranks are on this host.
         socket_name: the name of the socket where the ranks of this host meet; None: there is none.
-        start: the start to which this process belongs, if several jobs may have the same name.
-        claim: this rank's claim to its name; None: no other job can have the name.
+        start: the process that has started this one; empty: no other job has the socket's name.
     """
 
     place: StorePlace | None
     socket_name: str | None
-    start: Start
-    claim: Claim | None = None
+    start: str = ""
 
     @property
     def towards(self) -> str | None:
@@ -246,8 +244,6 @@ def find_store(
     deadline: Deadline,
     comm: Any,
     store: Store | None,
-    *,
-    is_new: bool,
 ) -> Rendezvous:
     """Return the meeting places of the ranks: a store, this host's socket, or both.
 
@@ -258,29 +254,25 @@ def find_store(
         comm: as for `locate_store`.
         store: a store given by the user, or by a group of torch.distributed; its ranks may have
             different names from their launchers.
-        is_new: whether this process has not been in a world yet.
 
     Raises:
-        RingError: another process is this rank; or as `locate_store`.
-        InvalidArgumentError: as `locate_store`.
+        RingError, InvalidArgumentError: as `locate_store`.
     """
     if store is not None:
         place = given_store(store, identity, config.secret)
-        return Rendezvous(place, socket_name_by_store(place.open(deadline)), Start())
+        return Rendezvous(place, socket_name_by_store(place.open(deadline)))
     found = locate_store(identity, config, deadline, comm=comm)
     on_host = identity
     if identity.on_one_node() or found is None:
         # Two nodes of torchrun may be on one host. If only some ranks have a secret, they meet and
         # the error names the setting.
         on_host = replace(identity, node=None)
-    name, claim, start = None, None, start_of(identity)
+    name = None
+    start = "" if identity.job else starter(identity.launcher, os.getpid())
     # Without a name, the ranks of this host meet in the store.
     with contextlib.suppress(*() if found is None else (RingError,)):
         name = socket_name(on_host)
-    if name is not None:
-        claim = Claim(name, start.name, identity.rank, identity.size, is_new=is_new)
-        claim.require_free(deadline)
-    return Rendezvous(found, name, start, claim)
+    return Rendezvous(found, name, start)
 
 
 # Stores, and connections to them, that the next init() reuses: those of torchrun's agent and of

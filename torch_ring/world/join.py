@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch_ring._C import ControlPlane, Engine
 from torch_ring.config import Config, threads_are_chosen
 from torch_ring.errors import InvalidArgumentError
+from torch_ring.setup.claim import claim_rank
 from torch_ring.setup.connect import Connections, Queries, connect, listen
 from torch_ring.setup.control_groups import usable_cpus
 from torch_ring.setup.exchange import FailurePath, Missed, exchange_hosts, failing_together
@@ -250,7 +251,7 @@ def _connect(
     """Connect this rank to the others; `sets` must be the same on all of them."""
     world = None
     try:
-        found = find_store(identity, config, deadline, comm, store, is_new=not _has_joined)
+        found = find_store(identity, config, deadline, comm, store)
         path = FailurePath(identity, deadline, found.place, missed)
         path.host = meet_on_host(
             found.socket_name,
@@ -261,10 +262,18 @@ def _connect(
             has_store=found.place is not None,
         )
         with failing_together(path):
-            with listen(identity, config, found.towards) as listeners:
+            claim = claim_rank(
+                None if store is not None else found.socket_name,
+                found.start,
+                identity,
+                deadline,
+                path.watch,
+                is_new=not _has_joined,
+            )
+            with claim as claimed, listen(identity, config, found.towards) as listeners:
                 settings = {**config.common(), "process_sets": sets}
                 table = exchange_hosts(listeners.info.to_value(), settings, path)
-                connections = connect(config, table, listeners, path, found.claim)
+                connections = connect(config, table, listeners, path, claimed)
             world = _start_engine(connections, config, begin, deadline)
             path.leave_store()
             # After this, torch.distributed may use the store's port. Some ranks know of no store.
