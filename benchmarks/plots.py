@@ -181,56 +181,6 @@ def overhead(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
-def scaling_published(reports: dict[str, Report], axes: Axes) -> None:
-    """Horovod's published efficiencies, and the model's curves through them."""
-    report = reports["scaling_model"]
-    models = dict.fromkeys(row["model"] for row in report["rows"])
-    for colour, model in zip(("#0072b2", "#009e73", "#d55e00"), models, strict=True):
-        cells = [row for row in report["rows"] if row["model"] == model]
-        gpus = [cell["gpus"] for cell in cells]
-        published = [100 * cell["published"] for cell in cells]
-        axes.plot(gpus, published, "o", color=colour, label=f"{model}, published")
-        for variant, style in (("Horovod, flat ring", "-"), ("torch_ring, NCCL", "--")):
-            curve = curve_of(report, "Pascal", model, variant)
-            points = [
-                (ranks, 100 * efficiency)
-                for ranks, efficiency in zip(curve["ranks"], curve["efficiencies"], strict=True)
-                if ranks <= 1024
-            ]
-            axes.plot(*zip(*points, strict=True), style, color=colour)
-    for variant, style in (("Horovod, flat ring", "-"), ("torch_ring, NCCL", "--")):
-        axes.plot([], [], style, color="#999999", label=f"modelled: {variant}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([4, 16, 64, 128, 512, 1024], ["4", "16", "64", "128", "512", "1024"])
-    axes.set(
-        xlabel="Pascal GPUs, 4 a server, 25 Gbit/s",
-        ylabel="scaling efficiency (%)",
-        title="published by Horovod, and modelled",
-        ylim=(0, 100),
-    )
-
-
-def scaling_today(reports: dict[str, Report], axes: Axes) -> None:
-    """Modelled efficiency of ResNet-101 on today's machines."""
-    report = reports["scaling_model"]
-    curves = [curve for curve in report["curves"] if curve["model"] == "resnet101"]
-    variants = list(dict.fromkeys(curve["variant"] for curve in curves))
-    colours = ("#d55e00", "#56b4e9", "#0072b2")
-    for variant, colour, width in zip(variants, colours, (1.5, 4, 1.5), strict=True):
-        for cluster, style in (("A100", "-"), ("H100", "--")):
-            curve = curve_of(report, cluster, "resnet101", variant)
-            percent = [100 * efficiency for efficiency in curve["efficiencies"]]
-            label = f"{cluster}: {variant}"
-            axes.plot(curve["ranks"], percent, style, color=colour, linewidth=width, label=label)
-    axes.set_xscale("log")
-    axes.set(
-        xlabel="GPUs, 8 a server",
-        ylabel="scaling efficiency (%)",
-        title="ResNet-101, modelled without stragglers or congestion",
-        ylim=(0, 100),
-    )
-
-
 def slow_links(reports: dict[str, Report], axes: Axes) -> None:
     """Tokens per second over a slow network, and the bytes of a step."""
     rows = rows_of(reports, "slow_links")
@@ -292,11 +242,6 @@ def recovery(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
-def curve_of(report: Report, cluster: str, model: str, variant: str) -> Report:
-    wanted = (cluster, model, variant)
-    return next(c for c in report["curves"] if (c["cluster"], c["model"], c["variant"]) == wanted)
-
-
 def draw(axes: Axes, label: str, rows: Iterable[Report], value: Callable[[Report], float]) -> None:
     points = [(row["bytes"], value(row)) for row in rows]
     axes.plot(*zip(*points, strict=True), ".-", color=COLOURS.get(label), label=name_of(label))
@@ -343,8 +288,6 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "slow_links": ("slow_links", slow_links),
     "init_scale": ("init_scale", init_scale),
     "recovery": ("recovery", recovery),
-    "scaling_published": ("scaling_model", scaling_published),
-    "scaling_today": ("scaling_model", scaling_today),
 }
 
 

@@ -115,7 +115,6 @@ BENCHMARKS = {
         root=True,
     ),
     "overhead": Benchmark("overhead.py"),
-    "scaling_model": Benchmark("scaling_model.py", ranks=0),
     "init_scale": Benchmark("init_scale.py", ranks=0),
     "recovery": Benchmark("recovery.py", ranks=0),
     "death": Benchmark("init_scale.py", "--death", ranks=0),
