@@ -32,7 +32,6 @@ COLOURS = {
     "mpi": "#009e73",
     "copy": "#999999",
     "touch": "#cc79a7",
-    "prototype": "#000000",
     "torch": "#999999",
 }
 COLOURS |= {"sharded": "#0072b2", "unsharded": "#56b4e9", "zero": "#e69f00"}

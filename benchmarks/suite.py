@@ -69,13 +69,13 @@ AMONG_HOSTS = "-- --collective allreduce --peers gloo"
 BENCHMARKS = {
     "allreduce": Benchmark(
         "collectives.py",
-        "--shared --dtypes float32 bfloat16 float16 --peers gloo copy touch prototype",
+        "--shared --dtypes float32 bfloat16 float16 --peers gloo copy touch",
         mpi=True,
     ),
     "collectives": Benchmark(
         "collectives.py",
         "--collective allgather reducescatter broadcast alltoall --min-bytes 65536 "
-        "--peers gloo touch prototype",
+        "--peers gloo touch",
         mpi=True,
     ),
     "oversubscribed": Benchmark(

@@ -5,8 +5,7 @@
 A result is a ratio of times within one run, so a slow machine slows both sides. "reached" and
 "wanted" have the same unit; more is better, except for those marked "<". "limit" is this machine's
 measured limit, if any: the time only to read the data once and write the result (the peer `touch`;
-in shared memory `copy`), only to move the data through shared memory (`prototype`), or to send the
-bytes as fast as the network's measuring tool. A target above the limit is out of reach.
+in shared memory `copy`), or to send the bytes as fast as the network's measuring tool. A target above the limit is out of reach.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 Report = dict[str, Any]
 KB, MB = 1 << 10, 1 << 20
 PEERS = {"gloo": "gloo", "mpi": "Open MPI"}
-LIMITS = ("touch", "prototype")
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,8 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
 def of_row(what: str, row: Report, peer: str, wanted: float) -> Target:
     """Return the target of a row: its speed relative to a peer's."""
     ratios = row["ratios"]
-    limits = [ratios[peer] / ratios[name] for name in LIMITS if name in ratios]
-    return Target(what, PEERS[peer], ratios[peer], wanted, limit=min(limits, default=None))
+    limit = ratios[peer] / ratios["touch"] if "touch" in ratios else None
+    return Target(what, PEERS[peer], ratios[peer], wanted, limit=limit)
 
 
 def of_private(rows: Sequence[Report]) -> Iterator[Target]:

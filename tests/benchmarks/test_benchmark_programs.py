@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -88,21 +87,6 @@ def test_sharded_state(tmp_path: Path) -> None:
     assert [row["variant"] for row in report["rows"]] == ["sharded", "zero"]
     assert all(0 < row["step_ms"] < row["whole_ms"] for row in report["rows"])
     assert done.stdout.splitlines()[0].startswith("# Adam, 0.1 M parameters; ")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
-def test_the_prototype(tmp_path: Path) -> None:
-    sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")
-    what = ("--collective", "allreduce", "broadcast", "--peers", "prototype", "--rounds", "1")
-    what += ("--iterations", "2")
-    output = ("--json", "prototype.json")
-    first, second = run(BENCHMARKS / "collectives.py", *what, *sizes, *output, folder=tmp_path)
-    assert (first.code, second.code) == (0, 0), first
-    rows = json.loads((tmp_path / "prototype.json").read_text())["rows"]
-    # The last segment is shorter; the larger one is copied past the caches.
-    assert [row["count"] for row in rows] == [786_435, 4_718_610] * 2
-    assert [row["results"]["prototype"]["wrong"] for row in rows] == [0] * 4
 
 
 def check_collectives(rows: list[dict[str, Any]]) -> None:
