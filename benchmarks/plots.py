@@ -163,23 +163,6 @@ def sharded_state(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
-def overhead(reports: dict[str, Report], axes: Axes) -> None:
-    """Time that each library adds to a step."""
-    rows = rows_of(reports, "overhead")
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
-        added = [row["added_us"] for row in rows if row["variant"] == variant]
-        places = [place + offset for place in range(len(models))]
-        bars = axes.bar(places, added, 0.38, color=COLOURS[variant], label=name_of(variant))
-        axes.bar_label(bars, [f"{height:.0f}" for height in added], fontsize=9)
-    axes.set_xticks(range(len(models)), models)
-    axes.margins(y=0.15)  # for the numbers
-    axes.set(
-        ylabel="added to a step (us)",
-        title=f"beside computing, {machine(reports, 'overhead')}",
-    )
-
-
 def slow_links(reports: dict[str, Report], axes: Axes) -> None:
     """Tokens per second over a slow network, and the bytes of a step."""
     rows = rows_of(reports, "slow_links")
@@ -283,7 +266,6 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "hosts-3": ("hosts-3", lambda reports, axes: hosts(reports, axes, 3)),
     "training_step": ("training_step", training_step),
     "sharded_state": ("sharded_state", sharded_state),
-    "overhead": ("overhead", overhead),
     "slow_links": ("slow_links", slow_links),
     "init_scale": ("init_scale", init_scale),
     "recovery": ("recovery", recovery),

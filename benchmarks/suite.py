@@ -114,7 +114,7 @@ BENCHMARKS = {
         ranks=0,
         root=True,
     ),
-    "overhead": Benchmark("overhead.py"),
+    "overhead": Benchmark("training_step.py", "--models parameters"),
     "init_scale": Benchmark("init_scale.py", ranks=0),
     "recovery": Benchmark("recovery.py", ranks=0),
     "death": Benchmark("init_scale.py", "--death", ranks=0),

@@ -5,7 +5,8 @@
 A result is a ratio of times within one run, so a slow machine slows both sides. "reached" and
 "wanted" have the same unit; more is better, except for those marked "<". "limit" is this machine's
 measured limit, if any: the time only to read the data once and write the result (the peer `touch`;
-in shared memory `copy`), or to send the bytes as fast as the network's measuring tool. A target above the limit is out of reach.
+in shared memory `copy`), or to send the bytes as fast as the network's measuring tool. A target
+above the limit is out of reach.
 """
 
 from __future__ import annotations
@@ -73,8 +74,7 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
         where = "" if hosts == 1 else f"{hosts} hosts, "
         yield from of_ddp(rows_of(reports, f"training_step{suffix}"), where)
         yield from of_fsdp(rows_of(reports, f"sharded_step{suffix}"), where)
-    if "overhead" in reports:
-        yield from of_overhead(reports["overhead"])
+    yield from of_training(rows_of(reports, "overhead"))
     yield from of_init(rows_of(reports, "init_scale"))
     for row in rows_of(reports, "death"):
         if row["slowest_ms"] is not None:
@@ -195,7 +195,7 @@ def of_training(rows: Iterable[Report]) -> Iterator[Target]:
         if model in ("resnet50", "vgg16"):
             share = ours["exposed_ms"] / ours["step_ms"]
             yield Target(f"{model}: exposed, share of the step", "", share, 0.03, at_most=True)
-        if model != "pinn":
+        if model not in ("pinn", "parameters"):  # they compute next to nothing
             yield Target(f"{model}: efficiency", "no communication", ours["efficiency"], 0.95)
 
 
@@ -228,17 +228,6 @@ def of_fsdp(rows: Iterable[Report], where: str) -> Iterator[Target]:
         if row["variant"] == "ring":
             what = f"{where}FSDP2's communication over ring"
             yield Target(what, "gloo's", row["of_gloo"], 0.5, at_most=True)
-
-
-def of_overhead(report: Report) -> Iterator[Target]:
-    host_us = {row["variant"]: row["host_us"] for row in report["rows"] if row["parameters"] == 500}
-    share = host_us["torch_ring"] / max(host_us["ddp"], 1e-9)
-    yield Target("500 parameters: host cost", "DDP's", share, 1 / 5, at_most=True)
-    idle = report["init"]
-    # Within the machine's own variation from one run to the next.
-    yield Target(
-        "init() alone: throughput", "no init()", idle["relative"], idle["control_quartiles"][0]
-    )
 
 
 def of_init(rows: Sequence[Report]) -> Iterator[Target]:
