@@ -41,7 +41,7 @@ SHARDING = {
     "ddp": "DDP, gloo",
     "zero": "DDP, ZeroRedundancyOptimizer",
 }
-BIN_S = 0.25  # of steps that are counted together
+BIN_S, CALM_S = 0.25, 2.0  # of the steps of recovery.py
 # Two pixels for each of a page's 72 an inch, and letters that a phone shows legibly.
 DPI = 160
 STYLE: dict[str, Any] = {
@@ -204,17 +204,10 @@ def init_scale(reports: dict[str, Report], axes: Axes) -> None:
 
 def recovery(reports: dict[str, Report], axes: Axes) -> None:
     """Steps per second around the death of a rank, under each launcher."""
-    jobs = reports["recovery"]["jobs"]
-    last_s = max((job["whole_s"] for job in jobs), default=0.0) + 2
-    bins = [BIN_S * index for index in range(round(-2 / BIN_S), round(last_s / BIN_S))]
-    first = {job["launcher"]: job for job in reversed(jobs)}
-    for launcher, colour in zip(sorted(first), ("#0072b2", "#56b4e9", "#d55e00"), strict=False):
-        ends = first[launcher]["steps_s"]
-        counts = [sum(start <= end < start + BIN_S for end in ends) for start in bins]
-        rates = [count / BIN_S for count in counts]
-        last = max((start for start, rate in zip(bins, rates, strict=True) if rate), default=0)
-        drawn = [(s, rate) for s, rate in zip(bins, rates, strict=True) if s < last]
-        axes.step(*zip(*drawn, strict=True), where="post", color=colour, label=launcher)
+    rows = [row for row in rows_of(reports, "recovery") if row["whole_s"] is not None]
+    for row, colour in zip(rows, ("#0072b2", "#56b4e9", "#d55e00"), strict=False):
+        starts = [BIN_S * index - CALM_S for index in range(len(row["steps_per_s"]))]
+        axes.step(starts, row["steps_per_s"], where="post", color=colour, label=row["what"])
     axes.axvline(0, color="#999999", linestyle=":", label="a rank is killed")
     cores = reports["recovery"]["machine"]["cores"]
     axes.set(
