@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpi_ranks import find_mpirun
+from waiting_ranks import find_mpirun
 
 ROOT = Path(__file__).parent.parent
 HERE = Path("benchmarks")  # relative to ROOT, as in the commands in the results
@@ -118,8 +118,6 @@ BENCHMARKS = {
     "init_scale": Benchmark("init_scale.py", ranks=0),
     "recovery": Benchmark("recovery.py", ranks=0),
     "death": Benchmark("init_scale.py", "--death", ranks=0),
-    "sets": Benchmark("init_scale.py", "--sets", ranks=0),
-    "groups": Benchmark("init_scale.py", "--groups", ranks=0),
 }
 
 

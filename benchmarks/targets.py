@@ -87,11 +87,6 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
             yield Target(what, "", row["median_ms"], wanted_ms, at_most=True)
         if "standby" in row["what"]:
             yield Target("a standby process trains (s)", "", row["whole_s"], 1, at_most=True)
-    for row in rows_of(reports, "sets"):
-        if row["seconds"] is not None:
-            what = f"{row['sets']} process sets"
-            yield Target(f"{what}: made (s)", "", row["seconds"], 5, at_most=True)
-            yield Target(f"{what}: MB of an idle one", "", row["kib"] / KB, 1, at_most=True)
 
 
 def of_row(what: str, row: Report, peer: str, wanted: float) -> Target:
