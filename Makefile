@@ -178,7 +178,7 @@ $(STAMPS)/integrations: $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch
-	$(PIP) matplotlib scipy
+	$(PIP) matplotlib
 	touch $@
 
 $(STAMPS)/docs: $(STAMPS)/torch

@@ -23,13 +23,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from machine import log, machine, write_report
-from stand_in import DEVICE, load_stand_ins
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import torch_ring as hvd
+
+sys.path.append(str(Path(__file__).parent.parent / "tests/device"))  # the stand-ins are the tests'
+from device_double import DEVICE, NCCL_LIBRARY, load
 
 LEARNING_RATE = 1e-4  # small, for many consecutive layers
 CHECKED_STEPS = 5
@@ -91,6 +93,14 @@ class Workload:
             loss = model(batch).square().mean()
         loss.backward()
         optimizer.step()
+
+
+def load_stand_ins() -> None:
+    """Make `DEVICE` a device of torch, and NCCL its stand-in. Call before hvd.init()."""
+    if not NCCL_LIBRARY.exists():
+        sys.exit("the stand-ins are not built: make doubles")
+    load()
+    os.environ["TORCH_RING_NCCL_LIBRARY"] = str(NCCL_LIBRARY)
 
 
 # --- the models

@@ -57,8 +57,14 @@ def log(*lines: str) -> None:
 
 def write_report(path: Path | None, facts: Facts, rows: Sequence[Any], **others: Any) -> None:
     """Write rows and others, which are dataclasses, to a JSON file, with command and machine."""
-    if path and hvd.rank() == 0:
-        command = f"{launcher()} {shlex.join(sys.argv)}"
+    if hvd.rank() == 0:
+        save(path, launcher(), facts, rows, **others)
+
+
+def save(path: Path | None, start: str, facts: Facts, rows: Sequence[Any], **others: Any) -> None:
+    """Write a report to a JSON file, if there is a path; `start` comes before this program."""
+    if path:
+        command = f"{start} {shlex.join(sys.argv)}"
         report = {"command": command, "machine": facts, "rows": rows, **others}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, default=asdict, indent=1) + "\n")

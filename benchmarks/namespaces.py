@@ -1,9 +1,12 @@
-"""Hosts on one machine: network namespaces that veth pairs join to a bridge. Needs root."""
+"""Hosts on one machine: network namespaces that veth pairs join to a bridge. Need root."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import random
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +22,7 @@ CLONE_NEWNET = 0x40000000  # linux/sched.h
 class Host:
     """A network namespace with interfaces eth0, eth1, ..., each in a network of its own."""
 
-    namespace: str
+    namespace: str  # empty: this process's own, with the loopback interface
     addresses: tuple[str, ...]  # of each interface
     switch: str = ""  # the namespace of the bridges, and the host's ports there
     ports: tuple[str, ...] = ()
@@ -32,11 +35,14 @@ class Host:
     @property
     def interfaces(self) -> list[str]:
         """The names of the interfaces."""
+        if not self.namespace:
+            return ["lo"]
         return [f"eth{i}" for i in range(len(self.addresses))]
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs another one in this namespace."""
-        return ["ip", "netns", "exec", self.namespace, *arguments]
+        enter = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        return [*enter, *arguments]
 
     def cut_off(self) -> None:
         """Take its cables out of the bridges: no packet to or from the host arrives any more."""
@@ -45,10 +51,35 @@ class Host:
 
     def enter(self) -> None:
         """Move the calling thread into this namespace."""
+        if not self.namespace:
+            return
         libc = ctypes.CDLL(None, use_errno=True)
         with open(NAMED / self.namespace) as file:
             if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"setns({self.namespace})")
+
+
+HERE = Host("", ("127.0.0.1",))
+
+
+def free_port() -> int:
+    """Return a free port below those that the kernel gives to outgoing connections."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def why_none() -> str | None:
+    """Return the reason for which there are no namespaces here, if any."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with hosts(1):
+            return None
+    except OSError as error:  # no `ip`, or a container without the right
+        return str(error)
 
 
 def run(*arguments: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from prototype import Prototype, is_possible
 from torch import Tensor
 
 import torch_ring as hvd
@@ -238,23 +237,6 @@ def of_touch(case: Case) -> Run:
     return lambda: result.copy_(source)
 
 
-# --- the bare hardware
-
-
-@functools.cache
-def prototype() -> Prototype:
-    """Compile and connect the prototype once. Collective."""
-    return Prototype()
-
-
-def of_prototype(case: Case) -> Run | None:
-    """Return the prototype's run; None for other cases, and where it cannot be compiled."""
-    of_one = case.collective in ("allreduce", "broadcast") and case.op == "sum"
-    if not of_one or case.tensor.dtype != torch.float32 or not is_possible():
-        return None
-    return functools.partial(prototype().run, case.collective, case.tensor)
-
-
 # --- all of them
 
 
@@ -275,7 +257,6 @@ PEERS = {
     "deepspeed": Library(of_deepspeed, start_deepspeed),
     "copy": Library(of_copy),
     "touch": Library(of_touch),
-    "prototype": Library(of_prototype),
 }
 MEMORY = ("copy", "touch", "fake-c10d")  # no collectives: they have no result
 

@@ -32,7 +32,6 @@ COLOURS = {
     "mpi": "#009e73",
     "copy": "#999999",
     "touch": "#cc79a7",
-    "prototype": "#000000",
     "torch": "#999999",
 }
 COLOURS |= {"sharded": "#0072b2", "unsharded": "#56b4e9", "zero": "#e69f00"}
@@ -42,7 +41,7 @@ SHARDING = {
     "ddp": "DDP, gloo",
     "zero": "DDP, ZeroRedundancyOptimizer",
 }
-BIN_S = 0.25  # of steps that are counted together
+BIN_S, CALM_S = 0.25, 2.0  # of the steps of recovery.py
 # Two pixels for each of a page's 72 an inch, and letters that a phone shows legibly.
 DPI = 160
 STYLE: dict[str, Any] = {
@@ -164,73 +163,6 @@ def sharded_state(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
-def overhead(reports: dict[str, Report], axes: Axes) -> None:
-    """Time that each library adds to a step."""
-    rows = rows_of(reports, "overhead")
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    for offset, variant in ((-0.2, "torch_ring"), (0.2, "ddp")):
-        added = [row["added_us"] for row in rows if row["variant"] == variant]
-        places = [place + offset for place in range(len(models))]
-        bars = axes.bar(places, added, 0.38, color=COLOURS[variant], label=name_of(variant))
-        axes.bar_label(bars, [f"{height:.0f}" for height in added], fontsize=9)
-    axes.set_xticks(range(len(models)), models)
-    axes.margins(y=0.15)  # for the numbers
-    axes.set(
-        ylabel="added to a step (us)",
-        title=f"beside computing, {machine(reports, 'overhead')}",
-    )
-
-
-def scaling_published(reports: dict[str, Report], axes: Axes) -> None:
-    """Horovod's published efficiencies, and the model's curves through them."""
-    report = reports["scaling_model"]
-    models = dict.fromkeys(row["model"] for row in report["rows"])
-    for colour, model in zip(("#0072b2", "#009e73", "#d55e00"), models, strict=True):
-        cells = [row for row in report["rows"] if row["model"] == model]
-        gpus = [cell["gpus"] for cell in cells]
-        published = [100 * cell["published"] for cell in cells]
-        axes.plot(gpus, published, "o", color=colour, label=f"{model}, published")
-        for variant, style in (("Horovod, flat ring", "-"), ("torch_ring, NCCL", "--")):
-            curve = curve_of(report, "Pascal", model, variant)
-            points = [
-                (ranks, 100 * efficiency)
-                for ranks, efficiency in zip(curve["ranks"], curve["efficiencies"], strict=True)
-                if ranks <= 1024
-            ]
-            axes.plot(*zip(*points, strict=True), style, color=colour)
-    for variant, style in (("Horovod, flat ring", "-"), ("torch_ring, NCCL", "--")):
-        axes.plot([], [], style, color="#999999", label=f"modelled: {variant}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([4, 16, 64, 128, 512, 1024], ["4", "16", "64", "128", "512", "1024"])
-    axes.set(
-        xlabel="Pascal GPUs, 4 a server, 25 Gbit/s",
-        ylabel="scaling efficiency (%)",
-        title="published by Horovod, and modelled",
-        ylim=(0, 100),
-    )
-
-
-def scaling_today(reports: dict[str, Report], axes: Axes) -> None:
-    """Modelled efficiency of ResNet-101 on today's machines."""
-    report = reports["scaling_model"]
-    curves = [curve for curve in report["curves"] if curve["model"] == "resnet101"]
-    variants = list(dict.fromkeys(curve["variant"] for curve in curves))
-    colours = ("#d55e00", "#56b4e9", "#0072b2")
-    for variant, colour, width in zip(variants, colours, (1.5, 4, 1.5), strict=True):
-        for cluster, style in (("A100", "-"), ("H100", "--")):
-            curve = curve_of(report, cluster, "resnet101", variant)
-            percent = [100 * efficiency for efficiency in curve["efficiencies"]]
-            label = f"{cluster}: {variant}"
-            axes.plot(curve["ranks"], percent, style, color=colour, linewidth=width, label=label)
-    axes.set_xscale("log")
-    axes.set(
-        xlabel="GPUs, 8 a server",
-        ylabel="scaling efficiency (%)",
-        title="ResNet-101, modelled without stragglers or congestion",
-        ylim=(0, 100),
-    )
-
-
 def slow_links(reports: dict[str, Report], axes: Axes) -> None:
     """Tokens per second over a slow network, and the bytes of a step."""
     rows = rows_of(reports, "slow_links")
@@ -272,17 +204,10 @@ def init_scale(reports: dict[str, Report], axes: Axes) -> None:
 
 def recovery(reports: dict[str, Report], axes: Axes) -> None:
     """Steps per second around the death of a rank, under each launcher."""
-    jobs = reports["recovery"]["jobs"]
-    last_s = max((job["whole_s"] for job in jobs), default=0.0) + 2
-    bins = [BIN_S * index for index in range(round(-2 / BIN_S), round(last_s / BIN_S))]
-    first = {job["launcher"]: job for job in reversed(jobs)}
-    for launcher, colour in zip(sorted(first), ("#0072b2", "#56b4e9", "#d55e00"), strict=False):
-        ends = first[launcher]["steps_s"]
-        counts = [sum(start <= end < start + BIN_S for end in ends) for start in bins]
-        rates = [count / BIN_S for count in counts]
-        last = max((start for start, rate in zip(bins, rates, strict=True) if rate), default=0)
-        drawn = [(s, rate) for s, rate in zip(bins, rates, strict=True) if s < last]
-        axes.step(*zip(*drawn, strict=True), where="post", color=colour, label=launcher)
+    rows = [row for row in rows_of(reports, "recovery") if row["whole_s"] is not None]
+    for row, colour in zip(rows, ("#0072b2", "#56b4e9", "#d55e00"), strict=False):
+        starts = [BIN_S * index - CALM_S for index in range(len(row["steps_per_s"]))]
+        axes.step(starts, row["steps_per_s"], where="post", color=colour, label=row["what"])
     axes.axvline(0, color="#999999", linestyle=":", label="a rank is killed")
     cores = reports["recovery"]["machine"]["cores"]
     axes.set(
@@ -290,11 +215,6 @@ def recovery(reports: dict[str, Report], axes: Axes) -> None:
         ylabel="steps per second",
         title=f"4 ranks on {cores} cores, one of them killed",
     )
-
-
-def curve_of(report: Report, cluster: str, model: str, variant: str) -> Report:
-    wanted = (cluster, model, variant)
-    return next(c for c in report["curves"] if (c["cluster"], c["model"], c["variant"]) == wanted)
 
 
 def draw(axes: Axes, label: str, rows: Iterable[Report], value: Callable[[Report], float]) -> None:
@@ -339,12 +259,9 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "hosts-3": ("hosts-3", lambda reports, axes: hosts(reports, axes, 3)),
     "training_step": ("training_step", training_step),
     "sharded_state": ("sharded_state", sharded_state),
-    "overhead": ("overhead", overhead),
     "slow_links": ("slow_links", slow_links),
     "init_scale": ("init_scale", init_scale),
     "recovery": ("recovery", recovery),
-    "scaling_published": ("scaling_model", scaling_published),
-    "scaling_today": ("scaling_model", scaling_today),
 }
 
 

@@ -14,7 +14,6 @@ import ctypes
 import functools
 import gc
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import computer, title
+from machine import computer, save, title
 from peers import start_gloo, stop_gloo
 from suite import launched
 from torch import nn
@@ -189,10 +188,7 @@ def main() -> int:
     print(f"#{'':12}{'(MiB)':>10}{'(ms)':>10}{'(ms)':>12}")
     for row in rows:
         print(f"{row.variant:>13}{row.pss_mib:>10.0f}{row.step_ms:>10.1f}{row.whole_ms:>12.1f}")
-    if args.json:
-        command = f"python {os.path.relpath(__file__)} {' '.join(sys.argv[1:])}"
-        report = {"command": command, "machine": facts, "rows": [vars(row) for row in rows]}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    save(args.json, "python", facts, rows)
     return 0
 
 

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpi_ranks import find_mpirun
+from waiting_ranks import find_mpirun
 
 ROOT = Path(__file__).parent.parent
 HERE = Path("benchmarks")  # relative to ROOT, as in the commands in the results
@@ -69,13 +69,13 @@ AMONG_HOSTS = "-- --collective allreduce --peers gloo"
 BENCHMARKS = {
     "allreduce": Benchmark(
         "collectives.py",
-        "--shared --dtypes float32 bfloat16 float16 --peers gloo copy touch prototype",
+        "--shared --dtypes float32 bfloat16 float16 --peers gloo copy touch",
         mpi=True,
     ),
     "collectives": Benchmark(
         "collectives.py",
         "--collective allgather reducescatter broadcast alltoall --min-bytes 65536 "
-        "--peers gloo touch prototype",
+        "--peers gloo touch",
         mpi=True,
     ),
     "oversubscribed": Benchmark(
@@ -114,13 +114,10 @@ BENCHMARKS = {
         ranks=0,
         root=True,
     ),
-    "overhead": Benchmark("overhead.py"),
-    "scaling_model": Benchmark("scaling_model.py", ranks=0),
+    "overhead": Benchmark("training_step.py", "--models parameters"),
     "init_scale": Benchmark("init_scale.py", ranks=0),
     "recovery": Benchmark("recovery.py", ranks=0),
     "death": Benchmark("init_scale.py", "--death", ranks=0),
-    "sets": Benchmark("init_scale.py", "--sets", ranks=0),
-    "groups": Benchmark("init_scale.py", "--groups", ranks=0),
 }
 
 

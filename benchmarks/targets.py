@@ -5,14 +5,13 @@
 A result is a ratio of times within one run, so a slow machine slows both sides. "reached" and
 "wanted" have the same unit; more is better, except for those marked "<". "limit" is this machine's
 measured limit, if any: the time only to read the data once and write the result (the peer `touch`;
-in shared memory `copy`), only to move the data through shared memory (`prototype`), or to send the
-bytes as fast as the network's measuring tool. A target above the limit is out of reach.
+in shared memory `copy`), or to send the bytes as fast as the network's measuring tool. A target
+above the limit is out of reach.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from typing import Any
 Report = dict[str, Any]
 KB, MB = 1 << 10, 1 << 20
 PEERS = {"gloo": "gloo", "mpi": "Open MPI"}
-LIMITS = ("touch", "prototype")
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
         where = "" if hosts == 1 else f"{hosts} hosts, "
         yield from of_ddp(rows_of(reports, f"training_step{suffix}"), where)
         yield from of_fsdp(rows_of(reports, f"sharded_step{suffix}"), where)
-    if "overhead" in reports:
-        yield from of_overhead(reports["overhead"])
+    yield from of_training(rows_of(reports, "overhead"))
     yield from of_init(rows_of(reports, "init_scale"))
     for row in rows_of(reports, "death"):
         if row["slowest_ms"] is not None:
@@ -85,28 +82,18 @@ def targets(reports: dict[str, Report]) -> Iterator[Target]:
             )
             yield Target(what, "", row["slowest_ms"] / 1e3, 1, at_most=True)
     for row in rows_of(reports, "recovery"):
-        wanted_ms = {"killed: any": 150, "cut off": 300}.get(row["what"])
-        if wanted_ms and row["median_ms"] is not None:
+        if wanted_ms := {"killed": 150, "cut off": 300}.get(row["what"]):
             what = f"{row['ranks']} ranks, {row['what']}: train on (ms)"
             yield Target(what, "", row["median_ms"], wanted_ms, at_most=True)
-    standby = [
-        job for job in reports.get("recovery", {}).get("jobs", ()) if "standby" in job["launcher"]
-    ]
-    if standby:
-        whole_s = statistics.median(job["whole_s"] for job in standby)
-        yield Target("a standby process trains (s)", "", whole_s, 1, at_most=True)
-    for row in rows_of(reports, "sets"):
-        if row["seconds"] is not None:
-            what = f"{row['sets']} process sets"
-            yield Target(f"{what}: made (s)", "", row["seconds"], 5, at_most=True)
-            yield Target(f"{what}: MB of an idle one", "", row["kib"] / KB, 1, at_most=True)
+        if "standby" in row["what"]:
+            yield Target("a standby process trains (s)", "", row["whole_s"], 1, at_most=True)
 
 
 def of_row(what: str, row: Report, peer: str, wanted: float) -> Target:
     """Return the target of a row: its speed relative to a peer's."""
     ratios = row["ratios"]
-    limits = [ratios[peer] / ratios[name] for name in LIMITS if name in ratios]
-    return Target(what, PEERS[peer], ratios[peer], wanted, limit=min(limits, default=None))
+    limit = ratios[peer] / ratios["touch"] if "touch" in ratios else None
+    return Target(what, PEERS[peer], ratios[peer], wanted, limit=limit)
 
 
 def of_private(rows: Sequence[Report]) -> Iterator[Target]:
@@ -197,7 +184,7 @@ def of_training(rows: Iterable[Report]) -> Iterator[Target]:
         if model in ("resnet50", "vgg16"):
             share = ours["exposed_ms"] / ours["step_ms"]
             yield Target(f"{model}: exposed, share of the step", "", share, 0.03, at_most=True)
-        if model != "pinn":
+        if model not in ("pinn", "parameters"):  # they compute next to nothing
             yield Target(f"{model}: efficiency", "no communication", ours["efficiency"], 0.95)
 
 
@@ -230,17 +217,6 @@ def of_fsdp(rows: Iterable[Report], where: str) -> Iterator[Target]:
         if row["variant"] == "ring":
             what = f"{where}FSDP2's communication over ring"
             yield Target(what, "gloo's", row["of_gloo"], 0.5, at_most=True)
-
-
-def of_overhead(report: Report) -> Iterator[Target]:
-    host_us = {row["variant"]: row["host_us"] for row in report["rows"] if row["parameters"] == 500}
-    share = host_us["torch_ring"] / max(host_us["ddp"], 1e-9)
-    yield Target("500 parameters: host cost", "DDP's", share, 1 / 5, at_most=True)
-    idle = report["init"]
-    # Within the machine's own variation from one run to the next.
-    yield Target(
-        "init() alone: throughput", "no init()", idle["relative"], idle["control_quartiles"][0]
-    )
 
 
 def of_init(rows: Sequence[Report]) -> Iterator[Target]:

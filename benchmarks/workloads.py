@@ -133,5 +133,5 @@ WORKLOADS = {
     "resnet50": of_torchvision("resnet50", edge=224, batch=2),
     "vgg16": of_torchvision("vgg16", edge=64, batch=8),
     "pinn": Workload(pinn, points, residual, Adam, batch=51),
-    "500 parameters": parameters(500),
+    "parameters": parameters(500),
 }

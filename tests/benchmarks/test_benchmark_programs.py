@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -37,6 +36,7 @@ def needs_namespaces(test: Callable[[Path], None]) -> Callable[[Path], None]:
     return test
 
 
+VARIANTS = ("torch_ring", "ddp", "ddp_ring", "nan_check")
 PEERS = ("gloo", "ring-c10d", "fake-c10d", "copy", "touch")
 
 
@@ -44,10 +44,10 @@ PEERS = ("gloo", "ring-c10d", "fake-c10d", "copy", "touch")
 def test_programs_on_two_ranks(tmp_path: Path) -> None:
     all_of = ("--collective", *COLLECTIVES, "--shared")
     all_of += ("--peers", *PEERS, "--dtypes", "float32", "bfloat16")
+    short = ("--rounds", "1", "--round-s", "0.01")
     commands = [
         ("collectives", *all_of, "--max-bytes", "1024", "--rounds", "1", "--iterations", "2"),
-        ("overhead", "--steps", "2", "--rounds", "2", "--compute-s", "0.01"),
-        ("training_step", "--models", "mnist", "pinn", "--rounds", "1", "--round-s", "0.01"),
+        ("training_step", "--models", "mnist", "pinn", "--variants", *VARIANTS, *short),
         ("sharded_step", "--rounds", "1", "--steps", "1"),
         ("slow_links", "--rounds", "1", "--every", "2"),
     ]
@@ -62,7 +62,6 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
         assert reports[name]["machine"]["ranks"] == 2
         assert f"benchmarks/{name}.py" in reports[name]["command"]
     check_collectives(reports["collectives"]["rows"])
-    check_overhead(reports["overhead"])
     check_training_step(reports["training_step"]["rows"])
     assert [row["variant"] for row in reports["sharded_step"]["rows"]] == [
         "fake",
@@ -90,21 +89,6 @@ def test_sharded_state(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0].startswith("# Adam, 0.1 M parameters; ")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the prototype is for x86-64")
-def test_the_prototype(tmp_path: Path) -> None:
-    sizes = ("--min-bytes", "3145740", "--factor", "6", "--max-bytes", "20000000")
-    what = ("--collective", "allreduce", "broadcast", "--peers", "prototype", "--rounds", "1")
-    what += ("--iterations", "2")
-    output = ("--json", "prototype.json")
-    first, second = run(BENCHMARKS / "collectives.py", *what, *sizes, *output, folder=tmp_path)
-    assert (first.code, second.code) == (0, 0), first
-    rows = json.loads((tmp_path / "prototype.json").read_text())["rows"]
-    # The last segment is shorter; the larger one is copied past the caches.
-    assert [row["count"] for row in rows] == [786_435, 4_718_610] * 2
-    assert [row["results"]["prototype"]["wrong"] for row in rows] == [0] * 4
-
-
 def check_collectives(rows: list[dict[str, Any]]) -> None:
     assert [(row["collective"], row["type"], row["memory"]) for row in rows] == [
         (collective, dtype, memory)
@@ -128,23 +112,8 @@ def check_collectives(rows: list[dict[str, Any]]) -> None:
         assert ours["busbw"] == pytest.approx(share * ours["algbw"])
 
 
-def check_overhead(report: dict[str, Any]) -> None:
-    assert [(row["model"], row["variant"], row["parameters"]) for row in report["rows"]] == [
-        (model, variant, count)
-        for model, count in (("500 parameters", 500), ("pinn", 6))
-        for variant in ("torch", "torch_ring", "ddp")
-    ]
-    for row in report["rows"]:
-        assert row["step_us"] > 0
-        assert row["host_us_a_parameter"] == pytest.approx(row["host_us"] / row["parameters"])
-        assert (row["collective_us"] == 0) == (row["variant"] == "torch")
-    assert report["init"]["relative"] > 0
-    low, high = report["init"]["control_quartiles"]
-    assert 0 < low <= report["init"]["control"] <= high
-
-
 def check_training_step(rows: list[dict[str, Any]]) -> None:
-    variants = ["torch", "torch_ring", "ddp", "ddp_ring", "barrier", "one process"]
+    variants = ["torch", *VARIANTS, "barrier", "one process"]
     assert [(row["model"], row["variant"]) for row in rows] == [
         (model, variant) for model in ("mnist", "pinn") for variant in variants
     ]
@@ -205,13 +174,14 @@ def test_wrong_elements_are_counted(size: int) -> None:
 
 def distances_of_replicas() -> tuple[float, float]:
     """Return the distance of two replicas that average gradients, and of two that do not."""
-    replicas, workloads = map(importlib.import_module, ("replicas", "workloads"))
+    training_step, workloads = map(importlib.import_module, ("training_step", "workloads"))
     importlib.import_module("peers").start_gloo()
-    found = replicas.replicas_of(workloads.WORKLOADS["pinn"], 4)
+    pinn, variants = workloads.WORKLOADS["pinn"], ("torch", "torch_ring", "ddp")
+    found = training_step.replicas_of(pinn, 4, variants)
     for replica in found.values():
         replica.step()
-    together = replicas.difference(found["torch_ring"], found["ddp"])
-    apart = replicas.difference(found["torch_ring"], found["torch"])
+    together = training_step.difference(found["torch_ring"], found["ddp"])
+    apart = training_step.difference(found["torch_ring"], found["torch"])
     importlib.import_module("peers").stop_gloo()
     return together, apart
 

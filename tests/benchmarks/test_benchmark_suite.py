@@ -21,15 +21,14 @@ def test_commands_of_the_suite_are_valid(name: str, monkeypatch: pytest.MonkeyPa
     benchmark = suite.BENCHMARKS[name]
     command = benchmark.command(name)
     assert Path(command[command.index("--json") - 1]).exists()
-    if benchmark.program != "scaling_model.py":
-        parse_args = importlib.import_module(Path(benchmark.program).stem).parse_args
-        monkeypatch.setattr(sys, "argv", command[command.index("--json") - 1 :])
-        args = parse_args()
-        assert args.json == Path("benchmarks", "results", f"{name}.json")
-        if benchmark.program == "hosts.py":
-            program = importlib.import_module(Path(args.program).stem)
-            monkeypatch.setattr(sys, "argv", [args.program, *args.arguments])
-            program.parse_args()
+    parse_args = importlib.import_module(Path(benchmark.program).stem).parse_args
+    monkeypatch.setattr(sys, "argv", command[command.index("--json") - 1 :])
+    args = parse_args()
+    assert args.json == Path("benchmarks", "results", f"{name}.json")
+    if benchmark.program == "hosts.py":
+        program = importlib.import_module(Path(args.program).stem)
+        monkeypatch.setattr(sys, "argv", [args.program, *args.arguments])
+        program.parse_args()
 
 
 def test_open_mpi_is_a_peer_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

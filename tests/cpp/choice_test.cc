@@ -80,7 +80,6 @@ TEST(choice_of_a_reduce_goes_from_direct_to_scattered_and_has_the_shortest_time)
   }
 }
 
-// benchmarks/choice.py has the same formulas, and its test the same numbers.
 TEST(choice_of_an_allreduce_and_an_allgather_at_their_boundaries) {
   struct Boundaries {
     int ranks;

@@ -1,10 +1,7 @@
 """The step model that chooses bucket sizes."""
 
 import pytest
-import steps
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torch_ring.optimizer.autotuner import BucketLimits, Transfer, exposed_s, predict
 from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
@@ -64,22 +61,3 @@ def test_where_all_are_equal_the_default_stays():
     found = predict(DEFAULT, plan_of, [0.0] * 32, Transfer(0.0, 1e18))
     assert next(iter(found)) == DEFAULT
     assert len({f"{left_s:.9f}" for left_s in found.values()}) == 1
-
-
-@given(
-    st.lists(st.floats(0, 1), min_size=32, max_size=32),
-    st.integers(1, 32),
-    st.floats(0, 0.1),
-    st.floats(1e6, 1e12),
-)
-def test_it_is_the_model_of_the_benchmarks(ready_s, capacity_mib, latency_s, bytes_per_s):
-    """It equals the model of benchmarks/scaling_model.py, whose step is the backward pass here."""
-    transfer = Transfer(latency_s, bytes_per_s)
-    plan = plan_of(BucketLimits(capacity_mib * MIB, MIB))
-    buckets = [
-        steps.Bucket(bucket.numel * 4, max(ready_s[slot.parameter] for slot in bucket.slots))
-        for bucket in plan
-    ]
-    step = steps.Step(max(ready_s), tuple(buckets))
-    expected = step.time_s(transfer.time_s) - max(ready_s)
-    assert exposed_s(plan, ready_s, transfer) == pytest.approx(expected, abs=1e-9)
