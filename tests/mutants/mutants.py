@@ -25,6 +25,7 @@ says whether they still know it.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import re
 import shutil
@@ -335,6 +336,7 @@ def main() -> None:
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
     copy_tree(tree)
+    compileall.compile_dir(tree / "torch_ring", quiet=1)  # once, for all processes of all faults
     tests = Tests(tree, room, options.jobs, options.seconds, own_only=options.own)
     results: list[Result] = []
     try:
