@@ -82,17 +82,17 @@ FAULTS = (
     Fault(
         "frame_unbounded", "a stranger makes a rank keep a frame of any size", FRAMES,
         "if size > _MOST_BYTES[kind] or fds >", "if fds >",
-        tests=("setup/test_exchange_fuzz.py", "setup/test_host_strangers.py"),
+        tests=("setup/test_frames.py",),
     ),
     Fault(
         "bomb", "a few bytes of a table may grow to any size", PEERS,
         "text = inflate.decompress(data, most)", "text = inflate.decompress(data)",
-        tests=("setup/test_exchange_fuzz.py", "setup/test_topology.py"),
+        tests=("setup/test_exchange_fuzz.py::test_a_bomb_eats_no_memory",),
     ),
     Fault(
         "rank_elsewhere", "a table may lack a rank of the world", PEERS,
         "if peers.keys() != set(range(size)):", "if False:",
-        tests=("setup/test_topology.py", "setup/test_exchange_fuzz.py"),
+        tests=("setup/test_topology.py",),
     ),
     Fault(
         "missing_wrong", "the error of a missing rank names the ranks that are here", FAILURE,
@@ -105,7 +105,7 @@ FAULTS = (
         "control_characters", "a stranger's text writes control characters to the terminal",
         FAILURE,
         'c if c.isprintable() or c == "\\n" else "?" for c in', "c for c in",
-        tests=("setup/test_exchange_fuzz.py", "setup/test_exchange_failures.py"),
+        tests=("setup/test_exchange_failures.py",),
     ),
     Fault(
         "first_cause_lost", "the last failure of an init() is raised, not the first", STORE,
