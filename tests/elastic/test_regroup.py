@@ -392,17 +392,20 @@ def test_an_error_without_a_death_is_not_tried_again_for_ever() -> None:
     assert pool.run(fail_alike, 2) == [("RingError: again", 3)] * 2
 
 
-def mismatch() -> str:
+def mismatch() -> tuple[str, int]:
     import torch
 
+    calls = 0
     state = hvd.elastic.ObjectState(step=0)
 
     @hvd.elastic.run
     def train(_: hvd.elastic.ObjectState) -> None:
+        nonlocal calls
+        calls += 1
         hvd.allreduce(torch.ones(1 + hvd.rank()), name="different")
 
-    return pool.error_of(lambda: train(state))[0]
+    return pool.error_of(lambda: train(state))[0], calls
 
 
 def test_a_mismatch_is_the_programs_error() -> None:
-    assert pool.run(mismatch, 2) == ["MismatchError"] * 2
+    assert pool.run(mismatch, 2) == [("MismatchError", 1)] * 2

@@ -69,7 +69,7 @@ FAULTS = (
     Fault(
         "progress_lost", "the state of a sampler loses the epoch", SAMPLER,
         'self.epoch = state_dict["epoch"]', "pass",
-        tests=("elastic/test_state.py",),
+        tests=("elastic/test_state.py::test_a_sampler_deals_what_is_left",),
     ),
     Fault(
         "optimizer_not_restored", "a restore leaves the optimizer as it is", STATE,
@@ -81,7 +81,7 @@ FAULTS = (
         "attributes_shared", "a commit keeps the attributes themselves", STATE,
         "{name: copy.deepcopy(self.__dict__[name]) for name in self._saved_state}",
         "{name: self.__dict__[name] for name in self._saved_state}",
-        tests=("elastic/test_state.py",),
+        tests=("elastic/test_state.py::test_commit_and_restore",),
     ),
     Fault(
         "nearest_state", "survivors go on from the rank that is farthest behind", STATE,
@@ -105,7 +105,7 @@ FAULTS = (
     Fault(
         "scheduler_first", "a scheduler's rate is overwritten by the optimizer's", STATE,
         "key=lambda handler: handler.is_small)", "key=lambda handler: not handler.is_small)",
-        tests=("elastic/test_state.py::test_a_scheduler_in_the_state_stays_the_programs",),
+        tests=("elastic/test_state.py::test_what_has_a_state_dict_is_saved_and_given",),
     ),
     Fault(
         "interrupt_of_one", "only rank 0 hears that hosts have come", STATE,
