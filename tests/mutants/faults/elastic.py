@@ -183,7 +183,7 @@ FAULTS = (
     Fault(
         "functions_unequal", "ranks may call elastic functions unequally often", JOB,
         "if calls != calls[:1] * len(calls):", "if False:",
-        tests=("elastic/test_two_functions.py",),
+        tests=("elastic/test_two_functions.py::test_ranks_that_call_functions_unequally_often_are_told",),
     ),
 )
 # fmt: on
