@@ -118,9 +118,9 @@ FAULTS = (
         tests=("setup/test_store_exchange.py::test_hundreds_of_worlds_leave_nothing_behind",),
     ),
     Fault(
-        "late_not_told", "a late rank waits for a world that has failed", STORE,
+        "told_twice", "a rank that comes again is told of the same failure", STORE,
         "self._store.add(self._key(_PLACES), _OVER)", "pass",
-        tests=("setup/test_store_exchange.py",),
+        tests=("setup/test_store_exchange.py::test_a_rank_that_knows_of_a_failure_is_not_told_again",),
     ),
     Fault(
         "sizes_mixed", "ranks of different sizes make a world", HOST,
