@@ -12,7 +12,6 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 
-
 CODES = (torch.bits8, torch.float4_e2m1fn_x2)  # neither collectives nor torch.equal() take them
 
 
