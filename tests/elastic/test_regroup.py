@@ -320,6 +320,21 @@ def test_reach() -> None:
         assert reach(process.member, KEY, 5.0) is Reach.GONE
 
 
+def test_a_host_that_is_silent_already_gets_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s: list[float] = []
+
+    def connect(_address: tuple[str, int], timeout_s: float) -> socket.socket:
+        times_s.append(timeout_s)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for is_suspect in (False, True):
+        found = reach(Member("p0", "10.0.0.1", 1), KEY, 5.0, is_suspect=is_suspect)
+        assert found is Reach.CUT_OFF
+    patient_s, brief_s = times_s
+    assert brief_s < patient_s / 2
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="sockets that vanish need root")
 def test_a_process_that_dies_while_it_is_called_is_gone() -> None:
     """Its host says nothing of a connection that it has just taken for it."""
@@ -363,6 +378,9 @@ def test_a_message_cannot_be_repeated() -> None:
     accepting.join()
     channel.send({"kind": "probe"})
     message = theirs.recv(4096)
+    theirs.sendall(message)
+    with pytest.raises(ForeignMessageError):
+        channel.receive(5.0)  # its own
     ours.close()
     theirs.close()
     ours, theirs = socket.socketpair()

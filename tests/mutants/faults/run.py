@@ -87,7 +87,7 @@ FAULTS = (
     Fault(
         "option_for_ssh", "a host's name may be an option of ssh", HOSTS,
         'if not _NAME.fullmatch(name) or name.startswith("-"):', "if not _NAME.fullmatch(name):",
-        tests=("run/test_run_hosts.py::test_what_is_no_list_of_hosts",),
+        tests=("run/test_run_hosts.py",),
     ),
     Fault(
         "script_without_end", "a script that finds hosts may run for ever", HOSTS,
@@ -104,7 +104,7 @@ FAULTS = (
         "home_sent", "variables of this host reach ranks on another one", SETTINGS,
         "theirs = dict(environment) if is_local else exported(environment)",
         "theirs = dict(environment)",
-        tests=("run/test_run_hosts.py::test_variables_of_a_host_stay_there",),
+        tests=("run/test_run_hosts.py::test_the_variables_of_a_rank",),
     ),
     Fault(
         "environment_wins", "the environment goes before an option", SETTINGS,
