@@ -301,9 +301,12 @@ def test_directory() -> None:
     directory = Directory("127.0.0.1", KEY)
     try:
         assert ask_directory(directory.address, KEY) == []
+        tell_directory(directory.address, KEY, 1, members[:1], is_first=True)
         tell_directory(directory.address, KEY, 2, members)
         tell_directory(directory.address, KEY, 1, members[:1])  # late, of an older world
         assert ask_directory(directory.address, KEY) == members
+        tell_directory(directory.address, KEY, 3, members, is_first=True)  # of a second function
+        assert directory.resets == 1
         with pytest.raises(hvd.RingError, match="directory"):
             ask_directory(directory.address, b"x" * 32)
     finally:
