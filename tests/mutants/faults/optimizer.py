@@ -144,17 +144,12 @@ FAULTS = (
     Fault(
         "fastest_rank_decides", "the buckets are those of the fastest rank", TUNER,
         "default_s, better_s = self._reduced(medians_s, Max)", "default_s, better_s = medians_s",
-        tests=("optimizer/test_autotuner.py",),
+        tests=("optimizer/test_autotuner.py::test_limits_that_win_on_one_rank_alone_go",),
     ),
     Fault(
         "noise_wins", "a gain that is noise replaces the default", TUNER,
         "wins = better_s < (1 - _LEAST_GAIN) * default_s", "wins = True",
         tests=("optimizer/test_autotuner.py::test_limits_that_do_not_win_go",),
-    ),
-    Fault(
-        "first_pass_counts", "the first pass of a block counts, with new buckets", TUNER,
-        "if not is_first_of_block:", "if True:",
-        tests=("optimizer/test_autotuner.py",),
     ),
     Fault(
         "stopped_tries_on", "a tuner that is stopped keeps the buckets of its trial", TUNER,
