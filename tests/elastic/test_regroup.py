@@ -291,6 +291,15 @@ def test_newcomers_are_let_in_after_the_survivors(most: int) -> None:
                     future.result()
 
 
+def test_a_newcomer_that_has_died_is_not_let_in() -> None:
+    with job(1) as (process,):
+        channel = dial(process.member, KEY, 5.0)
+        channel.send({"kind": "newcomer", "member": ["p9", "127.0.0.1", 1], "call": 1})
+        assert pool.eventually(lambda: process.listener.newcomers.qsize() == 1, 20)
+        channel.close()
+        assert process.listener.take_newcomers(1) == []
+
+
 def test_a_newcomer_that_nobody_lets_in_gives_up() -> None:
     with job(1) as (process,), pytest.raises(hvd.TimeoutError, match="check_host_updates"):
         come(list, process.member, KEY, Limits(0.2, 5.0))

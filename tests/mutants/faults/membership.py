@@ -70,7 +70,7 @@ FAULTS = (
     Fault(
         "dead_newcomer", "a newcomer that has died is let in", LISTENER,
         "            if not request.channel.is_closed():\n", "            if True:\n",
-        tests=("elastic/test_regroup.py",),
+        tests=("elastic/test_regroup.py::test_a_newcomer_that_has_died_is_not_let_in",),
     ),
     Fault(
         "older_world", "the report of an earlier world replaces that of a later one", DIRECTORY,
