@@ -90,8 +90,9 @@ def test_quantize(numel, dtype):
     error = (dequantize(codes, scales, tensor.shape) - tensor).abs()
     allowed = scales.expand_as(codes).flatten()[:numel] / 2
     assert (error <= allowed * 1.0001).all()
-    largest = tensor.abs().argmax()
-    torch.testing.assert_close(error[largest], torch.zeros((), dtype=dtype), atol=1e-6, rtol=0)
+    for begin in range(0, numel, 16):  # a scale is that of the largest of its own elements
+        largest = tensor[begin : begin + 16].abs().argmax()
+        assert error[begin + largest] <= 1e-6
 
 
 def test_quantize_keeps_zero_and_tiny_numbers():

@@ -261,6 +261,7 @@ def keep_the_programs_handler() -> None:
     job = Job()
     with Drain(job, 0.2):
         signal_to_self()
+        assert got == [signal.SIGTERM]
     assert got == [signal.SIGTERM]
     assert not job.asked.acquire(blocking=False)
 

@@ -291,6 +291,15 @@ def test_newcomers_are_let_in_after_the_survivors(most: int) -> None:
                     future.result()
 
 
+def test_a_newcomer_that_has_died_is_not_let_in() -> None:
+    with job(1) as (process,):
+        channel = dial(process.member, KEY, 5.0)
+        channel.send({"kind": "newcomer", "member": ["p9", "127.0.0.1", 1], "call": 1})
+        assert pool.eventually(lambda: process.listener.newcomers.qsize() == 1, 20)
+        channel.close()
+        assert process.listener.take_newcomers(1) == []
+
+
 def test_a_newcomer_that_nobody_lets_in_gives_up() -> None:
     with job(1) as (process,), pytest.raises(hvd.TimeoutError, match="check_host_updates"):
         come(list, process.member, KEY, Limits(0.2, 5.0))
@@ -301,9 +310,12 @@ def test_directory() -> None:
     directory = Directory("127.0.0.1", KEY)
     try:
         assert ask_directory(directory.address, KEY) == []
+        tell_directory(directory.address, KEY, 1, members[:1], is_first=True)
         tell_directory(directory.address, KEY, 2, members)
         tell_directory(directory.address, KEY, 1, members[:1])  # late, of an older world
         assert ask_directory(directory.address, KEY) == members
+        tell_directory(directory.address, KEY, 3, members, is_first=True)  # of a second function
+        assert directory.resets == 1
         with pytest.raises(hvd.RingError, match="directory"):
             ask_directory(directory.address, b"x" * 32)
     finally:
@@ -318,6 +330,21 @@ def test_reach() -> None:
         with silent(process):
             assert reach(process.member, KEY, 0.2) is Reach.SILENT
         assert reach(process.member, KEY, 5.0) is Reach.GONE
+
+
+def test_a_host_that_is_silent_already_gets_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s: list[float] = []
+
+    def connect(_address: tuple[str, int], timeout_s: float) -> socket.socket:
+        times_s.append(timeout_s)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for is_suspect in (False, True):
+        found = reach(Member("p0", "10.0.0.1", 1), KEY, 5.0, is_suspect=is_suspect)
+        assert found is Reach.CUT_OFF
+    patient_s, brief_s = times_s
+    assert brief_s < patient_s / 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="sockets that vanish need root")
@@ -363,6 +390,9 @@ def test_a_message_cannot_be_repeated() -> None:
     accepting.join()
     channel.send({"kind": "probe"})
     message = theirs.recv(4096)
+    theirs.sendall(message)
+    with pytest.raises(ForeignMessageError):
+        channel.receive(5.0)  # its own
     ours.close()
     theirs.close()
     ours, theirs = socket.socketpair()
@@ -392,17 +422,20 @@ def test_an_error_without_a_death_is_not_tried_again_for_ever() -> None:
     assert pool.run(fail_alike, 2) == [("RingError: again", 3)] * 2
 
 
-def mismatch() -> str:
+def mismatch() -> tuple[str, int]:
     import torch
 
+    calls = 0
     state = hvd.elastic.ObjectState(step=0)
 
     @hvd.elastic.run
     def train(_: hvd.elastic.ObjectState) -> None:
+        nonlocal calls
+        calls += 1
         hvd.allreduce(torch.ones(1 + hvd.rank()), name="different")
 
-    return pool.error_of(lambda: train(state))[0]
+    return pool.error_of(lambda: train(state))[0], calls
 
 
 def test_a_mismatch_is_the_programs_error() -> None:
-    assert pool.run(mismatch, 2) == ["MismatchError"] * 2
+    assert pool.run(mismatch, 2) == [("MismatchError", 1)] * 2

@@ -12,6 +12,7 @@ import torch
 from arrivals import run_with_arrivals
 
 import torch_ring as hvd
+from torch_ring.elastic import job
 
 STEPS = 4
 
@@ -102,3 +103,16 @@ def go_on_from_what_is_set() -> tuple[list[int], float]:
 def test_a_function_begins_with_the_present_values() -> None:
     results = pool.run(go_on_from_what_is_set, 2)
     assert results == [([2, 3, 4, 5, 3, 4], -6.0)] * 2
+
+
+def call_unequally() -> tuple[str, str]:
+    if hvd.rank() == 1:
+        job._count(1, 0)  # it has called a function that rank 0 has not
+    train = hvd.elastic.run(lambda _: None)
+    return pool.error_of(lambda: train(hvd.elastic.ObjectState(step=0)))
+
+
+def test_ranks_that_call_functions_unequally_often_are_told() -> None:
+    for kind, text in pool.run(call_unequally, 2):
+        assert kind == "MismatchError"
+        assert "unequally often: [1, 2] times, by rank" in text

@@ -29,11 +29,11 @@ def generated(root: Path, files: Sequence[str], count: int, seed: int) -> list[F
     for file in files:
         text = (root / file).read_text()
         make = _of_python if file.endswith(".py") else _of_cpp
-        for old, new, is_expression in make(text):
+        for old, new in make(text):
             if text.count(old) == 1:
                 name = f"generated_{len(found)}"
                 says = f"{_one_line(old)}  ->  {_one_line(new)}"
-                found.append(Fault(name, says, file, old, new, is_expression))
+                found.append(Fault(name, says, file, old, new))
     order = random.Random(seed).sample(found, len(found))
     chosen: list[Fault] = []
     for fault in order:
@@ -51,19 +51,19 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:60]
 
 
-def _of_cpp(text: str) -> Iterator[tuple[str, str, bool]]:
+def _of_cpp(text: str) -> Iterator[tuple[str, str]]:
     before = ""
     for line in text.splitlines():
         statement, condition = _STATEMENT.match(line), _CONDITION.match(line)
         is_first, before = not before or before.endswith((";", "{", "}")), line
         if statement and is_first and not statement[1].startswith(_KEYWORDS):
-            yield statement[1], ";", False
+            yield statement[1], ""
         elif condition and ";" not in condition[1] and _is_balanced(condition[1]):
-            yield condition[1], f"!({condition[1]})", True
+            yield condition[1], f"!({condition[1]})"
             for found in re.finditer(r" (&&|\|\||<=?|>=?) ", condition[1]):
                 swapped = f" {_SWAPPED[found[1]]} "
                 new = condition[1][: found.start()] + swapped + condition[1][found.end() :]
-                yield condition[1], new, True
+                yield condition[1], new
 
 
 def _is_balanced(text: str) -> bool:
@@ -76,25 +76,25 @@ def _is_balanced(text: str) -> bool:
     return depth == 0
 
 
-def _of_python(text: str) -> Iterator[tuple[str, str, bool]]:
+def _of_python(text: str) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(text)):
         source = ast.get_source_segment(text, node) if isinstance(node, ast.AST) else None
         if not source:
             continue
         if isinstance(node, (ast.Expr, ast.AugAssign)) and not _is_docstring(node):
-            yield source, "pass", False
+            yield source, "pass"
         elif isinstance(node, (ast.If, ast.While)):
             condition = ast.get_source_segment(text, node.test)
             keyword = "if" if isinstance(node, ast.If) else "while"
-            yield f"{keyword} {condition}:", f"{keyword} not ({condition}):", False
+            yield f"{keyword} {condition}:", f"{keyword} not ({condition}):"
         elif isinstance(node, ast.BoolOp):
             word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
             if source.count(f" {word} ") == 1:
-                yield source, source.replace(f" {word} ", f" {other} "), False
+                yield source, source.replace(f" {word} ", f" {other} ")
         elif isinstance(node, ast.Compare) and len(node.ops) == 1:
             for operator, other in _SWAPPED.items():
                 if source.count(f" {operator} ") == 1:
-                    yield source, source.replace(f" {operator} ", f" {other} "), False
+                    yield source, source.replace(f" {operator} ", f" {other} ")
 
 
 def _is_docstring(node: ast.AST) -> bool:

@@ -4,22 +4,28 @@ faults they found.
     make mutants ROOM=gradients
     make mutants ARGS="--only launched_early --keep"
     make mutants ARGS="--generated 40 --seed 1"
+    make mutants ROOM=setup ARGS=--own
 
-A fault replaces one place of a source file (`faults.py`, by hand; `generated.py`, by rules). It
+A fault replaces one place of a source file (`faults/`, by hand; `generated.py`, by rules). It
 works in a copy of the tree, so the checkout stays as it is. The faults of C++ files are all
 compiled into one extension, and the variable TORCH_RING_MUTANT turns one of them on: a build a
-fault would take hours. Each of a Python file is written to a copy of its own.
+fault would take hours. Each of a Python file is written to a copy of its own, and a room that has
+no other faults builds nothing.
 
-The tests that know the places of faults run once without any. A fault *died* if a test failed or
-did not end, again when it ran alone, and passed without the fault; it *survived* if all tests of
-the room passed. Tests that found a fault run first for the next ones, so most faults die within
-seconds. The exit status is 1 if a fault survived, or if its place is no longer in the source.
+The tests that know the places of faults run once without any. A fault *died* if a test failed,
+again when it ran alone, and passed without the fault, or if tests that end without the fault did
+not end in time; it *survived* if all tests of the room passed. Tests that found a fault run first
+for the next ones, so most faults die within seconds. The exit status is 1 if a fault survived, or
+if its place is no longer in the source.
+
+With --own only the tests that know a fault's place run, and once: half the time, and the table
+says whether they still know it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import compileall
 import os
 import re
 import shutil
@@ -34,6 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from faults import ROOMS, Fault, Room
 from generated import generated
 
@@ -140,28 +147,37 @@ class Tests:
     Args:
         tree: the copy.
         room: the room.
-        found: a file that keeps the tests that have found faults, for later runs.
         jobs: the number of pytest's processes.
         seconds: the time that a fault's tests may take.
+        own_only: whether only the tests that know a fault's place look for it, and once.
     """
 
-    def __init__(self, tree: Path, room: Room, found: Path, jobs: int, seconds: float) -> None:
+    def __init__(
+        self, tree: Path, room: Room, jobs: int, seconds: float, *, own_only: bool
+    ) -> None:
         self._without = Planted(None, tree)
         self._room = room
-        self._found = found
         self._jobs = jobs
         self._seconds = seconds
+        self._own_only = own_only
         self._lock = threading.Lock()  # guards the members below
-        self._finders: list[str] = json.loads(found.read_text()) if found.exists() else []
+        self._finders: list[str] = []
         self._sound: set[str] = set()  # tests that pass without a fault
         self._unsound: set[str] = set()  # tests that fail without one, or now and then
 
     def run_without(self, faults: Sequence[Fault]) -> None:
-        """Run the tests that know the faults' places, without a fault."""
+        """Run the tests that know the faults' places, without a fault.
+
+        Raises:
+            SystemExit: there is no such test.
+        """
         known = sorted({f"tests/{test}" for fault in faults for test in fault.tests})
         if not known:
             return
-        output = self._output(self._without, ["-rA", *known], self._jobs, 10 * self._seconds)[1]
+        arguments = ["-rA", *known]
+        status, output = self._output(self._without, arguments, self._jobs, 10 * self._seconds)
+        if status == pytest.ExitCode.USAGE_ERROR:
+            sys.exit("\n".join(re.findall(r"^ERROR: .+$", output, re.MULTILINE)))
         self._sound.update(re.findall(r"^PASSED (.+?)$", output, re.MULTILINE))
 
     def first_failure(self, planted: Planted) -> str:
@@ -171,15 +187,20 @@ class Tests:
         with self._lock:
             finders = list(self._finders)
         quick = ["-m", "not slow", *self._room.tests]
-        for tests, jobs in (
+        steps = [
             (own, 1),
             (finders[:_FEW], 1),
             (finders[_FEW:], self._jobs),
             (quick, self._jobs),
             (list(self._room.slow_tests), self._jobs),
-        ):
+        ]
+        for tests, jobs in steps[:1] if self._own_only else steps:
             while failure := self._failure(planted, tests, jobs) if tests else "":
-                if "::" not in failure or self._is_found_by(planted, failure):
+                if "::" not in failure:
+                    if not self._failure(self._without, tests, jobs):
+                        return failure
+                    break
+                if self._is_found_by(planted, failure):
                     self._note(failure)
                     return failure
                 with self._lock:
@@ -187,7 +208,7 @@ class Tests:
         return ""
 
     def _is_found_by(self, planted: Planted, test: str) -> bool:
-        """Return whether a test that has failed fails again, and passes without the fault."""
+        """Return whether a test that has failed passes without the fault, and fails again."""
         with self._lock:
             is_sound = test in self._sound
         if not is_sound:
@@ -195,7 +216,7 @@ class Tests:
                 return False
             with self._lock:
                 self._sound.add(test)
-        return bool(self._failure(planted, [test], 1))
+        return self._own_only or bool(self._failure(planted, [test], 1))
 
     def _failure(self, planted: Planted, tests: list[str], jobs: int) -> str:
         """Return the first test that fails, or the reason that none has ended; "" if all pass."""
@@ -242,11 +263,8 @@ class Tests:
         return process.returncode, output
 
     def _note(self, failure: str) -> None:
-        if "::" not in failure:
-            return
         with self._lock:
             self._finders = [failure, *(test for test in self._finders if test != failure)]
-            self._found.write_text(json.dumps(self._finders[:40]))
 
 
 def result_of(fault: Fault, tree: Path, tests: Tests) -> Result:
@@ -296,6 +314,7 @@ def main() -> None:
     parser.add_argument("--generated", type=int, default=0, help="so many by rules instead")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of generated ones")
     parser.add_argument("--list", action="store_true", help="print the faults, and run none")
+    parser.add_argument("--own", action="store_true", help="only the tests that know a place")
     parser.add_argument("--keep", action="store_true", help="keep the copy of the tree")
     parser.add_argument("--at-once", type=int, default=2, help="faults that are tried at a time")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest, for a fault")
@@ -309,15 +328,16 @@ def main() -> None:
     faults = [f for f in planted if options.only is None or f.name in options.only]
     if options.list:
         for fault in faults:
-            print(f"{fault.name:32} {fault.file}: {fault.says}")
+            count = (ROOT / fault.file).read_text().count(fault.old)
+            lost = "" if count == 1 else f" (its text is there {count} times)"
+            print(f"{fault.name:32} {fault.file}: {fault.says}{lost}")
         return
-    folder = ROOT / "build" / "mutants"
-    tree = folder / "tree"
+    tree = ROOT / "build" / "mutants" / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
     copy_tree(tree)
-    found = folder / f"{options.room}.json"
-    tests = Tests(tree, room, found, options.jobs, options.seconds)
+    compileall.compile_dir(tree / "torch_ring", quiet=1)  # once, for all processes of all faults
+    tests = Tests(tree, room, options.jobs, options.seconds, own_only=options.own)
     results: list[Result] = []
     try:
         for result in run(faults, tree, tests, options.at_once):

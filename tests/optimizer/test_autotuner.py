@@ -43,13 +43,22 @@ class SlowNetwork:
         self.clock.now += 1e-5 + tensor.numel() * tensor.itemsize / (10 * MIB)
 
 
+class SlowPeer(SlowNetwork):
+    """The same, with another rank, whose steps take 4 s with other buckets than the default."""
+
+    def run(self, collective, tensor, output, name, root, op):
+        super().run(collective, tensor, output, name, root, op)
+        if op == hvd.Max and tensor[0] > 1.0:  # the steps, and not the two allreduces
+            tensor.copy_(torch.maximum(tensor, torch.tensor([3.0, 4.0])))
+
+
 class Job:
     """A model whose buckets determine the time of its passes."""
 
-    def __init__(self, monkeypatch, tmp_path, pass_s) -> None:
+    def __init__(self, monkeypatch, tmp_path, pass_s, network=SlowNetwork) -> None:
         self.clock = Clock()
         monkeypatch.setattr(autotuner, "time", self.clock)
-        self.network = SlowNetwork(self.clock)
+        self.network = network(self.clock)
         self.limits = DEFAULT
         self.pass_s = pass_s
         self.parameters = [torch.zeros(1, requires_grad=True) for _ in range(COUNT)]
@@ -108,6 +117,13 @@ def test_limits_that_win_stay(monkeypatch, tmp_path, caplog):
     assert len(rows) > 20
     job.train(3)
     assert len(job.rebuilt) == 4
+
+
+def test_limits_that_win_on_one_rank_alone_go(monkeypatch, tmp_path):
+    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else 2.0, SlowPeer)
+    job.train(25)
+    assert job.tuner.is_done
+    assert is_default(job.limits)
 
 
 def test_limits_that_do_not_win_go(monkeypatch, tmp_path, caplog):

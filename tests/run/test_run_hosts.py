@@ -34,7 +34,9 @@ def test_hosts_of_an_option(text, hosts):
     assert parse_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "a:", "a:x", "a:1,,b:1", "a:0", "-oProxyCommand=x:1", "a b"])
+@pytest.mark.parametrize(
+    "text", ["", "a:", "a:x", "a:1,,b:1", "a:0", "-oProxyCommand=x:1", "-v", "a b"]
+)
 def test_what_is_no_list_of_hosts(text):
     with pytest.raises(InvalidArgumentError):
         parse_hosts(text)

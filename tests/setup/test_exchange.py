@@ -233,16 +233,17 @@ def test_missing_ranks_are_named_on_all_ranks(with_store):
         assert "ranks 2, 3 of 4 did not arrive within 2 s" in str(error)
 
 
+@pytest.mark.parametrize("ranks", [(0, 0, 1), (0, 1, 1)])
 @pytest.mark.parametrize("with_store", [False, slow(True)])
-def test_two_processes_of_one_rank_are_refused(with_store):
+def test_two_processes_of_one_rank_are_refused(with_store, ranks):
     name, store = new_name(), HashStore() if with_store else None
 
     def on_process(index):
         time.sleep(0.1 * index)
-        return ranks_met(max(index - 1, 0), 3, name=name, store=store, timeout_s=5.0)
+        return ranks_met(ranks[index], 3, name=name, store=store, timeout_s=5.0)
 
     errors = run_on_ranks(3, on_process)
-    assert all("two processes are rank 0 of 3" in str(error) for error in errors), errors
+    assert all(f"two processes are rank {ranks[1]} of 3" in str(e) for e in errors), errors
 
 
 def test_different_sizes_are_refused():

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup.exchange import FailurePath, failing_together
-from torch_ring.setup.failure import missing_ranks, two_of_a_rank
+from torch_ring.setup.failure import Failure, missing_ranks, two_of_a_rank
 from torch_ring.setup.host_socket import HostLeader
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
@@ -149,3 +149,8 @@ def test_a_list_of_missing_ranks_is_never_empty():
 def test_two_processes_of_a_rank_may_be_two_jobs():
     text = str(two_of_a_rank(1, 3))
     assert text.startswith("two processes are rank 1 of 3, or another job has the same MASTER_ADDR")
+
+
+def test_a_failure_that_was_sent_writes_no_control_characters():
+    sent = Failure("RingError", "one\n\x1b[2Jtwo").to_bytes()
+    assert Failure.from_bytes(sent).text == "one\n?[2Jtwo"

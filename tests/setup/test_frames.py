@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torch_ring.setup.frames import Frame, FrameSocket, Kind
+from torch_ring.setup.frames import HEADER_BYTES, Frame, FrameSocket, Kind, encode
 from torch_ring.setup.network import Deadline
 
 
@@ -36,3 +36,12 @@ def test_a_reset_without_last_words_is_an_error(ends: tuple[FrameSocket, FrameSo
     other.close()
     with pytest.raises(ConnectionResetError):
         one.receive()
+
+
+def test_a_frame_of_too_many_bytes_is_refused_by_its_header(
+    ends: tuple[FrameSocket, FrameSocket],
+) -> None:
+    one, other = ends
+    other.socket.send(encode(Kind.HELLO, bytes(1000))[:HEADER_BYTES])
+    with pytest.raises(ValueError, match="1000 bytes and 0 descriptors is no HELLO"):
+        one.receive(1.0)

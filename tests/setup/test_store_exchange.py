@@ -106,6 +106,23 @@ def test_a_failure_reaches_those_who_wait_and_those_who_come_late():
     assert exchange_on_all_ranks(store) == [[0, 1, 2]] * SIZE
 
 
+def test_a_rank_that_knows_of_a_failure_is_not_told_again():
+    store, is_back = HashStore(), threading.Event()
+    exchange_on(store, range(1, 2), SIZE).fail(Failure("RingError", "once"))
+
+    def on_rank(rank):
+        if rank == 1:
+            is_back.set()
+        else:
+            assert is_back.wait(DEADLINE_S)
+            time.sleep(0.1)  # rank 1 comes first
+            with pytest.raises(RingError, match="once"):
+                exchange_once(store, rank)
+        return exchange_once(store, rank)[1]
+
+    assert run_on_ranks(SIZE, on_rank) == [[0, 1, 2]] * SIZE
+
+
 def test_a_failure_after_the_values_reaches_its_world_only():
     store = HashStore()
     sides = [side for side, _ in run_on_ranks(SIZE, lambda rank: exchange_once(store, rank))]

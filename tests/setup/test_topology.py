@@ -96,10 +96,10 @@ def test_ranks_share_the_cpus_that_they_are_bound_to():
 
 def test_the_launcher_decides_the_local_ranks():
     two_agents = [
-        made_up_peer(rank, node=str(rank // 2), local_rank=rank % 2, local_size=2)
+        made_up_peer(rank, node=str(rank // 2), local_rank=1 - rank % 2, local_size=2)
         for rank in range(4)
     ]
-    assert topology.topology_of(3, two_agents) == Topology(1, 2, 1, 2, True)
+    assert topology.topology_of(3, two_agents) == Topology(0, 2, 1, 2, True)
 
 
 @pytest.mark.parametrize(

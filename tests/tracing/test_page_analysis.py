@@ -48,6 +48,11 @@ def test_one_rank_alone_is_not_late(tmp_path: Path) -> None:
     assert set(arrivals(recording)) == {None}
 
 
+def test_nobody_is_late_where_a_name_comes_again_without_a_number() -> None:
+    recording = recording_of(operation(rank, "x", time) for rank, time in ((0, 0), (0, 9), (1, 9)))
+    assert set(arrivals(recording)) == {None}
+
+
 def test_step_times(tmp_path: Path) -> None:
     recording = read(tmp_path, steps=4)
     assert step_times(recording) == [Step(step, 20 * MILLISECOND, 2) for step in range(3)]

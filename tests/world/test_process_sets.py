@@ -16,6 +16,7 @@ from process_set_use import (
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.tracing import snapshot
 from torch_ring.world.process_set import engine_of, root_in
 
 on_larger_worlds = pytest.mark.parametrize(
@@ -123,8 +124,9 @@ def come_and_go() -> None:
         check_process_set(process_set, [0, hvd.size() - 1])
         assert hvd.remove_process_set(process_set)
         if number == 1:  # the first two open permanent descriptors
-            before = resources()
+            before, shared_bytes = resources(), snapshot().memory.shared_bytes
     assert_no_more_than(before, opened=3)
+    assert snapshot().memory.shared_bytes == shared_bytes
 
 
 @on_both_transports

@@ -1,0 +1,195 @@
+"""Faults of setup: how ranks find one another and agree on a world."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Room
+
+FRAMES = "torch_ring/setup/frames.py"
+KEY = "torch_ring/setup/job_key.py"
+SECRET = "torch_ring/setup/secret_file.py"
+CLAIM = "torch_ring/setup/claim.py"
+PEERS = "torch_ring/setup/peer_info.py"
+STORE = "torch_ring/setup/store_exchange.py"
+HOST = "torch_ring/setup/host_socket.py"
+LAUNCHERS = "torch_ring/setup/launchers.py"
+TOPOLOGY = "torch_ring/setup/topology.py"
+EXCHANGE = "torch_ring/setup/exchange.py"
+FAILURE = "torch_ring/setup/failure.py"
+GROUPS = "torch_ring/setup/control_groups.py"
+
+# fmt: off
+FAULTS = (
+    Fault(
+        "settings_differ", "ranks may have different settings", PEERS,
+        "if text != texts[lowest]:", "if False:",
+        tests=("setup/test_exchange.py::test_different_settings_are_named_on_all_ranks",),
+    ),
+    Fault(
+        "rank_twice", "two processes may have the same rank", PEERS,
+        "if peer.rank in peers:", "if False:",
+        tests=("setup/test_topology.py",),
+    ),
+    Fault(
+        "overwritten", "a stranger may change what a rank has sent", STORE,
+        "not isinstance(values, list) or self._unpacked(pack(own)) not in values",
+        "not isinstance(values, list)",
+        tests=("setup/test_job_key.py::test_the_own_value_is_checked_even_without_a_secret",),
+    ),
+    Fault(
+        "hosts_mixed", "ranks of different hosts share memory", TOPOLOGY,
+        "[machines.setdefault(peer.machine, len(machines)) for peer in peers]",
+        "[machines.setdefault(peer.machine, 0) for peer in peers]",
+        tests=("setup/test_topology.py",),
+    ),
+    Fault(
+        "spins_beside_others", "ranks that share a CPU spin", TOPOLOGY,
+        "return cpus.bit_count() >= len(neighbours)", "return True",
+        tests=("setup/test_topology.py",),
+    ),
+
+    Fault(
+        "key_not_bound", "a value may be moved to another key of the store", KEY,
+        'return self._digest("store", self._job.encode(), name.encode(), value)',
+        'return self._digest("store", self._job.encode(), value)',
+        tests=("setup/test_job_key.py",),
+    ),
+    Fault(
+        "tag_unchecked", "a stranger's value in the store is believed", KEY,
+        "if not hmac.compare_digest(tag, self._key.tag(name, value)):", "if False:",
+        tests=("setup/test_job_key.py",),
+    ),
+    Fault(
+        "world_key_common", "ranks that have received different tables get the same key", KEY,
+        'return self._digest("world", self._job.encode(), *sent)',
+        'return self._digest("world", self._job.encode())',
+        tests=("setup/test_job_key.py",),
+    ),
+    Fault(
+        "secret_readable", "a secret that others can read is taken", SECRET,
+        "if found.st_mode & 0o077:", "if False:",
+        tests=("setup/test_secret_file.py",),
+    ),
+    Fault(
+        "secret_not_stripped", "the line end of a secret file is a part of the secret", SECRET,
+        "secret = data.strip()", "secret = data",
+        tests=("setup/test_secret_file.py",),
+    ),
+    Fault(
+        "last_words_lost", "the reason of a failure is lost when its connection is reset", FRAMES,
+        "if end is not None and not frames:", "if end is not None:",
+        tests=("setup/test_frames.py",),
+    ),
+    Fault(
+        "frame_unbounded", "a stranger makes a rank keep a frame of any size", FRAMES,
+        "if size > _MOST_BYTES[kind] or fds >", "if fds >",
+        tests=("setup/test_frames.py",),
+    ),
+    Fault(
+        "bomb", "a few bytes of a table may grow to any size", PEERS,
+        "text = inflate.decompress(data, most)", "text = inflate.decompress(data)",
+        tests=("setup/test_exchange_fuzz.py::test_a_bomb_eats_no_memory",),
+    ),
+    Fault(
+        "rank_elsewhere", "a table may lack a rank of the world", PEERS,
+        "if peers.keys() != set(range(size)):", "if False:",
+        tests=("setup/test_topology.py",),
+    ),
+    Fault(
+        "missing_wrong", "the error of a missing rank names the ranks that are here", FAILURE,
+        "    missing = sorted(set(range(size)).difference(here))\n"
+        "    if not missing:\n        return TimeoutError",
+        "    missing = sorted(here)\n    if not missing:\n        return TimeoutError",
+        tests=("setup/test_store_exchange.py::test_missing_ranks_are_named_on_all_hosts",),
+    ),
+    Fault(
+        "control_characters", "a stranger's text writes control characters to the terminal",
+        FAILURE,
+        'c if c.isprintable() or c == "\\n" else "?" for c in', "c for c in",
+        tests=("setup/test_exchange_failures.py",),
+    ),
+    Fault(
+        "first_cause_lost", "the last failure of an init() is raised, not the first", STORE,
+        "failure = self._read_failure() or failure\n", "self._read_failure()\n",
+        tests=("setup/test_store_exchange.py::test_the_first_cause_wins",),
+    ),
+    Fault(
+        "keys_stay", "each init() leaves its keys in the store", STORE,
+        "self._store.delete_key(key)", "pass",
+        tests=("setup/test_store_exchange.py::test_hundreds_of_worlds_leave_nothing_behind",),
+    ),
+    Fault(
+        "told_twice", "a rank that comes again is told of the same failure", STORE,
+        "self._store.add(self._key(_PLACES), _OVER)", "pass",
+        tests=("setup/test_store_exchange.py::test_a_rank_that_knows_of_a_failure_is_not_told_again",),
+    ),
+    Fault(
+        "sizes_mixed", "ranks of different sizes make a world", HOST,
+        "if size != self._size:", "if False:",
+        tests=("setup/test_exchange.py::test_different_sizes_are_refused",),
+    ),
+    Fault(
+        "rank_let_in_twice", "two processes of one rank are let in on a host", HOST,
+        "elif rank == self._rank or rank in self.followers:", "elif rank == self._rank:",
+        tests=("setup/test_exchange.py::test_two_processes_of_one_rank_are_refused",),
+    ),
+    Fault(
+        "death_unseen", "the leader does not notice that a rank has died", HOST,
+        'self.fail(Failure.of_all(gone(f"rank {rank}", error)))', "pass",
+        tests=("setup/test_exchange.py::test_a_rank_that_dies_is_noticed",),
+    ),
+    Fault(
+        "other_start_let_in", "a rank of another job of the same name is let in", HOST,
+        "if start != self._start.name:", "if False:",
+        tests=("setup/test_jobs_of_one_name.py::test_each_of_two_scripts_has_its_own_job",),
+    ),
+    Fault(
+        "foreign_user", "a process of another user may join", "torch_ring/setup/network.py",
+        "if user != os.getuid():", "if False:",
+        tests=("setup/test_host_strangers.py",),
+    ),
+    Fault(
+        "inherited_rank", "a child of a rank becomes that rank once more", CLAIM,
+        "if holder in ancestors(os.getpid()):", "if False:",
+        tests=("setup/test_jobs_of_one_name.py",),
+    ),
+    Fault(
+        "rank_not_below_size", "a rank that is not below the size is taken", LAUNCHERS,
+        "if not 0 <= index < size:", "if False:",
+        tests=("setup/test_identity.py",),
+    ),
+    Fault(
+        "contradiction", "variables that contradict the launcher's are taken", LAUNCHERS,
+        "if variable in environment and _whole(variable, environment) != _whole(same, "
+        "environment):",
+        "if False:",
+        tests=("setup/test_identity.py",),
+    ),
+    Fault(
+        "tasks_of_first_node", "each node of Slurm has as many tasks as the first", LAUNCHERS,
+        "        left -= nodes\n", "        left = 0\n",
+        tests=("setup/test_identity.py",),
+    ),
+    Fault(
+        "local_rank_counted", "the launcher's local rank is not used", TOPOLOGY,
+        "index if peer.local_rank is None else peer.local_rank", "index",
+        tests=("setup/test_topology.py",),
+    ),
+    Fault(
+        "cross_rank_of_ranks", "the cross rank counts nodes that lack the local rank", TOPOLOGY,
+        "if any(local_ranks[r] == mine for r in node)]", "]",
+        tests=("setup/test_topology.py",),
+    ),
+    Fault(
+        "quota_of_parent", "a quota of a parent group does not count", GROUPS,
+        "for depth in range(len(parts), -1, -1):", "for depth in (len(parts),):",
+        tests=("setup/test_control_groups.py",),
+    ),
+    Fault(
+        "lack_unnamed", "an error of a full table of descriptors names no limit to raise", FAILURE,
+        "if number not in _LACKS:", "if True:",
+        tests=("world/test_descriptor_limits.py", "setup/test_exchange_failures.py"),
+    ),
+)
+# fmt: on
+
+ROOM = Room(FAULTS, ("tests/setup",))
