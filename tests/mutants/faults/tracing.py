@@ -75,17 +75,17 @@ FAULTS = (
     Fault(
         "old_file_stays", "a process with another rank leaves the file of its earlier one",
         EXPORTER,
-        "            _remove(*_written)\n", "            pass\n",
-        tests=("tracing/test_metrics_export.py::test_elastic_training_goes_on_to_write",),
+        "                earlier.unlink()", "                pass",
+        tests=("tracing/test_metrics_export.py::test_a_process_removes_its_earlier_file_and_no_other",),
     ),
     Fault(
         "others_file_removed", "a process removes a file that another one writes by now", EXPORTER,
-        "if pid == os.getpid() and path.stat().st_ino == inode:", "if pid == os.getpid():",
-        tests=("tracing/test_metrics_export.py::test_elastic_training_goes_on_to_write",),
+        "if pid == os.getpid() and earlier.stat().st_ino == inode:", "if pid == os.getpid():",
+        tests=("tracing/test_metrics_export.py::test_a_process_removes_its_earlier_file_and_no_other",),
     ),
     Fault(
         "port_of_parent", "a forked child holds its parent's port", EXPORTER,
-        "        current.disable_in_child(self)\n", "",
+        "    close_in_child(server.socket)\n", "",
         tests=("tracing/test_metrics_export.py::test_a_forked_child_neither_writes_nor_serves",),
     ),
     Fault(
