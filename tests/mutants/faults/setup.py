@@ -13,7 +13,6 @@ STORE = "torch_ring/setup/store_exchange.py"
 HOST = "torch_ring/setup/host_socket.py"
 LAUNCHERS = "torch_ring/setup/launchers.py"
 TOPOLOGY = "torch_ring/setup/topology.py"
-EXCHANGE = "torch_ring/setup/exchange.py"
 FAILURE = "torch_ring/setup/failure.py"
 GROUPS = "torch_ring/setup/control_groups.py"
 
