@@ -21,6 +21,7 @@ from training import (
 )
 from training_compressors import COMPRESSORS, Exact, Ragged
 from worlds import on_both_transports
+from zoo import Strided
 
 import torch_ring as hvd
 
@@ -57,28 +58,10 @@ def test_models_converge(transport, size):
     run(check_convergence, size, transport=transport)
 
 
-class UnusualModel(nn.Module):
-    """Convolutions in channels_last, a complex weight, a transposed one, a scalar, an empty one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-        self.spectrum = nn.Parameter(torch.randn(5, dtype=torch.complex64))
-        self.transposed = nn.Parameter(torch.randn(3, 5).t())
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        image = batch.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
-        hidden = self.convolution(image).flatten(1) @ self.transposed.t()
-        return (torch.fft.fft(hidden) * self.spectrum).real * self.scale + self.nothing.sum()
-
-
 def compare_with_no_compression(**options: Any) -> None:
     """Lossless compressors give the weights of training without compression."""
     for make in (Exact, Ragged):
-        for model in (make_model, UnusualModel):
+        for model in (make_model, Strided):
             compressed, plain = model(), model()
             for copy, compression in ((plain, hvd.Compression.none), (compressed, make())):
                 optimizer = hvd.DistributedOptimizer(
@@ -117,7 +100,7 @@ class Recorder(hvd.StatefulCompressor):
 
 def check_gradients_of_the_compressor() -> None:
     """Gradients keep their shape in channels_last and in an autocast region."""
-    alone, model, compressor = UnusualModel(), UnusualModel(), Recorder()
+    alone, model, compressor = Strided(), Strided(), Recorder()
     optimizer = hvd.DistributedOptimizer(
         SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),

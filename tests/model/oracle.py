@@ -27,6 +27,7 @@ from device_double import DEVICE
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from zoo import FEATURES
 
 import torch_ring as hvd
 from tests.support.groups import on_ring
@@ -34,7 +35,7 @@ from tests.support.pool import run
 
 __all__ = ["Play", "Program", "expect_one_process", "loss_of"]
 
-ROWS, FEATURES = 6, 8  # of a rank in a batch
+ROWS = 6  # of a rank in a batch
 TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10}
 TOLERANCE = 1e-5  # of dtypes with fewer digits
 

@@ -93,7 +93,7 @@ def test_a_bucket_for_each_gradient(transport: str) -> None:
 
 @pytest.mark.parametrize("make", [Tied, Strided])
 def test_unusual_parameters(make: Any) -> None:
-    expect_one_process(programs.layouts, make)
+    expect_one_process(programs.plain, "momentum", make)
 
 
 @pytest.mark.parametrize("how", ["step", "synchronize", "synchronize twice", "skip_synchronize"])

@@ -55,6 +55,8 @@ def _registry(world: World, variable: str) -> Any:
     try:
         from torch_ring.tracing.prometheus import registry_of
     except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "prometheus_client":
+            raise
         raise InvalidArgumentError(
             f"{variable} is set, but prometheus_client, which writes the format, is not "
             "installed: pip install 'torch_ring[metrics]', or pip install prometheus_client"
@@ -82,7 +84,8 @@ def _keep_file(world: World, registry: Any) -> None:
                 has_failed = False
             except OSError as error:
                 if not has_failed:  # once, until it works again
-                    _log.warning("rank %d: TORCH_RING_METRICS_FILE: %s", world.rank, error)
+                    text = "rank %d: TORCH_RING_METRICS_FILE: cannot write %s: %s"
+                    _log.warning(text, world.rank, path, error)
                 has_failed = True
 
     thread = threading.Thread(target=keep, name="torch_ring-metrics", daemon=True)
