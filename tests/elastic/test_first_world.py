@@ -205,7 +205,7 @@ def begin_without_a_deadline(*args: Any) -> Any:
     The leader does not go on without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    first_world._JOIN_S = host_socket._GRACE_S = host_socket._TELL_S = 1800.0
+    first_world._JOIN_S = host_socket._GRACE_S = host_socket.TELL_S = 1800.0
     return begin(*args)
 
 

@@ -67,7 +67,7 @@ def recover_without_a_deadline(place: str) -> tuple[int, int]:
     without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    current._REJOIN_S = host_socket._GRACE_S = host_socket._TELL_S = 1800.0
+    current._REJOIN_S = host_socket._GRACE_S = host_socket.TELL_S = 1800.0
     name, rejoin = hvd.rank(), current.rejoin
 
     def rejoin_and_die(*args: Any) -> None:

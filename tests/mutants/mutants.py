@@ -309,7 +309,9 @@ def run(faults: list[Fault], tree: Path, tests: Tests, at_once: int) -> Iterator
 def main() -> None:
     """Parse the arguments, run the faults, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--room", default="gradients", choices=sorted(ROOMS))
+    parser.add_argument(
+        "--room", default=["gradients"], nargs="+", choices=sorted(ROOMS), help="several: one build"
+    )
     parser.add_argument("--only", nargs="*", help="names of faults")
     parser.add_argument("--generated", type=int, default=0, help="so many by rules instead")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of generated ones")
@@ -320,7 +322,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest, for a fault")
     parser.add_argument("--seconds", type=float, default=600.0, help="for the tests of a fault")
     options = parser.parse_args()
-    room = ROOMS[options.room]
+    rooms = [ROOMS[name] for name in options.room]
+    room = Room(*(sum(parts, ()) for parts in zip(*rooms, strict=True)))
     planted: Sequence[Fault] = room.faults
     if options.generated:
         files = sorted({fault.file for fault in planted})
@@ -352,7 +355,7 @@ def main() -> None:
         if not options.keep:
             shutil.rmtree(tree, ignore_errors=True)
     alive = [result for result in results if result.fate != "died"]
-    print(f"{len(results) - len(alive)} of {len(results)} faults of {options.room} died")
+    print(f"{len(results) - len(alive)} of {len(results)} faults of {', '.join(options.room)} died")
     sys.exit(1 if alive else 0)
 
 

@@ -24,9 +24,9 @@ from torch_ring.errors import InvalidArgumentError, MismatchError, RingError, Ti
 from torch_ring.setup import connect as connecting
 from torch_ring.setup.connect import connect, listen
 from torch_ring.setup.exchange import exchange_hosts, failing_together
-from torch_ring.setup.host_socket import socket_name_by_store
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
+from torch_ring.setup.socket_name import socket_name_by_store
 from torch_ring.setup.store import given_store
 from torch_ring.world.engine import make_engine, wait_for_all
 

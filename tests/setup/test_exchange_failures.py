@@ -1,7 +1,6 @@
 """Errors of ranks that wait for others in vain, and reports of an interrupt."""
 
 import os
-import select
 import signal
 import threading
 import time
@@ -31,7 +30,7 @@ def new_name() -> str:
 def is_asked(path: FailurePath) -> bool:
     """Return whether a rank waits at a leader that has not let it in yet."""
     assert isinstance(path.host, HostLeader)
-    return bool(select.select([path.host._listener], [], [], 0)[0])
+    return bool(path.host._selector.select(0))
 
 
 def test_an_interrupt_before_the_welcome_is_told():

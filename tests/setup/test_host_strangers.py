@@ -11,7 +11,7 @@ from threads import run_on_ranks
 from torch.distributed import HashStore
 
 from torch_ring.errors import RingError
-from torch_ring.setup import frames, host_socket
+from torch_ring.setup import frames, host_follower, host_socket
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline, require_same_user
 
@@ -49,7 +49,7 @@ def connected_to_leader(name, rank, size):
     deadline = Deadline(5.0)
     while not deadline.passed():
         with contextlib.suppress(ConnectionRefusedError):  # no leader yet
-            return host_socket.connect(name, Identity(rank, size), deadline, deadline, time.sleep)
+            return host_follower.connect(name, Identity(rank, size), deadline, deadline, time.sleep)
         time.sleep(0.01)
     raise AssertionError("no rank leads")
 

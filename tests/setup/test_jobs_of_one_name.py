@@ -19,8 +19,8 @@ from ports import free_port
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.setup.host_socket import socket_name
 from torch_ring.setup.launchers import Identity, variables_of_launchers
+from torch_ring.setup.socket_name import socket_name
 from torch_ring.world import join
 
 PATIENCE_S = 40.0

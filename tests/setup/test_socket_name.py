@@ -11,10 +11,10 @@ from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.errors import RingError
 from torch_ring.setup import claim
-from torch_ring.setup import host_socket as names
-from torch_ring.setup.host_socket import socket_name, socket_name_by_store
+from torch_ring.setup import socket_name as names
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
+from torch_ring.setup.socket_name import socket_name, socket_name_by_store
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

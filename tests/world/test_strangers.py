@@ -16,9 +16,9 @@ from pool import eventually, run
 
 import torch_ring as hvd
 from torch_ring.setup import connect as connecting
-from torch_ring.setup.host_socket import socket_name
 from torch_ring.setup.launchers import discover
 from torch_ring.setup.network import listen_unix
+from torch_ring.setup.socket_name import socket_name
 
 NOBODY = 65534
 PORT = "29513"

@@ -40,7 +40,8 @@ from torch_ring.setup import topology
 from torch_ring.setup.exchange import FailurePath
 from torch_ring.setup.failure import lacking
 from torch_ring.setup.frames import FrameSocket, Kind
-from torch_ring.setup.host_socket import HostFollower, HostLeader
+from torch_ring.setup.host_follower import HostFollower
+from torch_ring.setup.host_socket import HostLeader
 from torch_ring.setup.launchers import Identity, watched_launcher
 from torch_ring.setup.network import (
     BACKLOG,

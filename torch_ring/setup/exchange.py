@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from torch_ring.errors import PeerLostError, RingError
 from torch_ring.setup.failure import Failure, lacking, other_size, other_version, progress
-from torch_ring.setup.host_socket import HostFollower, HostLeader
+from torch_ring.setup.host_follower import HostFollower
+from torch_ring.setup.host_socket import HostLeader
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline, ForeignUserError, listen_unix
 from torch_ring.setup.peer_info import (

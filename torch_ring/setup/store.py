@@ -35,10 +35,10 @@ from torch_ring.errors import (
     first_line,
 )
 from torch_ring.setup.claim import starter
-from torch_ring.setup.host_socket import socket_name, socket_name_by_store
 from torch_ring.setup.job_key import AuthenticatedStore, JobKey
 from torch_ring.setup.launchers import Identity, expand_hostlist
 from torch_ring.setup.network import Deadline, is_loopback, is_loopback_name, own_address
+from torch_ring.setup.socket_name import socket_name, socket_name_by_store
 from torch_ring.setup.store_client import (
     CONNECT_S,
     StoreClient,
