@@ -46,14 +46,6 @@ void tell_of_pass(const auto& pending, const Fingerprint& entered) {
   if (pass > 0 && join != pending.end()) join->second.work->request().allocate({&pass, 1});
 }
 
-/// The one of `candidates` (empty: any rank) that was last in the round in which `last` posted
-/// last; -1: unknown. The rank that posted last may have announced only other operations there.
-int last_of(const std::vector<int>& candidates, int last) {
-  if (candidates.size() == 1) return candidates.front();
-  const bool is_one = candidates.empty() || std::ranges::find(candidates, last) != candidates.end();
-  return is_one ? last : -1;
-}
-
 }  // namespace
 
 Driver::Driver(HostCommunicator& communicator, const Abort& abort, Watchdog& watchdog,

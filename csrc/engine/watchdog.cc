@@ -41,6 +41,12 @@ std::optional<std::string> Lateness::sum_up() const {
          " ms in the median (docs/tracing.md)";
 }
 
+int last_of(const std::vector<int>& candidates, int last) {
+  if (candidates.size() == 1) return candidates.front();
+  const bool is_one = candidates.empty() || std::ranges::find(candidates, last) != candidates.end();
+  return is_one ? last : -1;
+}
+
 namespace {
 
 // A departure becomes an error only after this time: the gradients of a pass are submitted one by

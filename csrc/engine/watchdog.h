@@ -50,6 +50,10 @@ class Lateness {
   std::optional<Clock::time_point> begin_;  // of the period
 };
 
+/// The one of `candidates` (empty: any rank) that was last in the round in which `last` posted
+/// last; -1: unknown. The rank that posted last may have announced only other operations there.
+int last_of(const std::vector<int>& candidates, int last);
+
 /// One engine's part in the control plane of its process. A rank of the set that is lost, or that
 /// has given up the set, ends the set: the watchdog raises the engine's Abort.
 ///

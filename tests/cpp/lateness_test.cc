@@ -39,5 +39,12 @@ TEST(lateness_is_silent_without_a_majority_or_a_notable_wait) {
   CHECK(lines(0, {-1}, milliseconds(38)).empty());  // the last rank is unknown
 }
 
+TEST(lateness_names_no_rank_that_posted_last_with_other_operations) {
+  CHECK_EQ(last_of({1, 2}, 3), -1);
+  CHECK_EQ(last_of({1, 2}, 2), 2);
+  CHECK_EQ(last_of({1}, 3), 1);
+  CHECK_EQ(last_of({}, 3), 3);
+}
+
 }  // namespace
 }  // namespace torch_ring::test::lateness_test

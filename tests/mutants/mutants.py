@@ -18,6 +18,9 @@ not end in time; it *survived* if all tests of the room passed. Tests that found
 for the next ones, so most faults die within seconds. The exit status is 1 if a fault survived, or
 if its place is no longer in the source.
 
+Faults of csrc/ may name tests of tests/cpp, too, by a word of their names: "cpp:engine". The copy
+has their program, built with the faults.
+
 With --own only the tests that know a fault's place run, and once: half the time, and the table
 says whether they still know it.
 """
@@ -49,6 +52,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from copied_tree import build, copy_tree  # noqa: E402
 
 SWITCH = "TORCH_RING_MUTANT"
+CORE = "cpp:"  # of a test of tests/cpp; a word of its name follows
 _FEW = 6  # tests that have found faults last, which one process runs
 HEADER = f"""\
 // Generated: the planted fault that is on.
@@ -113,16 +117,29 @@ def plant_in_cpp(faults: Iterable[Fault], tree: Path) -> dict[str, str]:
     return problems
 
 
+def core_words(faults: Iterable[Fault]) -> list[str]:
+    """Return the words that name tests of tests/cpp."""
+    named = {test for fault in faults for test in fault.tests if test.startswith(CORE)}
+    return sorted(test.removeprefix(CORE) for test in named)
+
+
+def paths_of(fault: Fault) -> list[str]:
+    """Return the paths of the fault's tests in Python."""
+    return [f"tests/{test}" for test in fault.tests if not test.startswith(CORE)]
+
+
 class Planted:
     """A fault in a copy of the tree. One of C++ is there already, behind its switch.
 
     Attributes:
         fault: the fault; None: no fault.
+        name: its name.
         tree: the copy.
     """
 
     def __init__(self, fault: Fault | None, tree: Path) -> None:
         self.fault = fault
+        self.name = fault.name if fault else "none"
         self.tree = tree
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         if fault is None or not fault.file.endswith(".py"):
@@ -171,7 +188,10 @@ class Tests:
         Raises:
             SystemExit: there is no such test.
         """
-        known = sorted({f"tests/{test}" for fault in faults for test in fault.tests})
+        words = core_words(faults)
+        if words and (failure := self._core_failure(self._without, words)):
+            sys.exit(f"without a fault: {failure}")
+        known = sorted({test for fault in faults for test in paths_of(fault)})
         if not known:
             return
         arguments = ["-rA", *known]
@@ -183,7 +203,10 @@ class Tests:
     def first_failure(self, planted: Planted) -> str:
         """Return the first test that fails with a fault; "" if all pass."""
         assert planted.fault is not None
-        own = [f"tests/{each}" for each in planted.fault.tests]
+        words = core_words([planted.fault])
+        if words and (failure := self._core_failure(planted, words)):
+            return failure
+        own = paths_of(planted.fault)
         with self._lock:
             finders = list(self._finders)
         quick = ["-m", "not slow", *self._room.tests]
@@ -231,6 +254,22 @@ class Tests:
         last = output.strip().splitlines()[-1:] or [f"exit status {status}"]
         return f"pytest: {last[0]}"
 
+    def _core_failure(self, planted: Planted, words: Sequence[str]) -> str:
+        """Return the first failure of the tests in C++ with these words; "" if all pass."""
+        program = self._without.tree / "build/cpp/plain/core_tests"
+        try:
+            ended = subprocess.run(
+                [program, *words], env={**os.environ, SWITCH: planted.name}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=self._seconds,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"C++: no end within {self._seconds:.0f} s"
+        if ended.returncode == 0:
+            return ""
+        failed = re.search(r"^FAILED +(.+)$", ended.stdout, re.MULTILINE)
+        last = ended.stdout.strip().splitlines()[-1:] or [f"exit status {ended.returncode}"]
+        return f"C++: {failed[1] if failed else last[0]}"
+
     def _output(
         self, planted: Planted, arguments: list[str], jobs: int, seconds: float
     ) -> tuple[int | None, str]:
@@ -242,7 +281,7 @@ class Tests:
         command += ["--numprocesses", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
         environment = {
             **os.environ,
-            SWITCH: planted.fault.name if planted.fault else "none",
+            SWITCH: planted.name,
             "PYTHONPATH": str(planted.tree),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
@@ -289,6 +328,11 @@ def run(faults: list[Fault], tree: Path, tests: Tests, at_once: int) -> Iterator
                 problems[fault.name] = f"its text is there {count} times"
     if in_cpp:
         build(tree)
+    if core_words(faults):
+        subprocess.run(
+            ["make", "--silent", "-j2", "-C", "tests/cpp", "all", f"PYTHON={sys.executable}"],
+            cwd=tree, check=True,
+        )  # fmt: skip
     tests.run_without(faults)
     pool = ThreadPoolExecutor(at_once)
     try:

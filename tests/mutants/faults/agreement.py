@@ -11,7 +11,7 @@ FAULTS = (
     Fault(
         "unlike_agreed", "different shapes or dtypes are no mismatch", AGREEMENT,
         "!decision.mismatch && a != *reference && !equal(first, a->fingerprint)", "false",
-        tests=("collectives/test_consistency.py",),
+        tests=("cpp:a_group_and_a_single_request",),
     ),
     Fault(
         "splits_unchecked", "the splits of an alltoall need not fit", AGREEMENT,
@@ -21,30 +21,30 @@ FAULTS = (
     Fault(
         "joined_awaited", "a rank that has joined is waited for", AGREEMENT,
         "!pending.by_rank[rank] && !joined_[rank]", "!pending.by_rank[rank]",
-        tests=("collectives/test_join.py",),
+        tests=("cpp:requests_are_decided_without",),
     ),
 
     Fault(
         "last_joined", "join() returns another rank than the last one", AGREEMENT,
         "last_joined_ = end - 1;", "last_joined_ = run.first;",
-        tests=("collectives/test_join.py",),
+        tests=("cpp:join_is_decided",),
     ),
     Fault(
         "runs_without_joined", "a collective that needs all ranks runs without a joined one",
         AGREEMENT,
         "if (can_stand_in) return std::nullopt;", "return std::nullopt;",
-        tests=("collectives/test_join.py",),
+        tests=("cpp:joined_rank",),
     ),
     Fault(
         "deadlock_unseen", "ranks that wait for different collectives wait for ever", AGREEMENT,
         "nothing_new && all_blocked", "false",
-        tests=("collectives/test_wrong_calls.py",),
+        tests=("cpp:ranks_that_all_wait",),
     ),
     Fault(
         "group_waits", "the rest of a group waits when the ranks disagree about its size",
         AGREEMENT,
         "if (one.group != other.group) decision.ended_groups = {group_of(one), group_of(other)};",
-        tests=("collectives/test_grouped.py",),
+        tests=("cpp:groups_of_different_sizes",),
     ),
     Fault(
         "fence_resets", "requests are numbered anew after a fence", AGREEMENT,
@@ -55,7 +55,7 @@ FAULTS = (
     Fault(
         "here_is_missing", "an error names ranks as late that have come", AGREEMENT,
         "if (!announced) ranks.push_back(rank);", "ranks.push_back(rank);",
-        tests=("world/test_late_ranks.py",),
+        tests=("cpp:agreement_names_missing",),
     ),
     Fault(
         "launches_unlike", "ranks that have run ahead differently go on", AGREEMENT,

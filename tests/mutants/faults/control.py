@@ -20,17 +20,17 @@ FAULTS = (
     Fault(
         "own_host_over_tcp", "who knows the key may pass for a rank of this host", PLANE,
         "unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))", "false",
-        tests=("world/test_strangers.py", "setup/test_connect.py"),
+        tests=("cpp:control_plane_takes_ranks_of_its_host",),
     ),
     Fault(
         "silence_borne", "a silent rank is never given up", PLANE,
         "slept - link.heard() > options_.heartbeat_timeout", "false",
-        tests=("world/test_lost_ranks.py", "world/test_several_hosts.py"),
+        tests=("cpp:control_plane_loses_a_silent",),
     ),
     Fault(
         "not_passed_on", "only the neighbours of a dead rank hear of it", PLANE,
         "&link != from && !news_.departed(link.peer())", "false",
-        tests=("world/test_lost_ranks.py",),
+        tests=("cpp:departed_rank_s_last",),
     ),
     Fault(
         "outlives_launcher", "a rank outlives its launcher", PLANE,
@@ -40,17 +40,17 @@ FAULTS = (
     Fault(
         "stops_at_any_point", "ranks stop at a point that one of them has passed", NEWS,
         "furthest = std::max(furthest, passed);", "furthest = passed;",
-        tests=("world/test_preemption.py",),
+        tests=("cpp:control_planes_stop_at_one_point",),
     ),
     Fault(
         "same_rank_unseen", "a world lives that may have ranks of two jobs", CLAIM,
         "*started <= began_ms_", "false",
-        tests=("setup/test_jobs_of_one_name.py",),
+        tests=("cpp:a_rank_that_was_on_its_way",),
     ),
     Fault(
         "others_death", "a set fails when a rank dies that is no member", SUBSCRIPTIONS,
         "if (!std::ranges::binary_search(subscription.members, news.rank)) return;",
-        tests=("world/test_process_set_errors.py", "world/test_process_sets_on_hosts.py"),
+        tests=("cpp:control_plane_tells_a_set_s",),
     ),
 )
 # fmt: on

@@ -41,7 +41,7 @@ FAULTS = (
     Fault(
         "not_unpacked", "fused results stay in the fusion buffer", EXECUTOR,
         "buffers_.copy(unpacking, reduction.dtype);",
-        tests=("collectives/test_grouped.py",),
+        tests=("cpp:engine, ",),
     ),
     Fault(
         "numbers_go_on", "requests are not numbered anew after a barrier", DRIVER,
@@ -51,12 +51,12 @@ FAULTS = (
     Fault(
         "name_twice", "two requests of one name may be in flight", QUEUE,
         "!in_flight_.emplace(work.key_, &work).second", "false",
-        tests=("collectives/test_handles.py", "collectives/test_wrong_calls.py"),
+        tests=("cpp:queue_keeps_a_name",),
     ),
     Fault(
         "failure_untold", "the others do not hear why a rank has failed", WATCHDOG,
         "if (plane_ != nullptr) plane_->fail(set_, cause);",
-        tests=("world/test_lost_ranks.py", "world/test_departures.py"),
+        tests=("cpp:watchdog_",),
     ),
 
     Fault(
@@ -68,33 +68,33 @@ FAULTS = (
     Fault(
         "stall_untold", "nobody is told of a rank that is late", DRIVER,
         "is_over(now - since, config_.stall_warning)", "false",
-        tests=("world/test_late_ranks.py",),
+        tests=("cpp:stall_warning",),
     ),
     Fault(
         "no_timeout", "TORCH_RING_TIMEOUT ends no wait", DRIVER,
         "is_over(waited, timeout) && is_over(now - last_progress(work), timeout)", "false",
-        tests=("world/test_late_ranks.py",),
+        tests=("cpp:stall_warning",),
     ),
     Fault(
         "late_ready", "a warning names late ranks as ready", DRIVER,
         "std::ranges::find(unready, static_cast<int>(rank)) != unready.end()", "false",
-        tests=("world/test_late_ranks.py",),
+        tests=("cpp:stall_warning",),
     ),
     Fault(
-        "wrong_last", "a rank that posted last counts as late for any operation", DRIVER,
+        "wrong_last", "a rank that posted last counts as late for any operation", WATCHDOG,
         "is_one ? last : -1", "last",
-        tests=("tracing/test_lateness.py",),
+        tests=("cpp:lateness_",),
     ),
     Fault(
         "reserved_name", "a program may take a name that the engine makes", QUEUE,
         "request.fingerprint.name.starts_with('#')", "false",
-        tests=("collectives/test_wrong_calls.py",),
+        tests=("cpp:queue_refuses",),
     ),
     Fault(
         "names_stay", "a group that is refused blocks the names of its other tensors", QUEUE,
         "for (std::size_t earlier = 0; earlier < i; ++earlier) "
         "in_flight_.erase(works[earlier]->key_);",
-        tests=("collectives/test_grouped.py",),
+        tests=("cpp:queue_takes_a_group",),
     ),
 )
 # fmt: on

@@ -16,7 +16,8 @@ class Fault(NamedTuple):
         file: the source file.
         old: the text that it replaces, which is there once: statements, or an expression.
         new: the text in its place; "": C++ does without.
-        tests: tests that know the place best, which run first; paths in tests/.
+        tests: tests that know the place best, which run first: paths in tests/; of tests/cpp, as
+            "cpp:word", those with a word in their names.
     """
 
     name: str

@@ -12,39 +12,39 @@ FAULTS = (
     Fault(
         "any_tag", "a receive takes a message with another tag", PROTOCOL,
         "receive.tag == arrival.frame.tag", "true",
-        tests=("collectives/test_messages.py",),
+        tests=("cpp:messages, ",),
     ),
     Fault(
         "any_source", "a receive takes the message of another rank", PROTOCOL,
         "receive.peer.value_or(arrival.source) == arrival.source", "true",
-        tests=("collectives/test_messages.py",),
+        tests=("cpp:messages, ",),
     ),
     Fault(
         "other_dtype", "a message of another dtype is taken", PROTOCOL,
         "answer.bytes > spec.memory.size() || answer.dtype != spec.dtype",
         "answer.bytes > spec.memory.size()",
-        tests=("collectives/test_messages.py",),
+        tests=("cpp:a_message_that_does_not_fit",),
     ),
     Fault(
         "no_deadline", "a message waits for ever for a late rank", PROTOCOL,
         "if (spec.deadline != Clock::time_point::max())\n"
         "    due_.emplace(spec.deadline, Due{request, std::nullopt});",
-        tests=("collectives/test_messages.py",),
+        tests=("cpp:a_request_past_its_deadline",),
     ),
     Fault(
         "still_for_ever", "data that no longer move are awaited for ever", PROTOCOL,
         "now - side.stream->still_since() > world_.transfer_timeout", "false",
-        tests=("collectives/test_messages.py", "world/test_cut_connections.py"),
+        tests=("cpp:a_message_that_stands_still",),
     ),
     Fault(
         "death_awaited", "a message to a dead rank waits for ever", MESSAGES,
         "end(Error(ErrorKind::kPeerLost, how));",
-        tests=("collectives/test_messages.py",),
+        tests=("cpp:a_rank_that_dies_ends",),
     ),
     Fault(
         "to_itself", "a rank waits for a message that it sends to itself", MESSAGES,
         "*spec.peer == world_.rank", "false",
-        tests=("collectives/test_messages.py",),
+        tests=("cpp:a_message_needs_another",),
     ),
 )
 # fmt: on
