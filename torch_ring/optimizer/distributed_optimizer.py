@@ -31,7 +31,8 @@ from torch_ring.optimizer.buckets import split_evenly
 from torch_ring.optimizer.gradient_report import culprit
 from torch_ring.optimizer.parameters import has_gradients
 from torch_ring.optimizer.reducer import Reducer
-from torch_ring.optimizer.sharded_state import ShardedState, can_cut, require_dense
+from torch_ring.optimizer.shard_parts import can_cut, require_dense
+from torch_ring.optimizer.sharded_state import ShardedState
 from torch_ring.optimizer.wrapping import (
     Copied,
     Wrapped,

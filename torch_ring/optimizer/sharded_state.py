@@ -18,286 +18,36 @@ reads the parameters any more; the second waits until all parts are written.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import inspect
 import logging
-import math
-import mmap
 import operator
-import os
-import secrets
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Optimizer
 
 from torch_ring._C import Engine
 from torch_ring.collectives.compare import (
     digests_of,
     hyper_parameters_of,
-    refuse_lazy,
     require_same,
     require_same_lines,
 )
 from torch_ring.collectives.objects import allgather_object
 from torch_ring.errors import InvalidArgumentError, MismatchError, RingError
+from torch_ring.optimizer.host_memory import Home, Segment, Spec, share_memory
+from torch_ring.optimizer.shard_parts import Part, cut, flat, plan_parts, require_dense
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
-__all__ = ["Part", "ShardedState", "StatePart", "can_cut", "plan_parts", "require_dense"]
+__all__ = ["Segment", "ShardedState", "StatePart", "plan_parts"]
 
 _log = logging.getLogger("torch_ring")
 
-_ELEMENTWISE = (
-    ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
-)  # fmt: skip
-_BY_TENSOR = (Adafactor, Muon)
-_CUT = 1024  # elements: parts begin at whole vectors of a kernel, and at cache lines
-_LEAST_CUT = 16  # a tensor smaller than this fraction of a rank's fair part stays in one piece
-_LINE = 64  # bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
-_AT_ONCE = 1 << 20  # bytes allocated in one call: a signal makes the system undo the call
-
-
-def can_cut(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may step a part of a tensor; if not, it needs whole tensors.
-
-    Raises:
-        ValueError: it cannot step tensors independently.
-    """
-    cls = type(optimizer)
-    kinds: list[Any] = [*_ELEMENTWISE, *_BY_TENSOR]
-    step = inspect.unwrap(cls.step)
-    found = next((k for k in kinds if issubclass(cls, k) and inspect.unwrap(k.step) is step), None)
-    if found is None:
-        raise ValueError(
-            f"shard_state=True: {cls.__name__} is none of the optimizers that step each tensor by "
-            f"itself ({', '.join(sorted(kind.__name__ for kind in kinds))}, and subclasses with "
-            "the same step()): wrap it with shard_state=False"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("shard_state=True: a step of differentiable=True cannot be divided")
-    return found in _ELEMENTWISE
-
-
-def require_dense(names: Mapping[Tensor, str]) -> None:
-    """Raise ValueError for a parameter whose elements overlap, or do not fill their memory."""
-    refuse_lazy((name, parameter) for parameter, name in names.items())
-    for parameter, name in names.items():
-        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-            raise ValueError(
-                f"shard_state=True: '{name}' of shape {list(parameter.shape)} has strides "
-                f"{parameter.stride()}, which do not fill its memory: make it contiguous()"
-            )
-
-
-class Part(NamedTuple):
-    """The elements [begin, end) of a parameter, in the order of memory, that a rank steps."""
-
-    parameter: int
-    begin: int
-    end: int
-    owner: int  # index of the rank
-    is_whole: bool
-
-
-def plan_parts(sizes: Sequence[tuple[int, int]], ranks: int, *, may_cut: bool) -> list[Part]:
-    """Divide consecutive parameters among ranks, with bytes as equal as possible.
-
-    A parameter that crosses the border between two ranks' fair parts is cut there, if it may be cut
-    and is not small; otherwise it belongs to the rank whose fair part has its middle.
-
-    Args:
-        sizes: for each parameter, the number of elements and the bytes of an element.
-        ranks: the number of ranks.
-        may_cut: whether parameters may be cut.
-    """
-    fair = sum(numel * itemsize for numel, itemsize in sizes) / ranks
-    parts: list[Part] = []
-    begin_bytes = 0
-    for index, (numel, itemsize) in enumerate(sizes):
-        nbytes = numel * itemsize
-        edges = {0, numel}
-        if may_cut and nbytes * _LEAST_CUT >= fair:
-            inner = (k * fair - begin_bytes for k in range(1, ranks))
-            edges |= {round(at / itemsize / _CUT) * _CUT for at in inner if 0 < at < nbytes}
-        inside = sorted(edge for edge in edges if edge <= numel)
-        for begin, end in pairwise(inside) if numel else [(0, 0)]:
-            middle = begin_bytes + (begin + end) / 2 * itemsize
-            owner = min(int(middle / fair), ranks - 1) if fair else 0
-            if parts and parts[-1].parameter == index and parts[-1].owner == owner:
-                begin = parts.pop().begin  # a rank has one part of a parameter at most
-            parts.append(Part(index, begin, end, owner, end - begin == numel))
-        begin_bytes += nbytes
-    return parts
-
-
-class Spec(NamedTuple):
-    """Shape, strides and dtype of a tensor, as the ranks exchange them."""
-
-    shape: list[int]
-    stride: list[int]
-    dtype: str
-
-    @staticmethod
-    def of(tensor: Tensor) -> Spec:
-        """Return the spec of a tensor whose elements fill their memory."""
-        stride = torch.empty_like(tensor, device="meta").stride()
-        return Spec(list(tensor.shape), list(stride), str(tensor.dtype).removeprefix("torch."))
-
-    def in_memory(self, memory: mmap.mmap, offset: int) -> Tensor:
-        """Return a tensor in the memory, and keep the memory alive."""
-        dtype = self.torch_dtype
-        count = math.prod(self.shape)
-        if not count:
-            return torch.empty(self.shape, dtype=dtype, device="cpu")
-        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-        return flat.as_strided(self.shape, self.stride)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-
-class Segment:
-    """Shared memory of a host, which one rank makes and the others open: a memfd without a name.
-
-    Each rank maps it twice: for the step, and privately for the program. A page that the program
-    has not written shows what the owners have stepped; one that it has written is the rank's own.
-    The first page begins with a unique token, and the data with the second one.
-
-    The system frees it with the last tensor of the last process, even if processes are killed.
-
-    Args:
-        fd: the rank's descriptor, to be closed by `close`. The mappings have their own.
-        token: the memory's token.
-    """
-
-    def __init__(self, fd: int, token: bytes) -> None:
-        self._fd = fd
-        self.token = token
-        self._memory = mmap.mmap(fd, 0)
-        self._program = mmap.mmap(fd, 0, mmap.MAP_PRIVATE)
-        self._program[: len(token)] = token  # a page known to be written: see written_pages()
-        self._address = torch.frombuffer(self._program, dtype=torch.uint8).data_ptr()
-        self.pages = -(-len(self._memory) // mmap.PAGESIZE)
-        self._entries = bytearray(8 * self.pages)
-
-    @staticmethod
-    def make(nbytes: int) -> Segment:
-        """Make memory. Raises OSError if the host has no more."""
-        fd = os.memfd_create("torch_ring.sharded", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            for begin in range(0, nbytes, _AT_ONCE):
-                os.posix_fallocate(fd, begin, min(_AT_ONCE, nbytes - begin))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            token = secrets.token_bytes(16)
-            os.pwrite(fd, token, 0)
-            return Segment(fd, token)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def offer(self) -> tuple[int, int, str]:
-        """Return the arguments of `open` for another process of this user."""
-        return os.getpid(), self._fd, self.token.hex()
-
-    @staticmethod
-    def open(offer: Sequence[Any]) -> Segment:
-        """Open the memory that another process offers. Raises OSError."""
-        pid, number, token = offer
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.pread(fd, 16, 0) != bytes.fromhex(token):
-                raise OSError(f"/proc/{pid}/fd/{number} is something else: other containers?")
-            return Segment(fd, bytes.fromhex(token))
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def close(self) -> None:
-        """Close the descriptor; tensors keep the mappings."""
-        os.close(self._fd)
-
-    def home(self, spec: Spec, offset: int) -> Home:
-        """Return a place for a tensor."""
-        program = spec.in_memory(self._program, offset)
-        return Home(self, offset, program, spec.in_memory(self._memory, offset))
-
-    def written_pages(self) -> Tensor:
-        """Return the numbers of the pages that may be this process's own copies, in order."""
-        entries = torch.frombuffer(self._entries, dtype=torch.uint8)
-        entries.zero_()
-        with contextlib.suppress(OSError):  # no /proc
-            table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                begin = 8 * (self._address // mmap.PAGESIZE)
-                if os.preadv(table, [self._entries], begin) < len(self._entries):
-                    entries.zero_()
-            finally:
-                os.close(table)
-        kinds = entries[7::8] >> 5  # bits: 4 in memory, 2 swapped out, 1 the file's own page
-        is_own = (kinds > 0) & (kinds & 1 == 0)
-        if not is_own[0]:  # the system does not tell
-            is_own.fill_(True)
-        is_own[0] = False
-        return is_own.nonzero().flatten()
-
-    def drop(self, pages: Tensor) -> None:
-        """Give up this process's copies of pages: the program sees the shared memory there."""
-        gaps = (pages.diff() > 1).nonzero().flatten() + 1
-        for run in torch.tensor_split(pages, gaps.tolist()):
-            begin, end = int(run[0]) * mmap.PAGESIZE, (int(run[-1]) + 1) * mmap.PAGESIZE
-            try:
-                self._program.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-            except OSError:  # mlockall(): the copies stay, and are written anew after each step
-                self._program[begin:end] = self._memory[begin:end]
-
-
-class Home(NamedTuple):
-    """The place of a tensor in shared memory."""
-
-    segment: Segment
-    offset: int
-    program: Tensor  # in the program's mapping
-    shared: Tensor  # the same memory as the owners of its parts write it
-
-    def address(self) -> tuple[str, int]:
-        """Return the token and the offset, which all ranks of the host have."""
-        return self.segment.token.hex(), self.offset
-
-    def is_on(self, counts: Sequence[int]) -> bool:
-        """Return whether a page of the tensor is among those counted up to each page."""
-        nbytes = self.program.nbytes
-        first, last = self.offset // mmap.PAGESIZE, (self.offset + nbytes - 1) // mmap.PAGESIZE
-        return nbytes > 0 and counts[last] > counts[first - 1]
 
 
 class StatePart(Tensor):
@@ -619,41 +369,12 @@ class ShardedState:
         Returns:
             The homes; None on all ranks of the set if one of them cannot share memory.
         """
-        offsets = []
-        end = mmap.PAGESIZE
-        for spec in layout:
-            offsets.append(end)
-            end += -(-spec.nbytes // _LINE) * _LINE
-        segment: Segment | None = None
-        made: list[Home] = []
-        problem = ""
         try:
-            try:
-                if self._rank == holder and layout:
-                    segment = Segment.make(end)
-                    made += map(segment.home, layout, offsets)
-                    for home, value in zip(made, values or (), strict=False):
-                        if value is not None:
-                            home.shared.copy_(value)
-            except (OSError, ValueError) as error:
-                problem = f"rank {self._rank} cannot make {end} bytes: {error}"
-            offers = self._exchange(None if problem or segment is None else segment.offer())
-            offer = offers[self._ranks.index(holder)]
-            try:
-                if self._rank != holder and layout and offer is not None:
-                    segment = Segment.open(offer)
-                    made += map(segment.home, layout, offsets)
-            except (OSError, ValueError) as error:
-                problem = f"rank {self._rank} cannot open the memory of rank {holder}: {error}"
-            problems = [each for each in self._exchange(problem) if each]
-        finally:
-            if segment is not None:
-                segment.close()
-        if not problems:
-            return made
-        if self._rank == self._ranks[0]:
-            _log.warning("shard_state=True without shared memory: %s", problems[0])
-        return None
+            return share_memory(layout, holder, values, self._ranks, self._rank, self._exchange)
+        except OSError as error:
+            if self._rank == self._ranks[0]:
+                _log.warning("shard_state=True without shared memory: %s", error)
+            return None
 
     def _divide(self, optimizer: Optimizer, group: Sequence[int]) -> None:
         """Assign parts to the ranks of the group, and take the state of this rank's parts."""
@@ -666,7 +387,7 @@ class ShardedState:
         self._likes = [torch.empty_like(memory, device="meta") for memory in self._memories]
         own = group.index(self._rank)
         self._parts = [
-            (part, _cut(self._twin(self._memories[part.parameter]), part))
+            (part, cut(self._twin(self._memories[part.parameter]), part))
             for part in plan
             if part.owner == own or not self.is_shared
         ]
@@ -703,7 +424,7 @@ class ShardedState:
     def _slice(self, value: Tensor, part: Part) -> Tensor:
         """Return the part's elements of a tensor like the parameter; of another, all elements."""
         like = self._likes[part.parameter]
-        return _cut(value.detach(), part, like) if value.shape == like.shape else value.detach()
+        return cut(value.detach(), part, like) if value.shape == like.shape else value.detach()
 
     def _visible(self, index: int, key: str, value: Any) -> Any:
         """Return what ``optimizer.state`` has in place of a value that is divided."""
@@ -960,7 +681,7 @@ class ShardedState:
                 del self._shown[parameter]
         for part, tensor in self._parts if moved else ():
             if part.parameter in moved:
-                tensor.data = _cut(moved[part.parameter], part)
+                tensor.data = cut(moved[part.parameter], part)
         self._show(optimizer)
 
     def _take_own(self, key: str, value: Any, before: Any, part: Part, tensor: Tensor) -> None:
@@ -1314,9 +1035,9 @@ class ShardedState:
                     value = next(mine)
                 else:
                     value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
-                flat = _flat(value)
+                elements = flat(value)
                 name = f"{self._name}.{self._count}.state.{owner}.{number}"
-                self._engine.run("broadcast", flat, flat, name, owner)
+                self._engine.run("broadcast", elements, elements, name, owner)
                 if to_cpu:
                     value = value.cpu()
                 if is_cut:
@@ -1326,7 +1047,7 @@ class ShardedState:
                             like.shape, like.stride(), dtype=dtype, device=value.device
                         )
                     part = Part(index, begin, end, owner, is_whole)
-                    _cut(state[key], part).copy_(value)
+                    cut(state[key], part).copy_(value)
                 elif begin == 0:
                     state[key] = value.clone()
         self._count += 1
@@ -1339,30 +1060,13 @@ def _has_views(parameter: Tensor) -> bool:
     return count is not None and count(parameter.untyped_storage()._cdata) > 2
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in the order of memory, without gaps."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _cut(tensor: Tensor, part: Part, like: Tensor | None = None) -> Tensor:
-    """Return a part of a tensor in the memory layout of `like`: a view if possible, or a copy."""
-    if part.is_whole:
-        return tensor
-    if like is not None and tensor.stride() != like.stride():
-        memory = torch.empty_strided(
-            like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = memory.copy_(tensor)
-    return _flat(tensor)[part.begin : part.end]
-
-
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype, with `other` dense, have the same bits."""
     if tensor.stride() != other.stride():
         tensor = torch.empty_like(other).copy_(tensor)
     bits = _BITS.get(other.element_size(), torch.int64)
     return torch.equal(
-        *(_flat(each.resolve_conj().resolve_neg()).view(bits) for each in (tensor, other))
+        *(flat(each.resolve_conj().resolve_neg()).view(bits) for each in (tensor, other))
     )
 
 

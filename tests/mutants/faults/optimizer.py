@@ -6,6 +6,7 @@ from faults.fault import Fault, Room
 
 LOCAL = "torch_ring/optimizer/local_steps.py"
 SHARDED = "torch_ring/optimizer/sharded_state.py"
+PARTS = "torch_ring/optimizer/shard_parts.py"
 TUNER = "torch_ring/optimizer/autotuner.py"
 COMPARE = "torch_ring/optimizer/weight_comparison.py"
 
@@ -78,22 +79,22 @@ FAULTS = (
     ),
     # --- the divided state
     Fault(
-        "one_owner", "the first rank steps all parameters", SHARDED,
+        "one_owner", "the first rank steps all parameters", PARTS,
         "owner = min(int(middle / fair), ranks - 1) if fair else 0", "owner = 0",
         tests=("optimizer/test_sharded_state.py::test_parts_are_balanced_and_cover_all",),
     ),
     Fault(
-        "cut_anywhere", "a part begins inside a cache line", SHARDED,
+        "cut_anywhere", "a part begins inside a cache line", PARTS,
         "round(at / itemsize / _CUT) * _CUT", "round(at / itemsize)",
         tests=("optimizer/test_sharded_state.py::test_parts_are_balanced_and_cover_all",),
     ),
     Fault(
-        "small_cut", "small tensors are cut", SHARDED,
+        "small_cut", "small tensors are cut", PARTS,
         "if may_cut and nbytes * _LEAST_CUT >= fair:", "if may_cut:",
         tests=("optimizer/test_sharded_state.py::test_small_tensors_are_not_cut",),
     ),
     Fault(
-        "any_optimizer", "an optimizer that needs all tensors at once is divided", SHARDED,
+        "any_optimizer", "an optimizer that needs all tensors at once is divided", PARTS,
         "inspect.unwrap(k.step) is step), None)", "True), None)",
         tests=("optimizer/test_sharded_state.py::test_wrong_arguments_are_refused_before_anything_is_sent",),
     ),
