@@ -84,6 +84,29 @@ def test_a_device(transport: str, ahead: bool, case: tuple[Any, ...]) -> None:
     expect_one_process(*case, size=3, transport=transport, door="device", env=env)
 
 
+SHARDED = [
+    (programs.plain, "momentum"),
+    (programs.clipped, "synchronize"),
+    (programs.scheduled, True),
+    (programs.scheduled, False),
+    (programs.by_closures,),
+    (programs.overflowing, False),
+    (programs.overflowing, True),
+    (programs.skipped,),
+    (programs.frozen_and_thawed,),
+    (programs.accumulated, "passes"),
+    (programs.adversaries,),
+]
+
+
+@pytest.mark.parametrize(
+    "case", SHARDED, ids=lambda case: "-".join(str(getattr(e, "__name__", e)) for e in case)
+)
+@on_both_transports
+def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:
+    expect_one_process(*case, size=3, transport=transport, door="sharded")
+
+
 @on_both_transports
 def test_a_bucket_for_each_gradient(transport: str) -> None:
     """Buckets are planned again after the first step."""
@@ -175,6 +198,18 @@ def test_a_layer_outside_of_segments_and_inside(
 ) -> None:
     program, args = programs.in_segments_and_outside, (how, op, passes)
     expect_one_process(program, *args, size=size, transport=transport, env=SMALL_BUCKETS)
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "loss", "way"),
+    [
+        ("shm", 2, programs.clip, "grouped"),
+        ("tcp", 3, programs.simclr, "one by one"),
+        ("shm", 2, programs.clip, "as in Horovod"),
+    ],
+)
+def test_contrastive_losses(transport: str, size: int, loss: Any, way: str) -> None:
+    expect_one_process(programs.contrastive, loss, way, size=size, transport=transport)
 
 
 def test_training_recovers_from_a_failed_backward() -> None:

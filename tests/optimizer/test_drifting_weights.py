@@ -56,11 +56,10 @@ REMEDY = (
 )
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["average", "adasum"])
-@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
-def test_a_write_into_a_weight_is_told(size, op, transport):
-    if op == hvd.Adasum:
-        size = 2 * (size - 1)
+@pytest.mark.parametrize(
+    ("op", "size", "transport"), [(hvd.Average, 3, "tcp"), (hvd.Adasum, 2, "shm")]
+)
+def test_a_write_into_a_weight_is_told(op, size, transport):
     messages, *others = run(drift, size, args=(op,), transport=transport)
     assert messages == [
         "after step 10 the ranks train different weights: '0.bias' on rank 1 is not that on rank 0 "
@@ -102,15 +101,17 @@ def test_again_and_again(transport):
 
 
 def learn_at_own_rates(change_at: int) -> list[str]:
-    """For example a plateau schedule on each rank's own loss."""
+    """Rank 1's own loss falls no more, so that its scheduler halves the rate, alone."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
-        Adam(model.parameters(), lr=0.1, betas=(0.9, 0.99)), model.named_parameters()
+        Adam(model.parameters(), lr=0.5, betas=(0.9, 0.99)), model.named_parameters()
     )
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", 0.5, patience=0)
+    scheduler.step(0.0)
     with logged() as messages:
         for number in range(13):
             if number == change_at and hvd.rank() == 1:
-                optimizer.param_groups[0]["lr"] = 0.01
+                scheduler.step(1.0)
             step(model, optimizer)
     return messages
 
@@ -124,8 +125,8 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
     when = "after step 10 " if change_at else ""
     since = "; after step 1 all had the same" if change_at else ""
     assert re.sub(r"1 of \d+ of", "1 of all of", told) == (
-        f"{when}the ranks train with different hyper-parameters: 'lr' of group 0 on rank 1 (0.01) "
-        f"is not that on rank 0 (0.1); 1 of all of this optimizer differ{since}. Each rank steps "
+        f"{when}the ranks train with different hyper-parameters: 'lr' of group 0 on rank 1 (0.25) "
+        f"is not that on rank 0 (0.5); 1 of all of this optimizer differ{since}. Each rank steps "
         "with its own, so that their weights drift apart: make them from values that all ranks "
         "have, such as a loss that allreduce() has averaged, or call broadcast_optimizer_state("
         "optimizer, root_rank=0)"
@@ -139,57 +140,30 @@ class Private(SGD):
     """Replaces each rank's gradients in step(), as Opacus' DPOptimizer does."""
 
     def step(self, closure=None):
-        replace_gradients(self)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, hvd.rank() + 1.0)
         return super().step(closure)
 
 
-def replace_gradients(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.full_like(parameter, hvd.rank() + 1.0)
-
-
-def train_privately(around: bool) -> list[str]:
+def train_privately() -> list[str]:
     model = make_model()
-    cls = SGD if around else Private
-    optimizer = hvd.DistributedOptimizer(cls(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        Private(model.parameters(), lr=0.1), model.named_parameters()
+    )
     with logged() as messages:
         for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
-            if around:
-                replace_gradients(optimizer)
-            optimizer.step()
+            step(model, optimizer)
     return messages
 
 
 @on_both_transports
-@pytest.mark.parametrize("around", [True, False])
-def test_gradients_replaced_after_the_average_are_told_at_the_first_step(transport, around):
-    messages, others = run(train_privately, 2, args=(around,), transport=transport)
+def test_gradients_replaced_after_the_average_are_told_at_the_first_step(transport):
+    messages, others = run(train_privately, 2, transport=transport)
     assert others == []
     assert [message.partition(": ")[0] for message in messages] == [
         "after step 1 the ranks train different weights"
     ]
-
-
-def plateau() -> list[str]:
-    """Rank 1's own loss falls no more, and so its scheduler divides the rate by ten, alone."""
-    model = make_model()
-    optimizer = wrapped(model)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0)
-    with logged() as messages:
-        for number in range(12):
-            step(model, optimizer)
-            scheduler.step(1.0 if hvd.rank() == 1 and number > 3 else 1 / (number + 1))
-    return messages
-
-
-def test_a_scheduler_that_reads_a_loss_of_one_rank_is_told():
-    (settings, different), _ = run(plateau, 2)
-    assert "after step 10 the ranks train with different hyper-parameters: 'lr' of " in settings
-    assert "on rank 1 (1.0000000000000002e-06) is not that on rank 0 (0.0001); 1 of" in settings
-    assert "after step 10 the ranks train different weights" in different
 
 
 def tensor_rates() -> list[str]:
@@ -207,7 +181,7 @@ def test_a_rate_that_is_a_tensor_has_a_value():
     assert "'lr' of group 0 on rank 1 (1.5) is not that on rank 0 (0.5); 1 of" in messages[0]
 
 
-def sharpness_aware(way: str) -> list[str]:
+def sharpness_aware() -> list[str]:
     """SAM with a first step on local gradients: weights differ in the middle of a step."""
     model = make_model()
     optimizer = wrapped(model)
@@ -225,15 +199,9 @@ def sharpness_aware(way: str) -> list[str]:
             with torch.no_grad():
                 torch._foreach_sub_(parameters, ascent)
                 torch._foreach_mul_(parameters, 0)  # exactly the others' values
-            if way == "step":
-                optimizer.step()
+            optimizer.step()
             optimizer.zero_grad()
     return messages
-
-
-@pytest.mark.parametrize("way", ["step", "second_step"])
-def test_weights_in_the_middle_of_a_step_may_differ(way):
-    assert run(sharpness_aware, 2, args=(way,)) == [[]] * 2
 
 
 def train_alone_and_average() -> list[str]:
@@ -255,8 +223,9 @@ def train_alone_and_average() -> list[str]:
     return messages
 
 
-def test_steps_with_own_gradients_are_not_compared():
-    assert run(train_alone_and_average, 2) == [[]] * 2
+@pytest.mark.parametrize("train", [sharpness_aware, train_alone_and_average])
+def test_weights_that_may_differ_for_a_while(train):
+    assert run(train, 2) == [[]] * 2
 
 
 def synchronize_and_clip() -> list[str]:
@@ -281,7 +250,7 @@ def test_steps_without_another_synchronisation_are_compared():
     assert ["after step 10 " in message for message in messages] == [True]
 
 
-def train_in_turns(differs: bool) -> list[str]:
+def train_in_turns() -> list[str]:
     """Two optimizers that step in turn; a rank leaves out backward now and then."""
     rank = hvd.rank()
     (a,), (b,) = weights(1), weights(2)
@@ -289,7 +258,7 @@ def train_in_turns(differs: bool) -> list[str]:
     second = hvd.DistributedOptimizer(SGD([b], lr=0.1), [("b", b)], backward_passes_per_step=2)
     with logged() as messages:
         for number in range(130):
-            if differs and number == 50 and rank == 1:
+            if number == 50 and rank == 1:
                 b.data += 1
             first.zero_grad()
             if number % 10 != 2 or rank != 1:
@@ -309,13 +278,11 @@ def train_in_turns(differs: bool) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("differs", [False, True])
 @pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
-def test_several_optimizers_count_their_own_steps(size, differs, transport):
-    messages, *others = run(train_in_turns, size, args=(differs,), transport=transport)
-    assert ["after step 100 " in message and "'b' on" in message for message in messages] == [
-        True
-    ] * differs
+def test_several_optimizers_count_their_own_steps(size, transport):
+    (message,), *others = run(train_in_turns, size, transport=transport)
+    assert "after step 100 " in message
+    assert "'b' on" in message
     assert others == [[]] * (size - 1)
 
 

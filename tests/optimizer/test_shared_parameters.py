@@ -10,17 +10,16 @@ import torch
 from logs import logged
 from pool import error_of, eventually, run
 from slot_programs import train_programs_at_random
-from slow import on_shm_and_slowly_on_tcp
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
+from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer.reducer import Reducer
 from torch_ring.world import current
 
-on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
-both_ops = pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+OPS = (hvd.Average, hvd.Sum)
 
 
 def scalars(*values: float) -> list[nn.Parameter]:
@@ -57,11 +56,6 @@ def meet_between_the_hooks() -> None:
         optimizer.step()
 
 
-@on_both_transports
-def test_a_bucket_is_not_sent_before_all_have_copied(transport):
-    run(meet_between_the_hooks, 2, transport=transport)
-
-
 def accumulate(op: hvd.ReduceOp, passes: int, synchronised: int, zero: str) -> None:
     """An actor and a critic with a trunk, in several backward passes a step."""
     trunk, actor, critic = scalars(1, 2, 3)
@@ -96,11 +90,18 @@ def accumulate(op: hvd.ReduceOp, passes: int, synchronised: int, zero: str) -> N
         assert_near(critic, 3 + kept)
 
 
-@pytest.mark.parametrize(("transport", "op"), [("shm", hvd.Average), ("tcp", hvd.Sum)])
-@pytest.mark.parametrize("zero", ["to none", "to zero", "by the model"])
-@pytest.mark.parametrize(("passes", "synchronised"), [(1, 1), (2, 1), (2, 2), (1, 2)])
-def test_a_shared_trunk(transport, op, zero, passes, synchronised):
-    run(accumulate, 3, args=(op, passes, synchronised, zero), transport=transport)
+@pytest.mark.parametrize(
+    ("transport", "op", "passes", "synchronised"),
+    [
+        ("shm", hvd.Average, 1, 1),
+        ("tcp", hvd.Sum, 2, 1),
+        ("tcp", hvd.Average, 2, 2),
+        ("shm", hvd.Sum, 1, 2),
+    ],
+)
+def test_a_shared_trunk(transport, op, passes, synchronised):
+    for zero in ("to none", "to zero", "by the model"):
+        run(accumulate, 3, args=(op, passes, synchronised, zero), transport=transport)
 
 
 def replace(op: hvd.ReduceOp) -> None:
@@ -127,44 +128,12 @@ def replace(op: hvd.ReduceOp) -> None:
             assert_near(parameter, value)
 
 
-@on_both_transports
-@both_ops
-def test_an_optimizer_in_the_place_of_another(transport, op):
-    run(replace, 3, args=(op,), transport=transport)
-
-
-def train_with_random_delays(steps: int) -> None:
-    """Ranks that are late at random, with trunks of several sizes, against one process."""
-    torch.manual_seed(hvd.rank())
-    size = hvd.size()
-    trunk = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (1, 100, 30000)]
-    heads = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (7, 50000)]
-    optimizers = [hvd.DistributedOptimizer(SGD([*trunk, head], lr=0.0)) for head in heads]
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for parameter in trunk:
-            assert parameter.grad is None
-        factor = float(hvd.rank() * 3 + step)
-        sum((p * factor).sum() for p in (*trunk, *heads)).backward()
-        mean = sum(rank * 3 + step for rank in range(size)) / size
-        for parameter in (*trunk, *heads):
-            assert (parameter.grad - mean).abs().max() < 1e-10
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@on_shm_and_slowly_on_tcp
-def test_many_steps_of_a_shared_trunk(transport):
-    env = {"TORCH_RING_BUCKET_BYTES": "8192"}
-    run(train_with_random_delays, 2, args=(100,), transport=transport, env=env)
-
-
 # --- one slot, whoever steps
 
 
-@both_ops
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
+@pytest.mark.parametrize(
+    ("transport", "size", "op"), [("shm", 2, hvd.Sum), ("tcp", 3, hvd.Average)]
+)
 def test_optimizers_that_come_and_go(transport, size, op, full):
     seeds = range(1000 if full else 30)
     run(
@@ -195,12 +164,6 @@ def step_with_the_older(op: hvd.ReduceOp) -> None:
     del later
 
 
-@on_both_transports
-@both_ops
-def test_only_the_older_optimizer_steps(transport, op):
-    run(step_with_the_older, 3, args=(op,), transport=transport)
-
-
 def count_reductions(optimizers: int) -> int:
     """Return how many bytes a pass reduces of a trunk that several optimizers have, and a head."""
     trunk, head = (nn.Parameter(torch.ones(n)) for n in (1000, 10))
@@ -218,10 +181,9 @@ def count_reductions(optimizers: int) -> int:
     return sum(4 * math.prod(each.shape) for each in found if each.operation == "allreduce")
 
 
-@on_both_transports
 @pytest.mark.parametrize("optimizers", [1, 2, 3])
-def test_each_gradient_is_reduced_once(transport, optimizers):
-    reduced = run(count_reductions, 2, args=(optimizers,), transport=transport)
+def test_each_gradient_is_reduced_once(optimizers):
+    reduced = run(count_reductions, 2, args=(optimizers,))
     padding = 15 * 4 * 2  # each gradient begins on a cache line
     assert all(4 * 1010 <= each <= 4 * 1010 + padding for each in reduced), reduced
 
@@ -243,11 +205,6 @@ def lack_the_head() -> None:
         first.step()
 
 
-@on_both_transports
-def test_a_rank_without_the_gradient_beside_a_slot_elsewhere(transport):
-    run(lack_the_head, 2, transport=transport)
-
-
 def set_by_hand(with_pass: bool) -> None:
     """The older optimizer steps with gradients that the program has set; the later one never."""
     trunk, own = scalars(0, 0)
@@ -265,12 +222,6 @@ def set_by_hand(with_pass: bool) -> None:
         first.step()
         assert_near(trunk, -1.5)
     del later
-
-
-@on_both_transports
-@pytest.mark.parametrize("with_pass", [False, True])
-def test_gradients_set_by_hand_in_a_slot_elsewhere(transport, with_pass):
-    run(set_by_hand, 2, args=(with_pass,), transport=transport)
 
 
 def lose_the_later_one(op: hvd.ReduceOp, when: str) -> None:
@@ -304,13 +255,6 @@ def lose_the_later_one(op: hvd.ReduceOp, when: str) -> None:
     assert_near(trunk.grad, 2 * expected)
 
 
-@both_ops
-@on_both_transports
-@pytest.mark.parametrize("when", ["in a hook", "in a step"])
-def test_a_slot_outlives_its_optimizer(transport, op, when):
-    run(lose_the_later_one, 2, args=(op, when), transport=transport)
-
-
 def accumulate_without_the_later_one() -> None:
     """no_sync() holds a slot whose own optimizer is gone."""
     (trunk,) = scalars(0)
@@ -322,11 +266,6 @@ def accumulate_without_the_later_one() -> None:
         assert_near(trunk.grad, 1 + hvd.rank())
     (trunk * 2).backward()
     assert_near(trunk.grad, 1.5 + 2)
-
-
-@on_both_transports
-def test_accumulation_in_a_slot_that_outlives_its_optimizer(transport):
-    run(accumulate_without_the_later_one, 2, transport=transport)
 
 
 def wrap_in_a_pass() -> None:
@@ -350,11 +289,6 @@ def wrap_in_a_pass() -> None:
     assert_near(own, -2 * 4)
 
 
-@on_both_transports
-def test_an_optimizer_that_is_wrapped_in_a_pass(transport):
-    run(wrap_in_a_pass, 2, transport=transport)
-
-
 def touch_the_slot_on_one_rank() -> None:
     """A pass reaches the slot on one rank alone: all agree before the older optimizer steps."""
     trunk, own, other = scalars(0, 0, 0)
@@ -373,11 +307,6 @@ def touch_the_slot_on_one_rank() -> None:
             assert_near(parameter, expected)
 
 
-@on_both_transports
-def test_a_pass_that_reaches_a_slot_on_one_rank(transport):
-    run(touch_the_slot_on_one_rank, 2, transport=transport)
-
-
 def drop_one_with_parameters_of_its_own() -> None:
     """Parameters that only the optimizer that is gone had are left to the program."""
     trunk, own = scalars(0, 0)
@@ -394,11 +323,6 @@ def drop_one_with_parameters_of_its_own() -> None:
     assert_near(own.grad, 6 * (1 + hvd.rank()))
 
 
-@on_both_transports
-def test_other_parameters_of_an_optimizer_that_is_gone(transport):
-    run(drop_one_with_parameters_of_its_own, 2, transport=transport)
-
-
 def add_a_group_between_two_passes(op: hvd.ReduceOp, optimizers: int) -> None:
     """The averaged gradient of the first pass counts once in the second one's sum."""
     trunk, other = scalars(0, 0)
@@ -409,13 +333,6 @@ def add_a_group_between_two_passes(op: hvd.ReduceOp, optimizers: int) -> None:
     assert_near(trunk.grad, 2 * joined(op, lambda _: 1.0))
     wrapped[0].step()
     assert_near(trunk, -2 * joined(op, lambda _: 1.0))
-
-
-@both_ops
-@on_both_transports
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_a_group_that_is_added_between_two_passes(transport, op, optimizers):
-    run(add_a_group_between_two_passes, 2, args=(op, optimizers), transport=transport)
 
 
 def keep_what_the_program_did() -> None:
@@ -432,33 +349,46 @@ def keep_what_the_program_did() -> None:
         assert_near(trunk, -2 - 2 * (10 + hvd.rank()))
 
 
-@on_both_transports
-def test_changes_between_the_steps_of_two_optimizers(transport):
-    run(keep_what_the_program_did, 2, transport=transport)
-
-
-def find_nan() -> tuple[str, str]:
+def find_nan() -> None:
     """Rank 1 has a NaN for a parameter that only the later optimizer reduces; the first steps."""
     trunk, head = scalars(1, 2)
     names = [("trunk", trunk), ("head", head)]
     first = hvd.DistributedOptimizer(SGD([trunk, head], lr=1.0), names, nan_check=True)
     later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), names[:1], nan_check=True)
     (trunk * (math.nan if hvd.rank() == 1 else 1.0) + head).sum().backward()
-    failure = error_of(first.step)
+    kind, text = error_of(first.step)
+    assert kind == "NonFiniteGradientError", text
+    assert "rank 1: the gradient of 'trunk' has a NaN, step 1" in text
     assert trunk.item() == 1
     first.zero_grad()
     (trunk + head).sum().backward()
     first.step()
     later.step()
     assert_near(trunk, -1)
-    return failure
 
 
+@pytest.mark.parametrize(
+    ("program", "cases"),
+    [
+        (meet_between_the_hooks, [()]),
+        (replace, [(op,) for op in OPS]),
+        (step_with_the_older, [(op,) for op in OPS]),
+        (lack_the_head, [()]),
+        (set_by_hand, [(False,), (True,)]),
+        (lose_the_later_one, [(op, when) for op in OPS for when in ("in a hook", "in a step")]),
+        (accumulate_without_the_later_one, [()]),
+        (wrap_in_a_pass, [()]),
+        (touch_the_slot_on_one_rank, [()]),
+        (drop_one_with_parameters_of_its_own, [()]),
+        (add_a_group_between_two_passes, [(op, count) for op in OPS for count in (1, 2)]),
+        (keep_what_the_program_did, [()]),
+        (find_nan, [()]),
+    ],
+)
 @on_both_transports
-def test_a_nan_in_a_slot_of_another_optimizer(transport):
-    for kind, text in run(find_nan, 2, transport=transport):
-        assert kind == "NonFiniteGradientError", text
-        assert "rank 1: the gradient of 'trunk' has a NaN, step 1" in text
+def test_one_slot_of_a_parameter(transport, program, cases):
+    for args in cases:
+        run(program, 2, args=args, transport=transport)
 
 
 def wrap_for_two_sets() -> tuple[str, str]:

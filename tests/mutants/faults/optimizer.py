@@ -33,16 +33,13 @@ FAULTS = (
         "pending_mean_lost", "a state forgets the steps of a mean that is being computed", LOCAL,
         "[each.rounds, max(each.steps, int(each.on_its_way is not None))]",
         "[each.rounds, each.steps]",
-        tests=(
-            "optimizer/test_local_steps.py::test_a_resumed_run_has_the_same_bits",
-            "optimizer/test_local_steps.py::test_another_number_of_ranks_goes_on",
-        ),
+        tests=("optimizer/test_local_steps.py::test_rounds",),
     ),
     Fault(
         "dropped_mean_lost", "after a change of the ranks the steps of a mean are lost", LOCAL,
         "fragment.on_its_way, fragment.steps = None, max(fragment.steps, 1)",
         "fragment.on_its_way, fragment.steps = None, fragment.steps",
-        tests=("optimizer/test_local_steps.py::test_a_dropped_mean_loses_nothing",),
+        tests=("optimizer/test_local_steps.py::test_rounds",),
     ),
     Fault(
         "failed_exchange_counts", "a step whose exchange has failed counts", LOCAL,
@@ -54,13 +51,13 @@ FAULTS = (
         "step_counts_twice", "a step that calls its base class's step counts twice", LOCAL,
         """if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:""",
         "if False:",
-        tests=("optimizer/test_local_steps.py::test_a_step_that_calls_its_base_class_is_one",),
+        tests=("optimizer/test_local_steps.py::test_rounds",),
     ),
     Fault(
         "skipped_not_counted", "a step that a scaler skips does not count", LOCAL,
         "            self._rounds.begin_step(self)\n            self._rounds.count_step()\n",
         "            pass\n",
-        tests=("optimizer/test_local_steps.py::test_steps_that_a_scaler_skips_count",),
+        tests=("optimizer/test_local_steps.py::test_rounds",),
     ),
     Fault(
         "different_agreed", "nobody is told that the agreed parameters differ", LOCAL,
@@ -72,7 +69,7 @@ FAULTS = (
         "        if problem is None:\n            self._agree_on_present()",
         "        if True:\n            self._agree_on_present()",
         tests=(
-            "optimizer/test_local_steps.py::test_different_ranks_are_told",
+            "optimizer/test_local_steps.py::test_errors",
             "optimizer/test_local_steps.py::test_other_weights_on_another_host_are_an_error_on_every_rank",
         ),
     ),
@@ -100,18 +97,18 @@ FAULTS = (
     Fault(
         "steps_not_compared", "ranks step with different hyper-parameters", SHARDED,
         "if digests * digests != size * squares:", "if False:",
-        tests=("optimizer/test_sharded_state.py::test_steps_that_differ_are_refused_on_all_ranks",),
+        tests=("optimizer/test_sharded_state.py::test_a_step_that_fails_on_one_rank_fails_on_all",),
     ),
     Fault(
         "joined_part_stays", "the part of a rank that has joined stays as it is", SHARDED,
         "        if here != size:\n", "        if False:\n",
-        tests=("optimizer/test_sharded_state.py::test_a_rank_that_has_joined_cannot_step_its_part",),
+        tests=("optimizer/test_sharded_state.py::test_a_step_that_fails_on_one_rank_fails_on_all",),
     ),
     Fault(
         "half_step", "a step that failed on one rank is no error on the others", SHARDED,
         "        if failed:\n            raise RingError(",
         "        if False:\n            raise RingError(",
-        tests=("optimizer/test_sharded_state.py::test_a_step_that_fails_on_one_rank_ends_on_all",),
+        tests=("optimizer/test_sharded_state.py::test_a_step_that_fails_on_one_rank_fails_on_all",),
     ),
     Fault(
         "write_of_one", "a write of one rank alone is taken", SHARDED,
@@ -122,7 +119,7 @@ FAULTS = (
     Fault(
         "own_copies_stay", "a rank keeps its own copies of the pages that it has written", SHARDED,
         "            segment.drop(pages)\n", "            pass\n",
-        tests=("optimizer/test_sharded_writes.py::test_writes_count_as_without",),
+        tests=("optimizer/test_sharded_state.py::test_what_a_program_does_counts_as_without",),
     ),
     Fault(
         "torn_unseen", "survivors do not notice that a step is half done", SHARDED,
