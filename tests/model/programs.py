@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 from training import FailingBackward
-from zoo import WORDS, Quantised, Reader, Segments, Towers, net
+from zoo import WORDS, Quantised, Reader, Segments, Towers, linear, net
 
 import torch_ring as hvd
 
@@ -414,6 +415,62 @@ def adversaries(play: Play) -> Program:
         loss_of(critic, generator(rows)).backward()
         tune_generator.step()
         yield [*generator.parameters(), *critic.parameters()]
+
+
+def actor_and_critic(
+    play: Play, op: hvd.ReduceOp, passes: int, synchronised: int, zero: str
+) -> Program:
+    """Two optimizers have a trunk, and both step it."""
+    trunk, actor, critic = net(), linear(3, 4), linear(3, 1)
+    model = nn.ModuleList([trunk, actor, critic])
+    optimizers = [
+        play.wrap(
+            model,
+            SGD([*own.parameters(), *trunk.parameters()], lr=0.05),
+            op=op,
+            backward_passes_per_step=synchronised,
+        )[1]
+        for own in (actor, critic)
+    ]
+    batches = play.batches(4 * passes)
+    for _ in range(4):
+        if zero == "by the model":
+            model.zero_grad()
+        else:
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=zero == "to none")
+        for _ in range(passes):
+            hidden = trunk(next(batches))
+            loss = loss_of(actor, hidden) + loss_of(critic, hidden)
+            (play.share(op) * loss).backward()
+        if passes >= synchronised:
+            yield [p.grad for p in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
+            yield [p.grad for p in trunk.parameters()]
+        yield model.parameters()
+
+
+def wrapped_twice(play: Play, op: hvd.ReduceOp, stepping: int, passes: int) -> Program:
+    """One of two optimizers of the same parameters steps; the other one goes after two steps."""
+    model = net()
+    others = [
+        play.wrap(model, SGD(model.parameters(), lr=0.05), op=op, backward_passes_per_step=passes)[
+            1
+        ]
+        for _ in range(2)
+    ]
+    optimizer = others.pop(stepping)
+    batches = play.batches(8)
+    for step in range(4):
+        if step == 2:
+            others.clear()
+            gc.collect()
+        optimizer.zero_grad()
+        for _ in range(2):
+            (play.share(op) * loss_of(model, next(batches))).backward()
+        optimizer.step()
+        yield model.parameters()
 
 
 def compiled(play: Play) -> Program:

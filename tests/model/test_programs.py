@@ -234,6 +234,27 @@ def test_adversaries(transport: str) -> None:
     expect_one_process(programs.adversaries, transport=transport)
 
 
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("transport", "passes", "synchronised"),
+    [("shm", 1, 1), ("tcp", 2, 1), ("tcp", 2, 2), ("shm", 1, 2)],
+)
+def test_a_shared_trunk(transport: str, passes: int, synchronised: int, op: hvd.ReduceOp) -> None:
+    for zero in ("to none", "to zero", "by the model"):
+        args = op, passes, synchronised, zero
+        expect_one_process(programs.actor_and_critic, *args, size=3, transport=transport)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("stepping", "passes"), [(0, 2), (1, 1)])
+@on_both_transports
+def test_one_of_two_optimizers(
+    transport: str, stepping: int, passes: int, op: hvd.ReduceOp
+) -> None:
+    args = op, stepping, passes
+    expect_one_process(programs.wrapped_twice, *args, size=3, transport=transport)
+
+
 def test_a_compiled_model() -> None:
     expect_one_process(programs.compiled)
 

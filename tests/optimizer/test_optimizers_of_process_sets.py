@@ -41,8 +41,8 @@ def touch_all_sets() -> None:
     sets = [hvd.global_process_set, *added_sets([0, 1], [1, 2], [0, 2])]
     parameters = weights(*[1] * len(sets))
     optimizers = [
-        hvd.DistributedOptimizer(SGD([p], lr=0.0), process_set=s)
-        for p, s in zip(parameters, sets, strict=True)
+        hvd.DistributedOptimizer(SGD([p], lr=0.0), [("weight", p)], process_set=s)
+        for p, s in zip(parameters, sets, strict=True)  # all have the same name
     ]
     numbers = range(len(sets))
     for step in range(4):
@@ -96,42 +96,7 @@ def use_sets_wrongly() -> None:
     assert_same_on_all_ranks(*model.parameters())
 
 
-def train_models_with_equal_names() -> None:
-    """Wrapped models of one class, on two sets, in one backward pass and in two."""
-    models = first, second, third = [make_model(seed) for seed in (1, 2, 3)]
-    (pair,) = added_sets([0, 1])
-    wrapped = [
-        hvd.DistributedOptimizer(SGD(first.parameters(), lr=0.1), first.named_parameters()),
-        hvd.DistributedOptimizer(SGD(second.parameters(), lr=0.1), second.named_parameters()),
-        hvd.DistributedOptimizer(
-            SGD(third.parameters(), lr=0.1), third.named_parameters(), process_set=pair
-        ),
-    ]
-    everybody = range(hvd.size())
-    members = [everybody, everybody, [0, 1] if pair.included() else [hvd.rank()]]
-    batches = [torch.full((2, 8), float(rank)) for rank in everybody]
-    expected = [
-        torch.autograd.grad(
-            sum(loss_of(model, batches[r]) for r in ranks) / len(ranks), list(model.parameters())
-        )
-        for model, ranks in zip(models, members, strict=True)
-    ]
-    for together in (True, False):
-        for optimizer in wrapped:
-            optimizer.zero_grad()
-        losses = [loss_of(model, batches[hvd.rank()]) for model in models]
-        for loss in [sum(losses)] if together else reversed(losses):
-            loss.backward()
-        for model, gradients in zip(models, expected, strict=True):
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient)
-    names = [list(optimizer._parameter_names.values()) for optimizer in wrapped]
-    assert names == [[name for name, _ in first.named_parameters()]] * 3
-
-
-@pytest.mark.parametrize(
-    "program", [train_on_a_set, touch_all_sets, use_sets_wrongly, train_models_with_equal_names]
-)
+@pytest.mark.parametrize("program", [train_on_a_set, touch_all_sets, use_sets_wrongly])
 @on_both_transports
 def test_process_sets_of_optimizers(transport, program):
     run(program, 3, transport=transport)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 
 import pytest
 from pool import FORKS, run
@@ -13,25 +12,6 @@ from training import grads, weights
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
-
-
-def end_the_world() -> None:
-    """After shutdown() nothing holds the synchronisation; the next world begins with its own."""
-    parameters = weights(1)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
-    (parameters[0] * 2).backward()
-    sync = weakref.ref(backward_sync_of(hvd.global_process_set))
-    assert sync().number == 1
-    hvd.shutdown()
-    del optimizer
-    gc.collect()
-    assert sync() is None
-    hvd.init()
-    assert backward_sync_of(hvd.global_process_set).number == 0
-
-
-def test_synchronisation_ends_with_its_world():
-    run(end_the_world, 2)
 
 
 def train_in_a_world(kind: str) -> None:

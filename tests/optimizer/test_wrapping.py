@@ -40,7 +40,7 @@ def make_heavy(model: nn.Module) -> Optimizer:
     return Heavy(model, weight=10)
 
 
-def wrap_in_place() -> None:
+def wrapping_keeps_everything() -> None:
     for make in (make_sgd, make_adam, make_heavy):
         model = make_model()
         optimizer = make(model)
@@ -60,12 +60,7 @@ def wrap_in_place() -> None:
             hvd.DistributedOptimizer(wrapped)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_wrapping_keeps_everything(size):
-    run(wrap_in_place, size)
-
-
-def continue_from_checkpoints() -> None:
+def state_dicts_are_interchangeable() -> None:
     """A checkpoint of a wrapped optimizer goes on in a plain one and the other way round."""
     for make in (make_sgd, make_adam, make_heavy):
         alone, together = make_model(), make_model()
@@ -83,38 +78,25 @@ def continue_from_checkpoints() -> None:
         assert_same_weights(together, alone)
 
 
-def test_state_dicts_are_interchangeable():
-    run(continue_from_checkpoints, 2)
-
-
 def copy_and_step(duplicate: Callable[[Optimizer], Optimizer]) -> None:
-    model = make_model()
-    plain = make_sgd(model)
-    wrapped = hvd.DistributedOptimizer(make_sgd(model))
-    train(model, wrapped, [part(joined_batches(steps=1)[0])])
+    model, alone = make_model(), make_model()
+    wrapped, plain = hvd.DistributedOptimizer(make_sgd(model)), make_sgd(alone)
+    batches = joined_batches(steps=3)
+    train(model, wrapped, [part(batches[0])])
+    train(alone, plain, batches[:1])
     twins, twin = duplicate((model, wrapped))
-    assert isinstance(twin, type(plain))
+    assert isinstance(twin, SGD)
     assert type(twin).__qualname__ == "SGD"
     assert twin.state_dict().keys() == wrapped.state_dict().keys()
-    loss_of(twins, part(joined_batches(steps=1)[0])).backward()
+    loss_of(twins, part(batches[0])).backward()
     before = [parameter.detach().clone() for parameter in twins.parameters()]
-    for _ in range(2):  # the gradients are this rank's own
+    for each in (twin, twin, duplicate(twin)):  # the gradients are this rank's own
         with pytest.raises(ValueError, match=f"^rank {hvd.rank()}: this SGD is a copy of a Distr"):
-            twin.step()
+            each.step()
     assert all(map(torch.equal, before, twins.parameters()))
-
-    alone = make_model()
-    plain = make_sgd(alone)
-    batches = joined_batches(steps=3)
-    train(alone, plain, batches[:1])
-    for optimizer in (duplicate(twin), hvd.DistributedOptimizer(twin)):  # a copy's copy is one
-        if optimizer is not twin:
-            with pytest.raises(ValueError, match="is a copy of a DistributedOptimizer"):
-                optimizer.step()
     train(alone, plain, batches)
-    train(twins, twin, map(part, batches))
+    train(twins, hvd.DistributedOptimizer(twin), map(part, batches))
     assert_same_weights(twins, alone)
-
     by_itself = SGD(twins.parameters(), lr=0.5)
     by_itself.load_state_dict(twin.state_dict())
     if hvd.rank() == 0:
@@ -131,17 +113,13 @@ def reloaded(pair: tuple[nn.Module, Optimizer]) -> tuple[nn.Module, Optimizer]:
 DUPLICATES = (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), reloaded)
 
 
-def step_copies() -> None:
+def copies_do_not_step_with_local_gradients() -> None:
     for duplicate in DUPLICATES:
         copy_and_step(duplicate)
 
 
-def test_a_copy_does_not_step_with_local_gradients():
-    run(step_copies, 2)
-
-
-def step_outside() -> None:
-    """A copy loaded without a world is an ordinary optimizer."""
+def copies_where_there_is_no_world() -> None:
+    """A copy loaded without a world is an ordinary optimizer; none is wrapped there."""
     model = make_model()
     pickled = pickle.dumps((model, hvd.DistributedOptimizer(make_sgd(model))))
     hvd.shutdown()
@@ -152,11 +130,9 @@ def step_outside() -> None:
     train(twins, twin, batches)
     train(alone, make_sgd(alone), batches)
     assert_same_weights(twins, alone)
+    with pytest.raises(ValueError, match="init"):
+        hvd.DistributedOptimizer(make_sgd(alone))
     hvd.init()
-
-
-def test_copies_where_there_is_no_world():
-    run(step_outside, 2)
 
 
 class Slotted(Generic[TypeVar("T")]):
@@ -245,7 +221,7 @@ class Final(SGD):
         raise AssertionError(why)
 
 
-def refuse_and_leave() -> None:
+def a_refused_optimizer_is_as_it_was() -> None:
     """A refused optimizer keeps its class and attributes, and can be wrapped later."""
     model = nn.Linear(3 + hvd.rank(), 4)
     for op in (hvd.Average, hvd.Adasum):
@@ -270,11 +246,7 @@ def refuse_and_leave() -> None:
     train_unusual("slotted", adasum=False)
 
 
-def test_a_refused_optimizer_is_as_it_was():
-    run(refuse_and_leave, 2)
-
-
-def check_refusals() -> None:
+def wrong_arguments_are_refused() -> None:
     model = make_model()
     named = list(model.named_parameters())
     weight = nn.Parameter(torch.zeros(2))
@@ -318,20 +290,7 @@ def check_refusals() -> None:
     hvd.DistributedOptimizer(SGD([weight], lr=0.1), [*named, ("weight", weight)])
 
 
-def test_wrong_arguments_of_the_optimizer_are_refused():
-    run(check_refusals, 2)
-
-
-def wrap_before_init() -> None:
-    with pytest.raises(ValueError, match="init"):
-        hvd.DistributedOptimizer(make_sgd(make_model()))
-
-
-def test_wrapping_before_init_is_refused():
-    run(wrap_before_init, 1, initialized=False)
-
-
-def wrap_different_models() -> None:
+def different_models_are_refused() -> None:
     odd = hvd.rank() == hvd.size() - 1
     wider = nn.Linear(3, 4)
     wider.register_parameter("extra", nn.Parameter(torch.zeros(1)))
@@ -357,32 +316,23 @@ def wrap_different_models() -> None:
         optimizer.step()
 
 
-def test_different_models_are_refused():
-    run(wrap_different_models, 3)
-
-
-def wrap_after_another_init() -> None:
+def shut_down_and_wrap_again() -> None:
     """After shutdown() a new world, and a new optimizer of the same parameters."""
-    alone, together = make_model(), make_model()
-    old = hvd.DistributedOptimizer(make_sgd(together))
-    batches = joined_batches(steps=2)
-    parts = [part(batch) for batch in batches]
-    train(alone, make_sgd(alone), batches)
-    train(together, old, parts)
+    model = make_model()
+    old = hvd.DistributedOptimizer(make_sgd(model))
+    batches = [part(batch) for batch in joined_batches(steps=2)]
+    train(model, old, batches)
     hvd.shutdown()
     with pytest.raises(hvd.RingError, match="shut down"):
-        train(together, old, parts)
+        train(model, old, batches)
     hvd.init()
-    train(alone, make_sgd(alone), batches)
-    train(together, hvd.DistributedOptimizer(make_sgd(together)), parts)
-    assert_same_weights(together, alone)
+    alone = copy.deepcopy(model)
+    train(alone, make_sgd(alone), joined_batches(steps=2))
+    train(model, hvd.DistributedOptimizer(make_sgd(model)), batches)
+    assert_same_weights(model, alone)
 
 
-def test_shutdown_and_init():
-    run(wrap_after_another_init, 2)
-
-
-def wrap_lazily() -> None:
+def lazy_modules_need_a_forward_pass() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     sgd = SGD(model.parameters(), lr=0.1)
     plain = hvd.DistributedOptimizer(SGD(make_model().parameters(), lr=0.1))
@@ -407,5 +357,20 @@ def wrap_lazily() -> None:
     train(model, hvd.DistributedOptimizer(sgd, model.named_parameters()), batch)
 
 
-def test_lazy_modules_need_a_forward_pass():
-    run(wrap_lazily, 2)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        (wrapping_keeps_everything, 1),
+        (wrapping_keeps_everything, 2),
+        (state_dicts_are_interchangeable, 2),
+        (copies_do_not_step_with_local_gradients, 2),
+        (copies_where_there_is_no_world, 2),
+        (a_refused_optimizer_is_as_it_was, 2),
+        (wrong_arguments_are_refused, 2),
+        (different_models_are_refused, 3),
+        (shut_down_and_wrap_again, 2),
+        (lazy_modules_need_a_forward_pass, 2),
+    ],
+)
+def test_wrapping(case, size):
+    run(case, size)

@@ -7,7 +7,7 @@ from faults.fault import Fault, Room
 LOCAL = "torch_ring/optimizer/local_steps.py"
 SHARDED = "torch_ring/optimizer/sharded_state.py"
 TUNER = "torch_ring/optimizer/autotuner.py"
-COMPARE = "torch_ring/optimizer/weight_comparison.py"
+REDUCER = "torch_ring/optimizer/reducer.py"
 
 # fmt: off
 FAULTS = (
@@ -136,6 +136,18 @@ FAULTS = (
         "checkpoint_of_part", "a checkpoint has one rank's part of the state", SHARDED,
         "        self._collect(optimizer, to_cpu=True)\n", "        pass\n",
         tests=("optimizer/test_sharded_state.py::test_checkpoints_are_those_of_an_unsharded_optimizer",),
+    ),
+    # --- reducers that disappear
+    Fault(
+        "pin_holds_nothing", "a reducer may go while the ranks agree and reduce", REDUCER,
+        "        self._pinned = dict(self.items())\n        return list(self._pinned.values())",
+        "        return self.values()",
+        tests=("optimizer/test_several_optimizers.py",),
+    ),
+    Fault(
+        "pinned_for_ever", "a dropped optimizer stays after a pass", REDUCER,
+        "        self._pinned = {}\n", "        pass\n",
+        tests=("optimizer/test_several_optimizers.py",),
     ),
     # --- the autotuner
     Fault(
