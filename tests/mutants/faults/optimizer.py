@@ -142,7 +142,7 @@ FAULTS = (
         "pin_holds_nothing", "a reducer may go while the ranks agree and reduce", REDUCER,
         "        self._pinned = dict(self.items())\n        return list(self._pinned.values())",
         "        return self.values()",
-        tests=("optimizer/test_several_optimizers.py",),
+        tests=("optimizer/test_reducers.py::test_none_goes_while_it_is_held",),
     ),
     Fault(
         "pinned_for_ever", "a dropped optimizer stays after a pass", REDUCER,
