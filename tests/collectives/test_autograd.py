@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pool import run
+from pool import error_of, run
 from worlds import on_all_worlds
 
 import torch_ring as hvd
@@ -46,3 +46,18 @@ def check_version_counter() -> None:
 
 def test_autograd_notices_operations_in_place():
     run(check_version_counter, 2)
+
+
+def refuse_other_operators() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for call in (
+        lambda: hvd.allgather(x, grad_op=hvd.Max),
+        lambda: hvd.grouped_allgather([x], grad_op=hvd.Product),
+    ):
+        kind, text = error_of(call)
+        assert kind == "InvalidArgumentError"
+        assert "grad_op must be hvd.Average or hvd.Sum" in text
+
+
+def test_gradients_of_a_gather_are_averaged_or_summed():
+    run(refuse_other_operators, 2)

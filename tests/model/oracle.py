@@ -97,6 +97,10 @@ def _wrap_on_device(model: nn.Module, optimizer: Optimizer, **options: Any) -> t
     return _wrap_optimizer(model, optimizer, **options)
 
 
+def _wrap_sharded(model: nn.Module, optimizer: Optimizer, **options: Any) -> tuple[Any, Any]:
+    return _wrap_optimizer(model, optimizer, shard_state=True, **options)
+
+
 def _wrap_for_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
     return DistributedDataParallel(model, bucket_cap_mb=0.001), optimizer
 
@@ -104,6 +108,11 @@ def _wrap_for_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
 def play_by_optimizer(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
     """Play a program on this rank of torch_ring, and alone."""
     _compare(program, args, Play(hvd.rank(), hvd.size(), _wrap_optimizer), hvd.allgather_object)
+
+
+def play_sharded(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
+    """Play a program on this rank of torch_ring with shard_state=True, and alone."""
+    _compare(program, args, Play(hvd.rank(), hvd.size(), _wrap_sharded), hvd.allgather_object)
 
 
 def play_on_device(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
@@ -173,9 +182,9 @@ def expect_one_process(
 
     Args:
         program: of a module.
-        door: "optimizer" for DistributedOptimizer, which is horovod.torch's, too; "device" for
-            the same with the stand-ins for a GPU and for NCCL; "ddp" for DistributedDataParallel
-            on the backend ring, which takes no options.
+        door: "optimizer" for DistributedOptimizer, which is horovod.torch's, too; "sharded" for
+            the same with shard_state=True; "device" for the same with the stand-ins for a GPU and
+            for NCCL; "ddp" for DistributedDataParallel on the backend ring, which takes no options.
     """
     if door == "ddp":
         on_ring(play_by_ddp, size, program, *args, transport=transport, env=env)
@@ -190,4 +199,5 @@ def expect_one_process(
             kind=DEVICE,  # torch counts devices only once in a process
         )
     else:
-        run(play_by_optimizer, size, args=(program, args), transport=transport, env=env)
+        play = play_sharded if door == "sharded" else play_by_optimizer
+        run(play, size, args=(program, args), transport=transport, env=env)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 import torch
 from oracle import Play, Program, loss_of
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 from training import FailingBackward
-from zoo import WORDS, Quantised, Reader, Segments, net
+from zoo import WORDS, Quantised, Reader, Segments, Towers, linear, net
 
 import torch_ring as hvd
 
@@ -78,9 +81,43 @@ def scheduled(play: Play, attach_first: bool) -> Program:
         optimizer.zero_grad()
         loss_of(model, rows).backward()
         optimizer.step()
-        scheduler.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the scheduler's: it has missed a step
+            scheduler.step()
         yield model.parameters()
     assert abs(optimizer.param_groups[0]["lr"] - 0.002) < 1e-12
+
+
+def by_closures(play: Play) -> Program:
+    """Steps that compute the loss, and return that of all ranks."""
+    model = net()
+    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for rows in play.batches(3):
+
+        def closure(rows: Tensor = rows) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rows)
+            loss.backward()
+            return loss
+
+        yield [optimizer.step(closure), *model.parameters()]
+
+
+def overflowing(play: Play, fused: bool) -> Program:
+    """A loss scaler skips the step in which gradients of one rank are infinite."""
+    model = net()
+    _, optimizer = play.wrap(model, Adam(model.parameters(), lr=0.01, fused=fused))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    for number, rows in enumerate(play.batches(5)):
+        optimizer.zero_grad()
+        factor = torch.inf if number == 2 and play.size - 1 in play.ranks else 1.0
+        scaler.scale(loss_of(model, rows) * factor).backward()
+        if number % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        yield model.parameters()
+    assert scaler.get_scale() == 2.0**19
 
 
 def lbfgs(play: Play, line_search: str | None) -> Program:
@@ -267,6 +304,40 @@ def lay_gradients(flat: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = its.view_as(parameter)
 
 
+def clip(model: Towers, features: list[Tensor]) -> Tensor:
+    logits = model.scale.exp() * features[0] @ features[1].T
+    labels = torch.arange(len(logits))
+    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+
+
+def simclr(model: Towers, features: list[Tensor]) -> Tensor:
+    views = torch.cat(features)
+    similar = (views @ views.T / 0.5).fill_diagonal_(-torch.inf)
+    return cross_entropy(similar, torch.arange(len(views)).roll(len(views) // 2))
+
+
+def contrastive(play: Play, loss: Callable[[Towers, list[Tensor]], Tensor], way: str) -> Program:
+    """A loss that compares the features of all rows, which the ranks gather."""
+    model = Towers()
+    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.5))
+
+    def gather(features: list[Tensor]) -> list[Tensor]:
+        if play.is_alone:
+            for each in features if way == "as in Horovod" else ():  # it averages gradients
+                each.register_hook(lambda gradient: gradient / play.size)
+            return features
+        if way == "grouped":
+            return hvd.grouped_allgather(features, grad_op=hvd.Sum)
+        options = {} if way == "as in Horovod" else {"grad_op": hvd.Sum}
+        return [hvd.allgather(each, **options) for each in features]
+
+    for rows in play.batches(5):
+        optimizer.zero_grad()
+        loss(model, gather(model(rows))).backward()
+        optimizer.step()
+        yield model.parameters()
+
+
 def recovered(play: Play) -> Program:
     """Before each pass another one fails half-way; zero_grad() is enough to go on."""
     model = net()
@@ -344,6 +415,62 @@ def adversaries(play: Play) -> Program:
         loss_of(critic, generator(rows)).backward()
         tune_generator.step()
         yield [*generator.parameters(), *critic.parameters()]
+
+
+def actor_and_critic(
+    play: Play, op: hvd.ReduceOp, passes: int, synchronised: int, zero: str
+) -> Program:
+    """Two optimizers have a trunk, and both step it."""
+    trunk, actor, critic = net(), linear(3, 4), linear(3, 1)
+    model = nn.ModuleList([trunk, actor, critic])
+    optimizers = [
+        play.wrap(
+            model,
+            SGD([*own.parameters(), *trunk.parameters()], lr=0.05),
+            op=op,
+            backward_passes_per_step=synchronised,
+        )[1]
+        for own in (actor, critic)
+    ]
+    batches = play.batches(4 * passes)
+    for _ in range(4):
+        if zero == "by the model":
+            model.zero_grad()
+        else:
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=zero == "to none")
+        for _ in range(passes):
+            hidden = trunk(next(batches))
+            loss = loss_of(actor, hidden) + loss_of(critic, hidden)
+            (play.share(op) * loss).backward()
+        if passes >= synchronised:
+            yield [p.grad for p in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
+            yield [p.grad for p in trunk.parameters()]
+        yield model.parameters()
+
+
+def wrapped_twice(play: Play, op: hvd.ReduceOp, stepping: int, passes: int) -> Program:
+    """One of two optimizers of the same parameters steps; the other one goes after two steps."""
+    model = net()
+    others = [
+        play.wrap(model, SGD(model.parameters(), lr=0.05), op=op, backward_passes_per_step=passes)[
+            1
+        ]
+        for _ in range(2)
+    ]
+    optimizer = others.pop(stepping)
+    batches = play.batches(8)
+    for step in range(4):
+        if step == 2:
+            others.clear()
+            gc.collect()
+        optimizer.zero_grad()
+        for _ in range(2):
+            (play.share(op) * loss_of(model, next(batches))).backward()
+        optimizer.step()
+        yield model.parameters()
 
 
 def compiled(play: Play) -> Program:

@@ -84,6 +84,29 @@ def test_a_device(transport: str, ahead: bool, case: tuple[Any, ...]) -> None:
     expect_one_process(*case, size=3, transport=transport, door="device", env=env)
 
 
+SHARDED = [
+    (programs.plain, "momentum"),
+    (programs.clipped, "synchronize"),
+    (programs.scheduled, True),
+    (programs.scheduled, False),
+    (programs.by_closures,),
+    (programs.overflowing, False),
+    (programs.overflowing, True),
+    (programs.skipped,),
+    (programs.frozen_and_thawed,),
+    (programs.accumulated, "passes"),
+    (programs.adversaries,),
+]
+
+
+@pytest.mark.parametrize(
+    "case", SHARDED, ids=lambda case: "-".join(str(getattr(e, "__name__", e)) for e in case)
+)
+@on_both_transports
+def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:
+    expect_one_process(*case, size=3, transport=transport, door="sharded")
+
+
 @on_both_transports
 def test_a_bucket_for_each_gradient(transport: str) -> None:
     """Buckets are planned again after the first step."""
@@ -177,6 +200,18 @@ def test_a_layer_outside_of_segments_and_inside(
     expect_one_process(program, *args, size=size, transport=transport, env=SMALL_BUCKETS)
 
 
+@pytest.mark.parametrize(
+    ("transport", "size", "loss", "way"),
+    [
+        ("shm", 2, programs.clip, "grouped"),
+        ("tcp", 3, programs.simclr, "one by one"),
+        ("shm", 2, programs.clip, "as in Horovod"),
+    ],
+)
+def test_contrastive_losses(transport: str, size: int, loss: Any, way: str) -> None:
+    expect_one_process(programs.contrastive, loss, way, size=size, transport=transport)
+
+
 def test_training_recovers_from_a_failed_backward() -> None:
     expect_one_process(programs.recovered)
 
@@ -197,6 +232,27 @@ def test_accumulation(transport: str, how: str) -> None:
 @on_both_transports
 def test_adversaries(transport: str) -> None:
     expect_one_process(programs.adversaries, transport=transport)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("transport", "passes", "synchronised"),
+    [("shm", 1, 1), ("tcp", 2, 1), ("tcp", 2, 2), ("shm", 1, 2)],
+)
+def test_a_shared_trunk(transport: str, passes: int, synchronised: int, op: hvd.ReduceOp) -> None:
+    for zero in ("to none", "to zero", "by the model"):
+        args = op, passes, synchronised, zero
+        expect_one_process(programs.actor_and_critic, *args, size=3, transport=transport)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("stepping", "passes"), [(0, 2), (1, 1)])
+@on_both_transports
+def test_one_of_two_optimizers(
+    transport: str, stepping: int, passes: int, op: hvd.ReduceOp
+) -> None:
+    args = op, stepping, passes
+    expect_one_process(programs.wrapped_twice, *args, size=3, transport=transport)
 
 
 def test_a_compiled_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 FEATURES = 8
@@ -18,6 +19,18 @@ def net(seed: int = 1) -> nn.Sequential:
     """Return layers in a row. Their 227 weights fill no round number."""
     torch.manual_seed(seed)
     return nn.Sequential(linear(FEATURES, 16), nn.Tanh(), linear(16, 4), linear(4, 3))
+
+
+class Towers(nn.Module):
+    """Two nets, whose features a contrastive loss compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(1), net(2)
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def forward(self, rows: Tensor) -> list[Tensor]:
+        return [normalize(self.first(rows)), normalize(self.second(rows.flip(1)))]
 
 
 class Tied(nn.Module):

@@ -119,16 +119,12 @@ def test_limits_that_win_stay(monkeypatch, tmp_path, caplog):
     assert len(job.rebuilt) == 4
 
 
-def test_limits_that_win_on_one_rank_alone_go(monkeypatch, tmp_path):
-    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else 2.0, SlowPeer)
-    job.train(25)
-    assert job.tuner.is_done
-    assert is_default(job.limits)
-
-
-def test_limits_that_do_not_win_go(monkeypatch, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("other_s", "network"), [(2.0, SlowPeer), (2.999, SlowNetwork)], ids=["on one rank alone", ""]
+)
+def test_limits_that_do_not_win_go(monkeypatch, tmp_path, caplog, other_s, network):
     caplog.set_level(logging.INFO, "torch_ring")
-    job = Job(monkeypatch, tmp_path, lambda limits: 2.0 if is_default(limits) else 1.999)
+    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else other_s, network)
     job.train(25)
     assert job.tuner.is_done
     assert is_default(job.limits)
@@ -190,11 +186,10 @@ AUTOTUNE = {"TORCH_RING_AUTOTUNE": "1", "TORCH_RING_BUCKET_BYTES": "50000"}
 
 @on_both_transports
 def test_ranks_tune_alike_and_train_the_same(transport, tmp_path):
+    plain_env = {"TORCH_RING_BUCKET_BYTES": "50000"}
     env = AUTOTUNE | {"TORCH_RING_AUTOTUNE_LOG": str(tmp_path / "tuned.csv")}
     tuned = run(train, 3, args=([30] * 3,), transport=transport, env=env)
-    plain = run(
-        train, 3, args=([30] * 3,), transport=transport, env={"TORCH_RING_BUCKET_BYTES": "50000"}
-    )
+    plain = run(train, 3, args=([30] * 3,), transport=transport, env=plain_env)
     assert tuned[0] == tuned[1] == tuned[2]
     assert tuned[0][2] == plain[0][2]
     assert tuned[0][0] == (transport == "tcp")

@@ -70,10 +70,8 @@ def test_limits_are_kept_unless_one_gradient_breaks_them(case):
 
 @given(specs_and_orders)
 def test_buckets_follow_the_order_of_readiness(case):
-    _, order = case
-    ready_at = {parameter: position for position, parameter in enumerate(order)}
-    buckets = plan_of(case)
-    within = [[ready_at[slot.parameter] for slot in bucket.slots] for bucket in buckets]
+    ready_at = {parameter: position for position, parameter in enumerate(case[1])}
+    within = [[ready_at[slot.parameter] for slot in bucket.slots] for bucket in plan_of(case)]
     assert all(positions == sorted(positions) for positions in within)
     full_at = [positions[-1] for positions in within]
     assert full_at == sorted(full_at)
@@ -142,24 +140,16 @@ def test_a_group_is_one_bucket_of_each_kind(case, data):
 
 
 @given(specs_and_orders)
-def test_groups_do_not_change_the_plan_of_others(case):
+def test_groups_and_parameters_alone_do_not_change_the_plan_of_others(case):
     specs, order = case
-    first = order[: len(order) // 2]
-    rest = order[len(first) :]
-    together = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, [first])
-    ungrouped = [b for b in together if b.slots[0].parameter in set(rest)]
-    assert tuple(ungrouped) == plan_buckets(specs, rest, CAPACITY_BYTES, LAST_BYTES)
-
-
-@given(specs_and_orders)
-def test_parameters_alone_do_not_change_the_plan_of_others(case):
-    specs, order = case
-    alone, rest = order[: len(order) // 2], order[len(order) // 2 :]
-    buckets = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, alone=alone)
-    shared = [bucket for bucket in buckets if bucket.slots[0].parameter not in alone]
-    assert tuple(shared) == plan_buckets(specs, rest, CAPACITY_BYTES, LAST_BYTES)
-    apart = [bucket.slots for bucket in buckets if bucket not in shared]
-    assert [slot.parameter for (slot,) in apart] == list(alone)
+    chosen, rest = order[: len(order) // 2], order[len(order) // 2 :]
+    expected = plan_buckets(specs, rest, CAPACITY_BYTES, LAST_BYTES)
+    for options in ({"groups": [chosen]}, {"alone": chosen}):
+        buckets = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, **options)
+        others = [bucket for bucket in buckets if bucket.slots[0].parameter in rest]
+        assert tuple(others) == expected
+    apart = [bucket.slots for bucket in buckets if bucket not in others]
+    assert [slot.parameter for (slot,) in apart] == list(chosen)
 
 
 @given(st.integers(0, 40), st.integers(1, 50))

@@ -39,10 +39,6 @@ def mix_graphs() -> None:
         optimizer.step()
 
 
-def test_graphs_from_before_and_after_a_conversion():
-    run(mix_graphs, 2)
-
-
 def wrap_again_and_again() -> None:
     """Hooks of deleted optimizers neither accumulate on a parameter nor count."""
     model = make_model()
@@ -54,10 +50,6 @@ def wrap_again_and_again() -> None:
             (model(torch.ones(1, 8)).sum() * 0 + model[0].bias.sum()).backward()
             assert torch.equal(model[0].bias.grad, torch.full((16,), 2.0))
             optimizer.step()
-
-
-def test_a_converted_model_that_is_wrapped_again():
-    run(wrap_again_and_again, 2)
 
 
 def replace_parameters() -> None:
@@ -86,10 +78,6 @@ def replace_parameters() -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_parameters_that_torch_would_replace():
-    run(replace_parameters, 2)
-
-
 def change_shapes() -> None:
     model = nn.Linear(3, 4)
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -106,5 +94,8 @@ def change_shapes() -> None:
         optimizer.zero_grad()
 
 
-def test_a_parameter_of_another_shape():
-    run(change_shapes, 2)
+@pytest.mark.parametrize(
+    "program", [mix_graphs, wrap_again_and_again, replace_parameters, change_shapes]
+)
+def test_conversions(program):
+    run(program, 2)

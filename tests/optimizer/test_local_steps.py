@@ -5,20 +5,13 @@ from collections.abc import Collection, Sequence
 
 import pytest
 import torch
-from logs import logged
+from logs import logged, told
 from pool import error_of, run
-from slow import on_shm_and_slowly_on_tcp, slow
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from training import (
     assert_same_on_all_ranks,
-    assert_same_weights,
-    joined_batches,
-    loss_of,
-    make_model,
-    train,
     weights,
 )
-from training import part as part_of
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -95,30 +88,15 @@ def take_steps(parameters, optimizer, count: int) -> None:
         optimizer.step()
 
 
-def check_diloco(every: int, fragments: int, delay: int, outer: dict | None) -> None:
-    model = Model(TARGETS[: hvd.size()], every, fragments, delay, outer or NESTEROV)
-    parameters = shaped_weights()
-    optimizer = hvd.DiLoCo(
-        SGD(parameters, lr=RATE),
-        outer_options=outer,
-        every=every,
-        fragments=fragments,
-        delay=delay,
-    )
-    assert isinstance(optimizer, SGD)
-    for _ in range(3 * every + 2):
-        take_steps(parameters, optimizer, 1)
-        model.step()
-        for ours, expected in zip(parameters, model.ranks[hvd.rank()], strict=True):
-            torch.testing.assert_close(ours.detach(), expected, rtol=1e-12, atol=1e-12)
-    optimizer.end_round()
-    if not delay:
-        assert_same_on_all_ranks(*parameters)
+def assert_as_modelled(parameters, model: Model, rank: int, where: str = "") -> None:
+    for ours, expected in zip(parameters, model.ranks[rank], strict=True):
+        torch.testing.assert_close(
+            ours.detach(), expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{where}: {text}"
+        )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def check_diloco() -> None:
+    for every, fragments, delay, outer in (
         (1, 1, 0, {"lr": 1.0}),
         (4, 1, 0, None),
         (4, 2, 0, {"lr": 0.5, "momentum": 0.5}),
@@ -126,97 +104,92 @@ def check_diloco(every: int, fragments: int, delay: int, outer: dict | None) -> 
         (4, 1, 3, None),
         (5, 3, 2, None),
         (3, 2, 1, {"lr": 1.0}),
-    ],
-)
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
-def test_parameters_are_those_of_the_papers(transport, size, options):
-    run(check_diloco, size, args=options, transport=transport)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_any_number_of_ranks(size):
-    run(check_diloco, size, args=(5, 3, 2, None))
-
-
-def check_local_sgd(every: int) -> None:
-    parameters = shaped_weights()
-    expected = [[p.detach().clone() for p in parameters] for _ in range(hvd.size())]
-    optimizer = hvd.LocalSGD(SGD(parameters, lr=RATE), every=every)
-    assert optimizer.outer is None
-    for step in range(1, 2 * every + 2):
-        take_steps(parameters, optimizer, 1)
-        for rank, own in enumerate(expected):
-            local_step(own, TARGETS[rank])
-        if step % every == 0:
-            mean = [sum(each) / len(expected) for each in zip(*expected, strict=True)]
-            expected = [[m.clone() for m in mean] for _ in expected]
+    ):
+        model = Model(TARGETS[: hvd.size()], every, fragments, delay, outer or NESTEROV)
+        parameters = shaped_weights()
+        optimizer = SGD(parameters, lr=RATE)
+        options = {"every": every, "fragments": fragments, "delay": delay}
+        assert hvd.DiLoCo(optimizer, outer_options=outer, **options) is optimizer
+        for _ in range(3 * every + 2):
+            take_steps(parameters, optimizer, 1)
+            model.step()
+            assert_as_modelled(parameters, model, hvd.rank(), f"{options}, {outer}")
+        optimizer.end_round()
+        if not delay:
             assert_same_on_all_ranks(*parameters)
-        for ours, own in zip(parameters, expected[hvd.rank()], strict=True):
-            torch.testing.assert_close(ours.detach(), own, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("every", [1, 3])
+def check_local_sgd() -> None:
+    """It averages parameters, which is an outer step at the rate 1."""
+    for every in (1, 3):
+        model = Model(TARGETS[: hvd.size()], every, 1, 0, {"lr": 1.0})
+        parameters = shaped_weights()
+        optimizer = hvd.LocalSGD(SGD(parameters, lr=RATE), every=every)
+        assert optimizer.outer is None
+        for step in range(1, 2 * every + 2):
+            take_steps(parameters, optimizer, 1)
+            model.step()
+            assert_as_modelled(parameters, model, hvd.rank(), f"every={every}")
+            if step % every == 0:
+                assert_same_on_all_ranks(*parameters)
+
+
+@pytest.mark.parametrize("check", [check_diloco, check_local_sgd])
 @pytest.mark.parametrize(("transport", "size"), [("shm", 1), ("shm", 4), ("tcp", 3)])
-def test_local_sgd_averages_parameters(transport, size, every):
-    run(check_local_sgd, size, args=(every,), transport=transport)
+def test_parameters_are_those_of_the_papers(transport, size, check):
+    run(check, size, transport=transport)
 
 
-def check_every_step() -> None:
-    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
-    models = [make_model() for _ in range(3)]
-    local = hvd.LocalSGD(SGD(models[0].parameters(), **options), every=1)
-    outer = hvd.DiLoCo(SGD(models[1].parameters(), **options), outer_options={"lr": 1.0}, every=1)
-    usual = hvd.DistributedOptimizer(SGD(models[2].parameters(), **options))
-    batches = joined_batches(8)
-    for model, optimizer in zip(models, (local, outer, usual), strict=True):
-        train(model, optimizer, map(part_of, batches))
-    for model in models[:2]:
-        assert_same_weights(model, models[2])
+def train_on_hosts(fused: bool, delay: int, overflow: bool) -> None:
+    """Two hosts of two ranks: gradients in each, DiLoCo between them.
 
-
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
-def test_an_average_in_every_step_is_that_of_gradients(transport, size):
-    run(check_every_step, size, transport=transport)
-
-
-def check_hierarchy(delay: int) -> None:
-    """Two hosts of two ranks: gradients in each, DiLoCo between them."""
+    A scaler skips the step of a host if one of its ranks has an infinite gradient.
+    """
     sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
-    mine, one_of_each = sets[hvd.rank() // 2], sets[2]
+    infinite = {(1, 0), (1, 2), (2, 2), (3, 4), (0, 5), (0, 7), (3, 7)}  # rank, step
+    infinite = infinite if overflow else set()
     parameters = shaped_weights()
     optimizer = hvd.DiLoCo(
-        hvd.DistributedOptimizer(SGD(parameters, lr=RATE), process_set=mine),
+        hvd.DistributedOptimizer(
+            SGD(parameters, lr=RATE, fused=fused), process_set=sets[hvd.rank() // 2]
+        ),
         every=3,
         delay=delay,
-        process_set=one_of_each,
+        process_set=sets[2],
     )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     # The gradient of a host points to the mean of its targets.
     hosts = [(TARGETS[0] + TARGETS[1]) / 2, (TARGETS[2] + TARGETS[3]) / 2]
     model = Model(hosts, 3, 1, delay, NESTEROV)
-    for _ in range(10):
-        take_steps(parameters, optimizer, 1)
-        model.step()
-        for ours, expected in zip(parameters, model.ranks[hvd.rank() // 2], strict=True):
-            torch.testing.assert_close(ours.detach(), expected, rtol=1e-12, atol=1e-12)
+    for step in range(11):
+        optimizer.zero_grad()
+        factor = torch.inf if (hvd.rank(), step) in infinite else 1.0
+        loss = sum((p - TARGETS[hvd.rank()]).square().sum() / 2 for p in parameters)
+        scaler.scale(loss * factor).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        model.step(skipping={rank // 2 for rank, at in infinite if at == step})
+        assert_as_modelled(parameters, model, hvd.rank() // 2)
+    skipped = (4, 3)[hvd.rank() // 2] if overflow else 0
+    assert scaler.get_scale() == 2.0 ** (10 - skipped)
     optimizer.end_round()
     if not delay:
         assert_same_on_all_ranks(*parameters)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_gradients_inside_hosts_and_rounds_between_them(delay):
-    run(check_hierarchy, 4, args=(delay,))
+@pytest.mark.parametrize(
+    ("fused", "delay", "overflow"), [(False, 2, False), (False, 0, True), (True, 2, True)]
+)
+def test_gradients_inside_hosts_and_rounds_between_them(fused, delay, overflow):
+    run(train_on_hosts, 4, args=(fused, delay, overflow))
 
 
 # --- sent data
 
 
-def check_compression(name: str) -> None:
-    compression = {
-        "bf16": hvd.Compression.bf16,
-        "int8": hvd.Compression.int8(4),
-        "powersgd": hvd.Compression.powersgd(1),
-    }[name]
+def compress(compression, feeds_back: bool) -> None:
     torch.manual_seed(hvd.rank())
     start, end = torch.zeros(6, 6), torch.outer(torch.arange(6.0), torch.ones(6))
     matrix = torch.nn.Parameter(start.clone())
@@ -237,14 +210,19 @@ def check_compression(name: str) -> None:
     assert_same_on_all_ranks(agreed)
     expected = end * (1 + hvd.size()) / 2
     assert (agreed - expected).abs().max() < 0.05 * expected.max()
-    if name != "bf16":  # error feedback: the compressor has a state of the parameter
+    if feeds_back:  # the compressor has a state of the parameter
         assert set(compression.states) == {"matrix"}
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "powersgd"])
+def compress_in_ways() -> None:
+    compress(hvd.Compression.bf16, feeds_back=False)
+    compress(hvd.Compression.int8(4), feeds_back=True)
+    compress(hvd.Compression.powersgd(1), feeds_back=True)
+
+
 @on_both_transports
-def test_compressed_differences_lead_to_the_mean(transport, name):
-    run(check_compression, 3, args=(name,), transport=transport)
+def test_compressed_differences_lead_to_the_mean(transport):
+    run(compress_in_ways, 3, transport=transport)
 
 
 def what_is_sent(fragments: int) -> tuple[int, int]:
@@ -265,7 +243,7 @@ def test_a_round_sends_each_parameter_once():
     assert run(what_is_sent, 2, args=(2,)) == [(4, 2 * 2 * 4 << 16)] * 2
 
 
-def frozen_and_added() -> list[int]:
+def frozen_parameters_stay_and_added_ones_take_part() -> None:
     base, adapter, later = (torch.nn.Parameter(torch.full((n,), 1.0)) for n in (1000, 2, 3))
     base.requires_grad_(False)
     optimizer = hvd.DiLoCo(SGD([base, adapter], lr=0.5), outer_options={"lr": 1.0}, every=2)
@@ -300,85 +278,16 @@ def add_while_a_mean_is_on_its_way() -> None:
     assert second.item() == -4 * 2 * (hvd.size() - 1)
 
 
-@on_both_transports
-def test_a_parameter_is_added_while_a_mean_is_on_its_way(transport):
-    run(add_while_a_mean_is_on_its_way, 2, transport=transport)
-
-
-@on_both_transports
-def test_frozen_parameters_stay_and_added_ones_take_part(transport):
-    run(frozen_and_added, 2, transport=transport)
-
-
 # --- how it is used
 
 
-def use_with_a_scaler(fused: bool) -> list[float]:
-    """A step that one rank skips counts as one: the rounds of all ranks end together."""
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    optimizer = hvd.LocalSGD(AdamW([parameter], lr=0.1, fused=fused), every=3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for step in range(12):
-        optimizer.zero_grad()
-        factor = torch.inf if hvd.rank() == 1 and step in (0, 3, 5, 10) else 1.0
-        scaler.scale((parameter * factor).sum()).backward()
-        assert optimizer._step_supports_amp_scaling is fused  # as others may read it
-        scaler.step(optimizer)
-        hvd.barrier()  # nothing of the step is left for later
-        scaler.update()
-    optimizer.end_round()
-    assert_same_on_all_ranks(parameter)
-    assert parameter.isfinite().all()
-    return optimizer._rounds.state()["fragments"]
+def skip_steps(fused: bool) -> None:
+    """A step that one rank's scaler skips counts: the rounds of all ranks end together.
 
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_a_scaler_skips_count(fused):
-    assert run(use_with_a_scaler, 2, args=(fused,)) == [[[4, 0]]] * 2
-
-
-def use_with_a_scaler_on_hosts(fused: bool, delay: int) -> None:
-    """Two hosts of two ranks: an infinite gradient of one rank skips the step of its host."""
-    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
-    infinite = {(1, 0), (1, 2), (2, 2), (3, 4), (0, 5), (0, 7), (3, 7)}  # rank, step
-    parameters = shaped_weights()
-    inner = SGD(parameters, lr=RATE, fused=fused)
-    optimizer = hvd.DiLoCo(
-        hvd.DistributedOptimizer(inner, process_set=sets[hvd.rank() // 2]),
-        every=3,
-        delay=delay,
-        process_set=sets[2],
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    hosts = [(TARGETS[0] + TARGETS[1]) / 2, (TARGETS[2] + TARGETS[3]) / 2]
-    model = Model(hosts, 3, 1, delay, NESTEROV)
-    for step in range(11):
-        optimizer.zero_grad()
-        factor = torch.inf if (hvd.rank(), step) in infinite else 1.0
-        loss = sum((p - TARGETS[hvd.rank()]).square().sum() / 2 for p in parameters)
-        scaler.scale(loss * factor).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        model.step(skipping={rank // 2 for rank, at in infinite if at == step})
-        for ours, expected in zip(parameters, model.ranks[hvd.rank() // 2], strict=True):
-            torch.testing.assert_close(ours.detach(), expected, rtol=1e-12, atol=1e-12)
-    assert scaler.get_scale() == 2.0 ** (6, 7)[hvd.rank() // 2]  # four skipped steps, or three
-    optimizer.end_round()
-    if not delay:
-        assert_same_on_all_ranks(*parameters)
-
-
-@pytest.mark.parametrize(("fused", "delay"), [(False, 0), slow(True, 0), slow(False, 2)])
-@on_shm_and_slowly_on_tcp
-def test_a_scaler_skips_steps_of_a_host(transport, fused, delay):
-    run(use_with_a_scaler_on_hosts, 4, args=(fused, delay), transport=transport)
-
-
-def train_two(skipped: tuple[set[int], set[int]], fused: bool) -> None:
-    """Two optimizers of one set, as in a GAN; each rank skips different steps."""
+    Of two optimizers, as in a GAN.
+    """
     everys = (2, 3)
+    skipped = {(0, 1), (1, 1), (1, 2), (0, 4), (1, 5), (1, 9)}, {(1, 6), (0, 7), (1, 7), (0, 8)}
     parameters = weights(0, 0)
     optimizers = [
         hvd.LocalSGD(SGD([parameter], lr=1.0, fused=fused), every=every)
@@ -389,52 +298,28 @@ def train_two(skipped: tuple[set[int], set[int]], fused: bool) -> None:
     for step in range(1, 13):
         for number in (0, 1):
             optimizers[number].zero_grad()
-            factor = torch.inf if step in skipped[number] else 1.0 + number + hvd.rank()
+            is_skipped = (hvd.rank(), step) in skipped[number]
+            factor = torch.inf if is_skipped else 1.0 + number + hvd.rank()
             scaler.scale(parameters[number] * factor).backward()
-            if step not in skipped[number]:
-                own[number] = [w - (1.0 + number + rank) for rank, w in enumerate(own[number])]
+            for rank in range(hvd.size()):
+                if (rank, step) not in skipped[number]:
+                    own[number][rank] -= 1.0 + number + rank
             if step % everys[number] == 0:
                 own[number] = [sum(own[number]) / hvd.size()] * hvd.size()
         for optimizer in optimizers:
+            assert optimizer._step_supports_amp_scaling is fused  # as others may read it
             scaler.step(optimizer)
+            hvd.barrier()  # nothing of the step is left for later
         scaler.update()
         assert [p.item() for p in parameters] == [each[hvd.rank()] for each in own]
 
 
-@pytest.mark.parametrize("fused", [False, slow(True)])
-@on_shm_and_slowly_on_tcp
-def test_two_optimizers_of_which_one_skips_steps(transport, fused):
-    skipped = {1, 2, 4, 5, 9}, {6, 7, 8}
-    run(train_two, 2, args=(skipped, fused), transport=transport)
+def steps_that_a_scaler_skips_count() -> None:
+    skip_steps(fused=False)
+    skip_steps(fused=True)
 
 
-def use_schedulers_and_closures() -> None:
-    parameters = shaped_weights()
-    inner = SGD(parameters, lr=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
-    optimizer = hvd.DiLoCo(inner, every=2)
-    assert optimizer is inner
-    outer = torch.optim.lr_scheduler.ExponentialLR(optimizer.outer, 0.5)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = sum((p - hvd.rank()).square().sum() for p in parameters)
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    assert first > optimizer.step(closure)
-    scheduler.step()
-    outer.step()
-    assert (inner.param_groups[0]["lr"], optimizer.outer.param_groups[0]["lr"]) == (0.25, 0.35)
-    assert_same_on_all_ranks(*parameters)
-
-
-def test_schedulers_and_closures():
-    run(use_schedulers_and_closures, 2)
-
-
-def use_copies() -> None:
+def copies_name_their_wrapper() -> None:
     """A copy steps once wrapped; before, its error names the function that wrapped the original."""
     (parameter,) = weights(0)
     optimizer = SGD([parameter], lr=1.0)
@@ -451,25 +336,36 @@ def use_copies() -> None:
     assert (copied.item(), parameter.item()) == (1 - hvd.size(), 0)
 
 
-def test_copies_name_their_wrapper():
-    run(use_copies, 2)
-
-
-def train_and_save(path: str, steps: int) -> None:
+def made(
+    momentum: float = 0.5, **options
+) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
     parameters = shaped_weights()
-    optimizer = hvd.DiLoCo(SGD(parameters, lr=RATE, momentum=0.5), every=4, fragments=2)
+    inner = SGD(parameters, lr=RATE, momentum=momentum)
+    return parameters, hvd.DiLoCo(inner, every=4, **options)
+
+
+def train_and_save(path: str, steps: int, **options) -> tuple:
+    parameters, optimizer = made(**options)
     take_steps(parameters, optimizer, steps)
     hvd.checkpoint.save(path, [[p.detach() for p in parameters], optimizer.state_dict()])
+    return parameters, optimizer
+
+
+def resumed(path: str, **options) -> tuple:
+    values, state = hvd.checkpoint.load(path)
+    parameters, optimizer = made(**options)
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, values)
+    optimizer.load_state_dict(state)
+    return parameters, optimizer, state
+
+
+def save_in_a_round(path: str) -> None:
+    train_and_save(path, 6, fragments=2)
 
 
 def load_and_train(path: str) -> None:
-    values, state = hvd.checkpoint.load(path)
-    parameters = shaped_weights()
-    optimizer = hvd.DiLoCo(SGD(parameters, lr=RATE, momentum=0.5), every=4, fragments=2)
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value)
-    optimizer.load_state_dict(state)
+    parameters, optimizer, state = resumed(path, fragments=2)
     agreed = [p for g in optimizer.outer.param_groups for p in g["params"]]
     assert_same_on_all_ranks(*agreed)
     for ours, saved in zip(agreed, state["local_steps"]["agreed"], strict=True):
@@ -480,32 +376,19 @@ def load_and_train(path: str) -> None:
     assert_same_on_all_ranks(*parameters)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_another_number_of_ranks_goes_on(tmp_path, size):
-    run(train_and_save, 2, args=(str(tmp_path / "state"), 6))
+    run(save_in_a_round, 2, args=(str(tmp_path / "state"),))
     run(load_and_train, size, args=(str(tmp_path / "state"),))
 
 
 def resume_bits(path: str) -> None:
     """A state from the end of a round continues with the bits of an uninterrupted run."""
-
-    def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
-        parameters = shaped_weights()
-        return parameters, hvd.DiLoCo(SGD(parameters, lr=RATE), every=4)
-
-    parameters, optimizer = made()
-    take_steps(parameters, optimizer, 8)
-    hvd.checkpoint.save(path, [[p.detach() for p in parameters], optimizer.state_dict()])
+    parameters, optimizer = train_and_save(path, 8, momentum=0.0)
+    again, other, _ = resumed(path, momentum=0.0)
     take_steps(parameters, optimizer, 6)
-    again, resumed = made()
-    values, state = hvd.checkpoint.load(path)
-    with torch.no_grad():
-        for parameter, value in zip(again, values, strict=True):
-            parameter.copy_(value)
-    resumed.load_state_dict(state)
-    take_steps(again, resumed, 6)
-    for one, other in zip(parameters, again, strict=True):
-        assert torch.equal(one, other)
+    take_steps(again, other, 6)
+    assert all(map(torch.equal, parameters, again))
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
@@ -514,16 +397,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 def broadcast_a_round(delay: int, root: int) -> None:
     """One rank loads a state from the middle of a round; all are at other points of theirs."""
-    every = 4
-
-    def made() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
-        parameters = shaped_weights()
-        inner = SGD(parameters, lr=RATE, momentum=0.5)
-        return parameters, hvd.DiLoCo(inner, every=every, fragments=2, delay=delay)
-
-    trained, first = made()
+    trained, first = made(fragments=2, delay=delay)
     take_steps(trained, first, 7)
-    parameters, optimizer = made()
+    parameters, optimizer = made(fragments=2, delay=delay)
     take_steps(parameters, optimizer, 5)  # with delay=2, a mean is pending
     if hvd.rank() == root:
         with torch.no_grad():
@@ -548,8 +424,7 @@ def broadcast_a_round(delay: int, root: int) -> None:
         assert_same_on_all_ranks(*parameters)
 
 
-@pytest.mark.parametrize(("delay", "root"), [(0, 1), (2, 0)])
-@on_both_transports
+@pytest.mark.parametrize(("transport", "delay", "root"), [("shm", 0, 1), ("tcp", 2, 0)])
 def test_a_broadcast_state_has_the_round_of_the_root(transport, delay, root):
     run(broadcast_a_round, 3, args=(delay, root), transport=transport)
 
@@ -613,136 +488,104 @@ def refused() -> None:
     assert "shard_state=True" in error_of(lambda: hvd.LocalSGD(sharded))[1]
 
 
-def test_wrong_arguments():
-    run(refused, 2)
-
-
-def different() -> list[tuple[str, str]]:
+def different() -> None:
     rank = hvd.rank()
-    errors = [
-        error_of(lambda: hvd.LocalSGD(SGD(shaped_weights(), lr=1.0), every=2 + rank)),
-        error_of(lambda: hvd.DiLoCo(SGD(shaped_weights()[rank:], lr=1.0))),
-    ]
+    name, text = error_of(lambda: hvd.LocalSGD(SGD(shaped_weights(), lr=1.0), every=2 + rank))
+    assert (name, "every=2" in text, "every=3" in text) == ("MismatchError", True, True), text
+    name, text = error_of(lambda: hvd.DiLoCo(SGD(shaped_weights()[rank:], lr=1.0)))
+    assert (name, "allreduce.noname.0.0" in text) == ("MismatchError", True), text
     (parameter,) = weights(rank)
     optimizer = hvd.DiLoCo(SGD([parameter], lr=1.0))
     parameter.grad = torch.ones(1)
-    errors.append(error_of(optimizer.step))
+    name, text = error_of(optimizer.step)
+    assert (name, "broadcast_parameters" in text) == ("MismatchError", True), text
     assert parameter.item() == rank
-    return errors
 
 
-@on_both_transports
-def test_different_ranks_are_told(transport):
-    for errors in run(different, 2, transport=transport):
-        assert [name for name, _ in errors] == ["MismatchError"] * 3
-        assert "every=2" in errors[0][1]
-        assert "every=3" in errors[0][1]
-        assert "allreduce.noname.0.0" in errors[1][1]
-        assert "broadcast_parameters" in errors[2][1]
+def move_by_sam(kind: str, on_hosts: bool = False) -> None:
+    """Sharpness-aware minimisation moves the weights there and back, before the first step, too.
 
-
-def sam_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-    """Take a step of sharpness-aware minimisation, which moves the weights there and back."""
-    loss_of(model, batch).backward()
-    moves = {p: 0.5 * p.grad.sign() for p in model.parameters()}
-    with torch.no_grad():
-        for parameter, move in moves.items():
-            parameter.add_(move)
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    with torch.no_grad():
-        for parameter, move in moves.items():
-            parameter.sub_(move)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def train_by_sam(kind: str, on_hosts: bool) -> None:
-    """The weights differ between ranks by rounding before the first step of the optimizer."""
-    rank, every = hvd.rank(), 2
-    model = make_model(seed=rank)
-    sgd = SGD(model.parameters(), lr=RATE)
-    batches = joined_batches(every)
+    They differ between ranks by rounding then; the way there counts as a move of the target.
+    """
+    moves = [(rank + 1) / 3 for rank in range(hvd.size())]
+    targets = [TARGETS[rank] - move for rank, move in enumerate(moves)]
+    parameters = shaped_weights()
+    sgd = SGD(parameters, lr=RATE)
     options = {"outer_options": {"lr": 1.0}} if kind == "DiLoCo" else {}
     if on_hosts:  # all ranks are one host's, and rank 0 alone takes part in agreements
         sgd = hvd.DistributedOptimizer(sgd)
         options["process_set"] = hvd.add_process_set([0])
-    optimizer = getattr(hvd, kind)(sgd, every=every, **options)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    alone = [make_model(seed=0) for _ in range(hvd.size())]
-    for number, other in enumerate(alone):
-        plain = SGD(other.parameters(), lr=RATE)
-        for batch in batches:
-            sam_step(other, plain, batch if on_hosts else batch[number :: hvd.size()])
-    for batch in batches:
-        sam_step(model, optimizer, part_of(batch))
-    assert_same_on_all_ranks(*model.parameters())
-    with torch.no_grad():
-        for mean, *others in zip(*(each.parameters() for each in alone), strict=True):
-            mean.copy_(torch.stack([mean, *others]).mean(0))
-    assert_same_weights(model, alone[0])
+        targets = [sum(targets) / hvd.size()] * hvd.size()
+    optimizer = getattr(hvd, kind)(sgd, every=2, **options)
+    for parameter in parameters:
+        parameter.data += hvd.rank()
+    hvd.broadcast_parameters(parameters, root_rank=0)
+    model = Model(targets, 2, 1, 0, {"lr": 1.0})
+    for _ in range(4):
+        for sign in (1, -1):
+            optimizer.zero_grad()
+            sum((p - TARGETS[hvd.rank()]).square().sum() / 2 for p in parameters).backward()
+            for parameter in parameters:
+                parameter.data += sign * moves[hvd.rank()]
+        optimizer.step()
+        model.step()
+        assert_as_modelled(parameters, model, hvd.rank(), kind)
+    assert_same_on_all_ranks(*parameters)
 
 
-@pytest.mark.parametrize(
-    ("kind", "on_hosts"), [("LocalSGD", False), ("DiLoCo", False), slow("DiLoCo", True)]
-)
-@on_shm_and_slowly_on_tcp
-def test_sam_moves_the_weights_before_the_first_step(transport, kind, on_hosts):
+def move_in_ways() -> list[str]:
     with logged() as lines:
-        run(train_by_sam, 2, args=(kind, on_hosts), transport=transport)
-    assert "agreed parameters" not in "".join(lines)
+        move_by_sam("LocalSGD")
+        move_by_sam("DiLoCo")
+        move_by_sam("DiLoCo", on_hosts=True)
+    return lines
 
 
-def join_in_a_round() -> tuple[str, str]:
+def test_sam_moves_the_weights_before_the_first_step():
+    for lines in run(move_in_ways, 2):
+        assert "agreed parameters" not in "".join(lines)
+
+
+def join_in_a_round() -> None:
     (parameter,) = weights(1)
     optimizer = hvd.LocalSGD(SGD([parameter], lr=1.0), every=2)
-    for step in range(2):
-        if hvd.rank() == 1 and step == 1:
-            break
-        parameter.grad = torch.ones(1)
-        result = error_of(optimizer.step)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    if hvd.rank() == 0:
+        name, text = error_of(optimizer.step)
+        assert (name, "called join()" in text) == ("MismatchError", True), text
     hvd.join()
-    return result
 
 
-def test_a_rank_that_has_joined_is_refused():
-    first, second = run(join_in_a_round, 2)
-    assert first[0] == "MismatchError"
-    assert "called join()" in first[1]
-    assert second == ("nothing", "")
-
-
-def load_on_one_rank() -> list[str]:
+def load_on_one_rank() -> None:
     (parameter,) = weights(1)
     optimizer = hvd.DiLoCo(SGD([parameter], lr=1.0), every=2)
-    with logged() as logs:
-        for step in range(6):
-            parameter.grad = torch.ones(1)
-            optimizer.step()
-            if step == 1 and hvd.rank() == 1:
-                state = optimizer.state_dict()
-                state["local_steps"]["agreed"][0] += 1
-                optimizer.load_state_dict(state)
-    return logs
+    for step in range(6):
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        if step == 1 and hvd.rank() == 1:
+            state = optimizer.state_dict()
+            state["local_steps"]["agreed"][0] += 1
+            optimizer.load_state_dict(state)
 
 
 def test_different_agreed_parameters_are_told_once():
-    first, second = run(load_on_one_rank, 2)
-    assert (len(first), len(second)) == (1, 0)
-    assert "do not have the same agreed parameters" in first[0]
+    (message,) = told(load_on_one_rank, 2)
+    assert "do not have the same agreed parameters" in message
 
 
-def load_another_models_state() -> list[tuple[str, str]]:
+def load_another_models_state() -> None:
     saved = hvd.DiLoCo(SGD(shaped_weights(), lr=1.0)).state_dict()
     larger = [torch.nn.Parameter(torch.zeros(n + 1)) for n in SIZES]
-    optimizers = [hvd.DiLoCo(SGD(larger, lr=1.0)), hvd.LocalSGD(SGD(shaped_weights(), lr=1.0))]
-    return [error_of(lambda each=each: each.load_state_dict(saved)) for each in optimizers]
-
-
-def test_a_state_of_another_model():
-    for name, text in run(load_another_models_state, 2)[0]:
+    for other in (hvd.DiLoCo(SGD(larger, lr=1.0)), hvd.LocalSGD(SGD(shaped_weights(), lr=1.0))):
+        name, text = error_of(lambda each=other: each.load_state_dict(saved))
         assert name == "ValueError"
         assert "is of 5 agreed parameters of shapes [[3], [2], [5]]..." in text
+
+
+@pytest.mark.parametrize("case", [refused, different, join_in_a_round, load_another_models_state])
+def test_errors(case):
+    run(case, 2)
 
 
 class Nested(SGD):
@@ -756,21 +599,18 @@ class Nested(SGD):
                 parameter.add_(hvd.rank())
 
 
-def nested_steps() -> None:
+def a_step_that_calls_its_base_class_is_one() -> None:
     (parameter,) = weights(0)
+    SGD([parameter], lr=1.0)  # from now on, the base class's step also runs hooks
     optimizer = hvd.LocalSGD(Nested([parameter], lr=1.0), every=2)
     for step in range(1, 5):
         parameter.grad = torch.ones(1)
         optimizer.step()
-        if step % 2 == 0:
-            assert parameter.item() == step * (-1 + (hvd.size() - 1) / 2)
+        agreed = step // 2 * 2 * (-1 + (hvd.size() - 1) / 2)
+        assert parameter.item() == agreed + step % 2 * (-1 + hvd.rank())
 
 
-def test_a_step_that_calls_its_base_class_is_one():
-    run(nested_steps, 3)
-
-
-def dropped_means() -> None:
+def a_dropped_mean_loses_nothing() -> None:
     """A dropped mean is a part of the next one."""
     (parameter,) = weights(0)
     optimizer = hvd.DiLoCo(SGD([parameter], lr=1.0), outer_options={"lr": 1.0}, every=3, delay=2)
@@ -788,8 +628,20 @@ def dropped_means() -> None:
     assert parameter.item() == -9
 
 
-def test_a_dropped_mean_loses_nothing():
-    run(dropped_means, 2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        frozen_parameters_stay_and_added_ones_take_part,
+        add_while_a_mean_is_on_its_way,
+        steps_that_a_scaler_skips_count,
+        copies_name_their_wrapper,
+        a_step_that_calls_its_base_class_is_one,
+        a_dropped_mean_loses_nothing,
+    ],
+)
+@on_both_transports
+def test_rounds(transport, case):
+    run(case, 2, transport=transport)
 
 
 def wrong_sets() -> tuple[str, str]:

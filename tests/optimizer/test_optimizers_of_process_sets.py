@@ -36,18 +36,13 @@ def train_on_a_set() -> None:
             optimizer.step(lambda: torch.ones(()))
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3)])
-def test_members_average_and_other_ranks_train_alone(transport, size):
-    run(train_on_a_set, size, transport=transport)
-
-
-def touch_all_sets(with_join: bool) -> None:
+def touch_all_sets() -> None:
     """One backward pass serves several sets; gradients arrive in another order on each rank."""
     sets = [hvd.global_process_set, *added_sets([0, 1], [1, 2], [0, 2])]
     parameters = weights(*[1] * len(sets))
     optimizers = [
-        hvd.DistributedOptimizer(SGD([p], lr=0.0), process_set=s)
-        for p, s in zip(parameters, sets, strict=True)
+        hvd.DistributedOptimizer(SGD([p], lr=0.0), [("weight", p)], process_set=s)
+        for p, s in zip(parameters, sets, strict=True)  # all have the same name
     ]
     numbers = range(len(sets))
     for step in range(4):
@@ -61,34 +56,26 @@ def touch_all_sets(with_join: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    if with_join:  # of the global set; the counters of the others are not touched
-        if hvd.rank() != 0:
-            (parameters[0] * 3).backward()
-            assert parameters[0].grad.item() == 2
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-        hvd.join()
-        sum(parameters).backward()
-        assert grads(parameters) == [1] * len(sets)
+    if hvd.rank() != 0:  # join() of the global set does not touch the counters of the others
+        (parameters[0] * 3).backward()
+        assert parameters[0].grad.item() == 2
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    hvd.join()
+    sum(parameters).backward()
+    assert grads(parameters) == [1] * len(sets)
 
 
-@pytest.mark.parametrize("with_join", [False, True])
-@on_both_transports
-def test_one_backward_pass_reduces_in_many_sets(transport, with_join):
-    run(touch_all_sets, 3, args=(with_join,), transport=transport)
-
-
-def use_sets_wrongly() -> str:
+def use_sets_wrongly() -> None:
     (x,) = weights(1)
     with pytest.raises(ValueError, match="has not been added"):
         hvd.DistributedOptimizer(SGD([x], lr=1.0), process_set=hvd.ProcessSet([0, 1]))
     (pair,) = added_sets([1, 2])
-    message = ""
     model = nn.Linear(2, 2 + (hvd.rank() == 2))
     if pair.included():
         with pytest.raises(hvd.MismatchError) as error:
             hvd.DistributedOptimizer(SGD(model.parameters(), lr=1.0), process_set=pair)
-        message = str(error.value)
+        assert "rank 1: allreduce.noname" in str(error.value).replace("'", "")
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=1.0), process_set=pair)
     (hvd.rank() * x).backward()
     hvd.remove_process_set(pair)
@@ -107,48 +94,9 @@ def use_sets_wrongly() -> str:
         loss_of(model, torch.full((2, 8), float(hvd.rank()))).backward()
         other.step()
     assert_same_on_all_ranks(*model.parameters())
-    return message
 
 
-def test_wrong_use_of_process_sets():
-    messages = run(use_sets_wrongly, 3)
-    assert not messages[0]
-    assert "rank 1: allreduce.noname" in messages[1].replace("'", "")
-
-
-def train_models_with_equal_names() -> None:
-    """Wrapped models of one class, on two sets, in one backward pass and in two."""
-    models = first, second, third = [make_model(seed) for seed in (1, 2, 3)]
-    (pair,) = added_sets([0, 1])
-    wrapped = [
-        hvd.DistributedOptimizer(SGD(first.parameters(), lr=0.1), first.named_parameters()),
-        hvd.DistributedOptimizer(SGD(second.parameters(), lr=0.1), second.named_parameters()),
-        hvd.DistributedOptimizer(
-            SGD(third.parameters(), lr=0.1), third.named_parameters(), process_set=pair
-        ),
-    ]
-    everybody = range(hvd.size())
-    members = [everybody, everybody, [0, 1] if pair.included() else [hvd.rank()]]
-    batches = [torch.full((2, 8), float(rank)) for rank in everybody]
-    expected = [
-        torch.autograd.grad(
-            sum(loss_of(model, batches[r]) for r in ranks) / len(ranks), list(model.parameters())
-        )
-        for model, ranks in zip(models, members, strict=True)
-    ]
-    for together in (True, False):
-        for optimizer in wrapped:
-            optimizer.zero_grad()
-        losses = [loss_of(model, batches[hvd.rank()]) for model in models]
-        for loss in [sum(losses)] if together else reversed(losses):
-            loss.backward()
-        for model, gradients in zip(models, expected, strict=True):
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient)
-    names = [list(optimizer._parameter_names.values()) for optimizer in wrapped]
-    assert names == [[name for name, _ in first.named_parameters()]] * 3
-
-
+@pytest.mark.parametrize("program", [train_on_a_set, touch_all_sets, use_sets_wrongly])
 @on_both_transports
-def test_two_models_with_equal_names(transport):
-    run(train_models_with_equal_names, 3, transport=transport)
+def test_process_sets_of_optimizers(transport, program):
+    run(program, 3, transport=transport)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from logs import logged
+from logs import told
 from pool import error_of, run
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from training import make_model
@@ -28,7 +30,7 @@ def start_torch_distributed() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=hvd.rank(), world_size=hvd.size())
 
 
-def train_beside_ddp(which: str) -> list[str]:
+def train_beside_ddp(which: str) -> None:
     """Train a model; DDP has the same one, another one, or has had one."""
     start_torch_distributed()
     try:
@@ -39,57 +41,49 @@ def train_beside_ddp(which: str) -> list[str]:
             del ddp
         trained = ddp if which == "same" else model
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
-        with logged() as messages:
-            for _ in range(3):
-                optimizer.zero_grad()
-                trained(torch.ones(2, 8)).sum().backward()
-                optimizer.step()
-        return messages
+        for _ in range(3):
+            optimizer.zero_grad()
+            trained(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("which", ["same", "another", "gone"])
 def test_a_model_of_ddp(which):
-    messages, others = run(train_beside_ddp, 2, args=(which,))
-    assert messages == ([WARNING] if which == "same" else [])
-    assert others == []
+    assert told(train_beside_ddp, 2, which) == ([WARNING] if which == "same" else [])
 
 
 def wrap_sharded(kind: str) -> tuple[str, str]:
+    model: torch.nn.Module = make_model()
+    if kind == "fully_shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (hvd.size(),)))
+    else:
+        use_orig_params = kind == "original"
+        model = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+    optimizer = SGD(model.parameters(), lr=0.1)
+    adasum = error_of(lambda: hvd.DistributedOptimizer(optimizer, op=hvd.Adasum))
+    average = error_of(lambda: hvd.DistributedOptimizer(optimizer, model.named_parameters()))
+    assert adasum[0] == average[0]
+    return average
+
+
+def wrap_sharded_in_ways() -> None:
     start_torch_distributed()
     try:
-        model: torch.nn.Module = make_model()
-        if kind == "fully_shard":
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(model, mesh=init_device_mesh("cpu", (hvd.size(),)))
-        else:
-            from torch.distributed.fsdp import FullyShardedDataParallel
-
-            use_orig_params = kind == "original"
-            model = FullyShardedDataParallel(
-                model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
-            )
-        optimizer = SGD(model.parameters(), lr=0.1)
-        adasum = error_of(lambda: hvd.DistributedOptimizer(optimizer, op=hvd.Adasum))
-        average = error_of(lambda: hvd.DistributedOptimizer(optimizer, model.named_parameters()))
-        assert adasum[0] == average[0]
-        return average
+        for kind, complaint in (
+            ("fully_shard", "'0.weight' is a DTensor: this rank has only a part of it"),
+            ("flat", "_flat_param' is a parameter of FullyShardedDataParallel: this rank has only"),
+            ("original", "is a parameter of FullyShardedDataParallel: this rank has only a part"),
+        ):
+            error, text = wrap_sharded(kind)
+            assert error == "ValueError", text
+            assert complaint in text
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("kind", "complaint"),
-    [
-        ("fully_shard", "'0.weight' is a DTensor: this rank has only a part of it"),
-        ("flat", "_flat_param' is a parameter of FullyShardedDataParallel: this rank has only"),
-        ("original", "is a parameter of FullyShardedDataParallel: this rank has only a part of"),
-    ],
-)
-def test_sharded_parameters_are_refused(kind, complaint):
-    for error, text in run(wrap_sharded, 2, args=(kind,)):
-        assert error == "ValueError", text
-        assert complaint in text
+def test_sharded_parameters_are_refused():
+    run(wrap_sharded_in_ways, 2)

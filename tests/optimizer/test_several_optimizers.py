@@ -15,38 +15,6 @@ import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import BackwardSync
 
 
-def touch_different_optimizers() -> None:
-    """In one backward pass rank 0 touches the first optimizer, rank 1 the second."""
-    (a,), (b,) = weights(1), weights(1)
-    first = hvd.DistributedOptimizer(SGD([a], lr=1.0))
-    second = hvd.DistributedOptimizer(SGD([b], lr=1.0))
-    (2 * a if hvd.rank() == 0 else 4 * b).backward()
-    first.step()
-    second.step()
-    assert (a.item(), b.item()) == (0, -1)
-
-
-def test_ranks_touch_different_optimizers():
-    run(touch_different_optimizers, 2)
-
-
-def share_a_parameter() -> None:
-    (x,) = weights(1)
-    first = hvd.DistributedOptimizer(SGD([x], lr=1.0))
-    second = hvd.DistributedOptimizer(SGD([x], lr=1.0))
-    for _ in range(2):
-        first.zero_grad()
-        ((hvd.rank() + 1) * x).backward()
-        assert x.grad.item() == 1.5
-        first.step()
-        second.step()
-    assert x.item() == 1 - 4 * 1.5
-
-
-def test_one_parameter_of_two_optimizers():
-    run(share_a_parameter, 2)
-
-
 def train_another(parameter: nn.Parameter) -> None:
     """Take three steps of 1.5 with an optimizer of its own."""
     optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0))
@@ -71,9 +39,9 @@ def drop_on_one_rank_first(accumulated_on: int) -> None:
     assert b.item() == 1 - 6 * 1.5
 
 
-@pytest.mark.parametrize("accumulated_on", [0, 1], ids=["on rank 0", "on both ranks"])
-def test_a_dropped_optimizer_is_collected_at_different_times(accumulated_on):
-    run(drop_on_one_rank_first, 2, args=(accumulated_on,))
+def drop_on_rank_0_or_both() -> None:
+    drop_on_one_rank_first(accumulated_on=0)
+    drop_on_one_rank_first(accumulated_on=1)
 
 
 def drop_what_something_else_holds() -> None:
@@ -89,10 +57,6 @@ def drop_what_something_else_holds() -> None:
     del told_of
 
 
-def test_a_dropped_optimizer_leaves_though_something_else_holds_its_reducer():
-    run(drop_what_something_else_holds, 2)
-
-
 def drop_on_one_rank_only() -> None:
     """One rank has dropped an optimizer with due gradients: no pass can reduce them."""
     (a,), (b,) = weights(1), weights(1)
@@ -105,10 +69,6 @@ def drop_on_one_rank_only() -> None:
     _, text = error_of(b.backward)
     assert "rank 1 has dropped the wrapped optimizer 0, for which another rank has" in text, text
     del kept, optimizer
-
-
-def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_all():
-    run(drop_on_one_rank_only, 2)
 
 
 def drop_a_trained_one_on_one_rank_first() -> None:
@@ -132,18 +92,26 @@ def drop_a_trained_one_on_one_rank_first() -> None:
     del garbage
 
 
-@on_both_transports
-def test_a_trained_optimizer_is_collected_at_different_times(transport):
-    run(
-        drop_a_trained_one_on_one_rank_first,
-        2,
-        transport=transport,
-        env={"TORCH_RING_AUTOTUNE": "1"},
-    )
+AUTOTUNE = {"TORCH_RING_AUTOTUNE": "1"}
 
 
-def leave_backward_out_after_one_that_was_not_stepped(lr: float) -> None:
+@pytest.mark.parametrize(
+    ("drop", "transport", "env"),
+    [
+        (drop_on_rank_0_or_both, "shm", {}),
+        (drop_what_something_else_holds, "shm", {}),
+        (drop_on_one_rank_only, "shm", {}),
+        (drop_a_trained_one_on_one_rank_first, "shm", AUTOTUNE),
+        (drop_a_trained_one_on_one_rank_first, "tcp", AUTOTUNE),
+    ],
+)
+def test_dropped_optimizers(drop, transport, env):
+    run(drop, 2, transport=transport, env=env)
+
+
+def leave_backward_out_after_one_that_was_not_stepped() -> None:
     """A pass touches three optimizers, and one of them steps; one rank leaves out the next pass."""
+    lr = 0.25
     a, b, c = weights(1, 2, 3)
     optimizers = [hvd.DistributedOptimizer(SGD([each], lr=lr)) for each in (a, b, c)]
     expected = [1.0, 2.0, 3.0]
@@ -164,7 +132,7 @@ def leave_backward_out_after_one_that_was_not_stepped(lr: float) -> None:
 
 @on_both_transports
 def test_a_rank_leaves_out_a_pass_after_one_that_was_not_stepped(transport):
-    run(leave_backward_out_after_one_that_was_not_stepped, 3, args=(0.25,), transport=transport)
+    run(leave_backward_out_after_one_that_was_not_stepped, 3, transport=transport)
 
 
 def collect_during_the_end_of_a_pass(how: str) -> None:
@@ -198,7 +166,11 @@ def collect_during_the_end_of_a_pass(how: str) -> None:
     assert (a.item(), b.item()) == (1, 1 - 1 - 3 * 1.5)
 
 
+def collect_at_each_point() -> None:
+    for how in ("_agree", "_conclude", "_note"):
+        collect_during_the_end_of_a_pass(how)
+
+
 @on_both_transports
-@pytest.mark.parametrize("how", ["_agree", "_conclude", "_note"])
-def test_an_optimizer_is_collected_during_the_end_of_a_pass(transport, how):
-    run(collect_during_the_end_of_a_pass, 2, args=(how,), transport=transport)
+def test_an_optimizer_is_collected_during_the_end_of_a_pass(transport):
+    run(collect_at_each_point, 2, transport=transport)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import shutil
 import signal
 import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import namespaces
 import pytest
 import torch
 from logs import logged
+from optimizer_writes import WRITES
 from pool import DEADLINE_S, all_have_passed, error_of, eventually, has_asked, run
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from training import assert_same_on_all_ranks, joined_batches, loss_of, part
-from worlds import on_all_worlds, on_both_transports
+from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring import checkpoint
@@ -29,17 +29,42 @@ from torch_ring.optimizer import sharded_state
 from torch_ring.optimizer.sharded_state import plan_parts
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": lambda parameters, **more: SGD(parameters, lr=0.05, momentum=0.9, **more),
-    "adam": lambda parameters, **more: Adam(parameters, lr=0.01, amsgrad=True, **more),
+    "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: Adam(parameters, lr=0.01, amsgrad=True),
+    "fused": lambda parameters: Adam(parameters, lr=0.01, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    "adadelta": lambda parameters: torch.optim.Adadelta(parameters),
+    "adamax": lambda parameters: torch.optim.Adamax(parameters),
+    "asgd": lambda parameters: torch.optim.ASGD(parameters),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters),
+    "radam": lambda parameters: torch.optim.RAdam(parameters),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.5, centered=True),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "muon": lambda parameters: torch.optim.Muon(parameters),
 }
+Parameters = Sequence[nn.Parameter]
 
 
-def make_model(width: int = 100, seed: int = 1) -> nn.Module:
+def make_model(maker: str = "adam", seed: int = 1) -> Any:
     """Return a net with a weight that is cut, small weights, and one in another memory format."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 77), nn.Linear(77, 3))
-    model[2].weight.data = model[2].weight.data.t().contiguous().t()
-    return model
+    bias = maker != "muon"  # which takes matrices only
+    layers = [nn.Linear(*shape, bias=bias) for shape in ((8, 100), (100, 77), (77, 3))]
+    if maker != "fused":  # not for strides of a transposed weight
+        layers[1].weight.data = layers[1].weight.data.t().contiguous().t()
+    return nn.Sequential(layers[0], nn.Tanh(), *layers[1:])
+
+
+def plain(model: nn.Module, maker: str = "adam", **more: Any) -> Any:
+    return hvd.DistributedOptimizer(MAKERS[maker](model.parameters()), **more)
+
+
+def sharded(model: nn.Module, maker: str = "adam", **more: Any) -> Any:
+    optimizer = MAKERS[maker](model.parameters())
+    assert hvd.DistributedOptimizer(optimizer, shard_state=True, **more) is optimizer
+    return optimizer
 
 
 def step(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> None:
@@ -48,40 +73,170 @@ def step(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> None:
     optimizer.step()
 
 
-def assert_equal(model: nn.Module, other: nn.Module) -> None:
+def trained(**more: Any) -> tuple[Any, Any]:
+    """Return a model and its optimizer after a step."""
+    model = make_model()
+    optimizer = sharded(model, **more)
+    step(model, optimizer, joined_batches(1)[0])
+    return model, optimizer
+
+
+def with_gradients() -> tuple[Any, Any]:
+    """Return a model and its optimizer before the second step."""
+    model, optimizer = trained()
+    loss_of(model, part(joined_batches(1)[0])).backward()
+    return model, optimizer
+
+
+def assert_equal(model: nn.Module, other: nn.Module, where: str = "") -> None:
     for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+        assert torch.equal(ours, theirs), (where, name)
 
 
-def assert_equal_states(state: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_equal_states(state: dict[str, Any], other: dict[str, Any], where: str = "") -> None:
     """Compare two results of state_dict() bit by bit."""
-    assert state["param_groups"] == other["param_groups"]
-    assert state["state"].keys() == other["state"].keys()
+    assert state["param_groups"] == other["param_groups"], where
+    assert state["state"].keys() == other["state"].keys(), where
     for index, values in other["state"].items():
-        assert list(state["state"][index]) == list(values)
+        assert list(state["state"][index]) == list(values), where
         for key, value in values.items():
             found = state["state"][index][key]
-            assert found.shape == value.shape, (index, key)
-            assert torch.equal(found, value), (index, key)
+            assert found.shape == value.shape, (where, index, key)
+            assert torch.equal(found, value), (where, index, key)
 
 
-def train_beside_unsharded(maker: str) -> None:
-    models = make_model(), make_model()
-    plain = hvd.DistributedOptimizer(MAKERS[maker](models[0].parameters()))
-    sharded = hvd.DistributedOptimizer(MAKERS[maker](models[1].parameters()), shard_state=True)
-    assert isinstance(sharded, type(MAKERS[maker](make_model().parameters())))
-    for batch in joined_batches(steps=5):
-        for model, optimizer in zip(models, (plain, sharded), strict=True):
-            step(model, optimizer, batch)
-        assert_equal(models[1], models[0])
-        assert_equal_states(sharded.state_dict(), plain.state_dict())
-    assert_same_on_all_ranks(*models[1].parameters())
+# --- programs beside an unsharded optimizer
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@on_all_worlds
-def test_bits_are_those_of_an_unsharded_optimizer(transport: str, size: int, maker: str) -> None:
-    run(train_beside_unsharded, size, args=(maker,), transport=transport)
+def set_rate(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (number + 1)
+
+
+def add_group(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    if number == 2:
+        torch.manual_seed(5)
+        added = nn.Linear(50, 60)
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": added.parameters(), "lr": 0.3})
+        (added(torch.ones(1, 50)).sum() * (hvd.rank() + 1)).backward()
+
+
+def reload_own(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    if number in (1, 3):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def reload_of_root(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    if number in (1, 3):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
+
+
+def lack_gradients(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    """The first layer has no gradients in the first steps, the last one none in the second."""
+    for parameter in parameters[:2] if number < 2 else ():
+        parameter.grad = None
+    for parameter in parameters[4:] if number == 1 else ():
+        parameter.grad = None
+
+
+def increase_momentum(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0 if number < 2 else 0.9
+
+
+PROGRAMS: dict[str, tuple[str, Callable[[], Any]]] = {
+    **WRITES,
+    **{
+        f"{each.__name__} {maker}": (maker, lambda each=each: each)
+        for each in (set_rate, add_group, reload_own, reload_of_root, lack_gradients)
+        for maker in ("sgd", "adam")
+    },
+    "increase_momentum": ("sgd", lambda: increase_momentum),
+}
+PLAIN = {maker: (maker, lambda: lambda *_: None) for maker in MAKERS}
+
+
+def train_beside_unsharded(names: Sequence[str], **options: Any) -> None:
+    """Compare with an unsharded optimizer beside which the program does the same."""
+    for name in names:
+        maker, make = (PROGRAMS | PLAIN)[name]
+        models, does = (make_model(maker), make_model(maker)), (make(), make())
+        optimizers = plain(models[0], maker, **options), sharded(models[1], maker, **options)
+        for number, batch in enumerate(joined_batches(5)):
+            for model, optimizer, do in zip(models, optimizers, does, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, part(batch)).backward()
+                do(number, list(model.parameters()), optimizer)
+                optimizer.step()
+            assert_equal(models[1], models[0], f"{name}, step {number}")
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        assert_equal_states(states[1], states[0], name)
+        if not options:
+            assert_same_on_all_ranks(*models[1].parameters())
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 1), ("shm", 4), ("tcp", 2)])
+def test_bits_are_those_of_an_unsharded_optimizer(transport: str, size: int) -> None:
+    """Of all optimizers of torch that step each tensor by itself."""
+    run(train_beside_unsharded, size, args=(list(MAKERS),), transport=transport)
+
+
+@on_both_transports
+def test_what_a_program_does_counts_as_without(transport: str) -> None:
+    names = list(PROGRAMS)
+    run(train_beside_unsharded, 3, args=(names,), transport=transport, deadline_s=3 * DEADLINE_S)
+
+
+def train_in_a_set() -> None:
+    train_beside_unsharded(["adam"], process_set=hvd.add_process_set([0, 2]))
+
+
+@on_both_transports
+def test_process_sets(transport: str) -> None:
+    run(train_in_a_set, 3, transport=transport)
+
+
+def train_on_hosts() -> tuple[bool, list[int]]:
+    hvd.init()
+    train_beside_unsharded(["adam", *WRITES])
+    shards = trained()[1]._shards
+    found = shards.is_shared, list(shards._owners)
+    hvd.shutdown()
+    return found
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+def test_each_host_has_a_whole_copy(hosts: list[str]) -> None:
+    found = run(
+        train_on_hosts,
+        4,
+        initialized=False,
+        transport="",
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29513"},
+        namespaces=[hosts[host] for host in (0, 0, 1, 2)],
+        deadline_s=3 * DEADLINE_S,
+    )
+    assert found == [(True, [0, 1]), (True, [0, 1]), (True, [2]), (True, [3])]
+
+
+def share_nothing() -> None:
+    """A rank cannot open the memory of another one: all go on without shared memory."""
+    make = sharded_state.Segment.open
+    if hvd.rank() == 2:
+        sharded_state.Segment.open = staticmethod(lambda offer: make((1, 10_000, offer[2])))
+    train_beside_unsharded(["adam"])
+    assert not sharded(make_model())._shards.is_shared
+    sharded_state.Segment.open = staticmethod(make)
+
+
+def test_ranks_that_cannot_share_memory_divide_the_state_all_the_same() -> None:
+    run(share_nothing, 3)
+
+
+# --- the parts
 
 
 @pytest.mark.parametrize("may_cut", [True, False])
@@ -108,25 +263,14 @@ def test_parts_are_balanced_and_cover_all(ranks: int, may_cut: bool) -> None:
 
 
 def test_small_tensors_are_not_cut() -> None:
-    parts = plan_parts([(2_000, 4), (300_000, 4), (2_000, 4), (300_000, 4)], 2, may_cut=True)
-    assert [(p.parameter, p.begin, p.owner) for p in parts] == [
-        (0, 0, 0), (1, 0, 0), (2, 0, 1), (3, 0, 1),
-    ]  # fmt: skip
-
-
-def sharded(model: nn.Module, maker: str = "adam", **more: Any) -> Any:
-    return hvd.DistributedOptimizer(MAKERS[maker](model.parameters()), shard_state=True, **more)
-
-
-def plain(model: nn.Module, maker: str = "adam", **more: Any) -> Any:
-    return hvd.DistributedOptimizer(MAKERS[maker](model.parameters()), **more)
+    """The border between two ranks' fair parts lies in the small one."""
+    parts = plan_parts([(300_000, 4), (4_000, 4), (300_000, 4)], 2, may_cut=True)
+    assert [(p.parameter, p.begin, p.owner) for p in parts] == [(0, 0, 0), (1, 0, 1), (2, 0, 1)]
 
 
 def look_at_memory() -> None:
     """The parts' states add up to the whole state; a rank's writes are its own until a step."""
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
+    model, optimizer = trained()
     shards = optimizer._shards
     own = sum(part.end - part.begin for part, _ in shards._mine)
     every = hvd.allgather(torch.tensor([own])).tolist()
@@ -145,14 +289,8 @@ def look_at_memory() -> None:
     assert parameter.untyped_storage().nbytes() == parameter.nbytes  # torch.save() saves it all
 
 
-def test_parameters_and_state_are_there_once_a_host() -> None:
-    run(look_at_memory, 3)
-
-
 def look_at_divided_state() -> None:
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
+    model, optimizer = trained()
     shards = optimizer._shards
     whole = optimizer.state_dict()["state"]
     for index, parameter in enumerate(model.parameters()):
@@ -173,297 +311,13 @@ def look_at_divided_state() -> None:
                 assert torch.equal(value, expected), (index, key)
     assert shards._state.keys() == {tensor for _, tensor in shards._mine}
     kind, text = error_of(lambda: copy.deepcopy(optimizer))
-    assert kind == "InvalidArgumentError"
-    assert "copy its state_dict(), on all ranks" in text
+    assert (kind, "copy its state_dict(), on all" in text) == ("InvalidArgumentError", True)
     kind, text = error_of(lambda: hvd.elastic.TorchState(model, optimizer))
-    assert kind == "ValueError"
-    assert "only where the ranks of a host share memory" in text
+    assert (kind, "only where the ranks of a host share memory" in text) == ("ValueError", True)
 
 
 def test_without_shared_memory_each_rank_has_the_state_of_its_part() -> None:
     run(look_at_divided_state, 2, transport="tcp")
-
-
-def train_on(steps: int, maker: str, before: Callable[..., Any]) -> None:
-    """Compare with an unsharded optimizer under the same actions `before` each step."""
-    models = make_model(), make_model()
-    optimizers = plain(models[0], maker), sharded(models[1], maker)
-    for number, batch in enumerate(joined_batches(steps)):
-        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, part(batch)).backward()
-            before(number, model, optimizer, index)
-            optimizer.step()
-        assert_equal(models[1], models[0])
-    assert_equal_states(optimizers[1].state_dict(), optimizers[0].state_dict())
-
-
-def clip(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
-def set_rate(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1 / (number + 1)
-
-
-def add_group(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    if number == 2:
-        torch.manual_seed(5)
-        added = nn.Linear(50, 60)
-        vars(model)["added"] = added  # no part of the sequence
-        optimizer.zero_grad()
-        optimizer.add_param_group({"params": added.parameters(), "lr": 0.3})
-        (added(torch.ones(1, 50)).sum() * (hvd.rank() + 1)).backward()
-
-
-def move(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    """Move the parameters to other memory, as model.to() does."""
-    if number in (1, 3):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-
-
-def reload_own(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    if number in (1, 3):
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def reload_of_root(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    if number in (1, 3):
-        hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
-
-
-def lack_gradients(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    """The first layer has no gradients in the first steps, the last one none in the second."""
-    for parameter in model[0].parameters() if number < 2 else ():
-        parameter.grad = None
-    for parameter in model[3].parameters() if number == 1 else ():
-        parameter.grad = None
-
-
-def edit(number: int, model: nn.Module, optimizer: Optimizer, index: int) -> None:
-    with torch.no_grad():
-        model[2].weight.clamp_(-0.05, 0.05)
-
-
-def increase_momentum(number: int, model: nn.Module, optimizer: Optimizer, _: int) -> None:
-    for group in optimizer.param_groups:
-        if "momentum" in group:
-            group["momentum"] = 0.0 if number < 2 else 0.9
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize(
-    "before",
-    [clip, set_rate, add_group, move, reload_own, reload_of_root, lack_gradients, edit,
-     increase_momentum],
-)  # fmt: skip
-@on_both_transports
-def test_equals_an_unsharded_optimizer(
-    transport: str, before: Callable[..., Any], maker: str
-) -> None:
-    run(train_on, 3, args=(5, maker, before), transport=transport)
-
-
-OTHER_MAKERS: dict[str, Callable[..., Optimizer]] = {
-    "fused": lambda parameters: Adam(parameters, lr=0.01, fused=True),
-    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
-    "adadelta": lambda parameters: torch.optim.Adadelta(parameters),
-    "adamax": lambda parameters: torch.optim.Adamax(parameters),
-    "asgd": lambda parameters: torch.optim.ASGD(parameters),
-    "nadam": lambda parameters: torch.optim.NAdam(parameters),
-    "radam": lambda parameters: torch.optim.RAdam(parameters),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.5, centered=True),
-    "rprop": lambda parameters: torch.optim.Rprop(parameters),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
-}
-
-
-def train_other_optimizers() -> None:
-    for name, make in OTHER_MAKERS.items():
-        models = make_model(), make_model()
-        if name == "fused":  # not for strides of a transposed weight
-            for model in models:
-                model[2].weight.data = model[2].weight.data.contiguous()
-        ours = hvd.DistributedOptimizer(make(models[1].parameters()), shard_state=True)
-        theirs = hvd.DistributedOptimizer(make(models[0].parameters()))
-        for batch in joined_batches(3):
-            step(models[0], theirs, batch)
-            step(models[1], ours, batch)
-        for (key, weight), other in zip(
-            models[1].named_parameters(), models[0].parameters(), strict=True
-        ):
-            assert torch.equal(weight, other), (name, key)
-        assert_equal_states(ours.state_dict(), theirs.state_dict())
-
-
-@on_both_transports
-def test_all_optimizers_of_torch_that_step_each_tensor_by_itself(transport: str) -> None:
-    run(train_other_optimizers, 2, transport=transport)
-
-
-def train_muon() -> None:
-    models = [
-        nn.Sequential(nn.Linear(8, 40, bias=False), nn.Linear(40, 3, bias=False)) for _ in "ab"
-    ]
-    models[1].load_state_dict(models[0].state_dict())
-    hvd.broadcast_parameters(models[0].state_dict(), 0)
-    ours = hvd.DistributedOptimizer(torch.optim.Muon(models[1].parameters()), shard_state=True)
-    hvd.broadcast_parameters(models[1].state_dict(), 0)
-    theirs = hvd.DistributedOptimizer(torch.optim.Muon(models[0].parameters()))
-    assert all(part.is_whole for part, _ in ours._shards._mine)
-    for batch in joined_batches(3):
-        step(models[0], theirs, batch)
-        step(models[1], ours, batch)
-    assert_equal(models[1], models[0])
-
-
-def test_muon_keeps_whole_tensors_on_a_rank() -> None:
-    run(train_muon, 2)
-
-
-def schedule() -> None:
-    """Schedulers that are made before and after the optimizer is wrapped count."""
-    for is_before in (True, False):
-        models = make_model(), make_model()
-        optimizers, schedulers = [], []
-        for index, model in enumerate(models):
-            optimizer: Any = MAKERS["adam"](model.parameters())
-            for late in (False, True):
-                if late != is_before:
-                    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
-                if not late:
-                    optimizer = hvd.DistributedOptimizer(optimizer, shard_state=index == 1)
-            optimizers.append(optimizer)
-            schedulers.append(scheduler)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # the scheduler's: it has missed a step
-            for batch in joined_batches(4):
-                for index, model in enumerate(models):
-                    step(model, optimizers[index], batch)
-                    schedulers[index].step()
-        assert_equal(models[1], models[0])
-
-
-def test_schedulers_from_before_and_after_count() -> None:
-    run(schedule, 2)
-
-
-def scale(fused: bool) -> None:
-    models = make_model(), make_model()
-    for model in models if fused else ():  # not for strides of a transposed weight
-        model[2].weight.data = model[2].weight.data.contiguous()
-    inner = [MAKERS["adam"](model.parameters(), fused=fused) for model in models]
-    optimizers = [
-        hvd.DistributedOptimizer(inner[0]),
-        hvd.DistributedOptimizer(inner[1], shard_state=True),
-    ]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**20) for _ in models]
-    for number, batch in enumerate(joined_batches(5)):
-        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            factor = float("inf") if number == 2 and hvd.rank() == 1 else 1.0
-            scaler.scale(loss_of(model, part(batch)) * factor).backward()
-            if number % 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        assert_equal(models[1], models[0])
-        assert_equal_states(optimizers[1].state_dict(), optimizers[0].state_dict())
-    assert scalers[0].get_scale() == scalers[1].get_scale() < 2.0**20
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@on_both_transports
-def test_a_scaler_skips_steps_on_all_ranks(transport: str, fused: bool) -> None:
-    run(scale, 2, args=(fused,), transport=transport)
-
-
-def close() -> None:
-    """Steps with closures, which return the loss of all ranks."""
-    models = make_model(), make_model()
-    optimizers = plain(models[0]), sharded(models[1])
-    for batch in joined_batches(3):
-        losses = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-
-            def closure(model: Any = model, optimizer: Any = optimizer, batch: Any = batch) -> Any:
-                optimizer.zero_grad()
-                loss = loss_of(model, part(batch))
-                loss.backward()
-                return loss
-
-            losses.append(optimizer.step(closure))
-        assert torch.equal(*losses)
-        assert_equal(models[1], models[0])
-
-
-@on_both_transports
-def test_closures(transport: str) -> None:
-    run(close, 2, transport=transport)
-
-
-def save_and_load(path: str) -> None:
-    """Training continues exactly from a checkpoint; root_rank alone gets the state."""
-    batches = joined_batches(4)
-    model, reference = make_model(), make_model()
-    optimizer, other = sharded(model), plain(reference)
-    for batch in batches[:2]:
-        step(model, optimizer, batch)
-        step(reference, other, batch)
-    state = optimizer.state_dict(root_rank=1)
-    assert bool(state["state"]) == (hvd.rank() == 1)
-    checkpoint.save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    saved = checkpoint.load(path)
-    assert_equal_states(saved["optimizer"], other.state_dict())
-    resumed = make_model(seed=9)
-    resumed_by = sharded(resumed)
-    resumed.load_state_dict(saved["model"])
-    resumed_by.load_state_dict(saved["optimizer"])
-    fresh = make_model(seed=8)
-    unwrapped = MAKERS["adam"](fresh.parameters())
-    fresh.load_state_dict(saved["model"])
-    unwrapped.load_state_dict(copy.deepcopy(saved["optimizer"]))
-    from_state = hvd.DistributedOptimizer(unwrapped, shard_state=True)  # with a state
-    for batch in batches[2:]:
-        for each, by in ((resumed, resumed_by), (reference, other), (fresh, from_state)):
-            step(each, by, batch)
-        assert_equal(resumed, reference)
-        assert_equal(fresh, reference)
-
-
-@on_both_transports
-def test_checkpoints_are_those_of_an_unsharded_optimizer(transport: str, tmp_path: Path) -> None:
-    run(save_and_load, 3, args=(str(tmp_path / "checkpoint.pt"),), transport=transport)
-
-
-def load_on_root_and_broadcast() -> None:
-    """Horovod's way: rank 0 loads, the others get it by broadcast_optimizer_state()."""
-    batches = joined_batches(4)
-    reference = make_model()
-    other = plain(reference)
-    for batch in batches[:2]:
-        step(reference, other, batch)
-    model = make_model(seed=3)
-    optimizer = sharded(model)
-    step(model, optimizer, batches[0])
-    if hvd.rank() == 0:
-        model.load_state_dict(reference.state_dict())
-        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    hvd.broadcast_parameters(model.state_dict(), 0)
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    for batch in batches[2:]:
-        step(model, optimizer, batch)
-        step(reference, other, batch)
-        assert_equal(model, reference)
-    assert_equal_states(optimizer.state_dict(), other.state_dict())
-
-
-@on_both_transports
-def test_the_root_loads_for_all(transport: str) -> None:
-    run(load_on_root_and_broadcast, 2, transport=transport)
 
 
 def copy_and_average() -> None:
@@ -484,15 +338,51 @@ def copy_and_average() -> None:
     assert state["state"][2]["exp_avg"].any()
 
 
-def test_copies_have_memory_of_their_own() -> None:
-    run(copy_and_average, 2)
+def save_and_load(path: str) -> None:
+    """Training continues exactly: from a checkpoint, and as in Horovod, from rank 0's state."""
+    batches = joined_batches(4)
+    model, reference = make_model(), make_model()
+    optimizer, other = sharded(model), plain(reference)
+    for batch in batches[:2]:
+        step(model, optimizer, batch)
+        step(reference, other, batch)
+    state = optimizer.state_dict(root_rank=1)
+    assert bool(state["state"]) == (hvd.rank() == 1)
+    checkpoint.save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = checkpoint.load(path)
+    assert_equal_states(saved["optimizer"], other.state_dict())
+    resumed, fresh, told = (make_model(seed=seed) for seed in (9, 8, 3))
+    told_by = sharded(told)
+    step(told, told_by, batches[0])
+    for each in (resumed, fresh, *([told] if hvd.rank() == 0 else [])):
+        each.load_state_dict(saved["model"])
+    resumed_by = sharded(resumed)
+    resumed_by.load_state_dict(saved["optimizer"])
+    fresh_by = MAKERS["adam"](fresh.parameters())
+    fresh_by.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    hvd.DistributedOptimizer(fresh_by, shard_state=True)  # with a state
+    if hvd.rank() == 0:
+        told_by.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    hvd.broadcast_parameters(told.state_dict(), 0)
+    hvd.broadcast_optimizer_state(told_by, 0)
+    every = {"resumed": (resumed, resumed_by), "fresh": (fresh, fresh_by), "told": (told, told_by)}
+    for batch in batches[2:]:
+        step(reference, other, batch)
+        for name, (each, by) in every.items():
+            step(each, by, batch)
+            assert_equal(each, reference, name)
+    assert_equal_states(told_by.state_dict(), other.state_dict())
+
+
+@on_both_transports
+def test_checkpoints_are_those_of_an_unsharded_optimizer(transport: str, tmp_path: Path) -> None:
+    run(save_and_load, 3, args=(str(tmp_path / "checkpoint.pt"),), transport=transport)
 
 
 def read_late(folder: str) -> None:
     """Rank 0 reads the parameters, in a hook of its step, while rank 1 waits to write its part."""
-    model, waits = make_model(), Path(folder) / "rank 1 waits"
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
+    model, optimizer = trained()
+    waits = Path(folder) / "rank 1 waits"
     before = [parameter.detach().clone() for parameter in model.parameters()]
     seen = []
 
@@ -539,10 +429,6 @@ def warn() -> None:
     assert (where in " ".join(log)) == (hvd.rank() == 0), " ".join(log)
 
 
-def test_views_are_told_of() -> None:
-    run(warn, 2)
-
-
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
     """Batches that a model makes in the workers of a DataLoader."""
 
@@ -557,12 +443,10 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def load_in_workers() -> None:
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
+    model, optimizer = trained()
     for start in ("fork", "forkserver"):
         loader = torch.utils.data.DataLoader(
-            Numbers(model), 1, num_workers=2, multiprocessing_context=start
+            Numbers(model), 1, num_workers=1, multiprocessing_context=start
         )
         for batch in loader:
             assert torch.equal(batch[0], model[2].weight)
@@ -570,45 +454,9 @@ def load_in_workers() -> None:
     assert not any("sharded" in name for name in os.listdir("/dev/shm"))
 
 
-def test_workers_see_the_weights() -> None:
-    run(load_in_workers, 2, deadline_s=3 * DEADLINE_S)  # two of a rank's workers import torch
-
-
-def alone() -> None:
-    models = make_model(), make_model()
-    optimizers = plain(models[0]), sharded(models[1])
-    for batch in joined_batches(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            step(model, optimizer, batch)
-    assert not optimizers[1]._shards.is_active
-    assert_equal(models[1], models[0])
-    assert_equal_states(optimizers[1].state_dict(), optimizers[0].state_dict())
-
-
-def test_one_rank_steps_as_without() -> None:
-    run(alone, 1)
-
-
-def train_in_a_set() -> None:
-    hvd.add_process_set([0, 2])
-    train_beside_unsharded_in(hvd.ProcessSet([0, 2]))
-
-
-def train_beside_unsharded_in(process_set: hvd.ProcessSet) -> None:
-    models = make_model(), make_model()
-    ours = sharded(models[1], process_set=process_set)
-    theirs = plain(models[0], process_set=process_set)
-    for batch in joined_batches(3):
-        step(models[0], theirs, batch)
-        step(models[1], ours, batch)
-    assert_equal(models[1], models[0])
-    assert ours._shards.is_active == process_set.included()
-    assert_equal_states(ours.state_dict(), theirs.state_dict())
-
-
-@on_both_transports
-def test_process_sets(transport: str) -> None:
-    run(train_in_a_set, 3, transport=transport)
+@pytest.mark.parametrize("look", [look_at_memory, copy_and_average, warn, load_in_workers])
+def test_parameters_and_state_are_there_once_a_host(look: Callable[[], None]) -> None:
+    run(look, 2, deadline_s=3 * DEADLINE_S)  # a rank's worker imports torch
 
 
 # --- errors
@@ -626,32 +474,27 @@ class Renamed(SGD):
 
 
 def refuse_optimizers() -> None:
-    cases: list[tuple[Callable[..., Optimizer], str]] = [
-        (lambda p: torch.optim.LBFGS(p), "LBFGS is none of the optimizers that step each tensor"),
-        (lambda p: torch.optim.SparseAdam(list(p)), "SparseAdam is none of the optimizers"),
-        (lambda p: Own(p, lr=0.1), "Own is none of the optimizers that step each tensor"),
-        (lambda p: Adam(p, differentiable=True), "a step of differentiable=True"),
+    cases: list[tuple[Callable[..., Optimizer], dict[str, Any], str]] = [
+        (torch.optim.LBFGS, {}, "LBFGS is none of the optimizers that step each tensor"),
+        (lambda p: torch.optim.SparseAdam(list(p)), {}, "SparseAdam is none of the optimizers"),
+        (partial(Own, lr=0.1), {}, "Own is none of the optimizers that step each tensor"),
+        (partial(Adam, differentiable=True), {}, "a step of differentiable=True"),
+        (Adam, {"op": hvd.Adasum}, "shard_state=True does not go with op=Adasum"),
     ]
-    for make, text in cases:
+    for make, options, text in cases:
         optimizer = make(make_model().parameters())
-        call = functools.partial(hvd.DistributedOptimizer, optimizer, shard_state=True)
+        call = partial(hvd.DistributedOptimizer, optimizer, shard_state=True, **options)
         kind, found = error_of(call)
-        assert kind == "ValueError"
-        assert text in found, found
+        assert (kind, text in found) == ("ValueError", True), found
         hvd.DistributedOptimizer(optimizer)  # it is unchanged
     model = make_model()
-    kind, found = error_of(lambda: sharded(model, op=hvd.Adasum))
-    assert kind == "ValueError"
-    assert "shard_state=True does not go with op=Adasum" in found
     model[2].weight.data = torch.zeros(1, 100).expand(77, 100)
     kind, found = error_of(lambda: sharded(model))
-    assert kind == "ValueError"
-    assert "which do not fill its memory" in found
+    assert (kind, "which do not fill its memory" in found) == ("ValueError", True), found
     hvd.DistributedOptimizer(Renamed(make_model().parameters(), lr=0.1), shard_state=True)
     makers = sharded, plain
     kind, found = error_of(lambda: makers[hvd.rank()](make_model()))
-    assert kind == "MismatchError"
-    assert "shard_state=True; rank 1" in found, found
+    assert (kind, "shard_state=True; rank 1" in found) == ("MismatchError", True), found
 
 
 @on_both_transports
@@ -661,10 +504,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(transport: str) -> 
 
 def refuse_steps() -> None:
     """Ranks that step differently cause an error on all ranks, and no parameter changes."""
-    model = make_model()
-    optimizer = sharded(model)
-    batches = joined_batches(3)
-    step(model, optimizer, batches[0])
+    model, optimizer = with_gradients()
     before = [parameter.detach().clone() for parameter in model.parameters()]
 
     def refused(kind: str, text: str) -> None:
@@ -673,7 +513,6 @@ def refuse_steps() -> None:
         for parameter, value in zip(model.parameters(), before, strict=True):
             assert torch.equal(parameter, value)
 
-    loss_of(model, part(batches[1])).backward()
     optimizer.param_groups[0]["lr"] = 0.01 + hvd.rank()
     refused("MismatchError", "the ranks step differently: rank 0: 'lr' of group 0 is 0.01; rank 1")
     optimizer.param_groups[0]["lr"] = 0.01
@@ -696,12 +535,8 @@ def refuse_steps() -> None:
     refused("MismatchError", "'step' of parameter 0 in optimizer.state is taken out")
 
 
-@on_both_transports
-def test_steps_that_differ_are_refused_on_all_ranks(transport: str) -> None:
-    run(refuse_steps, 3, transport=transport)
-
-
 def convert_differently() -> None:
+    """The ranks give a weight other strides."""
     model = make_model()
     optimizer = sharded(model)
     loss_of(model, part(joined_batches(1)[0])).backward()
@@ -715,16 +550,8 @@ def convert_differently() -> None:
     assert told[kind] in text, text
 
 
-@on_both_transports
-def test_a_model_that_ranks_convert_differently_is_refused(transport: str) -> None:
-    run(convert_differently, 3, transport=transport)
-
-
 def fail_on_one_rank() -> None:
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
-    loss_of(model, part(joined_batches(1)[0])).backward()
+    _, optimizer = with_gradients()
     if hvd.rank() == 1:
         for state in optimizer._shards._state.values():
             state["exp_avg"] = "no tensor"
@@ -736,16 +563,10 @@ def fail_on_one_rank() -> None:
         assert "1 other ranks have failed to step their parts" in text
 
 
-@on_both_transports
-def test_a_step_that_fails_on_one_rank_ends_on_all(transport: str) -> None:
-    run(fail_on_one_rank, 3, transport=transport)
-
-
 def join_early() -> None:
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
-    if hvd.rank() == 0:
+    """A rank that has joined cannot step its part."""
+    model, optimizer = trained()
+    if hvd.rank() < 2:
         loss_of(model, part(joined_batches(1)[0])).backward()
         kind, text = error_of(optimizer.step)
         assert kind == "InvalidArgumentError"
@@ -753,75 +574,28 @@ def join_early() -> None:
     hvd.join()
 
 
+@pytest.mark.parametrize("case", [refuse_steps, convert_differently, fail_on_one_rank, join_early])
 @on_both_transports
-def test_a_rank_that_has_joined_cannot_step_its_part(transport: str) -> None:
-    run(join_early, 2, transport=transport)
+def test_a_step_that_fails_on_one_rank_fails_on_all(
+    transport: str, case: Callable[[], None]
+) -> None:
+    run(case, 3, transport=transport)
 
 
 def die_in_a_step(place: str, passed: Path) -> str:
     """Rank 1 dies before or after it has stepped its part: the others get an error."""
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
-    loss_of(model, part(joined_batches(1)[0])).backward()
+    _, optimizer = with_gradients()
     all_have_passed(passed, hvd.size())
     if hvd.rank() == 1:
-        name = {"before": "_enter", "after": "_leave"}[place]
-        setattr(optimizer._shards, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(optimizer._shards, place, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     kind, text = error_of(optimizer.step)
     hvd.shutdown()
     assert (kind, "rank 1" in text) == ("PeerLostError", True), text
     return text
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-@on_both_transports
+@pytest.mark.parametrize(("place", "transport"), [("_enter", "shm"), ("_leave", "tcp")])
 def test_a_rank_that_dies_in_a_step_is_named(transport: str, place: str, tmp_path: Path) -> None:
     found = run(die_in_a_step, 3, args=(place, tmp_path), transport=transport, may_die=[1])
     assert found[0]
     assert found[2]
-
-
-# --- several hosts
-
-
-def train_on_hosts() -> tuple[bool, list[int]]:
-    hvd.init()
-    train_beside_unsharded("adam")
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
-    shards = optimizer._shards
-    found = shards.is_shared, list(shards._owners)
-    hvd.shutdown()
-    return found
-
-
-@pytest.mark.netns
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
-def test_each_host_has_a_whole_copy(hosts: list[str]) -> None:
-    found = run(
-        train_on_hosts,
-        4,
-        initialized=False,
-        transport="",
-        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29513"},
-        namespaces=[hosts[host] for host in (0, 0, 1, 2)],
-    )
-    assert found == [(True, [0, 1]), (True, [0, 1]), (True, [2]), (True, [3])]
-
-
-def share_nothing() -> None:
-    """A rank cannot open the memory of another one: all go on without shared memory."""
-    make = sharded_state.Segment.open
-    if hvd.rank() == 2:
-        sharded_state.Segment.open = staticmethod(lambda offer: make((1, 10_000, offer[2])))
-    train_beside_unsharded("adam")
-    model = make_model()
-    assert not sharded(model)._shards.is_shared
-    sharded_state.Segment.open = staticmethod(make)
-
-
-def test_ranks_that_cannot_share_memory_divide_the_state_all_the_same() -> None:
-    run(share_nothing, 3)

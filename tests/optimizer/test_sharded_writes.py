@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
-import namespaces
-import pytest
 import torch
-from optimizer_writes import WRITES
 from pool import DEADLINE_S, error_of, run
-from slow import slow
 from test_sharded_state import (
     assert_equal,
     assert_equal_states,
@@ -21,61 +16,13 @@ from test_sharded_state import (
     plain,
     sharded,
     step,
+    train_beside_unsharded,
+    with_gradients,
 )
-from training import assert_same_on_all_ranks, joined_batches, loss_of, part
+from training import joined_batches, loss_of, part
 from worlds import on_both_transports
 
 import torch_ring as hvd
-
-STEPS = 5
-
-
-def write(*names: str) -> None:
-    """Compare with an unsharded optimizer beside which the program writes the same."""
-    for name in names:
-        maker, make_write = WRITES[name]
-        models, writes = (make_model(), make_model()), (make_write(), make_write())
-        optimizers = plain(models[0], maker), sharded(models[1], maker)
-        for number, batch in enumerate(joined_batches(STEPS)):
-            for model, optimizer, write in zip(models, optimizers, writes, strict=True):
-                optimizer.zero_grad()
-                loss_of(model, part(batch)).backward()
-                write(number, list(model.parameters()), optimizer)
-                optimizer.step()
-            try:
-                assert_equal(models[1], models[0])
-            except AssertionError as error:
-                raise AssertionError(f"{name}, step {number}") from error
-        assert_equal_states(optimizers[1].state_dict(), optimizers[0].state_dict())
-        assert_same_on_all_ranks(*models[1].parameters())
-
-
-@pytest.mark.parametrize("name", WRITES)
-@on_both_transports
-def test_writes_count_as_without(transport: str, name: str) -> None:
-    run(write, 3, args=(name,), transport=transport)
-
-
-def train_on_hosts(names: list[str]) -> None:
-    hvd.init()
-    write(*names)
-    hvd.shutdown()
-
-
-@pytest.mark.netns
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
-def test_writes_on_several_hosts(hosts: list[str]) -> None:
-    run(
-        train_on_hosts,
-        4,
-        args=(list(WRITES),),
-        initialized=False,
-        transport="",
-        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29519"},
-        namespaces=[hosts[host] for host in (0, 0, 1, 2)],
-        deadline_s=3 * DEADLINE_S,
-    )
 
 
 def write_on_one_rank() -> None:
@@ -168,9 +115,8 @@ def compile_step() -> None:
         assert_equal(models[1], models[0])
 
 
-@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
-def test_a_step_within_a_compiled_function(transport: str) -> None:
-    run(compile_step, 2, transport=transport, deadline_s=3 * DEADLINE_S)
+def test_a_step_within_a_compiled_function() -> None:
+    run(compile_step, 2, deadline_s=3 * DEADLINE_S)
 
 
 def convert() -> None:
@@ -200,10 +146,7 @@ def test_a_model_in_another_memory_format_keeps_its_state(transport: str) -> Non
 
 
 def put_what_cannot_be_divided() -> None:
-    model = make_model()
-    optimizer = sharded(model)
-    step(model, optimizer, joined_batches(1)[0])
-    loss_of(model, part(joined_batches(1)[0])).backward()
+    model, optimizer = with_gradients()
     if hvd.rank() == 0:
         optimizer.state[model[2].weight]["exp_avg"] = torch.zeros(7, 7)
     own = "optimizer.state has a tensor of shape [7, 7] as 'exp_avg' of parameter 2"
@@ -228,7 +171,7 @@ def have_no_page_table() -> None:
 
     os.open = open_other  # type: ignore[assignment]
     try:
-        write("multiply", "zero adam", "Average")
+        train_beside_unsharded(["multiply", "zero adam", "Average"])
     finally:
         os.open = opened
 

@@ -7,20 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from logs import logged
+from logs import told
 from pool import error_of, eventually, run
 from slot_programs import train_programs_at_random
-from slow import on_shm_and_slowly_on_tcp
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer.reducer import Reducer
 from torch_ring.world import current
 
-on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
-both_ops = pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+OPS = (hvd.Average, hvd.Sum)
 
 
 def scalars(*values: float) -> list[nn.Parameter]:
@@ -57,114 +55,12 @@ def meet_between_the_hooks() -> None:
         optimizer.step()
 
 
-@on_both_transports
-def test_a_bucket_is_not_sent_before_all_have_copied(transport):
-    run(meet_between_the_hooks, 2, transport=transport)
-
-
-def accumulate(op: hvd.ReduceOp, passes: int, synchronised: int, zero: str) -> None:
-    """An actor and a critic with a trunk, in several backward passes a step."""
-    trunk, actor, critic = scalars(1, 2, 3)
-    optimizers = [
-        hvd.DistributedOptimizer(
-            SGD([own, trunk], lr=0.25), op=op, backward_passes_per_step=synchronised
-        )
-        for own in (actor, critic)
-    ]
-    expected, kept = 1.0, 0.0
-    for step in range(4):
-        if zero == "by the model":
-            for parameter in (trunk, actor, critic):
-                parameter.grad = None
-        else:
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=zero == "to none")
-        gradient = 0.0
-        for number in range(passes):
-            factor = 1.0 + hvd.rank() + step + number
-            ((actor + critic + trunk) * factor).sum().backward()
-            gradient += joined(op, lambda rank, s=step, n=number: 1.0 + rank + s + n)
-        if passes >= synchronised:
-            assert_near(trunk.grad, gradient)
-        for optimizer in optimizers:
-            optimizer.step()
-            assert_near(trunk.grad, gradient)
-            expected -= 0.25 * gradient
-        assert_near(trunk, expected)
-        kept -= 0.25 * gradient
-        assert_near(actor, 2 + kept)
-        assert_near(critic, 3 + kept)
-
-
-@pytest.mark.parametrize(("transport", "op"), [("shm", hvd.Average), ("tcp", hvd.Sum)])
-@pytest.mark.parametrize("zero", ["to none", "to zero", "by the model"])
-@pytest.mark.parametrize(("passes", "synchronised"), [(1, 1), (2, 1), (2, 2), (1, 2)])
-def test_a_shared_trunk(transport, op, zero, passes, synchronised):
-    run(accumulate, 3, args=(op, passes, synchronised, zero), transport=transport)
-
-
-def replace(op: hvd.ReduceOp) -> None:
-    """A scheduler holds an optimizer whose place another one has taken."""
-    parameters = scalars(1, 2)
-    before = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), op=op)
-    scheduler = StepLR(before, 1)
-    after = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), op=op)
-    del before
-    expected = [1.0, 2.0]
-    for step in range(4):
-        if step == 2:
-            del scheduler
-            gc.collect()
-        after.zero_grad()
-        for number in range(2):
-            factor = 1.0 + hvd.rank() + number
-            (parameters[0] * factor + parameters[1] * (factor + step)).sum().backward()
-        after.step()
-        for number in range(2):
-            expected[0] -= 0.25 * joined(op, lambda rank, n=number: 1.0 + rank + n)
-            expected[1] -= 0.25 * joined(op, lambda rank, n=number, s=step: 1.0 + rank + n + s)
-        for parameter, value in zip(parameters, expected, strict=True):
-            assert_near(parameter, value)
-
-
-@on_both_transports
-@both_ops
-def test_an_optimizer_in_the_place_of_another(transport, op):
-    run(replace, 3, args=(op,), transport=transport)
-
-
-def train_with_random_delays(steps: int) -> None:
-    """Ranks that are late at random, with trunks of several sizes, against one process."""
-    torch.manual_seed(hvd.rank())
-    size = hvd.size()
-    trunk = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (1, 100, 30000)]
-    heads = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (7, 50000)]
-    optimizers = [hvd.DistributedOptimizer(SGD([*trunk, head], lr=0.0)) for head in heads]
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for parameter in trunk:
-            assert parameter.grad is None
-        factor = float(hvd.rank() * 3 + step)
-        sum((p * factor).sum() for p in (*trunk, *heads)).backward()
-        mean = sum(rank * 3 + step for rank in range(size)) / size
-        for parameter in (*trunk, *heads):
-            assert (parameter.grad - mean).abs().max() < 1e-10
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@on_shm_and_slowly_on_tcp
-def test_many_steps_of_a_shared_trunk(transport):
-    env = {"TORCH_RING_BUCKET_BYTES": "8192"}
-    run(train_with_random_delays, 2, args=(100,), transport=transport, env=env)
-
-
 # --- one slot, whoever steps
 
 
-@both_ops
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
+@pytest.mark.parametrize(
+    ("transport", "size", "op"), [("shm", 2, hvd.Sum), ("tcp", 3, hvd.Average)]
+)
 def test_optimizers_that_come_and_go(transport, size, op, full):
     seeds = range(1000 if full else 30)
     run(
@@ -174,31 +70,6 @@ def test_optimizers_that_come_and_go(transport, size, op, full):
         transport=transport,
         deadline_s=3600 if full else 120,
     )
-
-
-def step_with_the_older(op: hvd.ReduceOp) -> None:
-    """Two passes a step; the later optimizer never steps."""
-    (trunk,) = scalars(0)
-    first, later = (
-        hvd.DistributedOptimizer(SGD([trunk], lr=1.0), op=op, backward_passes_per_step=2)
-        for _ in range(2)
-    )
-    for _ in range(4):
-        trunk.data.zero_()
-        first.zero_grad()
-        for number in range(2):
-            (trunk * (1 + hvd.rank() + number)).sum().backward()
-        gradient = joined(op, lambda rank: 3 + 2 * rank)
-        assert_near(trunk.grad, gradient)
-        first.step()
-        assert_near(trunk, -gradient)
-    del later
-
-
-@on_both_transports
-@both_ops
-def test_only_the_older_optimizer_steps(transport, op):
-    run(step_with_the_older, 3, args=(op,), transport=transport)
 
 
 def count_reductions(optimizers: int) -> int:
@@ -218,10 +89,9 @@ def count_reductions(optimizers: int) -> int:
     return sum(4 * math.prod(each.shape) for each in found if each.operation == "allreduce")
 
 
-@on_both_transports
 @pytest.mark.parametrize("optimizers", [1, 2, 3])
-def test_each_gradient_is_reduced_once(transport, optimizers):
-    reduced = run(count_reductions, 2, args=(optimizers,), transport=transport)
+def test_each_gradient_is_reduced_once(optimizers):
+    reduced = run(count_reductions, 2, args=(optimizers,))
     padding = 15 * 4 * 2  # each gradient begins on a cache line
     assert all(4 * 1010 <= each <= 4 * 1010 + padding for each in reduced), reduced
 
@@ -243,11 +113,6 @@ def lack_the_head() -> None:
         first.step()
 
 
-@on_both_transports
-def test_a_rank_without_the_gradient_beside_a_slot_elsewhere(transport):
-    run(lack_the_head, 2, transport=transport)
-
-
 def set_by_hand(with_pass: bool) -> None:
     """The older optimizer steps with gradients that the program has set; the later one never."""
     trunk, own = scalars(0, 0)
@@ -265,12 +130,6 @@ def set_by_hand(with_pass: bool) -> None:
         first.step()
         assert_near(trunk, -1.5)
     del later
-
-
-@on_both_transports
-@pytest.mark.parametrize("with_pass", [False, True])
-def test_gradients_set_by_hand_in_a_slot_elsewhere(transport, with_pass):
-    run(set_by_hand, 2, args=(with_pass,), transport=transport)
 
 
 def lose_the_later_one(op: hvd.ReduceOp, when: str) -> None:
@@ -304,13 +163,6 @@ def lose_the_later_one(op: hvd.ReduceOp, when: str) -> None:
     assert_near(trunk.grad, 2 * expected)
 
 
-@both_ops
-@on_both_transports
-@pytest.mark.parametrize("when", ["in a hook", "in a step"])
-def test_a_slot_outlives_its_optimizer(transport, op, when):
-    run(lose_the_later_one, 2, args=(op, when), transport=transport)
-
-
 def accumulate_without_the_later_one() -> None:
     """no_sync() holds a slot whose own optimizer is gone."""
     (trunk,) = scalars(0)
@@ -322,11 +174,6 @@ def accumulate_without_the_later_one() -> None:
         assert_near(trunk.grad, 1 + hvd.rank())
     (trunk * 2).backward()
     assert_near(trunk.grad, 1.5 + 2)
-
-
-@on_both_transports
-def test_accumulation_in_a_slot_that_outlives_its_optimizer(transport):
-    run(accumulate_without_the_later_one, 2, transport=transport)
 
 
 def wrap_in_a_pass() -> None:
@@ -350,11 +197,6 @@ def wrap_in_a_pass() -> None:
     assert_near(own, -2 * 4)
 
 
-@on_both_transports
-def test_an_optimizer_that_is_wrapped_in_a_pass(transport):
-    run(wrap_in_a_pass, 2, transport=transport)
-
-
 def touch_the_slot_on_one_rank() -> None:
     """A pass reaches the slot on one rank alone: all agree before the older optimizer steps."""
     trunk, own, other = scalars(0, 0, 0)
@@ -373,11 +215,6 @@ def touch_the_slot_on_one_rank() -> None:
             assert_near(parameter, expected)
 
 
-@on_both_transports
-def test_a_pass_that_reaches_a_slot_on_one_rank(transport):
-    run(touch_the_slot_on_one_rank, 2, transport=transport)
-
-
 def drop_one_with_parameters_of_its_own() -> None:
     """Parameters that only the optimizer that is gone had are left to the program."""
     trunk, own = scalars(0, 0)
@@ -394,11 +231,6 @@ def drop_one_with_parameters_of_its_own() -> None:
     assert_near(own.grad, 6 * (1 + hvd.rank()))
 
 
-@on_both_transports
-def test_other_parameters_of_an_optimizer_that_is_gone(transport):
-    run(drop_one_with_parameters_of_its_own, 2, transport=transport)
-
-
 def add_a_group_between_two_passes(op: hvd.ReduceOp, optimizers: int) -> None:
     """The averaged gradient of the first pass counts once in the second one's sum."""
     trunk, other = scalars(0, 0)
@@ -409,13 +241,6 @@ def add_a_group_between_two_passes(op: hvd.ReduceOp, optimizers: int) -> None:
     assert_near(trunk.grad, 2 * joined(op, lambda _: 1.0))
     wrapped[0].step()
     assert_near(trunk, -2 * joined(op, lambda _: 1.0))
-
-
-@both_ops
-@on_both_transports
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_a_group_that_is_added_between_two_passes(transport, op, optimizers):
-    run(add_a_group_between_two_passes, 2, args=(op, optimizers), transport=transport)
 
 
 def keep_what_the_program_did() -> None:
@@ -432,33 +257,44 @@ def keep_what_the_program_did() -> None:
         assert_near(trunk, -2 - 2 * (10 + hvd.rank()))
 
 
-@on_both_transports
-def test_changes_between_the_steps_of_two_optimizers(transport):
-    run(keep_what_the_program_did, 2, transport=transport)
-
-
-def find_nan() -> tuple[str, str]:
+def find_nan() -> None:
     """Rank 1 has a NaN for a parameter that only the later optimizer reduces; the first steps."""
     trunk, head = scalars(1, 2)
     names = [("trunk", trunk), ("head", head)]
     first = hvd.DistributedOptimizer(SGD([trunk, head], lr=1.0), names, nan_check=True)
     later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), names[:1], nan_check=True)
     (trunk * (math.nan if hvd.rank() == 1 else 1.0) + head).sum().backward()
-    failure = error_of(first.step)
+    kind, text = error_of(first.step)
+    assert kind == "NonFiniteGradientError", text
+    assert "rank 1: the gradient of 'trunk' has a NaN, step 1" in text
     assert trunk.item() == 1
     first.zero_grad()
     (trunk + head).sum().backward()
     first.step()
     later.step()
     assert_near(trunk, -1)
-    return failure
 
 
+@pytest.mark.parametrize(
+    ("program", "cases"),
+    [
+        (meet_between_the_hooks, [()]),
+        (lack_the_head, [()]),
+        (set_by_hand, [(False,), (True,)]),
+        (lose_the_later_one, [(op, when) for op in OPS for when in ("in a hook", "in a step")]),
+        (accumulate_without_the_later_one, [()]),
+        (wrap_in_a_pass, [()]),
+        (touch_the_slot_on_one_rank, [()]),
+        (drop_one_with_parameters_of_its_own, [()]),
+        (add_a_group_between_two_passes, [(op, count) for op in OPS for count in (1, 2)]),
+        (keep_what_the_program_did, [()]),
+        (find_nan, [()]),
+    ],
+)
 @on_both_transports
-def test_a_nan_in_a_slot_of_another_optimizer(transport):
-    for kind, text in run(find_nan, 2, transport=transport):
-        assert kind == "NonFiniteGradientError", text
-        assert "rank 1: the gradient of 'trunk' has a NaN, step 1" in text
+def test_one_slot_of_a_parameter(transport, program, cases):
+    for args in cases:
+        run(program, 2, args=args, transport=transport)
 
 
 def wrap_for_two_sets() -> tuple[str, str]:
@@ -483,21 +319,17 @@ def test_a_parameter_of_two_process_sets_is_refused():
         assert "'trunk' is averaged over ranks [0, 1], as an optimizer wanted" in text
 
 
-def wrap_with_other_settings() -> tuple[list[str], float]:
+def wrap_with_other_settings() -> None:
     (trunk,) = scalars(0)
     named = [("trunk", trunk)]
     first = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), named)
-    with logged() as messages:
-        later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), named, op=hvd.Sum)
+    later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0), named, op=hvd.Sum)
     (trunk * (1 + hvd.rank())).sum().backward()
     first.step()
+    assert trunk.item() == -3
     del later
-    return messages, trunk.item()
 
 
 def test_the_settings_of_the_later_optimizer_count():
-    (first, weight), (second, other) = run(wrap_with_other_settings, 2)
-    assert weight == other == -3
-    (message,) = first
+    (message,) = told(wrap_with_other_settings, 2)
     assert "two optimizers have wrapped 'trunk' with different settings" in message
-    assert second == []

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 
 import pytest
 from pool import FORKS, run
-from slow import slow
 from torch.optim import SGD
 from training import grads, weights
 
@@ -16,37 +14,17 @@ import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
 
 
-def end_the_world() -> None:
-    """After shutdown() nothing holds the synchronisation; the next world begins with its own."""
-    parameters = weights(1)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
-    (parameters[0] * 2).backward()
-    sync = weakref.ref(backward_sync_of(hvd.global_process_set))
-    assert sync().number == 1
-    hvd.shutdown()
-    del optimizer
-    gc.collect()
-    assert sync() is None
-    hvd.init()
-    assert backward_sync_of(hvd.global_process_set).number == 0
-
-
-def test_synchronisation_ends_with_its_world():
-    run(end_the_world, 2)
-
-
 def train_in_a_world(kind: str) -> None:
     parameters = weights(2, 3)
     process_set = hvd.add_process_set([0, 1]) if kind == "set" else hvd.global_process_set
-    options = {"compressed": {"compression": hvd.Compression.int8()}, "Adasum": {"op": hvd.Adasum}}
-    others = {"groups": 2} if kind == "groups" else {}
+    options = {
+        "compressed": {"compression": hvd.Compression.int8()},
+        "Adasum": {"op": hvd.Adasum},
+        "groups": {"groups": 2},
+    }.get(kind, {})
     names = [("a", parameters[0]), ("b", parameters[1])]
     optimizer = hvd.DistributedOptimizer(
-        SGD(parameters, lr=0.0),
-        names,
-        process_set=process_set,
-        **options.get(kind, {}),
-        **others,
+        SGD(parameters, lr=0.0), names, process_set=process_set, **options
     )
     other = hvd.DistributedOptimizer(SGD(weights(4), lr=0.0))
     for _ in range(3):
@@ -77,11 +55,9 @@ def end_worlds_without_collection(kind: str) -> None:
     assert held[2:] == [held[1]] * 4
 
 
-@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
 @pytest.mark.parametrize("kind", ["plain", "set", "groups", "compressed", "Adasum", "joined"])
-def test_a_world_goes_without_garbage_collection(transport, kind):
-    size = 3 if kind == "set" else 2
-    run(end_worlds_without_collection, size, args=(kind,), transport=transport)
+def test_a_world_goes_without_garbage_collection(kind):
+    run(end_worlds_without_collection, 3 if kind == "set" else 2, args=(kind,))
 
 
 def end_a_process_set() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pool import run
 
 
 @contextlib.contextmanager
@@ -19,3 +22,19 @@ def logged() -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(handler)
+
+
+def _warnings_of(program: Callable[..., object], args: tuple[Any, ...]) -> list[str]:
+    with logged() as messages:
+        program(*args)
+    return messages
+
+
+def told(
+    program: Callable[..., object], size: int, *args: Any, transport: str = "shm", by: int = 0
+) -> list[str]:
+    """Run a program on ranks; return the messages of one of them. The others have none."""
+    messages = run(_warnings_of, size, args=(program, args), transport=transport)
+    mine = messages.pop(by)
+    assert messages == [[]] * (size - 1)
+    return mine

@@ -75,14 +75,6 @@ def move(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
         parameter.data = parameter.data * 0.9
 
 
-def add_noise(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
-    generator = torch.Generator().manual_seed(number)
-    with torch.no_grad():
-        for parameter in parameters:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise.to(parameter.device), alpha=0.01)
-
-
 class Average:
     """Evaluates with an exponential average, as torch_ema does; the ranks restore in turn."""
 
@@ -125,21 +117,6 @@ class AverageOnRoot(Average):
                 parameter.data = kept.clone() if number % 2 else kept
 
 
-class Lookahead:
-    """Every second step the weights go half the way back to the slow ones."""
-
-    def __init__(self) -> None:
-        self._slow: list[Tensor] = []
-
-    def __call__(self, number: int, parameters: Parameters, optimizer: Optimizer) -> None:
-        if not self._slow:
-            self._slow = [parameter.data.clone() for parameter in parameters]
-        for slow, parameter in zip(self._slow, parameters, strict=True):
-            if number % 2:
-                slow += 0.5 * (parameter.data - slow)
-                parameter.data.copy_(slow)
-
-
 class SharpnessAware:
     """The first step of SAM and the way back, without a second pass; both ways to write it."""
 
@@ -157,22 +134,17 @@ class SharpnessAware:
 
 
 class Beside:
-    """A plain optimizer steps two of the parameters, too."""
+    """A plain optimizer steps two of the parameters, too, and one without shard_state all."""
 
     def __init__(self) -> None:
-        self._optimizer: Any = None
+        self._others: list[Any] = []
 
     def __call__(self, number: int, parameters: Parameters, optimizer: Optimizer) -> None:
-        self._optimizer = self._optimizer or SGD(parameters[1:3], lr=0.1)
-        self._optimizer.step()
-
-
-class WrappedBeside(Beside):
-    """An optimizer without shard_state steps all parameters, too."""
-
-    def __call__(self, number: int, parameters: Parameters, optimizer: Optimizer) -> None:
-        self._optimizer = self._optimizer or hvd.DistributedOptimizer(SGD(parameters, lr=0.1))
-        self._optimizer.step()
+        if not self._others:
+            wrapped = hvd.DistributedOptimizer(SGD(parameters, lr=0.1))
+            self._others = [SGD(parameters[1:3], lr=0.1), wrapped]
+        for other in self._others:
+            other.step()
 
 
 WRITES: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -182,12 +154,7 @@ WRITES: dict[str, tuple[str, Callable[[], Any]]] = {
         for maker in ("sgd", "adam")
     },
     "pop_key sgd": ("sgd", lambda: pop_key),
-    **{
-        write.__name__: ("adam", lambda write=write: write) for write in (multiply, move, add_noise)
-    },
-    **{
-        kind.__name__: ("adam", kind)
-        for kind in (Average, AverageOnRoot, Lookahead, SharpnessAware, Beside, WrappedBeside)
-    },
+    **{write.__name__: ("adam", lambda write=write: write) for write in (multiply, move)},
+    **{kind.__name__: ("adam", kind) for kind in (Average, AverageOnRoot, SharpnessAware, Beside)},
 }
 """By name: the kind of optimizer, and a maker of what is called before each step."""

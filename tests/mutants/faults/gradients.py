@@ -20,6 +20,11 @@ WIRE = "torch_ring/optimizer/bucket_wire.py"
 WEIGHTS = "torch_ring/optimizer/weight_comparison.py"
 
 CARRIED = ("optimizer/test_carried_gradients.py", "optimizer/test_join_in_training.py")
+SLOTS = (
+    "optimizer/test_shared_parameters.py",
+    "model/test_programs.py::test_a_shared_trunk",
+    "model/test_programs.py::test_one_of_two_optimizers",
+)
 ON_DOUBLE = ("device/test_carried_on_double.py",)
 
 # fmt: off
@@ -290,59 +295,59 @@ FAULTS = (
     Fault(
         "two_slots", "the older optimizer's hook takes the gradient, too", HOOKS,
         "if (is_elsewhere(index)) return;",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_empty", "the later optimizer gets no gradient from the older one", HOOKS,
         "slot.take_over(parameters_.at(index), owner.step_.passes);",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "others_step", "the older optimizer's step averages what the later one has stepped with",
         HOOKS, "stepped.get(i) ? began : step_.began", "step_.began",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_not_stepped", "a step leaves gradients in slots of another optimizer", HOOKS,
         "which == Due::kEverything || stepped.get(i)", "which == Due::kEverything",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_settled", "a gradient in another optimizer's slot counts as averaged", HOOKS,
         "parameter.reduced_at > since", "true",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_not_reset", "zero_grad() and step() leave a slot elsewhere as it is", HOOKS,
         "for (const auto& [index, there] : elsewhere) "
         "there.hooks->reset_slot(there.index, gradients);",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_leaves", "a slot does not outlive its optimizer", SYNC,
         "if any(reducer in each.owners() for each in _living_reducers()):", "if False:",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_in_no_sync", "no_sync() does not hold a slot whose optimizer is gone", HOOKS,
         "if (there.hooks->is_left_) there.hooks->set_synchronizing(synchronizing);",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_sent_twice", "a bucket that is sent early has the slots of others, too", REDUCER,
         "own &= ~(1 << elsewhere)", "pass",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_pending", "a pass leaves the step of an optimizer whose slot is elsewhere", SYNC,
         "if each is reducer or (each.elsewhere and reducer in each.owners()):",
         "if each is reducer:",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     Fault(
         "slot_decided", "an optimizer does not ask for what is open in its slots elsewhere", SYNC,
         "if there & (left if is_mentioned else mentioned):", "if False:",
-        tests=("optimizer/test_shared_parameters.py",),
+        tests=SLOTS,
     ),
     # --- the report and the reduction
     Fault(
