@@ -348,7 +348,7 @@ FAULTS = (
     Fault(
         "complete_lies", "a missing gradient is not reported before a step", HOOKS,
         "pending.complete = false;",
-        tests=("optimizer/test_gradients_by_hand.py", "optimizer/test_frozen_parameters.py"),
+        tests=("optimizer/test_gradients_by_hand.py", "model/test_programs.py"),
     ),
     Fault(
         "accumulating_untold", "accumulated gradients are not reported", HOOKS,
