@@ -114,6 +114,12 @@ def test_quantize_does_not_hide_overflow():
         assert torch.equal(back[8:], tensor[8:])
 
 
+@pytest.mark.parametrize("cast", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_casts_leave_integers_as_they_are(cast):
+    numbers = torch.tensor([100_001])
+    assert torch.equal(cast.decompress(*cast.compress(numbers)), numbers)
+
+
 def low_rank_matrix(rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn(12, rank, generator=generator) @ torch.randn(rank, 20, generator=generator)
@@ -125,6 +131,18 @@ def test_powersgd_is_exact_for_a_matrix_of_its_rank():
     (result,) = run_exchange(hvd.Compression.powersgd(rank=2), [gradient], [state])
     torch.testing.assert_close(result, gradient, rtol=1e-4, atol=1e-4)
     assert state["error"].abs().max() < 1e-4
+
+
+def test_powersgd_is_exact_for_a_mean_of_its_rank():
+    """What a rank has besides stays its error, and lies outside of the space that was sent."""
+    mean, besides = low_rank_matrix(2), low_rank_matrix(12)
+    states: list[dict[str, Any]] = [{}, {}]
+    compressor = hvd.Compression.powersgd(rank=2)
+    results = run_exchange(compressor, [mean + besides, mean - besides], states)
+    assert (mean.T @ besides).abs().max() > 1
+    for result, state in zip(results, states, strict=True):
+        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
+        assert (mean.T @ state["error"]).abs().max() < 1e-3
 
 
 def test_powersgd_warm_start_improves_from_step_to_step():
@@ -167,8 +185,9 @@ def test_invalid_settings_are_refused():
     ):
         with pytest.raises(ValueError, match=r"must be at least 1, not 0|int64 cannot hold"):
             make()
-    with pytest.raises(ValueError, match="another model's"):
-        run_exchange(hvd.Compression.int8(), [torch.ones(3)], [{"error": torch.ones(4)}])
+    for shape in ((4,), (3, 1)):
+        with pytest.raises(ValueError, match="another model's"):
+            run_exchange(hvd.Compression.int8(), [torch.ones(3)], [{"error": torch.ones(shape)}])
 
 
 def test_copies_serve_other_parameters():

@@ -5,6 +5,7 @@ import torch
 from pool import run
 from torch.optim import SGD
 from training import grads, weights
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
@@ -55,6 +56,19 @@ def count_passes() -> None:
     assert x.grad.item() == 1.5
 
 
+def accumulate_unevenly() -> None:
+    """Rank 1 runs one pass less than the others, and uses one parameter less in each."""
+    x, y = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), backward_passes_per_step=2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (2 * x + 8 * y if hvd.rank() == 0 else 4 * x).backward()
+        if hvd.rank() == 0:
+            (2 * x).backward()
+        optimizer.step()
+        assert grads(parameters) == [4, 4]
+
+
 def skip_a_step(zero: str) -> None:
     """GradScaler skips a step; gradients that are zeroed in place begin anew."""
     x, y = parameters = weights(1, 1)
@@ -99,11 +113,13 @@ def drop_in_place(backward_first: bool) -> None:
         (add_up_two_passes, (hvd.Sum,)),
         (keep_gradients_over_steps, ()),
         (count_passes, ()),
+        (accumulate_unevenly, ()),
         (skip_a_step, ("optimizer",)),
         (skip_a_step, ("gradients",)),
         (drop_in_place, (False,)),
         (drop_in_place, (True,)),
     ],
 )
-def test_passes_of_a_step(check, args):
-    run(check, 2, args=args)
+@on_both_transports
+def test_passes_of_a_step(transport, check, args):
+    run(check, 2, args=args, transport=transport)
