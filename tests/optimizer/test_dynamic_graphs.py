@@ -37,20 +37,6 @@ def use_different_parameters(set_to_none: bool, op: int) -> None:
     assert grads(parameters) == [2 * share, untouched, untouched, 32 * share]
 
 
-def leave_some_untouched(op: int) -> None:
-    """An old gradient is not reduced again with its bucket."""
-    parameters = weights(1, 1, 1)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
-    sum(parameters).backward()
-    share = hvd.size() if op == hvd.Sum else 1
-    assert grads(parameters) == [share] * 3
-    optimizer.step()
-    parameters[0].grad.zero_()
-    parameters[2].grad.zero_()
-    (parameters[0] * 2 + parameters[2] * 4).backward()
-    assert grads(parameters) == [2 * share, share, 4 * share]
-
-
 def refuse_a_graph() -> None:
     """A penalty made of p.grad would be a constant: it is refused before the pass sends data."""
     model = make_model()
@@ -114,8 +100,6 @@ def drop_the_optimizer() -> None:
         (drop_the_optimizer, ()),
         (use_different_parameters, (True, hvd.Average)),
         (use_different_parameters, (False, hvd.Sum)),
-        (leave_some_untouched, (hvd.Average,)),
-        (leave_some_untouched, (hvd.Sum,)),
         (step_with_quantised_weights, ()),
     ],
 )

@@ -103,6 +103,23 @@ FAULTS = (
         tests=("optimizer/test_interrupted_backward.py",),
     ),
     Fault(
+        "reduction_interrupted", "Ctrl-C ends a reduction half-way", SYNC,
+        "        with interrupt_deferred():\n            self.agreement.begin_reduction()",
+        "        if True:\n            self.agreement.begin_reduction()",
+        tests=("optimizer/test_nested_backward.py",),
+    ),
+    Fault(
+        "note_not_taken", "a pass that Ctrl-C has met at its end is forgotten", SYNC,
+        "            self._take_note()\n            reducers = ", "            reducers = ",
+        tests=("optimizer/test_interrupted_backward.py",),
+    ),
+    Fault(
+        "rest_forgotten", "gradients that an earlier report lacks are not left to the step", SYNC,
+        "        if sent is not None:\n            for rest",
+        "        if False:\n            for rest",
+        tests=("optimizer/test_interrupted_backward.py",),
+    ),
+    Fault(
         "ahead_changed", "in a planned pass a changed average is sent", PLANNED,
         "lacking &= ~(pending[index].carried if index in pending else 0)", "pass",
         tests=ON_DOUBLE,
