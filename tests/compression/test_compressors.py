@@ -134,7 +134,7 @@ def test_powersgd_is_exact_for_a_matrix_of_its_rank():
 
 
 def test_powersgd_is_exact_for_a_mean_of_its_rank():
-    """What a rank has besides stays its error, and lies outside of the space that was sent."""
+    """A rank's error has nothing left in the space that was sent."""
     mean, besides = low_rank_matrix(2), low_rank_matrix(12)
     states: list[dict[str, Any]] = [{}, {}]
     compressor = hvd.Compression.powersgd(rank=2)

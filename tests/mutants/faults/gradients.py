@@ -110,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         "note_not_taken", "a pass that Ctrl-C has met at its end is forgotten", SYNC,
-        "            self._take_note()\n            reducers = ", "            reducers = ",
+        "if end is not None and end.is_reduced:", "if False:",
         tests=("optimizer/test_interrupted_backward.py",),
     ),
     Fault(
