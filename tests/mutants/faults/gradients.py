@@ -109,11 +109,6 @@ FAULTS = (
         tests=("optimizer/test_nested_backward.py",),
     ),
     Fault(
-        "note_not_taken", "a pass that Ctrl-C has met at its end is forgotten", SYNC,
-        "if end is not None and end.is_reduced:", "if False:",
-        tests=("optimizer/test_interrupted_backward.py",),
-    ),
-    Fault(
         "rest_forgotten", "gradients that an earlier report lacks are not left to the step", SYNC,
         "        if sent is not None:\n            for rest",
         "        if False:\n            for rest",
