@@ -1,29 +1,22 @@
 """Training with stateful compressors on several ranks."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from oracle import Play, Program, expect_one_process
 from pool import run
 from torch import Tensor, nn
 from torch.optim import SGD
-from training import (
-    assert_same_on_all_ranks,
-    assert_same_weights,
-    grads,
-    joined_batches,
-    loss_of,
-    make_model,
-    part,
-    train,
-    weights,
-)
+from training import assert_same_on_all_ranks, grads, joined_batches, loss_of, part, weights
 from training_compressors import COMPRESSORS, Exact, Ragged
-from worlds import on_both_transports
-from zoo import Strided
+from zoo import Strided, net
 
 import torch_ring as hvd
+
+SMALL = {"TORCH_RING_BUCKET_BYTES": "64"}
 
 
 def check_convergence() -> None:
@@ -51,42 +44,6 @@ def check_convergence() -> None:
     near = {name for name, loss in losses.items() if loss < 1.1 * losses["none"]}
     assert near == set(COMPRESSORS) - {"forgetful"}, losses
     assert len(set(losses.values())) == len(losses), "two compressors do the same"
-
-
-@pytest.mark.parametrize(("size", "transport"), [(3, "shm"), (2, "tcp")])
-def test_models_converge(transport, size):
-    run(check_convergence, size, transport=transport)
-
-
-def compare_with_no_compression(**options: Any) -> None:
-    """Lossless compressors give the weights of training without compression."""
-    for make in (Exact, Ragged):
-        for model in (make_model, Strided):
-            compressed, plain = model(), model()
-            for copy, compression in ((plain, hvd.Compression.none), (compressed, make())):
-                optimizer = hvd.DistributedOptimizer(
-                    SGD(copy.parameters(), lr=0.05), compression=compression, **options
-                )
-                train(copy, optimizer, map(part, joined_batches(steps=3)))
-            assert_same_weights(compressed, plain)
-            assert_same_on_all_ranks(*compressed.parameters())
-
-
-def compare_all_options_with_no_compression() -> None:
-    compare_with_no_compression()
-    compare_with_no_compression(op=hvd.Sum)
-    compare_with_no_compression(gradient_predivide_factor=4.0)
-
-
-@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
-def test_exact_compressors_equal_no_compression(transport, size):
-    run(compare_all_options_with_no_compression, size, transport=transport)
-
-
-@on_both_transports
-def test_many_small_buckets(transport):
-    env = {"TORCH_RING_BUCKET_BYTES": "64"}
-    run(compare_with_no_compression, 2, transport=transport, env=env)
 
 
 class Recorder(hvd.StatefulCompressor):
@@ -121,10 +78,6 @@ def check_gradients_of_the_compressor() -> None:
     del optimizer  # it had to live until here
 
 
-def test_compressors_get_gradients_in_the_shapes_of_parameters():
-    run(check_gradients_of_the_compressor, 2)
-
-
 def check_accumulation(op: int) -> None:
     """Backward passes add up as without compression; 8 bits hold every value here."""
     share = 1 if op == hvd.Sum else 1 / 2
@@ -155,11 +108,6 @@ def check_accumulation(op: int) -> None:
     assert grads(parameters) == pytest.approx([128 * 3 * share], rel=1e-6)
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_accumulation(op):
-    run(check_accumulation, 2, args=(op,))
-
-
 def use_different_parameters() -> None:
     """Rank 0 uses a and b, rank 1 uses b and c, no rank d."""
     a, b, c, d = parameters = weights(1, 1, 1, 1)
@@ -188,11 +136,6 @@ def use_different_parameters() -> None:
     assert compressor.states["allreduce.noname.1.0"]["calls"] == 1
 
 
-@on_both_transports
-def test_only_parameters_with_a_gradient_take_part(transport):
-    run(use_different_parameters, 2, transport=transport)
-
-
 def check_half_precision() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         weight = nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -207,21 +150,53 @@ def check_half_precision() -> None:
         optimizer.step()
 
 
-def test_half_precision():
-    run(check_half_precision, 2)
+@pytest.mark.parametrize(
+    ("check", "args", "size", "transport"),
+    [
+        (check_convergence, (), 3, "shm"),
+        (check_convergence, (), 2, "tcp"),
+        (check_gradients_of_the_compressor, (), 2, "shm"),
+        (check_accumulation, (hvd.Average,), 2, "shm"),
+        (check_accumulation, (hvd.Sum,), 2, "shm"),
+        (use_different_parameters, (), 2, "shm"),
+        (use_different_parameters, (), 2, "tcp"),
+        (check_half_precision, (), 2, "shm"),
+    ],
+)
+def test_compressed_training(check, args, size, transport):
+    run(check, size, args=args, transport=transport)
 
 
-def check_that_one_rank_loses_nothing() -> None:
-    """On one rank nothing is lost."""
-    alone, wrapped = make_model(), make_model()
-    compressor = hvd.Compression.powersgd(rank=1)
-    optimizer = hvd.DistributedOptimizer(SGD(wrapped.parameters(), lr=0.1), compression=compressor)
-    batches = joined_batches(steps=3)
-    train(alone, SGD(alone.parameters(), lr=0.1), batches)
-    train(wrapped, optimizer, batches)
-    assert_same_weights(wrapped, alone)
-    assert compressor.state_dict() == {}
+def trained(
+    play: Play, make: Callable[[], Any], compressor: Callable[[], Any], options: dict[str, Any]
+) -> Program:
+    model, compression = make(), compressor()
+    _, optimizer = play.wrap(
+        model, SGD(model.parameters(), lr=0.05), compression=compression, **options
+    )
+    for rows in play.batches(3):
+        optimizer.zero_grad()
+        (play.share(options.get("op", hvd.Average)) * loss_of(model, rows)).backward()
+        optimizer.step()
+        yield model.parameters()
+    if play.size == 1:
+        assert compression.state_dict() == {}, "one rank does not compress"
 
 
-def test_one_rank_does_not_compress():
-    run(check_that_one_rank_loses_nothing, 1)
+@pytest.mark.parametrize(
+    ("transport", "size", "env"),
+    [("shm", 2, {}), ("tcp", 3, {}), ("shm", 2, SMALL), ("tcp", 2, SMALL)],
+    ids=["shm", "tcp", "many buckets", "many buckets over tcp"],
+)
+@pytest.mark.parametrize("compressor", [Exact, Ragged])
+@pytest.mark.parametrize(
+    "options", [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 4.0}], ids=",".join
+)
+def test_exact_compressors_equal_no_compression(transport, size, env, compressor, options):
+    for make in (net, Strided):
+        args = make, compressor, options
+        expect_one_process(trained, *args, size=size, transport=transport, env=env)
+
+
+def test_one_rank_loses_nothing():
+    expect_one_process(trained, net, functools.partial(hvd.Compression.powersgd, 1), {}, size=1)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from pool import run
 from torch import nn
@@ -39,40 +40,32 @@ def check_resumed_run(name: str) -> None:
     assert not torch.equal(whole[0].weight, forgetful[0].weight)
 
 
-def check_resumed_runs() -> None:
-    for name in ("int8", "powersgd", "topk"):
-        check_resumed_run(name)
-
-
-def test_a_resumed_run_continues():
-    run(check_resumed_runs, 2)
-
-
-def skip_a_step() -> None:
+def skip_a_step(name: str) -> None:
     """A step that GradScaler skips on all ranks leaves the state unchanged."""
-    for name in ("int8", "powersgd", "topk"):
-        model = make_model()
-        compressor = COMPRESSORS[name]()
-        optimizer = hvd.DistributedOptimizer(
-            SGD(model.parameters(), lr=0.1), compression=compressor
+    model = make_model()
+    compressor = COMPRESSORS[name]()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compressor)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, batch in enumerate(joined_batches(steps=4)):
+        optimizer.zero_grad()
+        before = compressor.state_dict()
+        overflow = torch.inf if step == 2 and hvd.rank() == 1 else 1.0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scaler.scale(loss_of(model, part(batch)) * overflow).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        is_unchanged = all(
+            torch.equal(compressor.states[parameter][key], value)
+            for parameter, state in before.items()
+            for key, value in state.items()
         )
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step, batch in enumerate(joined_batches(steps=4)):
-            optimizer.zero_grad()
-            before = compressor.state_dict()
-            overflow = torch.inf if step == 2 and hvd.rank() == 1 else 1.0
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                scaler.scale(loss_of(model, part(batch)) * overflow).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if step == 2:
-                for parameter, state in before.items():
-                    for key, value in state.items():
-                        assert torch.equal(compressor.states[parameter][key], value)
-        assert scaler.get_scale() == 512.0
-        assert all(p.isfinite().all() for p in model.parameters())
-        assert_same_on_all_ranks(*model.parameters())
+        assert is_unchanged == (step in (0, 2)), "before the first step there is no state"
+    assert scaler.get_scale() == 512.0
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert_same_on_all_ranks(*model.parameters())
 
 
-def test_a_skipped_step_leaves_the_state_unchanged():
-    run(skip_a_step, 2)
+@pytest.mark.parametrize("name", ["int8", "powersgd", "topk"])
+@pytest.mark.parametrize("check", [check_resumed_run, skip_a_step])
+def test_the_state(check, name):
+    run(check, 2, args=(name,))

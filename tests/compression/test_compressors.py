@@ -79,8 +79,10 @@ def test_error_feedback_delivers_a_constant_gradient(name):
     assert (total / 200 - gradient).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("numel", [1, 15, 16, 17, 160])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [(1, torch.float32), (16, torch.float32), (17, torch.float64), (160, torch.float32)],
+)
 def test_quantize(numel, dtype):
     tensor = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(1))
     codes, scales = quantize(tensor, 16)
@@ -103,13 +105,19 @@ def test_quantize_keeps_zero_and_tiny_numbers():
         assert (back - tensor).abs().max() <= error
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_quantize_does_not_hide_overflow(value):
-    tensor = torch.ones(20)
-    tensor[3] = value
-    back = dequantize(*quantize(tensor, 8), tensor.shape)
-    assert not back[3].isfinite()
-    assert torch.equal(back[8:], tensor[8:])
+def test_quantize_does_not_hide_overflow():
+    for value in (torch.inf, -torch.inf, torch.nan):
+        tensor = torch.ones(20)
+        tensor[3] = value
+        back = dequantize(*quantize(tensor, 8), tensor.shape)
+        assert not back[3].isfinite()
+        assert torch.equal(back[8:], tensor[8:])
+
+
+@pytest.mark.parametrize("cast", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_casts_leave_integers_as_they_are(cast):
+    numbers = torch.tensor([100_001])
+    assert torch.equal(cast.decompress(*cast.compress(numbers)), numbers)
 
 
 def low_rank_matrix(rank: int) -> Tensor:
@@ -123,6 +131,18 @@ def test_powersgd_is_exact_for_a_matrix_of_its_rank():
     (result,) = run_exchange(hvd.Compression.powersgd(rank=2), [gradient], [state])
     torch.testing.assert_close(result, gradient, rtol=1e-4, atol=1e-4)
     assert state["error"].abs().max() < 1e-4
+
+
+def test_powersgd_is_exact_for_a_mean_of_its_rank():
+    """A rank's error has nothing left in the space that was sent."""
+    mean, besides = low_rank_matrix(2), low_rank_matrix(12)
+    states: list[dict[str, Any]] = [{}, {}]
+    compressor = hvd.Compression.powersgd(rank=2)
+    results = run_exchange(compressor, [mean + besides, mean - besides], states)
+    assert (mean.T @ besides).abs().max() > 1
+    for result, state in zip(results, states, strict=True):
+        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
+        assert (mean.T @ state["error"]).abs().max() < 1e-3
 
 
 def test_powersgd_warm_start_improves_from_step_to_step():
@@ -165,8 +185,9 @@ def test_invalid_settings_are_refused():
     ):
         with pytest.raises(ValueError, match=r"must be at least 1, not 0|int64 cannot hold"):
             make()
-    with pytest.raises(ValueError, match="another model's"):
-        run_exchange(hvd.Compression.int8(), [torch.ones(3)], [{"error": torch.ones(4)}])
+    for shape in ((4,), (3, 1)):
+        with pytest.raises(ValueError, match="another model's"):
+            run_exchange(hvd.Compression.int8(), [torch.ones(3)], [{"error": torch.ones(shape)}])
 
 
 def test_copies_serve_other_parameters():

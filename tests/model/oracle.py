@@ -2,7 +2,8 @@
 
 A program is a generator function. Its first argument is a `Play`: one of several ranks, with its
 rows, or one process alone, with the rows of all ranks. It yields tensors; the tensors of each rank
-must be those of the process alone, and have the same bits on all ranks:
+must be those of the process alone, and have the same bits on all ranks. A rank that sees nothing,
+as it has joined, yields None in their place:
 
     def clipped(play: Play) -> Program:
         model = net()
@@ -39,7 +40,7 @@ ROWS = 6  # of a rank in a batch
 TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10}
 TOLERANCE = 1e-5  # of dtypes with fewer digits
 
-Program = Iterator[Iterable[Tensor | None]]
+Program = Iterator[Iterable[Tensor | None] | None]
 Wrap = Callable[..., tuple[nn.Module, Any]]
 
 
@@ -142,15 +143,17 @@ def _compare(
     gathered: Callable[[Any], list[Any]],
 ) -> None:
     alone = Play(None, play.size, play.wrap)
-    wanted = [_copies(tensors) for tensors in program(alone, *args)]
+    wanted = [_copies(tensors) for tensors in program(alone, *args) if tensors is not None]
     assert wanted, "the program yields nothing"
     seen: list[Tensor | None] = []
     for number, (tensors, right) in enumerate(zip(program(play, *args), wanted, strict=True)):
-        found = _copies(tensors)
+        found = [None] * len(right) if tensors is None else _copies(tensors)
         seen += found
+        if tensors is None:
+            continue
         assert len(found) == len(right) > 0
         for index, (one, other) in enumerate(zip(found, right, strict=True)):
-            where = f"results {number}, tensor {index}"
+            where = f"{args}: results {number}, tensor {index}"
             assert (one is None) == (other is None), where
             if one is not None and other is not None:
                 tolerance = TOLERANCES.get(one.dtype, TOLERANCE)
@@ -163,7 +166,9 @@ def _compare(
                 )
     for theirs in gathered(seen):
         for one, other in zip(seen, theirs, strict=True):
-            assert one is None or torch.equal(one, other), "other bits on another rank"
+            assert one is None or other is None or torch.equal(one, other), (
+                "other bits on another rank"
+            )
 
 
 def _copies(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:

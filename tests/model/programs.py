@@ -196,6 +196,107 @@ def skipped(play: Play) -> Program:
         yield [*model.parameters(), model[0].weight.grad]
 
 
+def run_out(play: Play, first: int, options: dict[str, Any]) -> Program:
+    """Ranks run out of batches one after the other, and call join(); then all have some again."""
+    model = net()
+    shuffled = list(model.parameters())[::-1]  # so that the order of readiness is unexpected
+    _, optimizer = play.wrap(model, SGD(shuffled, lr=0.1, momentum=0.9), **options)
+    for epoch in range(3):
+        # In the first epoch the order of readiness is unknown; rank 0 may have joined already.
+        counts = [(rank - first) % play.size + (epoch == 2) for rank in range(play.size)]
+        for step, rows in enumerate(play.batches(max(counts))):
+            active = [rank for rank in play.ranks if step < counts[rank]]
+            if not active:
+                break
+            optimizer.zero_grad()
+            for rank in active:
+                its = rows[rank :: play.size] if play.is_alone else rows
+                scale = 1 / play.size if play.is_alone else 1
+                (scale * loss_of(model, its)).backward()
+            optimizer.step()
+        if not play.is_alone:
+            last = hvd.join()
+            assert counts[last] == max(counts)
+            # A joined rank has not stepped, so it needs the weights of one that has.
+            hvd.broadcast_parameters(model.state_dict(), last)
+            hvd.broadcast_optimizer_state(optimizer, last)
+        yield model.parameters()
+
+
+def set_by_hand(
+    play: Play,
+    assign: Callable[[nn.Parameter, float], None],
+    first: bool,
+    setting: tuple[int, ...],
+    zero: str,
+    options: dict[str, Any],
+) -> Program:
+    """Autograd computes one gradient of an optimizer, and the program another, on some ranks."""
+    model = nn.ParameterList([torch.full((3,), each).double() for each in (1.0, 2.0, 3.0, 4.0)])
+    computed, by_hand, unused, frozen = model
+    frozen.requires_grad_(False)
+    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.25), **options)
+    share = (1 / play.size if play.is_alone else 1) * play.share(options.get("op", hvd.Average))
+    for step in range(3):
+        if zero == "never":
+            computed.grad = None
+        else:
+            optimizer.zero_grad(set_to_none=zero == "to none")
+        if by_hand.grad is None and assign not in (assigned, added):
+            by_hand.grad = torch.zeros_like(by_hand)
+        value = share * sum(1.0 + rank + step for rank in play.ranks if rank in setting)
+        if first and value:
+            assign(by_hand, value)
+        (share * computed * sum(rank + 1 for rank in play.ranks)).sum().backward()
+        if not first and value:
+            assign(by_hand, value)
+        optimizer.step()
+        yield model
+        assert unused.grad is None or not unused.grad.any()
+
+
+def assigned(parameter: nn.Parameter, value: float) -> None:
+    parameter.grad = torch.full_like(parameter, value)
+
+
+def added(parameter: nn.Parameter, value: float) -> None:
+    gradient = torch.full_like(parameter, value)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def filled(parameter: nn.Parameter, value: float) -> None:
+    assert parameter.grad is not None
+    parameter.grad.fill_(value)
+
+
+def filled_by_data(parameter: nn.Parameter, value: float) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data.fill_(value)
+
+
+def filled_by_numpy(parameter: nn.Parameter, value: float) -> None:
+    assert parameter.grad is not None
+    parameter.grad.numpy()[:] = value
+
+
+def penalised(play: Play) -> Program:
+    """A penalty made of gradients, which ranks average first."""
+    model = net()
+    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1))
+    for rows in play.batches(3):
+        optimizer.zero_grad()
+        rows.requires_grad_()
+        loss = loss_of(model, rows)
+        (of_rows,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+        gradients: Any = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        if not play.is_alone:
+            gradients = hvd.grouped_allreduce(gradients)
+        penalty = of_rows.square().sum(1).mean() + sum(each.square().sum() for each in gradients)
+        (loss + penalty).backward()
+        optimizer.step()
+        yield model.parameters()
+
+
 def frozen_and_thawed(play: Play) -> Program:
     """A layer is frozen when the optimizer is wrapped, thawed, and frozen again."""
     model = net()
@@ -506,17 +607,48 @@ def on_other_memory(play: Play, how: str) -> Program:
     _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1))
     for rows in play.batches(3):
         optimizer.zero_grad()
-        loss_of(model, rows).backward()
+        if how == "by a hook":
+            model[0].weight.register_hook(lambda gradient: gradient * 1.0)
+        elif how == "in the pass":
+            _move_at_the_end(model[0].weight)
+        if how in ("between passes", "by halves"):
+            (0.5 * loss_of(model, rows)).backward()
+            first = model[0].weight.grad
+            assert first is not None
+            model[0].weight.grad = None if how == "by halves" else first.clone()
+            (0.5 * loss_of(model, rows)).backward()
+            if how == "by halves":
+                assert model[0].weight.grad is not None
+                model[0].weight.grad = model[0].weight.grad + first
+                if not play.is_alone:
+                    optimizer.synchronize()
+        else:
+            loss_of(model, rows).backward()
         optimizer.step()
         yield model.parameters()
         if how == "share_memory":
             model.share_memory()
+        if not how.startswith("data"):
             continue
         if how == "data before zero_grad":
             optimizer.zero_grad(set_to_none=False)
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.data = parameter.grad.data.clone()
+
+
+def _move_at_the_end(parameter: nn.Parameter) -> None:
+    """Give a gradient other memory at the end of the pass, before it is reduced."""
+
+    def move() -> None:
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.clone()
+
+    def queue(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(move)
+        handle.remove()
+
+    handle = parameter.register_hook(queue)
 
 
 def on_given_memory(play: Play, how: str) -> Program:

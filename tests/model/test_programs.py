@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import device_double
+import habits
 import programs
 import pytest
 from oracle import expect_one_process
@@ -263,9 +264,86 @@ def test_parameters_added_later() -> None:
     expect_one_process(programs.added_later)
 
 
-@pytest.mark.parametrize("how", ["data", "data before zero_grad", "share_memory"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "data",
+        "data before zero_grad",
+        "share_memory",
+        "by a hook",
+        "in the pass",
+        "between passes",
+        "by halves",
+    ],
+)
 def test_gradients_on_other_memory(how: str) -> None:
-    expect_one_process(programs.on_other_memory, how)
+    expect_one_process(programs.on_other_memory, how, env=SOME_DIRECT)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
+def test_ranks_run_out_of_batches(transport: str, size: int, first: int) -> None:
+    expect_one_process(programs.run_out, first, {}, size=size, transport=transport)
+
+
+@on_both_transports
+def test_ranks_run_out_of_batches_with_groups(transport: str) -> None:
+    args = 0, {"groups": 2}
+    expect_one_process(programs.run_out, *args, transport=transport, env=SMALL_BUCKETS)
+
+
+NEW, WRITTEN = (
+    [programs.assigned, programs.added],
+    [programs.filled, programs.filled_by_data, programs.filled_by_numpy],
+)
+
+
+@pytest.mark.parametrize(
+    ("assign", "zero"),
+    [
+        *((assign, "to none") for assign in (*NEW, *WRITTEN)),
+        *((assign, "to zero") for assign in WRITTEN),
+        *((assign, "never") for assign in WRITTEN),
+    ],
+)
+@pytest.mark.parametrize(("transport", "op"), [("shm", OPS[0]), ("tcp", OPS[1])])
+def test_gradients_set_beside_backward(
+    transport: str, op: hvd.ReduceOp, assign: Any, zero: str
+) -> None:
+    options = {"op": hvd.Average if zero == "never" else op}
+    for first in (True, False) if zero == "never" or assign in NEW else (False,):
+        for setting in [(0, 1, 2)] if zero == "never" else [(0, 1, 2), (1,)]:
+            args = assign, first, setting, zero, options
+            expect_one_process(programs.set_by_hand, *args, size=3, transport=transport)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backward_passes_per_step": 2},
+        {"compression": hvd.Compression.fp16},
+        {"groups": 2},
+        {"sparse_as_dense": True},
+    ],
+    ids=lambda options: ",".join(options),
+)
+@on_both_transports
+def test_gradients_set_beside_backward_with(transport: str, options: dict[str, Any]) -> None:
+    args = programs.assigned, True, (0, 1), "to none", options
+    expect_one_process(programs.set_by_hand, *args, transport=transport)
+
+
+@on_both_transports
+def test_penalties_made_of_gradients(transport: str) -> None:
+    expect_one_process(programs.penalised, transport=transport, env=SMALL_BUCKETS)
+
+
+@pytest.mark.parametrize("first", range(10))
+def test_habits_at_random(first: int, full: bool) -> None:
+    """`--full` plays thousands of programs; a failure names its seed."""
+    for seed in range(first, 4000 if full else 40, 10):
+        size, transport = (3, "tcp") if seed % 2 else (2, "shm")
+        expect_one_process(habits.at_random, seed, size=size, transport=transport)
 
 
 @pytest.mark.parametrize("how", ["assigned", "data", "by hand"])

@@ -40,15 +40,6 @@ def keep_gradients_over_steps() -> None:
         assert x.item() == expected
 
 
-def test_each_step_counts_its_passes_anew():
-    run(keep_gradients_over_steps, 2)
-
-
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_second_backward_adds_to_the_first(op):
-    run(add_up_two_passes, 2, args=(op,))
-
-
 def count_passes() -> None:
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0), backward_passes_per_step=2)
@@ -65,8 +56,17 @@ def count_passes() -> None:
     assert x.grad.item() == 1.5
 
 
-def test_one_backward_pass_too_many_is_refused():
-    run(count_passes, 2)
+def accumulate_unevenly() -> None:
+    """Rank 1 runs one pass less than the others, and uses one parameter less in each."""
+    x, y = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), backward_passes_per_step=2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (2 * x + 8 * y if hvd.rank() == 0 else 4 * x).backward()
+        if hvd.rank() == 0:
+            (2 * x).backward()
+        optimizer.step()
+        assert grads(parameters) == [4, 4]
 
 
 def skip_a_step(zero: str) -> None:
@@ -89,28 +89,6 @@ def skip_a_step(zero: str) -> None:
                 parameter.grad.zero_()
 
 
-@pytest.mark.parametrize("zero", ["optimizer", "gradients"])
-def test_a_step_that_gradscaler_skips(zero):
-    run(skip_a_step, 2, args=(zero,))
-
-
-def accumulate_unevenly() -> None:
-    """Rank 1 runs one pass less than the others, and uses one parameter less in each."""
-    x, y = parameters = weights(1, 1)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), backward_passes_per_step=2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (2 * x + 8 * y if hvd.rank() == 0 else 4 * x).backward()
-        if hvd.rank() == 0:
-            (2 * x).backward()
-        optimizer.step()
-        assert grads(parameters) == [4, 4]
-
-
-def test_ranks_accumulate_unevenly():
-    run(accumulate_unevenly, 2)
-
-
 def drop_in_place(backward_first: bool) -> None:
     """zero_grad() leaves zeros in a gradient that only rank 0 had, and that was never averaged."""
     x, y = parameters = weights(1, 1)
@@ -128,7 +106,20 @@ def drop_in_place(backward_first: bool) -> None:
     assert y.item() == 1 - 8 - 4, "the step with zeros, as in one process"
 
 
-@pytest.mark.parametrize("backward_first", [False, True])
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (add_up_two_passes, (hvd.Average,)),
+        (add_up_two_passes, (hvd.Sum,)),
+        (keep_gradients_over_steps, ()),
+        (count_passes, ()),
+        (accumulate_unevenly, ()),
+        (skip_a_step, ("optimizer",)),
+        (skip_a_step, ("gradients",)),
+        (drop_in_place, (False,)),
+        (drop_in_place, (True,)),
+    ],
+)
 @on_both_transports
-def test_zeros_of_one_rank_are_zeros_everywhere(transport, backward_first):
-    run(drop_in_place, 2, args=(backward_first,), transport=transport)
+def test_passes_of_a_step(transport, check, args):
+    run(check, 2, args=args, transport=transport)

@@ -10,18 +10,6 @@ from training import joined_batches, make_model, part, train
 import torch_ring as hvd
 
 
-def name_parameters() -> list[str]:
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model[0].parameters()), model.named_parameters())
-    optimizer.add_param_group({"params": model[2:].parameters(), "lr": 0.1})
-    return list(optimizer._parameter_names.values())
-
-
-def test_names_of_parameters_that_are_added():
-    names = run(name_parameters, 1)[0]
-    assert names[:3] == ["0.weight", "0.bias", "allreduce.noname.1.0"]
-
-
 def add_parameters_by_hand() -> None:
     """An unknown parameter is an error, a removed one is not."""
     model, other = make_model(), nn.Parameter(torch.ones(1))
@@ -50,10 +38,6 @@ def add_parameters_by_hand() -> None:
     train(model, optimizer, [batch])
 
 
-def test_parameters_added_by_hand_are_refused():
-    run(add_parameters_by_hand, 2)
-
-
 def add_parameters_in_a_closure() -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0))
@@ -74,5 +58,6 @@ def add_parameters_in_a_closure() -> None:
     assert (a.item(), b.item()) == (1 - 2 * 1.5, 1 - 2 * 3)
 
 
-def test_a_closure_adds_parameters():
-    run(add_parameters_in_a_closure, 2)
+@pytest.mark.parametrize("check", [add_parameters_by_hand, add_parameters_in_a_closure])
+def test_added_parameters(check):
+    run(check, 2)

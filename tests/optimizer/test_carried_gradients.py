@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
 
 import pytest
 import torch
 from carried_programs import DIRECT, add_exactly, train_at_random
+from namespaces import NETWORK
 from pool import error_of, run
 from torch import nn
 from torch.optim import SGD
+from training import assert_same_on_all_ranks
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -30,8 +33,7 @@ def train_programs(seeds: range, op: hvd.ReduceOp, may_fail: bool) -> None:
 
 
 @both_ops
-@on_both_transports
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 3), ("tcp", 3)])
 def test_random_programs(transport, op, size, full):
     seeds = range(1000 if full else 12)
     deadline_s = 3600.0 if full else 120.0
@@ -39,7 +41,7 @@ def test_random_programs(transport, op, size, full):
     run(train_programs, size, args=args, transport=transport, env=DIRECT, deadline_s=deadline_s)
 
 
-def change_beside_a_zero_average() -> float:
+def change_beside_a_zero_average() -> None:
     """With Sum, a rank scales a sparse gradient of no_sync() that was added to a zero average."""
     table = nn.Parameter(torch.zeros(4, 2))
     optimizer = hvd.DistributedOptimizer(SGD([table], lr=0.0), op=hvd.Sum)
@@ -56,56 +58,10 @@ def change_beside_a_zero_average() -> float:
     assert table.grad is not None
     table.grad.mul_(3)
     backward()
-    return float(table.grad.to_dense()[3, 0])
+    assert table.grad.to_dense()[3, 0] == 2 * (3 + 1), "it is no change of an average"
 
 
-def test_a_change_beside_a_zero_average_is_no_change_of_an_average():
-    assert run(change_beside_a_zero_average, 2) == [2 * (3 + 1)] * 2
-
-
-def fail_in_the_midst(op: hvd.ReduceOp, number: int) -> None:
-    """A hook fails on all ranks after its parameter's gradient was added to an averaged one."""
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
-    total = sum(1 + rank for rank in range(hvd.size())) / (1 if op == hvd.Sum else hvd.size())
-    reached: list[int] = []
-    fails = False
-
-    def hook(index: int) -> None:
-        reached.append(index)
-        if fails and len(reached) == number:
-            raise ArithmeticError
-
-    for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(lambda _, index=index: hook(index))
-
-    def backward() -> None:
-        reached.clear()
-        (sum(p.sum() for p in parameters) * (1 + hvd.rank())).backward()
-
-    backward()
-    fails = True
-    with pytest.raises(ArithmeticError):
-        backward()
-    assert len(reached) == number
-    added = [float(index in reached) for index in range(3)]
-    for parameter, passes in zip(parameters, added, strict=True):
-        assert parameter.grad.tolist() == [total + passes * (1 + hvd.rank())] * 3
-    fails = False
-    backward()
-    for parameter, passes in zip(parameters, added, strict=True):
-        assert parameter.grad.tolist() == [(2 + passes) * total] * 3
-    optimizer.step()
-
-
-@both_ops
-@on_both_transports
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_pass_that_fails_in_the_midst(transport, op, number):
-    run(fail_in_the_midst, 2, args=(op, number), transport=transport)
-
-
-def keep_on_some(keeping: list[int]) -> float:
+def keep_on_some(keeping: list[int], gradient: float) -> None:
     """A rank that adds nothing has an averaged gradient, or has dropped it."""
     a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0))
@@ -114,21 +70,14 @@ def keep_on_some(keeping: list[int]) -> float:
         a.grad = None
     (b if hvd.rank() == 1 else a * 2 + b).backward()
     optimizer.step()
-    return a.grad.item()
+    assert a.grad.item() == pytest.approx(gradient)
 
 
-@on_both_transports
-@pytest.mark.parametrize(
-    ("keeping", "gradient"),
-    [([0, 1, 2], 1 + 4 / 3), ([1], 4 / 3), ([0, 2], 2 / 3 + 4 / 3), ([0, 1], 2 / 3 + 4 / 3)],
-)
-def test_a_rank_that_adds_nothing(transport, keeping, gradient):
-    found = run(keep_on_some, 3, args=(keeping,), transport=transport)
-    assert found == pytest.approx([gradient] * 3)
+def change_both_parts(op: hvd.ReduceOp, how: str) -> None:
+    """The program changes a gradient with an averaged part, 1, and one that is not, 2.
 
-
-def change_both_parts(op: hvd.ReduceOp, how: str) -> str:
-    """The program changes a gradient with an averaged part, 1, and one that is not, 2."""
+    All of it counts as this rank's; a sum cannot tell the parts, and is refused.
+    """
     (a,) = parameters = [nn.Parameter(torch.zeros(2))]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), [("a", a)], op=op)
     share = hvd.size() if op == hvd.Average else 1
@@ -148,26 +97,18 @@ def change_both_parts(op: hvd.ReduceOp, how: str) -> str:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         a.sum().backward()
 
-    error = error_of(go_on)[1]
-    return error or repr(a.grad.tolist()[0])
+    text = error_of(go_on)[1]
+    is_halved = how.startswith("halved")
+    if is_halved and op == hvd.Sum:
+        assert "has changed the gradient of 'a', which has a part that is averaged" in text
+        assert "optimizer.synchronize() before such a change" in text
+    else:
+        passes = 1 if op == hvd.Average else 2
+        assert not text
+        assert a.grad.tolist()[0] == (1.5 + 1 if is_halved else passes)
 
 
-@both_ops
-@on_both_transports
-@pytest.mark.parametrize("how", ["zeroed", "replaced", "halved", "halved, then another group"])
-def test_changes_of_both_parts(transport, op, how):
-    """All of it counts as this rank's; a sum cannot tell the parts, and is refused."""
-    passes = 1 if op == hvd.Average else 2
-    for text in run(change_both_parts, 2, args=(op, how), transport=transport):
-        is_halved = how.startswith("halved")
-        if is_halved and op == hvd.Sum:
-            assert "has changed the gradient of 'a', which has a part that is averaged" in text
-            assert "optimizer.synchronize() before such a change" in text
-        else:
-            assert float(text) == (1.5 + 1 if is_halved else passes), text
-
-
-def replace_in_a_hook(replacement: Callable[[], torch.Tensor]) -> None:
+def replace_in_a_hook(replacement: torch.Tensor) -> None:
     """A hook replaces a gradient, to which this pass has added, by one of its own."""
     a, b = parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
@@ -176,7 +117,7 @@ def replace_in_a_hook(replacement: Callable[[], torch.Tensor]) -> None:
     def hook(parameter: nn.Parameter) -> None:
         reached.append(parameter)
         if len(reached) == 4:
-            reached[2].grad = replacement()
+            reached[2].grad = replacement
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(hook)
@@ -187,20 +128,7 @@ def replace_in_a_hook(replacement: Callable[[], torch.Tensor]) -> None:
     assert reached[3].grad.tolist() == [8.0] * 2
 
 
-def ones() -> torch.Tensor:
-    return torch.ones(2)
-
-
-def expanded() -> torch.Tensor:
-    return torch.ones(1).expand(2)
-
-
-@pytest.mark.parametrize("replacement", [ones, expanded])
-def test_a_gradient_that_a_hook_replaces(replacement):
-    run(replace_in_a_hook, 2, args=(replacement,))
-
-
-def add_after_join(op: hvd.ReduceOp) -> tuple[float, float]:
+def add_after_join(op: hvd.ReduceOp) -> None:
     """After join() ranks have other averages: a rank that had joined lacks the last pass."""
     a, large = parameters = [nn.Parameter(torch.zeros(n)) for n in (1, 100_000)]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
@@ -212,20 +140,13 @@ def add_after_join(op: hvd.ReduceOp) -> tuple[float, float]:
     sum(p.sum() * 4 for p in parameters).backward()
     optimizer.step()
     assert large.grad[-1].item() == a.grad.item()
-    return found, a.grad.item()
-
-
-@both_ops
-@on_both_transports
-def test_averages_that_differ_after_join_are_averaged(transport, op):
-    found = run(add_after_join, 2, args=(op,), transport=transport)
-    before = [average for average, _ in found]
+    before = hvd.allgather_object(found)
     assert before[0] != before[1]
     new = 8.0 if op == hvd.Sum else 4.0
-    assert [total for _, total in found] == pytest.approx([sum(before) / 2 + new] * 2)
+    assert a.grad.item() == pytest.approx(sum(before) / 2 + new)
 
 
-def step_after_a_failed_pass(how: str) -> list[float]:
+def step_after_a_failed_pass(how: str) -> None:
     """A pass fails on all ranks, and the program steps with what it has."""
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     passes = 2 if how == "one more" else 1
@@ -255,13 +176,7 @@ def step_after_a_failed_pass(how: str) -> list[float]:
         with pytest.raises((KeyboardInterrupt, ArithmeticError, AssertionError)):
             backward()
     earlier.step() if how == "two optimizers" else optimizer.step()
-    return [p.item() for p in parameters]
-
-
-@pytest.mark.parametrize("how", ["error", "interrupt", "one more", "a graph", "two optimizers"])
-def test_a_step_after_a_failed_pass(how):
-    first, second = run(step_after_a_failed_pass, 2, args=(how,))
-    assert first == second, "the ranks have stepped with gradients of their own"
+    assert_same_on_all_ranks(*parameters)  # else they have stepped with gradients of their own
 
 
 def skip_a_changed_gradient() -> None:
@@ -277,10 +192,6 @@ def skip_a_changed_gradient() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
     assert a.tolist() == [-6 * 1.5] * 2
-
-
-def test_a_change_that_is_not_reduced():
-    run(skip_a_changed_gradient, 2)
 
 
 def carry_in_plain_passes(op: hvd.ReduceOp) -> None:
@@ -299,12 +210,7 @@ def carry_in_plain_passes(op: hvd.ReduceOp) -> None:
     assert (a.grad.item(), b.grad.item()) == (one + 4 * one, one + 2 * one)
 
 
-@both_ops
-def test_a_gradient_of_no_sync_in_plain_passes(op):
-    run(carry_in_plain_passes, 2, args=(op,))
-
-
-def doubt_in_plain_passes() -> float:
+def doubt_in_plain_passes() -> None:
     """The first pass after join() has one gradient, the next ones have all."""
     a, b = parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
@@ -315,12 +221,7 @@ def doubt_in_plain_passes() -> float:
     for _ in range(4):
         a.backward()
     (a + b).backward()
-    return b.grad.item()
-
-
-def test_averages_are_doubted_until_they_are_averaged():
-    first, second = run(doubt_in_plain_passes, 2)
-    assert first == second
+    assert_same_on_all_ranks(b.grad)
 
 
 def add_dense_to_sparse() -> None:
@@ -334,19 +235,72 @@ def add_dense_to_sparse() -> None:
     optimizer.step()
 
 
-def test_a_dense_gradient_is_added_to_a_sparse_average():
-    run(add_dense_to_sparse, 2)
-
-
-def keep_a_nan() -> str:
+def keep_a_nan() -> None:
     """A pass adds finite gradients to an average that a NaN of rank 1 has spoilt."""
     a = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0), [("a", a)], nan_check=True)
     (a.sum() * (float("nan") if hvd.rank() == 1 else 1.0)).backward()
     a.sum().backward()
-    return error_of(optimizer.step)[1]
+    text = error_of(optimizer.step)[1]
+    assert "rank 1: the gradient of 'a' has a NaN" in text, text
 
 
-def test_a_nan_in_an_average():
-    for text in run(keep_a_nan, 2):
-        assert "rank 1: the gradient of 'a' has a NaN" in text, text
+AVERAGE, SUM = hvd.Average, hvd.Sum
+
+
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (change_beside_a_zero_average, ()),
+        *(
+            (change_both_parts, (op, how))
+            for op in (AVERAGE, SUM)
+            for how in ("zeroed", "replaced", "halved", "halved, then another group")
+        ),
+        (replace_in_a_hook, (torch.ones(2),)),
+        (replace_in_a_hook, (torch.ones(1).expand(2),)),
+        (add_after_join, (AVERAGE,)),
+        (add_after_join, (SUM,)),
+        *(
+            (step_after_a_failed_pass, (how,))
+            for how in ("error", "interrupt", "one more", "a graph", "two optimizers")
+        ),
+        (skip_a_changed_gradient, ()),
+        (carry_in_plain_passes, (AVERAGE,)),
+        (carry_in_plain_passes, (SUM,)),
+        (doubt_in_plain_passes, ()),
+        (add_dense_to_sparse, ()),
+        (keep_a_nan, ()),
+    ],
+)
+def test_carried_gradients(check, args):
+    run(check, 2, args=args)
+
+
+@on_both_transports
+@pytest.mark.parametrize(
+    ("keeping", "gradient"),
+    [([0, 1, 2], 1 + 4 / 3), ([1], 4 / 3), ([0, 2], 2 / 3 + 4 / 3), ([0, 1], 2 / 3 + 4 / 3)],
+)
+def test_a_rank_that_adds_nothing(transport, keeping, gradient):
+    run(keep_on_some, 3, args=(keeping, gradient), transport=transport)
+
+
+def train_on_hosts() -> None:
+    hvd.init()
+    train_programs(range(6), hvd.Average, may_fail=False)
+    hvd.shutdown()
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+def test_random_programs_on_two_hosts(hosts):
+    run(
+        train_on_hosts,
+        3,
+        initialized=False,
+        transport="",
+        env=DIRECT | {"MASTER_ADDR": f"{NETWORK}.1"},
+        namespaces=[hosts[0], hosts[0], hosts[1]],
+    )

@@ -1,7 +1,14 @@
-"""Direct gradients: autograd computes them in the memory in which they are reduced."""
+"""Direct gradients: autograd computes them in the memory in which they are reduced.
 
+For them torch's CPU allocator is replaced.
+"""
+
+import ctypes
+import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +16,22 @@ from pool import FORKS, run
 from shared import is_shared
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.checkpoint import checkpoint
 
 import torch_ring as hvd
 
 ROWS, COLUMNS = 40, 30  # a large gradient
 LARGE = {"TORCH_RING_DIRECT_GRADIENT_BYTES": str(4 * ROWS * COLUMNS)}
+
+
+_c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+_get_cpu_allocator = _c10["_ZN3c1015GetCPUAllocatorEv"]  # c10::GetCPUAllocator()
+_get_cpu_allocator.restype = ctypes.c_void_p
+
+
+def allocator() -> int:
+    """Return the address of torch's CPU allocator."""
+    address: int = _get_cpu_allocator()
+    return address
 
 
 def recorded_addresses(parameter: nn.Parameter) -> list[int]:
@@ -49,58 +66,8 @@ def assert_reduced(model: nn.Module, factor: float = 1.0) -> None:
         torch.testing.assert_close(mine.grad, expected.grad)
 
 
-# --- where gradients lie
-
-
-def check_address(direct: bool) -> None:
-    model, unwrapped = make_linear(), make_linear()
-    optimizer = wrap(model)
-    weight, bias = recorded_addresses(model.weight), recorded_addresses(model.bias)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        assert_reduced(model)
-        assert is_shared(model.weight.grad) == is_shared(model.bias.grad)
-        assert (model.weight.grad.data_ptr() == weight[-1]) == direct, f"in step {step}"
-        assert model.bias.grad.data_ptr() != bias[-1], "a small one is copied into its bucket"
-        loss_of(unwrapped).backward()
-        assert not is_shared(unwrapped.weight.grad), "which nobody reduces"
-        optimizer.step()
-    if direct:
-        assert len(set(weight)) == 1, "the block of the step before"
-
-
-@pytest.mark.parametrize(
-    ("size", "transport", "env", "direct"),
-    [
-        (2, "shm", LARGE, True),
-        (3, "shm", LARGE, True),
-        (2, "shm", {"TORCH_RING_DIRECT_GRADIENT_BYTES": "0"}, False),
-        (2, "shm", {"TORCH_RING_DIRECT_GRADIENT_BYTES": str(4 * ROWS * COLUMNS + 1)}, False),
-        (2, "tcp", LARGE, False),
-    ],
-)
-def test_large_gradients_are_reduced_where_they_are_computed(size, transport, env, direct):
-    run(check_address, size, args=(direct,), transport=transport, env=env)
-
-
-def check_that_compression_copies() -> None:
-    model = make_linear()
-    optimizer = hvd.DistributedOptimizer(
-        SGD(model.parameters(), lr=0.1), compression=hvd.Compression.bf16
-    )
-    addresses = recorded_addresses(model.weight)
-    loss_of(model).backward()
-    assert model.weight.grad.data_ptr() != addresses[-1]
-    optimizer.step()
-
-
-def test_a_compressed_gradient_is_copied():
-    run(check_that_compression_copies, 2, env=LARGE)
-
-
-def keep_and_drop_gradients() -> None:
-    """Every way to drop a gradient frees its block; a kept gradient keeps its values."""
+def drop_gradients() -> None:
+    """Every way to drop a gradient frees its block."""
     model = make_linear()
     optimizer = wrap(model)
     addresses = recorded_addresses(model.weight)
@@ -114,94 +81,6 @@ def keep_and_drop_gradients() -> None:
         optimizer.step()
         drop()
     assert len(set(addresses)) == 1, addresses
-
-    optimizer.zero_grad()
-    loss_of(model).backward()
-    kept = model.weight.grad
-    values = kept.clone()
-    optimizer.zero_grad()
-    for factor in (2.0, 3.0):
-        model.zero_grad()
-        loss_of(model, factor).backward()
-        assert_reduced(model, factor)
-        assert torch.equal(kept, values)
-    assert kept.data_ptr() not in addresses[-2:]
-
-
-def test_a_program_may_keep_and_drop_gradients():
-    run(keep_and_drop_gradients, 2, env=LARGE)
-
-
-# --- effects of autograd and programs on gradients
-
-
-def give_other_memory(model: nn.Linear) -> None:
-    """Give the weight's gradient other memory at the end of backward, before it is reduced."""
-
-    def replaces() -> None:
-        model.weight.grad.data = model.weight.grad.clone()
-
-    def queues(_: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(replaces)
-        handle.remove()
-
-    handle = model.weight.register_hook(queues)
-
-
-def compute_gradient(way: str) -> None:
-    model = make_linear()
-    optimizer = wrap(model)
-    for factor in (1.0, 2.0):
-        optimizer.zero_grad(set_to_none=way != "in place")
-        if way == "in place":
-            loss_of(model, factor).backward()
-        elif way == "under no_sync":
-            with optimizer.no_sync():
-                loss_of(model, factor / 2).backward()
-            loss_of(model, factor / 2).backward()
-        elif way == "twice in a pass":
-            (loss_of(model, factor / 4) + loss_of(model, 3 * factor / 4)).backward()
-        elif way == "by a checkpoint":
-            rows = checkpoint(model, torch.ones(2, COLUMNS), use_reentrant=False)
-            (factor * (hvd.rank() + 1) * rows.square().sum()).backward()
-        elif way == "replaced by a hook":
-            model.weight.register_hook(lambda gradient: gradient * 1.0)
-            loss_of(model, factor).backward()
-        elif way == "given other memory in the pass":
-            give_other_memory(model)
-            loss_of(model, factor).backward()
-        elif way == "given other memory":
-            loss_of(model, factor / 2).backward()
-            model.weight.grad.data = model.weight.grad.clone()
-            loss_of(model, factor / 2).backward()
-        else:
-            assert way == "by halves"
-            loss_of(model, factor / 2).backward()
-            first, model.weight.grad = model.weight.grad, None
-            loss_of(model, factor / 2).backward()
-            model.weight.grad = model.weight.grad + first
-            optimizer.synchronize()
-        if way in ("in place", "under no_sync", "twice in a pass", "by a checkpoint"):
-            assert is_shared(model.weight.grad)
-        assert_reduced(model, factor)
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        "in place",
-        "under no_sync",
-        "twice in a pass",
-        "by a checkpoint",
-        "replaced by a hook",
-        "given other memory",
-        "given other memory in the pass",
-        "by halves",
-    ],
-)
-def test_every_way_to_compute_a_gradient(way):
-    run(compute_gradient, 2, args=(way,), env=LARGE)
 
 
 def hold_gradients() -> None:
@@ -236,10 +115,6 @@ def hold_gradients() -> None:
         assert torch.equal(unwrapped.grad, torch.full_like(one, mine))
 
 
-def test_gradients_that_others_hold_are_copied():
-    run(hold_gradients, 2, env=LARGE)
-
-
 def place_differently_on_ranks() -> None:
     """One rank's gradient is direct; the other's is copied, in private memory, or missing."""
     model = make_linear()
@@ -271,78 +146,9 @@ def place_differently_on_ranks() -> None:
     assert held
 
 
-def test_ranks_whose_gradients_lie_in_different_memory():
-    run(place_differently_on_ranks, 2, env=LARGE)
-
-
-def restore_gradient() -> None:
-    """A gradient that was reduced, put away and assigned again is not reduced again."""
-    model = make_linear()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.0), op=hvd.Sum)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        model.weight.grad.mul_(1.0)
-        reduced, values = model.weight.grad, model.weight.grad.clone()
-        optimizer.zero_grad()
-        model.weight.grad = reduced
-        optimizer.step()
-        assert torch.equal(model.weight.grad, values)
-
-
-def test_a_restored_gradient_is_not_reduced_again():
-    run(restore_gradient, 2, env=LARGE)
-
-
-def wrap_again() -> None:
-    model = make_linear()
-    older = wrap(model)
-    newer = None
-    addresses = recorded_addresses(model.weight)
-    for again in range(3):
-        model.zero_grad()
-        loss_of(model).backward()
-        assert_reduced(model)
-        assert model.weight.grad.data_ptr() == addresses[-1]
-        if again == 0:
-            del older
-            newer = wrap(model)
-    assert newer is not None
-    hvd.shutdown()
-    hvd.init()
-    model.zero_grad()
-    newer = wrap(model)
-    loss_of(model).backward()
-    assert_reduced(model)
-    assert model.weight.grad.data_ptr() == addresses[-1]
-
-
-def test_a_model_that_is_wrapped_again():
-    run(wrap_again, 2, env=LARGE)
-
-
-def wrap_twice() -> None:
-    """Two optimizers of one parameter each reduce the gradient that autograd has computed, once."""
-    model = make_linear()
-    optimizers = [
-        hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), op=hvd.Sum) for _ in range(2)
-    ]
-    for _ in range(3):
-        model.zero_grad()
-        loss_of(model).backward()
-        assert_reduced(model, hvd.size())
-        optimizers[0].step()
-
-
-def test_a_parameter_of_two_optimizers():
-    run(wrap_twice, 2, env=LARGE)
-
-
-# --- forked children
-
-
 def fork_and_compute() -> None:
     """A child computes and frees gradients; its parent does not see it."""
+    before = allocator()
     model, shared = make_linear(), hvd.empty_shared(1000).fill_(1.0)
     optimizer = wrap(model)
     loss_of(model).backward()
@@ -354,20 +160,17 @@ def fork_and_compute() -> None:
             for _ in range(3):
                 model.zero_grad()
                 loss_of(model, 5.0).backward()
-            passed = not is_shared(model.weight.grad)
+            passed = not is_shared(model.weight.grad) and allocator() == before
         finally:
             os._exit(0 if passed else 1)
     assert os.waitpid(child, 0)[1] == 0
+    assert allocator() != before
     assert_reduced(model)
     assert torch.equal(shared, torch.ones(1000))
     optimizer.step()
     model.zero_grad()
     loss_of(model).backward()
     assert_reduced(model)
-
-
-def test_a_forked_child_has_memory_of_its_own():
-    run(fork_and_compute, 2, env=LARGE, kind=FORKS)
 
 
 def keep_in_a_hook_of_the_accumulator() -> None:
@@ -386,5 +189,103 @@ def keep_in_a_hook_of_the_accumulator() -> None:
         optimizer.step()
 
 
-def test_a_gradient_that_a_hook_of_the_accumulator_keeps():
-    run(keep_in_a_hook_of_the_accumulator, 2)
+@pytest.mark.parametrize(
+    ("check", "kind"),
+    [
+        (drop_gradients, None),
+        (hold_gradients, None),
+        (place_differently_on_ranks, None),
+        (keep_in_a_hook_of_the_accumulator, None),
+        (fork_and_compute, FORKS),
+    ],
+)
+def test_direct_gradients(check, kind):
+    run(check, 2, env=LARGE, kind=kind)
+
+
+def check_address(direct: bool, options: dict[str, Any]) -> None:
+    model, unwrapped = make_linear(), make_linear()
+    before = allocator()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), **options)
+    if not direct and not options:
+        assert allocator() == before, "torch's allocator stays where no gradient is direct"
+    weight, bias = recorded_addresses(model.weight), recorded_addresses(model.bias)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        if not options:
+            assert_reduced(model)
+        assert is_shared(model.weight.grad) == is_shared(model.bias.grad)
+        assert (model.weight.grad.data_ptr() == weight[-1]) == direct, f"in step {step}"
+        assert model.bias.grad.data_ptr() != bias[-1], "a small one is copied into its bucket"
+        loss_of(unwrapped).backward()
+        assert not is_shared(unwrapped.weight.grad), "which nobody reduces"
+        optimizer.step()
+    if direct:
+        assert len(set(weight)) == 1, "the block of the step before"
+
+
+@pytest.mark.parametrize(
+    ("size", "transport", "least_bytes", "direct", "options"),
+    [
+        (2, "shm", 4 * ROWS * COLUMNS, True, {}),
+        (3, "shm", 4 * ROWS * COLUMNS, True, {}),
+        (2, "shm", 0, False, {}),
+        (2, "shm", 4 * ROWS * COLUMNS + 1, False, {}),
+        (2, "tcp", 4 * ROWS * COLUMNS, False, {}),
+        (2, "shm", 4 * ROWS * COLUMNS, False, {"compression": hvd.Compression.bf16}),
+    ],
+)
+def test_large_gradients_are_reduced_where_they_are_computed(
+    size, transport, least_bytes, direct, options
+):
+    env = {"TORCH_RING_DIRECT_GRADIENT_BYTES": str(least_bytes)}
+    args = direct, options
+    run(check_address, size, args=args, transport=transport, env=env, kind="allocator")
+
+
+def train(model: nn.Linear, optimizer: Optimizer) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def wrap_and_unwrap() -> None:
+    """Torch's allocator comes back with the last optimizer and gradient."""
+    before = allocator()
+    first, second = make_linear(), make_linear()
+    one = wrap(first)
+    replaced = allocator()
+    assert replaced != before
+    other = wrap(second)
+    train(first, one)
+    train(second, other)
+    del one
+    gc.collect()
+    assert allocator() == replaced, "another optimizer is left"
+    kept = second.weight.grad
+    values = kept.clone()
+    assert is_shared(kept)
+    del other
+    gc.collect()
+    assert allocator() == replaced, "its gradients are left"
+    first.zero_grad()
+    assert allocator() == replaced
+    second.zero_grad()
+    assert torch.equal(kept, values)
+    del kept
+    assert allocator() == before
+    # Earlier allocations stay valid, and torch computes gradients as before.
+    loss_of(second).backward()
+    assert not is_shared(second.weight.grad)
+    assert allocator() == before
+    again = wrap(second)
+    assert allocator() == replaced
+    train(second, again)
+    assert is_shared(second.weight.grad)
+
+
+def test_torchs_allocator_comes_and_goes():
+    # In processes of its own: others' optimizers may have left torch's allocator replaced.
+    run(wrap_and_unwrap, 2, env=LARGE, kind="allocator")

@@ -21,61 +21,6 @@ from training import (
 import torch_ring as hvd
 
 
-def train_with_loss_scaling(as_horovod: bool) -> list[Tensor]:
-    """Train with loss scaling; with `as_horovod`, in the way of scripts for Horovod."""
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step, batch in enumerate(joined_batches(steps=4)):
-        optimizer.zero_grad()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, part(batch))
-        overflow = step == 2 and hvd.rank() == 1
-        scaler.scale(loss * torch.inf if overflow else loss).backward()
-        if as_horovod:
-            optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize() if as_horovod else contextlib.nullcontext():
-            scaler.step(optimizer)
-        scaler.update()
-        stayed = all(map(torch.equal, before, model.parameters()))
-        assert stayed == (step == 2), "a step is skipped on all ranks or on none"
-    assert scaler.get_scale() == 512.0
-    assert_same_on_all_ranks(*model.parameters())
-    return list(model.parameters())
-
-
-def compare_ways_of_loss_scaling() -> None:
-    plain = train_with_loss_scaling(as_horovod=False)
-    assert all(map(torch.equal, plain, train_with_loss_scaling(as_horovod=True)))
-
-
-def test_grad_scaler_skips_a_step_on_all_ranks():
-    run(compare_ways_of_loss_scaling, 2)
-
-
-def step_with_closure() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0))
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        (weight.sum() * hvd.rank()).backward()
-        return float(hvd.rank())
-
-    loss = optimizer.step(closure=closure)
-    assert isinstance(loss, float)
-    assert loss == 0.5
-    assert weight.tolist() == [-0.5, -0.5]
-    assert optimizer.step(lambda: None) is None
-
-
-def test_closure_returns_the_loss_of_all_ranks():
-    run(step_with_closure, 2)
-
-
 def return_losses() -> None:
     """The result of a closure is a loss of any numeric type, or refused."""
     weight = nn.Parameter(torch.zeros(2))
@@ -99,10 +44,6 @@ def return_losses() -> None:
     for wrong in ({"loss": 1.0}, (1.0, 2.0), "1.0", 1j):
         with pytest.raises(TypeError, match=f"as a tensor or a number.* {type(wrong).__name__}$"):
             optimizer.step(lambda wrong=wrong: wrong)
-
-
-def test_losses_of_closures():
-    run(return_losses, 2)
 
 
 class TwoParts:
@@ -130,23 +71,39 @@ def check_options(options: dict[str, object], factor: float) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "factor"),
-    [
-        ({}, 1 / 2),
-        ({"op": hvd.Sum}, 1),
-        ({"gradient_predivide_factor": 4.0}, 1 / 2),
-        ({"compression": hvd.Compression.fp16}, 1 / 2),
-        ({"compression": hvd.Compression.bf16, "op": hvd.Sum}, 1),
-        ({"compression": TwoParts}, 1 / 2),
-        ({"compression": TwoParts()}, 1 / 2),
-    ],
-)
-def test_ways_to_combine_gradients(options, factor):
-    run(check_options, 2, args=(options, factor))
+def scale_losses(as_horovod: bool) -> list[Tensor]:
+    """Train with loss scaling; with `as_horovod`, in the way of scripts for Horovod."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, batch in enumerate(joined_batches(steps=4)):
+        optimizer.zero_grad()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, part(batch))
+        overflow = step == 2 and hvd.rank() == 1
+        scaler.scale(loss * torch.inf if overflow else loss).backward()
+        if as_horovod:
+            optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize() if as_horovod else contextlib.nullcontext():
+            scaler.step(optimizer)
+        scaler.update()
+        stayed = all(map(torch.equal, before, model.parameters()))
+        assert stayed == (step == 2), "a step is skipped on all ranks or on none"
+    assert scaler.get_scale() == 512.0
+    assert_same_on_all_ranks(*model.parameters())
+    return list(model.parameters())
 
 
-def count_python_calls() -> None:
+def scale_losses_in_both_ways() -> None:
+    assert all(map(torch.equal, scale_losses(False), scale_losses(True)))
+
+
+def call_python_equally_often() -> None:
+    """Python does nothing per parameter."""
+
     def calls_of_backward(layers: int) -> int:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
@@ -163,5 +120,19 @@ def count_python_calls() -> None:
     assert calls_of_backward(2) == calls_of_backward(60)
 
 
-def test_python_does_nothing_per_parameter():
-    run(count_python_calls, 2)
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (check_options, ({"op": hvd.Sum}, 1)),
+        (check_options, ({"gradient_predivide_factor": 4.0}, 1 / 2)),
+        (check_options, ({"compression": hvd.Compression.fp16}, 1 / 2)),
+        (check_options, ({"compression": hvd.Compression.bf16, "op": hvd.Sum}, 1)),
+        (check_options, ({"compression": TwoParts}, 1 / 2)),
+        (check_options, ({"compression": TwoParts()}, 1 / 2)),
+        (scale_losses_in_both_ways, ()),
+        (return_losses, ()),
+        (call_python_equally_often, ()),
+    ],
+)
+def test_distributed_optimizer(check, args):
+    run(check, 2, args=args)

@@ -1,20 +1,21 @@
-"""Gradients that come and go: ranks that use different parameters, penalties, forks."""
-
-import os
+"""Gradients that come and go: other parameters on other ranks, graphs, quantised weights."""
 
 import pytest
 import torch
-from pool import FORKS, run
+from pool import run
 from torch.optim import SGD
 from training import (
+    assert_same_on_all_ranks,
     grads,
     joined_batches,
     loss_of,
     make_model,
     part,
+    train,
     weights,
 )
 from worlds import on_both_transports
+from zoo import FEATURES, Quantised
 
 import torch_ring as hvd
 
@@ -36,58 +37,19 @@ def use_different_parameters(set_to_none: bool, op: int) -> None:
     assert grads(parameters) == [2 * share, untouched, untouched, 32 * share]
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_both_transports
-def test_ranks_use_different_parameters(transport, set_to_none, op):
-    run(use_different_parameters, 2, args=(set_to_none, op), transport=transport)
-
-
-def leave_some_untouched(op: int) -> None:
-    """An old gradient is not reduced again with its bucket."""
-    parameters = weights(1, 1, 1)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
-    sum(parameters).backward()
-    share = hvd.size() if op == hvd.Sum else 1
-    assert grads(parameters) == [share] * 3
-    optimizer.step()
-    parameters[0].grad.zero_()
-    parameters[2].grad.zero_()
-    (parameters[0] * 2 + parameters[2] * 4).backward()
-    assert grads(parameters) == [2 * share, share, 4 * share]
-
-
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_untouched_gradients_stay(op):
-    run(leave_some_untouched, 3, args=(op,))
-
-
-def penalise_gradients() -> None:
+def refuse_a_graph() -> None:
     """A penalty made of p.grad would be a constant: it is refused before the pass sends data."""
-    alone, together = make_model().double(), make_model().double()
-    plain = SGD(alone.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(
-        SGD(together.parameters(), lr=0.1), together.named_parameters()
-    )
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
     for batch in joined_batches(steps=3):
-        rows = part(batch).double()
-        loss = together(rows).sum(1).mean()  # the last layer's gradients have no graph
+        rows = part(batch)
+        loss = model(rows).sum(1).mean()  # the last layer's gradients have no graph
         with pytest.raises(RuntimeError, match=r"create_graph.*'\d.*' would lose its graph"):
-            (loss + together(rows).square().mean()).backward(create_graph=True)
-        for model, chosen, x in ((alone, plain, batch.double()), (together, optimizer, rows)):
-            chosen.zero_grad()
-            x.requires_grad_()
-            loss = loss_of(model, x)
-            (of_rows,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            if model is together:
-                gradients = hvd.grouped_allreduce(gradients)
-            penalty = of_rows.square().sum(1).mean() + sum(g.square().sum() for g in gradients)
-            (loss + penalty).backward()
-            chosen.step()
-        for mine, right in zip(together.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10)
-    optimizer.zero_grad()
+            (loss + model(rows).square().mean()).backward(create_graph=True)
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    assert_same_on_all_ranks(*model.parameters())
     x, one = weights(3, 1)
     optimizer = hvd.DistributedOptimizer(SGD([x, one], lr=0.0))
     ((hvd.rank() + 1) * (2 * x + one)).sum().backward(create_graph=True)  # no graph is lost
@@ -95,31 +57,52 @@ def penalise_gradients() -> None:
 
 
 @on_both_transports
-def test_penalties_made_of_gradients(transport):
-    run(penalise_gradients, 2, transport=transport, env={"TORCH_RING_BUCKET_BYTES": "256"})
+def test_a_graph_that_would_be_lost(transport):
+    run(refuse_a_graph, 2, transport=transport, env={"TORCH_RING_BUCKET_BYTES": "256"})
 
 
-def train_after(event: str) -> None:
-    """The hooks of a deleted optimizer, or of a parent process, do nothing."""
+def step_with_quantised_weights() -> None:
+    """Frozen parameters whose dtypes have no gradients: their state, with Adasum, unfrozen."""
+    model = Quantised()
+    model.quantised.data += hvd.rank()
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
+    hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_parameters({"q": model.quantised, "n": model.counts}, root_rank=0)
+    assert torch.equal(model.quantised, Quantised().quantised)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, [joined_batches(1)[0].double()])
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # now with a state
+    model.low.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"requires a gradient now.*float8_e4m3fn"):
+        optimizer.step()
+
+    model = Quantised()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.01), op=hvd.Adasum)
+    model(torch.ones(1, FEATURES, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+
+
+def drop_the_optimizer() -> None:
+    """The hooks of a deleted optimizer do nothing."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
     (x * (hvd.rank() + 1)).backward()
     assert x.grad.item() == 1.5
-    if event == "fork":
-        child = os.fork()
-        if child == 0:
-            x.grad = None
-            (8 * x).backward()
-            os._exit(0 if x.grad.item() == 8 else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert x.grad.item() == 1.5, "the child has not written into our bucket"
-    else:
-        del optimizer
-        x.grad = None
-        (x * (hvd.rank() + 1)).backward()
-        assert x.grad.item() == hvd.rank() + 1
+    del optimizer
+    x.grad = None
+    (x * (hvd.rank() + 1)).backward()
+    assert x.grad.item() == hvd.rank() + 1
 
 
-@pytest.mark.parametrize("event", ["fork", "del"])
-def test_hooks_do_nothing_in_a_child_and_without_their_optimizer(event):
-    run(train_after, 2, args=(event,), kind=FORKS)
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (drop_the_optimizer, ()),
+        (use_different_parameters, (True, hvd.Average)),
+        (use_different_parameters, (False, hvd.Sum)),
+        (step_with_quantised_weights, ()),
+    ],
+)
+@on_both_transports
+def test_gradients_that_come_and_go(transport, check, args):
+    run(check, 2, args=args, transport=transport)

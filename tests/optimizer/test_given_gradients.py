@@ -43,12 +43,6 @@ def leave_parameters_out(op: hvd.ReduceOp) -> None:
         torch.testing.assert_close(flat, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-@on_both_transports
-def test_gradients_that_no_pass_touches(transport, op):
-    run(leave_parameters_out, 2, args=(op,), transport=transport, env=SMALL)
-
-
 def give_what_cannot_be_written() -> None:
     """An expanded gradient, and one made in inference mode: they are read, and replaced."""
     x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
@@ -61,10 +55,6 @@ def give_what_cannot_be_written() -> None:
         optimizer.step()
         for parameter in (x, y):
             assert torch.equal(parameter.detach(), torch.full((3,), 1 - 1.5 * (step + 1)))
-
-
-def test_gradients_that_cannot_be_written_to():
-    run(give_what_cannot_be_written, 2)
 
 
 def give_on_one_rank() -> None:
@@ -87,11 +77,6 @@ def give_on_one_rank() -> None:
         optimizer.step()
 
 
-@on_both_transports
-def test_memory_that_is_given_on_one_rank(transport):
-    run(give_on_one_rank, 2, transport=transport, env=SMALL)
-
-
 def replace_during_a_pass() -> None:
     """A bucket that gets new memory in a pass keeps the gradients that have arrived."""
     kept, given, replaced = (nn.Parameter(torch.ones(3)) for _ in range(3))
@@ -105,32 +90,6 @@ def replace_during_a_pass() -> None:
     for parameter in (kept, given, replaced):
         assert torch.equal(parameter.grad, torch.full((3,), 1.5))
     assert torch.equal(held, torch.ones(3))
-
-
-@on_both_transports
-def test_a_bucket_that_moves_during_a_pass(transport):
-    run(replace_during_a_pass, 2, transport=transport)
-
-
-def join_early() -> None:
-    """A rank that has joined counts as zeros."""
-    x = nn.Parameter(torch.ones(200))
-    flat = torch.zeros(200)
-    x.grad = flat
-    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
-    for step in range(1 + hvd.rank()):
-        flat.zero_()
-        ((hvd.rank() + 1) * x.sum()).backward()
-        expected = 1.5 if step == 0 else 2.0 / hvd.size()
-        assert x.grad is flat
-        assert torch.equal(flat, torch.full((200,), expected))
-        optimizer.step()
-    hvd.join()
-
-
-@on_both_transports
-def test_join_with_given_memory(transport):
-    run(join_early, 2, transport=transport, env=SMALL)
 
 
 class Array(np.ndarray):
@@ -151,5 +110,17 @@ def let_memory_go() -> None:
     assert alive() is None
 
 
-def test_given_memory_is_let_go():
-    run(let_memory_go, 2, env=SMALL)
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (leave_parameters_out, (hvd.Average,)),
+        (leave_parameters_out, (hvd.Sum,)),
+        (give_what_cannot_be_written, ()),
+        (give_on_one_rank, ()),
+        (replace_during_a_pass, ()),
+        (let_memory_go, ()),
+    ],
+)
+@on_both_transports
+def test_given_gradients(transport, check, args):
+    run(check, 2, args=args, transport=transport, env=SMALL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import os
 import random
@@ -21,11 +20,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 from training import grads, weights
+from zoo import Segments
 
 import torch_ring as hvd
-from torch_ring._C import PassDecision, PassEnd, PassReport
+from torch_ring._C import PassEnd
 from torch_ring.optimizer import backward_sync
-from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
+from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.bucket_layout import BucketLayout
 
 DEADLINE_S = 20.0
@@ -68,6 +68,17 @@ def is_waiting() -> bool:
     return backward_sync_of(hvd.global_process_set).agreement.is_open
 
 
+def interrupt_rank_1(folder: Path, backward: Callable[[], object]) -> None:
+    """Rank 1 is interrupted in a pass while it waits for rank 0, whose pass begins afterwards."""
+    interrupted = folder / "interrupted"
+    if hvd.rank() == 0:
+        wait_for(interrupted)
+    else:
+        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
+            backward()
+        interrupted.touch()
+
+
 def interrupt_the_wait(folder: Path, steps_before: int, then: str) -> None:
     """Rank 1 is interrupted while it waits for rank 0, and goes on."""
     (x,) = weights(1)
@@ -76,19 +87,13 @@ def interrupt_the_wait(folder: Path, steps_before: int, then: str) -> None:
         x.backward()
         optimizer.step()
         optimizer.zero_grad()
-    interrupted = folder / "interrupted"
+    interrupt_rank_1(folder, (6 * x).backward)
     if hvd.rank() == 0:
-        wait_for(interrupted)
         (2 * x).backward()
-    else:
-        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
-            (6 * x).backward()
-        interrupted.touch()
+    elif then != "step":
         if then == "next pass":
             optimizer.zero_grad()
-            (4 * x).backward()
-        elif then == "one more pass":
-            (4 * x).backward()
+        (4 * x).backward()
     optimizer.step()
     assert grads([x]) == [{"next pass": 3, "one more pass": 6, "step": 4}[then]]
     for _ in range(2):
@@ -98,13 +103,7 @@ def interrupt_the_wait(folder: Path, steps_before: int, then: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("then", ["next pass", "one more pass", "step"])
-@pytest.mark.parametrize("steps_before", [0, 2])  # ends in Python, and in C++
-def test_an_interrupted_wait(tmp_path, steps_before, then):
-    run(interrupt_the_wait, 2, args=(tmp_path, steps_before, then))
-
-
-def interrupt_an_addition(folder: Path, steps_before: int, then: str) -> str:
+def interrupt_an_addition(folder: Path, steps_before: int, then: str) -> None:
     """The interrupted pass adds to an averaged gradient, which the program may drop then."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
@@ -114,49 +113,42 @@ def interrupt_an_addition(folder: Path, steps_before: int, then: str) -> str:
         optimizer.step()
     (9 * x).backward()
     before = x.grad.item()
-    interrupted = folder / "interrupted"
+    interrupt_rank_1(folder, (6 * x).backward)
+    if hvd.rank() == 1 and then == "dropped":
+        optimizer.zero_grad()
 
     def go_on() -> None:
-        if hvd.rank() == 0:
-            wait_for(interrupted)
-            (2 * x).backward()
-        else:
-            with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
-                (6 * x).backward()
-            interrupted.touch()
-            if then == "dropped":
-                optimizer.zero_grad()
-            (4 * x).backward()
+        ((2 + 2 * hvd.rank()) * x).backward()
         optimizer.step()
         hvd.barrier()
 
     _, text = error_of(go_on)
-    assert text or grads([x]) == [before + (2 + 10) / 2]
-    return text
+    if then == "dropped":
+        assert "the program has dropped those: call zero_grad() before" in text, text
+    else:
+        assert not text
+        assert grads([x]) == [before + (2 + 10) / 2]
 
 
-@pytest.mark.parametrize("then", ["kept", "dropped"])
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_an_interrupted_wait_of_a_pass_that_adds_to_an_average(tmp_path, steps_before, then):
-    for text in run(interrupt_an_addition, 2, args=(tmp_path, steps_before, then)):
-        assert bool(text) == (then == "dropped"), text
-        assert not text or "the program has dropped those: call zero_grad() before" in text, text
+@pytest.mark.parametrize(
+    ("interrupt", "then"),
+    [
+        *((interrupt_the_wait, then) for then in ("next pass", "one more pass", "step")),
+        *((interrupt_an_addition, then) for then in ("kept", "dropped")),
+    ],
+)
+@pytest.mark.parametrize("steps_before", [0, 2])  # ends in Python, and in C++
+def test_an_interrupted_wait(tmp_path, steps_before, interrupt, then):
+    run(interrupt, 2, args=(tmp_path, steps_before, then))
 
 
 def interrupt_with_another_graph(folder: Path) -> None:
     """The next pass has gradients missing from the report already sent: the step reports them."""
     x, y = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0))
-    interrupted = folder / "interrupted"
-    if hvd.rank() == 0:
-        wait_for(interrupted)
-        (2 * x).backward()
-    else:
-        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
-            (6 * x).backward()
-        interrupted.touch()
-        optimizer.zero_grad()
-        (4 * x + 8 * y).backward()
+    interrupt_rank_1(folder, (6 * x).backward)
+    optimizer.zero_grad()
+    (2 * x if hvd.rank() == 0 else 4 * x + 8 * y).backward()
     assert grads([x]) == [3]
     optimizer.step()
     assert grads([x, y]) == [3, 4]
@@ -165,143 +157,21 @@ def interrupt_with_another_graph(folder: Path) -> None:
     assert grads([x, y]) == [1, 1]
 
 
-def test_an_interrupted_wait_before_another_graph(tmp_path):
-    run(interrupt_with_another_graph, 2, args=(tmp_path,))
-
-
-def interrupt_a_sent_bucket(folder: Path) -> str:
+def interrupt_a_sent_bucket(folder: Path) -> None:
     """Between hosts a pass has sent gradients when it is interrupted: all ranks get an error."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
-    interrupted = folder / "interrupted"
-    if hvd.rank() == 0:
-        wait_for(interrupted)
-    else:
-        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
-            x.backward()
-        interrupted.touch()
+    interrupt_rank_1(folder, x.backward)
 
     def go_on() -> None:
         for _ in range(2):  # rank 1 had sent all data for rank 0's first pass
             optimizer.zero_grad()
             x.backward()
 
-    with pytest.raises(hvd.RingError) as error:
-        go_on()
-    return str(error.value)
-
-
-def test_an_interrupt_after_gradients_were_sent(tmp_path):
-    here, there = run(interrupt_a_sent_bucket, 2, args=(tmp_path,), transport="tcp")
-    for message in (here, there):
-        assert "rank 1" in message
-        assert "interrupted after part of its gradients had been sent" in message
-        assert "shutdown() and init()" in message
-
-
-class InAndOut(nn.Module):
-    """A layer that is used outside a segment, after its use inside one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, rows: torch.Tensor, segment: str) -> torch.Tensor:
-        if segment == "all":
-            return checkpoint(self, rows, "", use_reentrant=True)
-        if segment == "":
-            return self.last(self.shared(self.shared(rows)))
-        return self.last(self.shared(checkpoint(self.shared, rows, use_reentrant=True)))
-
-
-def interrupt_before_a_gradient_comes_again(folder: Path, here: str) -> None:
-    """The report already sent does not announce that a gradient of the next pass comes again.
-
-    Rank 0's does if its pass has such a gradient, too; otherwise the ranks' steps differ.
-    """
-    model = InAndOut()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    alone = copy.deepcopy(model)
-    rows = torch.ones(4, 8, requires_grad=True)
-    interrupted = folder / "interrupted"
-    if hvd.rank() == 1:
-        # All gradients come in a nested pass: nothing is sent before its end.
-        with pressing_ctrl_c(is_waiting), pytest.raises(KeyboardInterrupt):
-            model(rows, "all").sum().backward()
-        interrupted.touch()
-        optimizer.zero_grad()
-    else:
-        wait_for(interrupted)
-
-    def go_on() -> None:
-        model(rows, here if hvd.rank() == 0 else "first").sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model(rows, "all").sum().backward()
-
-    if here == "first":
-        go_on()
-        alone(rows, "").sum().backward()
-        SGD(alone.parameters(), lr=0.1).step()
-        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, other)
-    else:
-        with pytest.raises(hvd.MismatchError, match=r"in different steps|optimizer steps"):
-            go_on()
-
-
-@pytest.mark.parametrize("here", ["first", ""])
-def test_an_interrupt_before_a_gradient_comes_again(tmp_path, here):
-    env = {"TORCH_RING_BUCKET_BYTES": "256"}
-    fn, args = interrupt_before_a_gradient_comes_again, (tmp_path, here)
-    run(fn, 2, args=args, transport="tcp", env=env)
-
-
-def interrupt_a_reduction(folder: Path) -> None:
-    """Rank 1 is interrupted when the ranks have agreed, and rank 0 is late: it waits for rank 0."""
-    (x,) = weights(1)
-    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
-    pressed = folder / "pressed"
-    reducing = threading.Event()
-    reduce = BackwardSync._reduce
-
-    def observed(
-        sync: BackwardSync, reports: list[PassReport], *more: dict[int, int]
-    ) -> PassDecision:
-        reducing.set()
-        if hvd.rank() == 0:
-            wait_for(pressed)
-        return reduce(sync, reports, *more)
-
-    def release() -> None:
-        if reducing.wait(DEADLINE_S):
-            press_ctrl_c()
-            time.sleep(0.2)  # so that the wait sees the signal
-        pressed.touch()
-
-    with pytest.MonkeyPatch.context() as patch, interruptible():
-        patch.setattr(BackwardSync, "_reduce", observed)
-        if hvd.rank() == 0:
-            (2 * x).backward()
-        else:
-            releasing = threading.Thread(target=release)
-            releasing.start()
-            with pytest.raises(KeyboardInterrupt):
-                (4 * x).backward()
-            releasing.join()
-    assert grads([x]) == [3], "the pass has ended"
-    optimizer.step()
-    for _ in range(2):
-        optimizer.zero_grad()
-        ((hvd.rank() + 1) * x).backward()
-        assert grads([x]) == [1.5]
-        optimizer.step()
-
-
-def test_an_interrupted_reduction_ends_first(tmp_path):
-    run(interrupt_a_reduction, 2, args=(tmp_path,))
+    message = error_of(go_on)[1]
+    assert "rank 1" in message
+    assert "interrupted after part of its gradients had been sent" in message
+    assert "shutdown() and init()" in message
 
 
 def interrupt_at_random(count: int) -> int:
@@ -414,11 +284,6 @@ def interrupt_after_the_reduction(then: str) -> None:
     assert grads(parameters[:1]) == [1.5]
 
 
-@pytest.mark.parametrize("then", ["step", "drop one", "add parameters", "compute a loss alone"])
-def test_an_interrupt_before_python_takes_note(then):
-    run(interrupt_after_the_reduction, 2, args=(then,))
-
-
 def interrupt_the_preparation() -> None:
     """Rank 1 is interrupted as it makes room for zeros, and repeats the pass."""
     a, b = parameters = weights(1, 1)
@@ -458,10 +323,6 @@ def interrupt_the_preparation() -> None:
     assert grads(parameters) == [5, 3]
 
 
-def test_an_interrupt_before_the_reduction():
-    run(interrupt_the_preparation, 2)
-
-
 def zero_others_meanwhile(folder: Path) -> None:
     """While rank 0 waits in a pass, another thread drops the gradients of an idle optimizer."""
     parameters = [weight for _ in range(3) for weight in weights(1)]
@@ -495,8 +356,69 @@ def zero_others_meanwhile(folder: Path) -> None:
     assert grads(parameters[:2]) == [4, 4]
 
 
-def test_another_thread_zeroes_gradients_while_a_pass_ends(tmp_path):
-    run(zero_others_meanwhile, 2, args=(tmp_path,))
+def interrupt_before_a_gradient_comes_again(folder: Path, here: bool) -> None:
+    """The report already sent does not announce that a gradient of the next pass comes again.
+
+    Rank 0's does if its pass has such a gradient, too; otherwise the ranks' steps differ.
+    """
+    model, alone = Segments(again=True), Segments(again=True)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    rows = torch.ones(4, 8, dtype=torch.float64, requires_grad=True)
+
+    def backward_of_all() -> None:
+        """All gradients come in a nested pass: nothing is sent before its end."""
+        checkpoint(model, rows, False, use_reentrant=True).sum().backward()
+
+    interrupt_rank_1(folder, backward_of_all)
+    optimizer.zero_grad()
+
+    def go_on() -> None:
+        model(rows, segments=here or hvd.rank() == 1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backward_of_all()
+
+    if here:
+        go_on()
+        alone(rows, segments=False).sum().backward()
+        SGD(alone.parameters(), lr=0.1).step()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+    else:
+        with pytest.raises(hvd.MismatchError, match=r"in different steps|optimizer steps"):
+            go_on()
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "args"),
+    [
+        (interrupt_a_sent_bucket, ()),
+        (interrupt_before_a_gradient_comes_again, (False,)),
+        (interrupt_before_a_gradient_comes_again, (True,)),
+    ],
+)
+def test_an_interrupt_after_gradients_were_sent(tmp_path, interrupt, args):
+    env = {"TORCH_RING_BUCKET_BYTES": "256"}
+    run(interrupt, 2, args=(tmp_path, *args), transport="tcp", env=env)
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_with_another_graph, zero_others_meanwhile])
+def test_a_pass_in_which_another_rank_waits(tmp_path, interrupt):
+    run(interrupt, 2, args=(tmp_path,))
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "args"),
+    [
+        *(
+            (interrupt_after_the_reduction, (then,))
+            for then in ("step", "drop one", "add parameters", "compute a loss alone")
+        ),
+        (interrupt_the_preparation, ()),
+    ],
+)
+def test_an_interrupt_beside_the_reduction(interrupt, args):
+    run(interrupt, 2, args=args)
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])

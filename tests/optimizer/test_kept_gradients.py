@@ -15,23 +15,15 @@ SIZES = (3, 5, 40, 1000)
 SMALL = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "4000"}  # the last one lies in a block, if any does
 
 
-def itself(gradient: Tensor) -> Tensor:
-    return gradient
+KEEP: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda gradient: gradient,
+    "a view": lambda gradient: gradient.view(-1)[1:],
+    "a NumPy array": lambda gradient: torch.from_numpy(gradient.numpy()),
+    "a detached one": lambda gradient: gradient.detach(),
+}
 
 
-def a_view(gradient: Tensor) -> Tensor:
-    return gradient.view(-1)[1:]
-
-
-def a_numpy_array(gradient: Tensor) -> Tensor:
-    return torch.from_numpy(gradient.numpy())
-
-
-def a_detached_one(gradient: Tensor) -> Tensor:
-    return gradient.detach()
-
-
-def keep_gradients(keep: Callable[[Tensor], Tensor], drop: str) -> None:
+def keep_gradients(kept_as: str, drop: str) -> None:
     """Each parameter's gradient is kept in turn; other gradients and its next one are right."""
     parameters = [nn.Parameter(torch.ones(size)) for size in SIZES]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
@@ -51,17 +43,10 @@ def keep_gradients(keep: Callable[[Tensor], Tensor], drop: str) -> None:
             assert torch.equal(gradient, values)
         parameter = parameters[step % len(parameters)]
         if parameter.grad is not None:
-            gradient = keep(parameter.grad)
+            gradient = KEEP[kept_as](parameter.grad)
             kept.append((gradient, gradient.clone()))
         optimizer.step()
     assert len(kept) > 6
-
-
-@pytest.mark.parametrize("drop", ["by the optimizer", "by hand"])
-@pytest.mark.parametrize("keep", [itself, a_view, a_numpy_array, a_detached_one])
-@on_both_transports
-def test_kept_gradients_keep_their_values(transport, keep, drop):
-    run(keep_gradients, 2, args=(keep, drop), transport=transport, env=SMALL)
 
 
 def keep_one_of_a_bucket() -> None:
@@ -78,10 +63,6 @@ def keep_one_of_a_bucket() -> None:
     assert torch.equal(other.grad, torch.full((3,), 6.0))
     optimizer.step()
     assert torch.equal(other.grad, torch.full((3,), 6.0))
-
-
-def test_the_other_gradients_of_a_bucket():
-    run(keep_one_of_a_bucket, 2, env=SMALL)
 
 
 def look_at_gradients() -> None:
@@ -101,5 +82,15 @@ def look_at_gradients() -> None:
     assert len(places) == 1
 
 
-def test_usual_steps_move_no_bucket():
-    run(look_at_gradients, 2, env=SMALL)
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        *((keep_gradients, (kept_as, "by the optimizer")) for kept_as in KEEP),
+        (keep_gradients, ("itself", "by hand")),
+        (keep_one_of_a_bucket, ()),
+        (look_at_gradients, ()),
+    ],
+)
+@on_both_transports
+def test_kept_gradients(transport, check, args):
+    run(check, 2, args=args, transport=transport, env=SMALL)

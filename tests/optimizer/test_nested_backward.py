@@ -5,17 +5,17 @@ import signal
 from typing import Any
 
 import pytest
+from oracle import Play, Program, expect_one_process
 from pool import run
 from torch import Tensor
 from torch.optim import SGD
 from training import joined_batches, part
+from worlds import on_both_transports
 from zoo import Segments
 
 import torch_ring as hvd
 from torch_ring._C import PassDecision
 from torch_ring.optimizer.backward_sync import backward_sync_of
-
-on_both_transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 def fail_in_a_segment() -> None:
@@ -48,44 +48,42 @@ def test_a_nested_pass_fails(transport):
     run(fail_in_a_segment, 2, transport=transport)
 
 
-def interrupt_the_reduction(transport: str) -> None:
+def interrupted(play: Play, transport: str) -> Program:
     """Rank 0 gets Ctrl-C while a pass is reduced that needs a second agreement for a part."""
-    alone, together = Segments(again=True), Segments(again=True)
-    reference = SGD(alone.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
-    reducers = backward_sync_of(hvd.global_process_set)._reducers
-    reduce = reducers.reduce
-
-    def press_ctrl_c(decision: PassDecision, *more: Any) -> None:
-        reducers.reduce = reduce  # type: ignore[method-assign]
-        os.kill(os.getpid(), signal.SIGINT)
-        reduce(decision, *more)
-        assert decision.has_another_round == (transport == "tcp")
-
-    for step in range(3):
-        reference.zero_grad()
+    model = Segments(again=True)
+    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1))
+    for step, rows in enumerate(play.batches(3)):
         optimizer.zero_grad()
-        batch = joined_batches(steps=4)[step].double()
-        alone(batch, segments=False).square().mean().backward()
-        rows = part(batch).requires_grad_()
-        is_interrupted = hvd.rank() == step == 0
+        rows.requires_grad_()
+        is_interrupted = not play.is_alone and hvd.rank() == step == 0
         if is_interrupted:
-            reducers.reduce = press_ctrl_c  # type: ignore[method-assign]
+            press_ctrl_c_in_the_reduction(transport)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            together(rows, segments=True).square().mean().backward()
+            model(rows, segments=not play.is_alone).square().mean().backward()
             assert not is_interrupted
         except KeyboardInterrupt:
             assert is_interrupted
         finally:
             signal.signal(signal.SIGINT, before)
-        reference.step()
         optimizer.step()
-        for mine, other in zip(together.parameters(), alone.parameters(), strict=True):
-            assert (mine - other).abs().max() < 1e-10
+        yield model.parameters()
+
+
+def press_ctrl_c_in_the_reduction(transport: str) -> None:
+    reducers = backward_sync_of(hvd.global_process_set)._reducers
+    reduce = reducers.reduce
+
+    def reduce_interrupted(decision: PassDecision, *more: Any) -> None:
+        reducers.reduce = reduce  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGINT)
+        reduce(decision, *more)
+        assert decision.has_another_round == (transport == "tcp")
+
+    reducers.reduce = reduce_interrupted  # type: ignore[method-assign]
 
 
 @on_both_transports
 def test_an_interrupt_loses_no_gradient_that_comes_again(transport):
     env = {"TORCH_RING_BUCKET_BYTES": "256"}
-    run(interrupt_the_reduction, 2, args=(transport,), transport=transport, env=env)
+    expect_one_process(interrupted, transport, transport=transport, env=env)

@@ -56,11 +56,6 @@ def train(in_python: list[int]) -> None:
     assert len(in_python) == 2, "passes with digests of weights"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_passes_end_without_python(size):
-    run(train_and_count, size)
-
-
 def step_once_more() -> tuple[str, str]:
     """All ranks have all gradients, and one has taken another step."""
     parameters = weights(1, 1)
@@ -98,11 +93,6 @@ def leave_one_to_the_step(by_hand: bool) -> None:
         assert grads(parameters) == [1.5 * passes, 1.5]
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["accumulated", "by hand"])
-def test_a_plain_pass_leaves_the_other_bucket_to_the_step(by_hand):
-    run(leave_one_to_the_step, 2, args=(by_hand,), env={"TORCH_RING_BUCKET_BYTES": "64"})
-
-
 def leave_a_part_of_a_bucket() -> None:
     """A pass computes one of two gradients of a bucket; the other one is an older sum."""
     a, b = parameters = weights(1, 1)
@@ -116,5 +106,17 @@ def leave_a_part_of_a_bucket() -> None:
     assert grads(parameters) == [3 * hvd.size(), hvd.size()]
 
 
-def test_a_gradient_of_an_earlier_step_stays_as_it_is():
-    run(leave_a_part_of_a_bucket, 2)
+ONE_EACH = {"TORCH_RING_BUCKET_BYTES": "64"}
+
+
+@pytest.mark.parametrize(
+    ("check", "args", "env"),
+    [
+        (train_and_count, (), {}),
+        (leave_one_to_the_step, (False,), ONE_EACH),
+        (leave_one_to_the_step, (True,), ONE_EACH),
+        (leave_a_part_of_a_bucket, (), {}),
+    ],
+)
+def test_plain_passes(check, args, env):
+    run(check, 2, args=args, env=env)

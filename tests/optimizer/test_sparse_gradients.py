@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from pool import run
+from pool import error_of, run
 from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
+from worlds import on_both_transports
 
 import torch_ring as hvd
 
@@ -30,15 +31,6 @@ def accumulate(options: dict[str, object]) -> None:
             [2 * passes / share, ones / share] + [0] * (WORDS - 2)
         )
         assert gradient._nnz() <= 2 * hvd.size(), "the sum does not grow"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"op": hvd.Sum}, {"sparse_as_dense": True}, {"sparse_as_dense": True, "op": hvd.Sum}],
-    ids=lambda options: ",".join(options),
-)
-def test_accumulation_of_sparse_gradients(options):
-    run(accumulate, 2, args=(options,))
 
 
 def mix_kinds(sparse_as_dense: bool) -> None:
@@ -81,12 +73,6 @@ def mix_kinds(sparse_as_dense: bool) -> None:
         expect({rank: 1 / hvd.size() for rank in range(hvd.size())}, sparse=True)
 
 
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
-def test_ranks_have_different_gradients(transport, size, sparse_as_dense):
-    run(mix_kinds, size, args=(sparse_as_dense,), transport=transport)
-
-
 def check_kinds() -> None:
     """Check SparseAdam, other dtypes, and gradients that are sparse in all dimensions."""
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
@@ -115,26 +101,37 @@ def check_kinds() -> None:
     assert moved == pytest.approx([-0.5, -0.5, 0, 0])
 
 
-def test_kinds_of_sparse_gradients():
-    run(check_kinds, 2)
-
-
-def disagree_about_dimensions() -> str:
+def disagree_about_dimensions() -> None:
     weight = nn.Parameter(torch.zeros(4, 2))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=1.0), [("words", weight)])
     dense = torch.eye(4)[:, :2]
     weight.grad = dense.to_sparse(1 + hvd.rank())
-    with pytest.raises(hvd.MismatchError) as error:
-        optimizer.step()
+    _, text = error_of(optimizer.step)
+    assert text == (
+        "averaging the sparse gradient of 'words' of backward pass 1: the ranks disagree: "
+        "rank 0: sparse_dim 1; rank 1: sparse_dim 2"
+    )
     weight.grad = None
     weight[hvd.rank()].sum().backward()  # the job may go on
     assert weight.grad[:2].tolist() == [[0.5, 0.5]] * 2
-    return str(error.value)
 
 
-def test_a_disagreement_is_an_error_on_all_ranks():
-    for message in run(disagree_about_dimensions, 2):
-        assert message == (
-            "averaging the sparse gradient of 'words' of backward pass 1: the ranks disagree: "
-            "rank 0: sparse_dim 1; rank 1: sparse_dim 2"
-        )
+@pytest.mark.parametrize(
+    ("check", "args"),
+    [
+        (accumulate, ({},)),
+        (accumulate, ({"op": hvd.Sum},)),
+        (accumulate, ({"sparse_as_dense": True},)),
+        (mix_kinds, (False,)),
+        (mix_kinds, (True,)),
+        (check_kinds, ()),
+        (disagree_about_dimensions, ()),
+    ],
+)
+@on_both_transports
+def test_sparse_gradients(transport, check, args):
+    run(check, 2, args=args, transport=transport)
+
+
+def test_sparse_gradients_of_three_ranks():
+    run(mix_kinds, 3, args=(False,))

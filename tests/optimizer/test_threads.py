@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+import pytest
 from pool import run
 from torch import Tensor
 from torch.optim import SGD
@@ -59,14 +60,6 @@ def train_two_at_once(shared: bool) -> None:
     assert [p.item() for pair in pairs for p in pair] == [1] * 4, "no step was taken"
 
 
-def test_two_optimizers_in_two_threads_at_once():
-    run(train_two_at_once, 2, args=(False,), kind="ended")
-
-
-def test_one_optimizer_in_two_threads_at_once():
-    run(train_two_at_once, 2, args=(True,), kind="ended")
-
-
 def pass_within_another() -> None:
     """A thread's whole pass lies in the midst of another one's, of the same optimizer."""
     first, last, other = weights(1, 1, 1)
@@ -92,28 +85,30 @@ def pass_within_another() -> None:
     assert "two threads" in errors[0], errors
 
 
-def test_a_pass_in_the_midst_of_another_threads():
-    run(pass_within_another, 2, kind="ended")
-
-
 def train_in_turns() -> None:
     first, second = weights(1, 1)
     one = hvd.DistributedOptimizer(SGD([first], lr=0.0))
     other = hvd.DistributedOptimizer(SGD([second], lr=0.0))
-    lock = threading.Lock()
 
     def train(parameter, optimizer) -> None:
         for _ in range(3):
-            with lock:
-                optimizer.zero_grad()
-                ((hvd.rank() + 1) * parameter).backward()
-                assert grads([parameter]) == [1.5]
-                optimizer.step()
+            optimizer.zero_grad()
+            ((hvd.rank() + 1) * parameter).backward()
+            assert grads([parameter]) == [1.5]
+            optimizer.step()
 
-    for _ in range(2):  # one thread after the other
-        assert in_threads(lambda: train(first, one)) == []
-        assert in_threads(lambda: train(second, other)) == []
+    for parameter, optimizer in [(first, one), (second, other)] * 2:
+        assert in_threads(lambda p=parameter, o=optimizer: train(p, o)) == []
 
 
-def test_two_optimizers_in_threads_one_after_the_other():
-    run(train_in_turns, 2)
+@pytest.mark.parametrize(
+    ("check", "args", "kind"),
+    [
+        (train_two_at_once, (False,), "ended"),
+        (train_two_at_once, (True,), "ended"),
+        (pass_within_another, (), "ended"),
+        (train_in_turns, (), None),
+    ],
+)
+def test_passes_in_several_threads(check, args, kind):
+    run(check, 2, args=args, kind=kind)

@@ -12,10 +12,8 @@ import pytest
 import torch
 from logs import logged
 from pool import all_have_passed, error_of, eventually, run
-from slow import slow
 from torch.optim import SGD
 from training import make_model
-from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer.gradient_report import explained
@@ -44,75 +42,94 @@ def make_step(kind: str) -> Callable[[], None]:
     return step
 
 
-def leave_early(batches: int, kind: str) -> tuple[str, str]:
-    """The last rank has only `batches` batches. Return the error of the others."""
-    step = make_step(kind)
+def leave_early(batches: int, kind: str, joins: bool) -> tuple[str, str]:
+    """The last rank has only `batches` batches. Return the error of the others.
+
+    With `joins` it joins early, and leaves in the next epoch.
+    """
+    step, is_last = make_step(kind), hvd.rank() == hvd.size() - 1
+    if joins:
+        for _ in range(3 - hvd.rank()):
+            step()
+        hvd.join()
     for _ in range(batches):
         step()
-    if hvd.rank() == hvd.size() - 1:
+    if is_last:
         hvd.shutdown()
         return "", ""
     return error_of(step)
 
 
-def departure(size: int, purpose: str) -> str:
-    """Return the beginning of an error. Another rank, or this rank's own buckets, may report it."""
-    left = rf"rank {size - 1} \(pid \d+\) has left: it called shutdown\(\) or exited"
-    return rf"rank \d: {purpose}: (.* )?{left}\. (.*\. )?The rank that has left did "
+ONE, ADASUM = ("one", False), ("adasum", False)
 
 
-@pytest.mark.parametrize(("size", "env"), [(2, MANY_BUCKETS), (3, {})])
 @pytest.mark.parametrize(
-    ("batches", "done"),
-    [(0, "0 backward passes"), (1, "1 backward pass"), (3, "3 backward passes")],
+    ("transport", "size", "env", "kind", "batches", "number", "done"),
+    [
+        ("shm", 2, {}, ONE, 0, 1, "0 backward passes"),
+        ("tcp", 3, {}, ONE, 1, 2, "1 backward pass"),
+        ("shm", 3, MANY_BUCKETS, ONE, 3, 4, "3 backward passes"),
+        ("tcp", 2, MANY_BUCKETS, ONE, 3, 4, "3 backward passes"),
+        # The step of the second optimizer agrees once more, and counts as a pass.
+        ("shm", 2, {}, ("two optimizers", False), 2, 5, "4 backward passes"),
+        ("shm", 2, {}, ("one", True), 1, 2, "1 backward pass since join()"),
+        ("shm", 2, {}, ADASUM, 0, 0, "0 optimizer steps"),
+        ("shm", 2, {}, ADASUM, 2, 0, "2 optimizer steps"),
+        ("shm", 2, {}, ("adasum", True), 1, 0, "1 optimizer step since join()"),
+    ],
 )
-@on_both_transports
-def test_a_rank_that_has_left(transport, batches, done, size, env):
-    outcomes = run(leave_early, size, args=(batches, "one"), transport=transport, env=env)
-    purpose = f"averaging the gradients of backward pass {batches + 1}"
-    for kind, text in outcomes[:-1]:
-        assert kind == "PeerLostError", text
-        begin = re.match(departure(size, purpose), text)
+def test_a_rank_that_has_left(transport, size, env, kind, batches, number, done):
+    """Another rank, or this rank's own buckets, may report it."""
+    outcomes = run(leave_early, size, args=(batches, *kind), transport=transport, env=env)
+    left = rf"rank {size - 1} \(pid \d+\) has left: it called shutdown\(\) or exited"
+    purpose = f"averaging the gradients of backward pass {number}" if number else ".*"
+    for error, text in outcomes[:-1]:
+        assert error == "PeerLostError", text
+        begin = re.match(
+            rf"rank \d: {purpose}: (.* )?{left}\. (.*\. )?The rank that has left did ", text
+        )
         assert begin, text
         assert text[begin.end() :] == f"{done}: {REMEDY}"
+        assert "allgather" not in text
 
 
-def test_a_rank_that_has_left_two_optimizers():
-    # The step of the second optimizer agrees once more, and counts as a pass.
-    ((_, text), _) = run(leave_early, 2, args=(2, "two optimizers"))
-    assert re.match(departure(2, "averaging the gradients of backward pass 5"), text), text
-    assert f"4 backward passes: {REMEDY}" in text
-
-
-@pytest.mark.parametrize("batches", [0, 2])
-def test_a_rank_that_has_left_adasum(batches):
-    ((kind, text), _) = run(leave_early, 2, args=(batches, "adasum"))
-    assert kind == "PeerLostError", text
-    assert "has left: it called shutdown() or exited." in text
-    assert f"The rank that has left did {batches} optimizer steps: {REMEDY}" in text
-    assert "allgather" not in text
-
-
-def leave_after_join(kind: str) -> tuple[str, str]:
-    """Rank 1 joins early, and leaves in the next epoch."""
-    step = make_step(kind)
-    for _ in range(3 - hvd.rank()):
-        step()
-    hvd.join()
+def die(passed: Path) -> tuple[str, str]:
+    step = make_step("one")
     step()
+    all_have_passed(passed, hvd.size())
     if hvd.rank() == 1:
-        hvd.shutdown()
-        return "", ""
+        os.kill(os.getpid(), signal.SIGKILL)
     return error_of(step)
 
 
-@pytest.mark.parametrize(
-    ("kind", "done"), [("one", "1 backward pass"), ("adasum", "1 optimizer step")]
-)
-def test_what_a_rank_did_counts_from_join(kind, done):
-    ((error, text), _) = run(leave_after_join, 2, args=(kind,))
-    assert error == "PeerLostError", text
-    assert f"The rank that has left did {done} since join(): {REMEDY}" in text
+def test_a_rank_that_has_died_had_no_fewer_batches(tmp_path):
+    (kind, text), _ = run(die, 2, args=(tmp_path,), may_die={1})
+    assert kind == "PeerLostError", text
+    assert text.startswith("rank 0: averaging the gradients of backward pass 2"), text
+    assert ": rank 1 (pid" in text
+    assert "batches" not in text
+
+
+def lose_a_loss() -> tuple[str, str]:
+    """Rank 1 takes no part in the closure's second loss."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.1))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        if hvd.rank() == 1:
+            hvd.allreduce(torch.ones(1), name="mine")
+        return loss
+
+    return error_of(lambda: optimizer.step(closure))
+
+
+def test_a_closures_loss_has_no_internal_name():
+    for kind, text in run(lose_a_loss, 2):
+        assert kind == "MismatchError"
+        assert "averaging the closure's loss after backward pass" in text
 
 
 def go_on_elsewhere(elsewhere: str) -> tuple[str, str]:
@@ -124,8 +141,7 @@ def go_on_elsewhere(elsewhere: str) -> tuple[str, str]:
     return error_of(hvd.barrier if elsewhere == "barrier" else lambda: hvd.allreduce(torch.ones(1)))
 
 
-@on_both_transports
-@pytest.mark.parametrize("elsewhere", ["barrier", "allreduce"])
+@pytest.mark.parametrize(("elsewhere", "transport"), [("barrier", "shm"), ("allreduce", "tcp")])
 def test_a_rank_in_another_collective(elsewhere, transport):
     trains, waits = run(go_on_elsewhere, 2, args=(elsewhere,), transport=transport)
     for kind, text in (trains, waits):
@@ -150,11 +166,9 @@ def come_late(given_up: Path) -> tuple[tuple[str, str], list[str]]:
     return error, messages
 
 
-@pytest.mark.parametrize(("transport", "env"), [("shm", {}), slow("tcp", MANY_BUCKETS)])
-def test_a_late_rank(transport, env, tmp_path):
-    timeouts = {"TORCH_RING_TIMEOUT": "1.5", "TORCH_RING_STALL_WARNING": "0.5"}
-    args, env = (tmp_path / "given up",), timeouts | env
-    ((kind, text), messages), _ = run(come_late, 2, args=args, transport=transport, env=env)
+def test_a_late_rank(tmp_path):
+    env = {"TORCH_RING_TIMEOUT": "1.5", "TORCH_RING_STALL_WARNING": "0.5"}
+    ((kind, text), messages), _ = run(come_late, 2, args=(tmp_path / "given up",), env=env)
     assert kind == "TimeoutError", text
     assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text), (
         text
@@ -167,47 +181,6 @@ def test_a_late_rank(transport, env, tmp_path):
     for line in (text, *messages):
         assert "'backward." not in line
         assert "gradients." not in line
-
-
-def die(passed: Path) -> tuple[str, str]:
-    step = make_step("one")
-    step()
-    all_have_passed(passed, hvd.size())
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(step)
-
-
-@on_both_transports
-def test_a_rank_that_has_died_had_no_fewer_batches(transport, tmp_path):
-    (kind, text), _ = run(die, 2, args=(tmp_path,), transport=transport, may_die={1})
-    assert kind == "PeerLostError", text
-    assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text), (
-        text
-    )
-    assert "batches" not in text
-
-
-def lose_a_loss() -> tuple[str, str]:
-    """Rank 1 takes no part in the closure's second loss."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.1))
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = weight.sum()
-        loss.backward()
-        if hvd.rank() == 1:
-            hvd.allreduce(torch.ones(1), name="mine")
-        return loss
-
-    return error_of(lambda: optimizer.step(closure))
-
-
-def test_a_closures_loss_has_no_internal_name():
-    for kind, text in run(lose_a_loss, 2):
-        assert kind == "MismatchError"
-        assert "averaging the closure's loss after backward pass" in text
 
 
 def test_errors_of_a_world_that_has_failed_before():
