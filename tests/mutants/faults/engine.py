@@ -83,7 +83,7 @@ FAULTS = (
     Fault(
         "wrong_last", "a rank that posted last counts as late for any operation", DRIVER,
         "is_one ? last : -1", "last",
-        tests=("tracing/test_lateness.py",),
+        tests=("tracing/test_late_ranks.py",),
     ),
     Fault(
         "reserved_name", "a program may take a name that the engine makes", QUEUE,
