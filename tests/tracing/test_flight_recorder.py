@@ -61,7 +61,10 @@ def functions(frames: list[dict[str, Any]]) -> list[str]:
 
 
 def do_everything(folder: str) -> None:
-    values = torch.ones(6, 2)
+    values = torch.ones(8, 2)
+    pair = hvd.add_process_set([2, 3])  # whose indices are no members
+    for name in ("p", "q") if pair.included() else ():
+        hvd.allreduce(values, name=name, process_set=pair)
     hvd.allreduce(values, name="a")
     hvd.broadcast(values, 0, name="b")
     hvd.allgather(values, name="c")
@@ -73,11 +76,11 @@ def do_everything(folder: str) -> None:
 
 
 def test_torchs_analyser_finds_nothing_wrong_with_equal_programs(tmp_path: Path) -> None:
-    run(do_everything, 2, transport="tcp", args=(str(tmp_path),))
+    run(do_everything, 4, transport="tcp", args=(str(tmp_path),))
     text = analysed(tmp_path)
     assert "Not all ranks" not in text, text
     assert "errors" not in text, text
-    for rank in range(2):
+    for rank in range(4):
         mine = entries(tmp_path, rank)
         named = {entry["ring"]["name"]: entry for entry in mine}
         assert [named[name]["state"] for name in ("a", "large")] == ["completed"] * 2
@@ -89,19 +92,23 @@ def test_torchs_analyser_finds_nothing_wrong_with_equal_programs(tmp_path: Path)
         assert times == sorted(times)
         assert abs(times[-1] / 1e9 - time.time()) < 600
         assert large["ring"]["transport"] == "tcp"
-        sequences = [entry["collective_seq_id"] for entry in mine]
+        assert len({entry["record_id"] for entry in mine}) == len(mine)
+        sequences = [entry["collective_seq_id"] for entry in mine if entry["pg_id"] == 0]
         assert sequences == sorted(set(sequences))
+        if rank >= 2:
+            assert named["p"]["ring"]["last_rank"] in (2, 3)
 
 
 def leave_one_out(folder: str, missing: int) -> None:
     hvd.allreduce(torch.ones(3), name="same")
-    handle = None
-    if hvd.rank() != missing:
-        handle = hvd.allreduce_async(torch.ones(3), name="not on all ranks")
+    names = ["not on all ranks", "on one rank"]
+    first, second = names if hvd.rank() != missing else reversed(names)
+    handle = hvd.allreduce_async(torch.ones(3), name=first)
     hvd.allreduce(torch.ones(3), name="afterwards")
     tracing.dump(folder)
     hvd.barrier()
-    hvd.synchronize(handle or hvd.allreduce_async(torch.ones(3), name="not on all ranks"))
+    hvd.allreduce(torch.ones(3), name=second)
+    hvd.synchronize(handle)
 
 
 def test_torchs_analyser_finds_a_missing_rank(tmp_path: Path) -> None:
@@ -109,6 +116,7 @@ def test_torchs_analyser_finds_a_missing_rank(tmp_path: Path) -> None:
     text = analysed(tmp_path)
     assert "Not all ranks joining collective" in text, text
     assert "missing ranks: {1}" in text, text
+    assert "missing ranks: {0, 2}" in text, text
     waiting = entries(tmp_path, 0)[-1]
     assert waiting["ring"]["name"] == "not on all ranks"
     assert waiting["state"] == "scheduled"
@@ -265,6 +273,21 @@ def test_a_signal_writes_a_dump(tmp_path: Path) -> None:
     assert waiting["ring"]["name"] == "late"
     assert waiting["state"] == "scheduled"
     assert "signalled" in functions(dumped(tmp_path, 0)["main_thread"])
+
+
+def keep_a_handler(folder: str) -> None:
+    heard = []
+    signal.signal(signal.SIGUSR2, lambda *_: heard.append("the program"))
+    hvd.init()
+    signal.raise_signal(signal.SIGUSR2)
+    assert heard == ["the program"]
+    assert os.listdir(folder) == []
+    hvd.shutdown()
+
+
+def test_the_programs_own_handler_stays(tmp_path: Path) -> None:
+    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path)}
+    run(keep_a_handler, 1, initialized=False, args=(str(tmp_path),), env=env)
 
 
 LONG = 100_000  # too long to be sent before there is a receive

@@ -39,7 +39,7 @@ FAULTS = (
     Fault(
         "handler_replaced", "the program's handler of SIGUSR2 is replaced", RECORDER,
         "if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:", "if True:",
-        tests=("tracing/test_flight_recorder.py::test_a_signal_writes_a_dump",),
+        tests=("tracing/test_flight_recorder.py::test_the_programs_own_handler_stays",),
     ),
     Fault(
         "dump_hides_error", "a dump that cannot be written hides the first error", RECORDER,
