@@ -120,6 +120,19 @@ def test_ranks_that_are_late_in_turn_are_not_named() -> None:
     assert run(take_turns, 3) == [[], [], []]
 
 
+def be_late_once() -> list[Straggler]:
+    """Rank 1 is late for five operations that the ranks agree on together."""
+    if hvd.rank() == 1:
+        time.sleep(LATE_S)
+    hvd.grouped_allreduce([torch.ones(3)] * 5, name="x")
+    hvd.barrier()
+    return tracing.stragglers(min_lag_s=LATE_S / 2)
+
+
+def test_operations_that_were_agreed_on_together_count_once() -> None:
+    assert run(be_late_once, 2) == [[], []]
+
+
 def announce_while_data_move() -> list[Straggler]:
     """Rank 0 announces "small" before "large"; rank 1 announces it when its data have moved."""
     large, small = torch.ones(32 << 20), torch.ones(3)
@@ -209,22 +222,28 @@ def test_a_rank_that_does_not_answer_is_said_so() -> None:
     assert str(found[1]) == "rank 1: has not answered"
 
 
+def report_from_below(depth: int) -> str:
+    """Return this rank's text, from below many calls."""
+    return report_from_below(depth - 1) if depth else tracing.report(PATIENCE_S)[0].text or ""
+
+
 def report_within_a_long_name() -> str:
     if hvd.rank() == 1:
         hvd.barrier()
         hvd.allreduce(torch.ones(1), name="x" * 3000)
         return ""
     handle = hvd.allreduce_async(torch.ones(1), name="x" * 3000)
-    text = tracing.report(PATIENCE_S)[0].text or ""
+    text = report_from_below(100)
     hvd.barrier()
     hvd.synchronize(handle)
     return text
 
 
-def test_a_long_name_leaves_room_for_the_place() -> None:
+def test_a_long_name_and_many_calls_leave_room_for_the_place() -> None:
     text = run(report_within_a_long_name, 2)[0]
-    assert "xxx; its main thread is in report_within_a_long_name (" in text, text[-300:]
+    assert "xxx; its main thread is in report_from_below (" in text, text[-300:]
     assert len(text.encode()) <= 4096
+    assert text.endswith(", ...")
 
 
 class Kept:

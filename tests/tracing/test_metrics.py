@@ -52,8 +52,8 @@ def count(asked: Path) -> None:
     assert after.ranks == (0, 1)
     reduced = after.operations["allreduce"]
     assert (reduced.operations, reduced.failed, reduced.bytes) == (4, 0, 3 * 40 + 4 * LONG)
-    assert reduced.running_s > 0
-    assert reduced.waiting_s > (0.05 if hvd.rank() == 0 else 0)
+    assert 0 < reduced.running_s < 3600
+    assert (0.05 if hvd.rank() == 0 else 0) < reduced.waiting_s < 3600  # and not nanoseconds
     assert after.operations["barrier"].operations == earlier.operations["barrier"].operations + 1
     assert after.operations["broadcast"].failed == 1
     assert after.inlined >= 4
