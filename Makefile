@@ -82,8 +82,8 @@ test-cpp: programs
 	$(call counted,$(CPP) --silent $(if $(SLOW),check,test) PYTHON=$(abspath $(PY)),C++,$(if $(SLOW),3,1))
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench $(STAMPS)/docs \
-  $(if $(SLOW),$(STAMPS)/integrations doubles) programs
-	$(call counted,$(PY) -m pytest --numprocesses 4 --dist loadfile $(if $(SLOW),,-m "not slow") $(ARGS),Python,1)
+  $(if $(SLOW),$(STAMPS)/integrations doubles docs) programs
+	$(call counted,$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(SLOW),,-m "not slow") $(ARGS),Python,1)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(call counted,$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi,MPI,1)

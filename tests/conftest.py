@@ -15,6 +15,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("no_stopwatch")
 
 
+# The files that take longest. They come first: the last file of a run has one process at work.
+LONGEST = (
+    "test_integrations.py",
+    "test_horovod_libraries.py",
+    "test_gpu_benchmarks.py",
+    "test_page_browser.py",
+    "test_init_scale.py",
+    "test_benchmark_programs.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="repeat what depends on luck for hours, not seconds"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,9 +17,15 @@ from unittest import mock
 
 import pool
 import pytest
+import suite
+import targets
 import torch
+from launcher_commands import clean_environment
+from namespaces import why_none
+from recovery import Step, loss_of
 from scripts import DEADLINE_S, ROOT, run
 
+import torch_ring
 import torch_ring as hvd
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -227,3 +235,150 @@ def test_benchmark_between_hosts(tmp_path: Path) -> None:
     assert report["traffic"]["tool"] == "plain sockets"
     assert report["traffic"]["before_gb_per_s"] > 0
     assert "plain sockets, each of 2 hosts to the next at once" in output
+
+
+RESULTS = suite.ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("name", suite.BENCHMARKS)
+def test_commands_of_the_suite_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(suite.ROOT)
+    benchmark = suite.BENCHMARKS[name]
+    command = benchmark.command(name)
+    assert Path(command[command.index("--json") - 1]).exists()
+    parse_args = importlib.import_module(Path(benchmark.program).stem).parse_args
+    monkeypatch.setattr(sys, "argv", command[command.index("--json") - 1 :])
+    args = parse_args()
+    assert args.json == Path("benchmarks", "results", f"{name}.json")
+    if benchmark.program == "hosts.py":
+        program = importlib.import_module(Path(args.program).stem)
+        monkeypatch.setattr(sys, "argv", [args.program, *args.arguments])
+        program.parse_args()
+
+
+def test_open_mpi_is_a_peer_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: "/opt/mpirun")
+    command = suite.BENCHMARKS["allreduce"].command("allreduce")
+    assert command[0] == "/opt/mpirun"
+    assert command[command.index("--peers") + 1 :][:2] == ["mpi", "gloo"]
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    command = suite.BENCHMARKS["allreduce"].command("allreduce")
+    assert "torch.distributed.run" in command
+    assert "mpi" not in command
+
+
+def test_targets_of_the_stored_results() -> None:
+    """Any part of the results yields the targets that depend on that part alone."""
+    reports = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    found = list(targets.targets(reports))
+    assert len(list(targets.table(found))) > len(found) > 50
+    for name, report in reports.items():
+        alone = list(targets.targets({name: report}))
+        assert {(target.what, target.peer) for target in alone} <= {(t.what, t.peer) for t in found}
+    assert list(targets.targets({})) == []
+
+
+@pytest.mark.slow
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots = importlib.import_module("plots")
+    for path in RESULTS.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    files = plots.draw_all(tmp_path)
+    assert {file.stem for file in files} == {path.stem for path in RESULTS.glob("*.png")} - {
+        "input_pipeline"
+    }
+    for file in files:
+        assert file.read_bytes()[:4] == b"\x89PNG"
+        assert 1000 < file.stat().st_size < 60_000
+
+
+SCRIPT = ROOT / "benchmarks" / "input_pipeline.py"
+
+
+@pytest.mark.slow
+def test_from_jobs_to_curves(tmp_path: Path, monkeypatch, capsys):
+    pytest.importorskip("torchvision")
+    fast = ("--epoch-steps", "3", "--steps", "1", "--rounds", "1", "--workers", "0")
+    small = ("--batch-size", "2", "--augment", "0", "--pretend-ms", "1", "--file", "out.jsonl")
+    for size in (2, 1):
+        outputs = run(SCRIPT, *fast, *small, folder=tmp_path, size=size)
+        assert [output.code for output in outputs] == [None] * size
+        assert outputs[0].output.startswith("input pipeline: 3 steps with real data on")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["ranks"] for row in rows] == [2, 1]
+    for row in rows:
+        assert row["gap"] == pytest.approx(1 - row["rates"]["real"] / row["rates"]["synthetic"])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    arguments = ["--ranks", "--file", "out.jsonl"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "# stand-in, 1 ms, 0 x RandAugment, batch 2 of 64 x 64" in printed
+    lines = [line.split() for line in printed.splitlines() if line and line[0] == " "]
+    assert lines[0][6] == "100.0%"  # synthetic data on the fewest ranks
+    assert [line[0] for line in lines] == ["1", "2"]
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, "--plot", "curves.png"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.mark.slow
+def test_losses(tmp_path: Path) -> None:
+    cases = ["cut off", "torch_ring, standby"]
+    folders = (str(BENCHMARKS), str(Path(torch_ring.__file__).parents[1]))
+    options = ["--cases", *cases, "--rounds", "1", "--json", "out.json"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "recovery.py"), *options],
+        cwd=tmp_path,
+        env=clean_environment(PYTHONPATH=os.pathsep.join(folders)),
+        capture_output=True,
+        text=True,
+        timeout=3 * DEADLINE_S,  # one case after the other
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    if why_none() is not None:
+        cases.remove("cut off")
+    assert [row["what"] for row in rows] == cases
+    for row in rows:
+        assert (row["ranks"], row["rounds"]) == (4, 1)
+        assert row["hosts"] == (2 if row["what"] == "cut off" else 1)
+        assert row["median_ms"] == row["least_ms"] == row["most_ms"]
+        assert row["step_ms"] > 0
+        assert (row["whole_s"] is not None) == (row["what"] == cases[-1])
+        assert row["steps_per_s"][0] > 0
+    assert "torch_ring, standby: rank 0 lost: goes on after " in done.stdout
+
+
+def test_steps_of_survivors_that_the_launcher_ends_do_not_count() -> None:
+    of_4 = [Step(9.0, 4, 0), Step(9.9, 4, 0)]
+    alone = [Step(10.2, 3, 0)]
+    new = {3: [Step(14.0, 4, 0)], 4: [Step(14.5, 4, 1)]}
+    loss = loss_of({2: of_4 + alone, **new}, 10.0)
+    step_s = (0.9 + 0.3) / 2
+    assert (loss.ms, loss.whole_s) == pytest.approx((1e3 * (4.5 - step_s), 4.5))
+    # Quarters of a second from -2 to 4: those with steps of rank 0 are at -1, -0.25 and 0.
+    assert [index for index, rate in enumerate(loss.steps_per_s) if rate] == [4, 7, 8]
+    assert len(loss.steps_per_s) == 24
+    loss = loss_of({2: [*of_4, *alone, Step(14.6, 4, 0)], 4: new[4]}, 10.0, heartbeat_s=0.1)
+    assert loss.ms == pytest.approx(1e3 * (0.2 - 0.9 - 0.1))
+    assert loss.whole_s == pytest.approx(4.5)
+
+
+def test_without_a_launcher_the_survivors_alone_count() -> None:
+    dead = [Step(9.0, 4, 1), Step(9.5, 4, 1)]
+    survivors = [[Step(9.0, 4, rank), Step(9.5, 4, rank)] for rank in (0, 2)]
+    survivors[0].append(Step(10.25, 3, 0))
+    survivors[1].append(Step(10.75, 3, 1))
+    loss = loss_of(dict(enumerate([dead, *survivors])), 10.0)
+    assert loss.whole_s is None
+    assert loss.ms == pytest.approx(1e3 * (0.75 - 0.5))

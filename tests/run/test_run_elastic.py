@@ -1,27 +1,20 @@
-"""Jobs of the launcher that go on when ranks have failed."""
+"""Jobs of the launcher that go on when ranks have failed, and whose hosts and ranks change."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-import pool
 import pytest
-import scripts
-from launched_jobs import LaunchedJob
+from launched_jobs import LaunchedJob, run_job
 from scripts import ROOT
 
 pytestmark = pytest.mark.launcher
-
-
-def said(errors: str) -> list[str]:
-    return [line for line in errors.splitlines() if line.startswith("torch_ring.run: ")]
+EPOCHS = 40
 
 
 WHEN_TOLD = "until [ -e go ]; do sleep 0.05; done"
@@ -35,9 +28,7 @@ def test_the_others_go_on(tmp_path: Path):
     assert job.wait() == 0
     job.require_nothing_left()
     assert sorted(job.stdout.splitlines()) == ["[0]<stdout>:2", "[2]<stdout>:2"]
-    assert said(job.stderr) == [
-        "torch_ring.run: rank 1 on localhost failed with exit code 3: the other 2 go on"
-    ]
+    assert said(job) == ["rank 1 on localhost failed with exit code 3: the other 2 go on"]
 
 
 def test_too_few_are_ended(tmp_path: Path):
@@ -50,90 +41,283 @@ def test_too_few_are_ended(tmp_path: Path):
     (tmp_path / "go").touch()
     assert job.wait() == 2
     job.require_nothing_left()
-    assert said(job.stderr) == [
+    assert said(job) == [
+        "rank 1 on localhost failed with exit code 1: the other 2 go on",
+        "rank 2 on localhost failed with exit code 2: the other ranks are ended",
+    ]
+
+
+@pytest.mark.slow
+def test_a_program_for_horovods_elastic_goes_on_after_a_kill() -> None:
+    program = str(ROOT / "tests/horovod/programs/elastic.py")
+    arguments = [sys.executable, program, "--epochs", str(EPOCHS)]
+    job = LaunchedJob("-np", "3", "--min-np", "2", *arguments)
+    job.wait_for("is process", 3)
+    job.wait_for("epoch 1 on 3 ranks, rate 0.03")
+    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
+    os.kill(int(pids["0"]), signal.SIGKILL)
+    assert job.wait() == 0, job.stdout + job.stderr
+    job.require_nothing_left()
+    # The epoch of the death may be printed twice, or not at all, if rank 0 has died before.
+    told = [int(epoch) for epoch in re.findall(r"epoch (\d+) on", job.stdout)]
+    assert told == sorted(told)
+    assert len(told) <= EPOCHS + 1
+    assert len(set(told)) >= EPOCHS - 1
+    assert f"epoch {EPOCHS - 1} on 2 ranks, rate 0.02" in job.stdout
+    found = re.search(r"accuracy ([\d.]+) on 2 ranks", job.stdout)
+    assert found, job.stdout
+    assert float(found[1]) > 0.9
+
+
+def test_too_few_are_left_in_the_first_init() -> None:
+    program = str(Path(__file__).with_name("first_init_program.py"))
+    line = ("-np", "2", "--min-np", "2", sys.executable, program, "1:arrived")
+    path = os.pathsep.join(filter(None, sys.path))
+    code, out, errors = run_job(*line, PYTHONPATH=path)
+    assert (code, out) == (128 + 9, "")
+    assert "rank 1 on localhost was ended by SIGKILL: the other ranks are ended" in errors
+    assert not re.search(r"\[0\].*\n.*Traceback", errors)
+
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("elastic_program.py"))]
+OTHER = "127.0.0.2"  # this host again: to the launcher another one, with an agent of its own
+
+
+class ElasticJob(LaunchedJob):
+    """A job of the program, which ends on request; with a script that reads a file.
+
+    Args:
+        folder: for files.
+        options: options of the launcher.
+        hosts: the first answer of the script; None: there is no script.
+    """
+
+    def __init__(self, folder: Path, *options: str, hosts: str | None = None, **more: Any):
+        self.stop, self.hosts = folder / "stop", folder / "hosts"
+        if hosts is not None:
+            self.list(hosts)
+            options = (*options, "--host-discovery-script", f"cat {self.hosts}")
+        super().__init__(*options, *PROGRAM, str(self.stop), **more)
+
+    def list(self, hosts: str) -> None:
+        """Make the script print these hosts."""
+        new = self.hosts.with_suffix(".new")
+        new.write_text(hosts.replace(" ", "\n"))
+        new.rename(self.hosts)
+
+    def pid_of(self, process: str) -> int:
+        found = re.findall(rf"process {re.escape(process)} is .* pid (\d+)", self.stdout)
+        return int(found[-1])
+
+    def agent_of(self, process: str) -> int:
+        status = Path(f"/proc/{self.pid_of(process)}/status").read_text()
+        return int(re.search(r"PPid:\s*(\d+)", status)[1])
+
+    def end(self) -> int:
+        """End the training; return the launcher's exit code."""
+        self.stop.touch()
+        code = self.wait()
+        self.require_nothing_left()
+        return code
+
+
+def said(job: LaunchedJob) -> list[str]:
+    lines = job.stderr.splitlines()
+    return [line.partition(": ")[2] for line in lines if line.startswith("torch_ring.run: ")]
+
+
+def test_hosts_come_and_the_first_one_goes_when_enough_ranks_stay(tmp_path):
+    job = ElasticJob(tmp_path, "--min-np", "2", hosts=f"localhost {OTHER}")
+    job.wait_for("is rank 1 of 2")
+    job.list(OTHER)
+    job.wait_for_error("rank 0 would leave, but --min-np is 2: they stay meanwhile")
+    job.list(f"{OTHER}:2")
+    job.wait_for(f"process 2.1 is rank 2 of 3, slot 1 of {OTHER}")
+    job.wait_for_error("rank 0 on localhost has left")
+    assert job.end() == 0, job.stderr
+    assert "--host-discovery-script: localhost is not there any more" in said(job)
+    assert "rank 0 on localhost is asked to leave" in said(job)
+    assert job.stdout.count("has ended on 2 ranks") == 2
+    assert "process 0.1 has ended" not in job.stdout
+
+
+@pytest.mark.slow
+def test_a_host_whose_ranks_keep_failing_is_left_out(tmp_path):
+    job = ElasticJob(tmp_path, "--min-np", "1", hosts="localhost", FAILS_ON=OTHER)
+    job.wait_for("is rank 0 of 1")
+    job.list(f"localhost {OTHER}")
+    job.wait_for_error(f"{OTHER} is left out for good")
+    assert job.end() == 0, job.stderr
+    failures = [line for line in said(job) if "failed with exit code 5" in line]
+    assert failures == [f"rank 1 on {OTHER} failed with exit code 5, before it was let in"] * 3
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_left_out_for_a_time(tmp_path):
+    options = ("--min-np", "1", "--blacklist-cooldown-range", "0.5", "1")
+    job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}")
+    job.wait_for("is rank 1 of 2")
+    os.kill(job.agent_of("1.1"), signal.SIGKILL)
+    job.wait_for("process 0.1 is rank 0 of 1")
+    job.wait_for("process 1.2 is rank 1 of 2")
+    assert job.end() == 0, job.stderr
+    assert f"{OTHER} is left out for 0.5 s" in said(job)
+
+
+@pytest.mark.parametrize("signals", ["agent", "agent and ranks"])
+def test_the_ranks_of_a_host_that_gets_sigterm_leave_in_peace(tmp_path, signals):
+    options = ("--min-np", "1", "--max-np", "5", "--standby", "1", "--grace-period", "60")
+    job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}:3")
+    job.wait_for("of 4", 4)
+    pids = [job.agent_of("1.1")]
+    pids += [job.pid_of(f"{rank}.1") for rank in (1, 2, 3)] if signals != "agent" else []
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    for rank in (1, 2, 3):
+        job.wait_for_error(f"rank {rank} on {OTHER} has left")
+    job.wait_for("process 0.1 is rank 0 of 1")
+    assert job.end() == 0, job.stderr
+    lines = said(job)
+    assert lines[0] == f"{OTHER} got SIGTERM: its ranks have 60 s to leave"
+    # None has failed or starts again, and the host is not left out.
+    assert sorted(lines[1:]) == [f"rank {rank} on {OTHER} has left" for rank in (1, 2, 3)]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_leave_a_host_in_time_is_ended(tmp_path):
+    options = ("--min-np", "1", "--max-np", "2", "--grace-period", "1")
+    job = ElasticJob(tmp_path, *options, "-H", f"localhost,{OTHER}")
+    job.wait_for("of 2", 2)
+    agent = job.agent_of("1.1")
+    os.kill(job.pid_of("1.1"), signal.SIGSTOP)
+    os.kill(agent, signal.SIGTERM)
+    job.wait_for("process 0.1 is rank 0 of 1")
+    assert job.end() == 0, job.stderr
+    first, second = said(job)
+    assert first == f"{OTHER} got SIGTERM: its ranks have 1 s to leave"
+    assert second.startswith(f"rank 1 on {OTHER} was ended by SIGKILL")
+
+
+@pytest.mark.slow
+def test_ranks_that_all_get_sigterm_one_after_another_hand_their_state_on(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--max-np", "2")
+    job.wait_for("of 2", 2)
+    for process, place in (("0.1", "process 0.2 is"), ("1.1", "process 1.2 is")):
+        os.kill(job.pid_of(process), signal.SIGTERM)
+        job.wait_for(place)
+    assert job.end() == 0, job.stderr
+    assert said(job) == [
+        "rank 0 on localhost has left",
+        "rank 0 starts on localhost again",
+        "rank 1 on localhost has left",
+        "rank 1 starts on localhost again",
+    ]
+
+
+@pytest.mark.slow
+def test_a_job_of_which_all_ranks_get_sigterm_is_not_done(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1")
+    job.wait_for("of 2", 2)
+    for process in ("0.1", "1.1"):
+        os.kill(job.pid_of(process), signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    assert said(job)[-1] == "all ranks have left: the job is not done"
+    job.require_nothing_left()
+
+
+def test_a_script_that_fails_at_once_ends_the_job():
+    code, out, errors = run_job("--host-discovery-script", "echo gone >&2; exit 3", "echo", "never")
+    assert (code, out) == (1, "")
+    assert errors == ("torch_ring.run: 'echo gone >&2; exit 3' failed with exit code 3: gone\n")
+
+
+@pytest.mark.slow
+def test_a_job_waits_for_hosts_and_has_no_more_ranks_than_are_wanted(tmp_path):
+    """The job does not lose hosts, either, when its script fails later."""
+    counts = ("-np", "2", "--min-np", "2", "--max-np", "3")
+    job = ElasticJob(tmp_path, *counts, hosts="")
+    job.wait_for_error("has found no hosts: waits for slots for 2 ranks")
+    job.list("localhost:2")
+    job.wait_for("is rank 1 of 2")
+    job.hosts.unlink()
+    job.wait_for_error("No such file or directory; the hosts of its last answer stay")
+    job.list(f"localhost:4 {OTHER}:4")
+    job.wait_for("is rank 2 of 3")
+    assert job.end() == 0, job.stderr
+    assert [line for line in said(job) if "starts" in line] == ["rank 2 starts on localhost"]
+    line = ("-np", "2", "--elastic-timeout", "0.3", "--host-discovery-script", "echo a")
+    code, _, errors = run_job(*line, "echo", "never")
+    assert code == 1
+    assert "'echo a' has found a:1 within 0.3 s (--elastic-timeout)" in errors
+
+
+def test_the_wait_for_hosts_can_be_ended(tmp_path):
+    def as_python_does() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    job = ElasticJob(tmp_path, hosts="", before=as_python_does)
+    job.wait_for_error("waits for slots for 1 ranks")
+    job.signal(signal.SIGINT)
+    assert job.wait() == 128 + signal.SIGINT
+    assert len(job.stderr.splitlines()) == 1
+    job.require_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_standby_process_takes_the_place_of_a_rank(tmp_path):
+    counts = ("-np", "2", "--min-np", "1", "--max-np", "2", "--standby", "1")
+    job = ElasticJob(tmp_path, *counts)
+    job.wait_for("of 2", 2)
+    os.kill(job.pid_of("1.1"), signal.SIGKILL)
+    job.wait_for("process 1.2 is rank 1 of 2, slot 1 of localhost")
+    os.kill(job.pid_of("0.1"), signal.SIGKILL)
+    job.wait_for("process 0.2 is rank 1 of 2, slot 0 of localhost")
+    assert job.end() == 0, job.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} starts on localhost again, from a standby process" in said(job)
+    assert job.stdout.count("had torch: True") >= 2
+    assert not re.search(r"process \d\.1 .*had torch: True", job.stdout)
+    assert re.search(r"^\[0\]<stdout>:process 0\.2 has ended", job.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_limit_of_resets(tmp_path):
+    job = ElasticJob(tmp_path, "-np", "2", "--min-np", "1", "--reset-limit", "0")
+    job.wait_for("of 2", 2)
+    os.kill(job.pid_of("1.1"), signal.SIGKILL)
+    assert job.wait() == 1
+    job.require_nothing_left()
+    assert said(job)[-1] == "the ranks have changed 1 times (--reset-limit 0): the job is ended"
+
+
+def test_processes_that_wait_to_be_let_in_are_no_living_ranks(tmp_path):
+    script = (
+        "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then echo waits; exec sleep 1000; fi; "
+        "if [ $RANK = 0 ]; then exec sleep 1000; fi; "
+        "if [ $RANK = 2 ]; then until [ -e go ]; do sleep 0.05; done; fi; exit $RANK"
+    )
+    counts = ("-np", "3", "--min-np", "2", "--max-np", "3")
+    job = LaunchedJob(*counts, "sh", "-c", script, folder=tmp_path)
+    job.wait_for("waits")
+    (tmp_path / "go").touch()
+    assert job.wait() == 2
+    job.require_nothing_left()
+    assert job.stderr.splitlines() == [
         "torch_ring.run: rank 1 on localhost failed with exit code 1: the other 2 go on",
+        "torch_ring.run: rank 1 starts on localhost again",
         "torch_ring.run: rank 2 on localhost failed with exit code 2: the other ranks are ended",
     ]
 
 
-def end_of(output: str, ranks: int) -> float:
-    """Return the accuracy or the loss in the last line."""
-    found = re.search(rf"{ranks} ranks have ended; \w+ ([\d.]+)", output)
-    assert found, output
-    return float(found[1])
-
-
-def undisturbed(script: str, folder: Path, *options: str) -> float:
-    """Return the result of a single rank that takes the batches of all."""
-    (alone,) = scripts.run(ROOT / script, *options, folder=folder, size=1)
-    assert alone.code is None
-    return end_of(alone.output, 1)
-
-
-@pytest.mark.slow
-def test_the_example_survives_the_death_of_rank_0(tmp_path: Path):
-    pytest.importorskip("sklearn")
-    script = "examples/elastic/train.py"
-    program = [sys.executable, str(ROOT / script), "--pause", "0.05", "--epochs", "6"]
-    job = LaunchedJob("-np", "3", "--min-np", "1", *program)
-    job.wait_for("is process", 3)
-    job.wait_for("epoch 1 on 3 ranks")
-    pids = dict(re.findall(r"rank (\d) is process (\d+)", job.stdout))
-    os.kill(int(pids["0"]), signal.SIGKILL)
-    job.wait_for("on 2 ranks")
-    os.kill(int(pids["2"]), signal.SIGKILL)
-    assert job.wait() == 0, job.stderr
-    job.require_nothing_left()
-    alone = undisturbed(script, tmp_path, "--epochs", "6")
-    assert alone > 0.85
-    # Three ranks take 63 samples in a step, so the batches are not quite the same.
-    assert end_of(job.stdout, 1) == pytest.approx(alone, abs=0.02)
-
-
-def train_until_a_rank_dies(script: str, epochs: int, folder: str, step: int) -> scripts.Run:
-    """Run an example as `scripts.run_script` does; rank 1 is killed at the end of a step."""
-    pause, steps = 0.001, itertools.count(1)
-
-    def sleep(seconds: float) -> None:
-        if seconds == pause and os.environ["RANK"] == "1" and next(steps) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real_sleep(seconds)
-
-    real_sleep = time.sleep
-    with mock.patch.object(time, "sleep", sleep):
-        arguments = ["--pause", str(pause), "--epochs", str(epochs)]
-        return scripts.run_script(str(ROOT / script), arguments, folder)
-
-
-def outlived(script: str, epochs: int, folder: Path, size: int, step: int) -> str:
-    """Return rank 0's output of an example that has lost rank 1, in processes of the pool."""
-    first, *_ = pool.run(
-        train_until_a_rank_dies,
-        size,
-        args=(script, epochs, str(folder), step),
-        transport="",
-        initialized=False,
-        may_die=[1],
+def test_a_job_ends_without_the_processes_that_wait_to_be_let_in(tmp_path):
+    script = (
+        "if [ $TORCH_RING_ELASTIC_NEWCOMER ]; then echo waits; exec sleep 1000; fi; "
+        "if [ $RANK = 1 ]; then exit 1; fi; until [ -e go ]; do sleep 0.05; done"
     )
-    assert first.code is None
-    return first.output
-
-
-@pytest.mark.slow
-def test_fewer_ranks_take_more_passes_and_end_with_the_same_loss(tmp_path: Path):
-    pytest.importorskip("sklearn")
-    script = "examples/elastic/accumulation.py"
-    output = outlived(script, 5, tmp_path, size=2, step=30)
-    assert "on 2 ranks: 2 passes" in output
-    assert "on 1 ranks: 4 passes" in output
-    alone = undisturbed(script, tmp_path, "--epochs", "5")
-    assert end_of(output, 1) == pytest.approx(alone, abs=0.0002)
-
-
-@pytest.mark.slow
-def test_the_rate_follows_the_number_of_ranks(tmp_path: Path):
-    pytest.importorskip("sklearn")
-    output = outlived("examples/elastic/scaled_rate.py", 6, tmp_path, size=3, step=40)
-    assert "on 3 ranks: rate 0.075" in output
-    assert "on 2 ranks: rate 0.05" in output
-    assert end_of(output, 2) > 0.85
+    counts = ("-np", "2", "--min-np", "1", "--max-np", "2")
+    job = LaunchedJob(*counts, "sh", "-c", script, folder=tmp_path)
+    job.wait_for("waits")
+    (tmp_path / "go").touch()
+    assert job.wait() == 0
+    job.require_nothing_left()
+    assert job.stdout == "[1]<stdout>:waits\n"

@@ -10,7 +10,6 @@ import sys
 import threading
 
 import pytest
-from launched_jobs import stub_ssh
 from rank_functions import (
     averages,
     fail_on_one,
@@ -64,9 +63,7 @@ def test_the_arguments_of_horovods_run(capsys):
     [
         ({"num_proc": 2, "np": 3}, "num_proc=2 and np=3: give one of them"),
         ({"network_interface": "no0"}, "no network interface 'no0'"),
-        ({"np": 2, "min_np": 3}, "--min-np 3: there are 2 ranks"),
         ({"np": 2, "max_num_proc": 3}, "--max-np 3 needs --min-np"),
-        ({"np": 2, "slots": 3}, "--slots-per-host needs --host-discovery-script"),
         ({"np": 2, "cooldown_range": (1, 2)}, "--blacklist-cooldown-range needs --max-np"),
         ({"hosts": "a:1", "hostfile": "b"}, "give hosts or a host file, and not both"),
     ],
@@ -91,15 +88,6 @@ def test_a_rank_of_an_elastic_function_is_replaced():
     assert other == (steps, size)
     assert steps >= 5
     assert size == 2
-
-
-def test_ranks_on_the_hosts_of_an_allocation(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", stub_ssh(tmp_path))
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1,2")
-    assert run(place) == [(0, 3), (1, 3), (2, 3)]
-    assert "hosts of this job (SLURM_JOB_NODELIST): n1:1, n2:2" in capsys.readouterr().err
 
 
 def test_what_only_cloudpickle_takes():

@@ -1,7 +1,6 @@
 """--numa-binding: the CPUs of each rank, on made-up hosts; and on this one."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from launched_jobs import run_job
 
 from torch_ring.run.numa import MODES, BindingError, bind, cpus_of
-from torch_ring.run.options import parse_options
 
 # Two sockets of two nodes of four cores of two threads; two cores share a cache of level 3.
 NODES = [{cpu for cpu in range(32) if cpu % 16 // 4 == node} for node in range(4)]
@@ -52,13 +50,14 @@ def masks(mode: str, size: int, system: str, allowed: set[int] = ALL) -> list[se
     return [cpus_of(mode, rank, size, allowed, system) for rank in range(size)]
 
 
-def test_ranks_take_turns_on_the_nodes(system):
+def test_ranks_take_turns_on_nodes_sockets_and_core_complexes(system):
     assert masks("node", 6, system) == [*NODES, NODES[0], NODES[1]]
-
-
-def test_a_socket_has_all_of_its_nodes(system):
     first, second = NODES[0] | NODES[1], NODES[2] | NODES[3]
     assert masks("socket", 4, system) == [first, first, second, second]
+    found = masks("core-complex", 12, system)
+    assert found[0] == found[8] == {0, 1, 16, 17}
+    assert found[4] == {2, 3, 18, 19}
+    assert found[3] == {12, 13, 28, 29}
 
 
 def test_ranks_with_cores_of_their_own(system):
@@ -74,13 +73,6 @@ def test_ranks_with_cores_of_their_own(system):
         masks("exclusive", 17, system)
 
 
-def test_ranks_of_a_node_take_turns_on_its_core_complexes(system):
-    found = masks("core-complex", 12, system)
-    assert found[0] == found[8] == {0, 1, 16, 17}
-    assert found[4] == {2, 3, 18, 19}
-    assert found[3] == {12, 13, 28, 29}
-
-
 def test_only_cpus_that_the_job_may_use(system):
     """As under taskset, or in a container."""
     allowed = {1, 2, 3, 17, 8}
@@ -92,14 +84,13 @@ def test_only_cpus_that_the_job_may_use(system):
         cpus_of("node", 0, 1, {77}, system)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_kernel_that_does_not_describe_its_nodes(mode, tmp_path):
-    with pytest.raises(BindingError, match=r"does not describe its NUMA nodes: .*No such file"):
-        cpus_of(mode, 0, 1, ALL, str(tmp_path))
-    (tmp_path / "node/node0").mkdir(parents=True)
-    (tmp_path / "node/node0/cpulist").write_text("0-x\n")
-    with pytest.raises(BindingError, match="does not describe its NUMA nodes: invalid"):
-        cpus_of(mode, 0, 1, ALL, str(tmp_path))
+def test_a_kernel_that_does_not_describe_its_nodes(tmp_path):
+    for reason in (".*No such file", "invalid"):
+        for mode in MODES:
+            with pytest.raises(BindingError, match=f"not describe its NUMA nodes: {reason}"):
+                cpus_of(mode, 0, 1, ALL, str(tmp_path))
+        (tmp_path / "node/node0").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "node/node0/cpulist").write_text("0-x\n")
 
 
 def test_a_process_that_runs_is_bound_with_its_threads():
@@ -114,14 +105,6 @@ def test_a_process_that_runs_is_bound_with_its_threads():
         assert len(threads) == 2
         assert all(os.sched_getaffinity(int(thread)) == cpus for thread in threads)
         process.communicate(b"\n")
-
-
-def test_the_option(capsys):
-    assert parse_options(["--numa-binding=core-complex"], {}, "run").numa_binding == "core-complex"
-    assert parse_options([], {}, "run").numa_binding == ""
-    with pytest.raises(SystemExit):
-        parse_options(["--numa-binding", "nodes"], {}, "run")
-    assert re.search("invalid choice: 'nodes' .*node.*socket.*exclusive", capsys.readouterr().err)
 
 
 PROGRAM = "import os; print('on', sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"

@@ -21,7 +21,9 @@ def test_a_line_of_horovodrun():
         "--grace-period 90 --requeue "
         "--output-filename out --verbose --network-interface eth0,eth1 --network-interface ib0 "
         "--fusion-threshold-mb 32 --cycle-time-ms 3.5 --no-stall-check --log-level WARNING "
-        "--prefix-output-with-timestamp python train.py --lr 1 -np 3 --verbose"
+        "--prefix-output-with-timestamp --numa-binding=core-complex "
+        "--timeline-filename t.json --timeline-mark-cycles "
+        "python train.py --lr 1 -np 3 --verbose"
     )
     options = parse(*line.split())
     assert options == Options(
@@ -40,18 +42,53 @@ def test_a_line_of_horovodrun():
             "HOROVOD_CYCLE_TIME": "3.5",
             "HOROVOD_STALL_CHECK_DISABLE": "1",
             "HOROVOD_LOG_LEVEL": "WARNING",
+            "HOROVOD_TIMELINE": "t.json",
+            "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         },
         with_time=True,
         is_verbose=True,
+        numa_binding="core-complex",
     )
 
 
-def test_other_spellings():
-    options = parse("--num-proc", "2", "-hostfile", "hosts", "-prefix-timestamp", "--", "ls", "--")
-    assert (options.size, options.hostfile, options.with_time) == (2, "hosts", True)
-    assert options.command == ["ls", "--"]
-    assert parse("-cb").shows == parse("--check-build").shows == "build"
-    assert parse("-v").shows == "version"
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (
+            "--num-proc 2 -hostfile hosts -prefix-timestamp -- ls --",
+            {"size": 2, "hostfile": "hosts", "with_time": True, "command": ["ls", "--"]},
+        ),
+        ("-cb", {"shows": "build"}),
+        ("--check-build", {"shows": "build"}),
+        ("-v", {"shows": "version"}),
+        (
+            "-np 2 --host-discovery-script ./hosts.sh --slots 4 --max-np 8 --reset-limit 0 "
+            "--blacklist-cooldown-range 10 100 --standby 2 python train.py",
+            {
+                "growth": GrowthSettings(2, 8, "./hosts.sh", 4, 0, (10.0, 100.0), 2),
+                "variables": {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_MAX_RANKS": "8"},
+            },
+        ),
+        (
+            "-np 4 --min-np 2 --elastic-timeout 5 true",
+            {
+                "growth": GrowthSettings(least=2),
+                "variables": {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_ELASTIC_TIMEOUT": "5.0"},
+                "notes": (),
+            },
+        ),
+        ("--min-num-proc 1 true", {"growth": GrowthSettings(least=1)}),
+        ("true", {"growth": GrowthSettings(), "numa_binding": ""}),
+        ("--no-autotune true", {"variables": {"HOROVOD_AUTOTUNE": "0"}}),
+        ("--no-stall-check --stall-check", {"variables": {"HOROVOD_STALL_CHECK_DISABLE": "0"}}),
+        ("--log-without-timestamp", {"variables": {"HOROVOD_LOG_HIDE_TIME": "1"}}),
+        ("--log-with-timestamp", {"variables": {"HOROVOD_LOG_HIDE_TIME": "0"}}),
+        ("--cycle-time-ms 3 true", {"variables": {"HOROVOD_CYCLE_TIME": "3.0"}, "notes": ()}),
+    ],
+)
+def test_a_line(line, wanted):
+    options = parse(*line.split())
+    assert {name: getattr(options, name) for name in wanted} == wanted
 
 
 def test_the_time_to_start_may_be_a_variable():
@@ -80,46 +117,13 @@ def test_options_of_growth_that_lack_others_are_refused(line, message):
         parse(*line.split(), "python", "train.py")
 
 
-def test_options_of_growth():
-    line = (
-        "-np 2 --host-discovery-script ./hosts.sh --slots 4 --max-np 8 --reset-limit 0 "
-        "--blacklist-cooldown-range 10 100 --standby 2 python train.py"
-    )
-    options = parse(*line.split())
-    assert options.growth == GrowthSettings(2, 8, "./hosts.sh", 4, 0, (10.0, 100.0), 2)
-    assert options.growth.grows
-    assert options.variables == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_MAX_RANKS": "8"}
-
-
-def test_options_of_elastic_training():
-    options = parse("-np", "4", "--min-np", "2", "--elastic-timeout", "5", "true")
-    assert options.growth.least == 2
-    assert not options.notes
-    assert options.variables == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_ELASTIC_TIMEOUT": "5.0"}
-    assert parse("--min-num-proc", "1", "true").growth.least == 1
-    assert parse("true").growth.least is None
-
-
-@pytest.mark.parametrize("line", ["--gloo", "--mpi", "--disable-cache", "--mpi-args=--map-by=slot"])
-def test_what_has_no_meaning_is_told(line):
-    (note,) = parse(line, "-np", "2", "true").notes
-    assert note.startswith(f"{line.partition('=')[0]} changes nothing: ")
-
-
-def test_a_setting_that_nobody_reads_is_told():
+def test_options_without_effect_are_told():
+    for line in ("--gloo", "--mpi", "--disable-cache", "--mpi-args=--map-by=slot"):
+        (note,) = parse(line, "-np", "2", "true").notes
+        assert note.startswith(f"{line.partition('=')[0]} changes nothing: ")
     options = parse("--cache-capacity", "3", "--num-nccl-streams", "2", "true")
     assert options.variables["HOROVOD_CACHE_CAPACITY"] == "3"
     assert [note.split()[0] for note in options.notes] == ["--cache-capacity", "--num-nccl-streams"]
-    assert parse("--cycle-time-ms", "3", "true").notes == ()
-
-
-def test_a_setting_may_be_switched_off():
-    assert parse("--no-autotune", "true").variables == {"HOROVOD_AUTOTUNE": "0"}
-    assert parse("--no-stall-check", "--stall-check").variables == {
-        "HOROVOD_STALL_CHECK_DISABLE": "0"
-    }
-    assert parse("--log-without-timestamp").variables == {"HOROVOD_LOG_HIDE_TIME": "1"}
-    assert parse("--log-with-timestamp").variables == {"HOROVOD_LOG_HIDE_TIME": "0"}
 
 
 def test_variables_for_the_ranks():
@@ -215,7 +219,15 @@ def test_a_wrong_configuration_file(tmp_path, text, message):
 
 @pytest.mark.parametrize(
     "line",
-    ["-np 0", "-np two", "-H a:1 --hostfile b", "--log-level LOUD", "--start-timeout 0", "--nopt"],
+    [
+        "-np 0",
+        "-np two",
+        "-H a:1 --hostfile b",
+        "--log-level LOUD",
+        "--start-timeout 0",
+        "--numa-binding nodes",
+        "--nopt",
+    ],
 )
 def test_a_wrong_line_is_told(line, capsys):
     with pytest.raises(SystemExit) as refused:

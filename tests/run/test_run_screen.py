@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 
 import pytest
 
@@ -50,17 +49,12 @@ def test_lines_are_put_together(screen, out):
     assert out.data.endswith(b"[0]<stdout>:three\n")
 
 
-def test_streams_stay_apart(screen, out):
+def test_bytes_are_kept_as_they_are_and_streams_apart(screen, out):
     screen.write(3, "stderr", b"bad\n")
-    screen.write(3, "stdout", b"good\n")
-    assert out.data == b"[3]<stdout>:good\n"
-    assert screen.sinks["stderr"].data == b"[3]<stderr>:bad\n"
-
-
-def test_bytes_are_kept_as_they_are(screen, out):
     for byte in b"\xff\x00\xe2\x82\xac\n":
         screen.write(0, "stdout", bytes([byte]))
     assert out.data == b"[0]<stdout>:\xff\x00\xe2\x82\xac\n"
+    assert screen.sinks["stderr"].data == b"[3]<stderr>:bad\n"
 
 
 def test_a_progress_bar_is_one_line_until_somebody_else_writes(screen, out):
@@ -94,18 +88,6 @@ def test_a_line_without_an_end_is_shown_in_pieces_and_that_is_said_once(out, tmp
         assert (tmp_path / "rank.00" / "stdout").read_bytes() == b"x" * (40 << 16)
 
 
-def test_files_have_what_the_ranks_wrote(out, tmp_path):
-    folder = tmp_path / "new" / "logs"
-    screen = Screen(out, Kept(), 12, str(folder))
-    screen.write(3, "stdout", b"a\npart")
-    screen.write(11, "stderr", b"\xff")
-    screen.finish(3)
-    screen.close()
-    assert (folder / "rank.03" / "stdout").read_bytes() == b"a\npart"
-    assert (folder / "rank.11" / "stderr").read_bytes() == b"\xff"
-    assert out.data == b"[3]<stdout>:a\n[3]<stdout>:part\n"
-
-
 def test_a_rank_that_is_started_again_adds_to_its_files(out, tmp_path):
     screen = Screen(out, Kept(), 2, str(tmp_path))
     for text in (b"first\n", b"second\n"):
@@ -137,29 +119,6 @@ def test_a_gap_is_marked_where_output_was_lost(tmp_path):
     assert (tmp_path / "file").read_text() == (
         "\ntorch_ring.run: output is missing here: No space left on device\nshown\nmore\n"
     )
-
-
-def test_the_time_goes_first(out):
-    screen = Screen(out, Kept(), 1, with_time=True)
-    screen.write(0, "stdout", b"hi\n")
-    assert re.fullmatch(rb"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:hi\n", out.data)
-
-
-def test_a_pipe_that_nobody_reads_blocks_nobody():
-    read, write = os.pipe()
-    sink = FdSink(write)
-    sink.write(b"x" * 10)
-    sink.flush()
-    assert sink.waiting == 0
-    assert os.read(read, 100) == b"x" * 10
-    os.close(read)
-    sink.write(b"y")
-    with pytest.raises(BrokenPipeError):
-        sink.flush()
-    sink.mute()
-    sink.write(b"z")
-    assert sink.waiting == 0
-    os.close(write)
 
 
 @pytest.mark.parametrize("step", [1, 3, 4096, 1 << 20])

@@ -106,52 +106,35 @@ def on(cluster: Cluster, *slots: int) -> tuple[str, str]:
     return "-H", ",".join(named)
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [
-        pytest.param((1, 1), id="here and there"),
-        pytest.param((0, 1, 2), id="there only", marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_of_two_hosts_train_together(cluster, slots):
-    code, out, errors = cluster.run(
-        *on(cluster, *slots), sys.executable, HELLO, PYTHONPATH=str(ROOT)
-    )
+def test_ranks_of_two_hosts_train_together(cluster):
+    code, out, errors = cluster.run(*on(cluster, 1, 1), sys.executable, HELLO, PYTHONPATH=str(ROOT))
     assert code == 0, errors
-    size = sum(slots)
-    for rank in range(size):
-        assert f"[{rank}]<stdout>:rank {rank} of {size}: torch" in out
+    for rank in range(2):
+        assert f"[{rank}]<stdout>:rank {rank} of 2: torch" in out
     # Before that, rank 0 may have named the ranks for which it waits.
-    (line,) = [each for each in errors.splitlines() if f"[torch_ring] {size} ranks" in each]
-    for host, count in zip(cluster.hosts, slots, strict=False):
-        assert (host.address in line) == (count > 0), line
+    (line,) = [each for each in errors.splitlines() if "[torch_ring] 2 ranks" in each]
+    assert all(host.address in line for host in cluster.hosts[:2])
     assert "without a secret" not in errors  # they have one
 
 
-def test_what_a_rank_on_another_host_gets(cluster, tmp_path):
+def test_what_a_rank_on_another_host_gets(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     script = (
         "import os; v = os.environ; "
         "print(*(v.get(n) for n in ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', "
-        "'HOROVOD_CROSS_RANK', 'HOROVOD_CROSS_SIZE', 'MASTER_ADDR', 'GIVEN', 'MINE', 'TERM')))"
+        "'HOROVOD_CROSS_RANK', 'HOROVOD_CROSS_SIZE', 'MASTER_ADDR', 'GIVEN', 'MINE', 'TERM')), "
+        "os.getcwd())"
     )
     line = (*on(cluster, 1, 2, 1), "--env", "GIVEN=a 'b' $c", "--network-interface", "eth0")
     code, out, _ = cluster.run(*line, sys.executable, "-c", script, MINE="yes", TERM="here")
     assert code == 0
     first = cluster.hosts[0].address
     assert sorted(out.splitlines()) == [
-        f"[0]<stdout>:0 0 1 0 0 3 {first} a 'b' $c yes here",
-        f"[1]<stdout>:1 0 2 1 1 3 {first} a 'b' $c yes None",
-        f"[2]<stdout>:2 1 2 1 0 1 {first} a 'b' $c yes None",
-        f"[3]<stdout>:3 0 1 2 2 3 {first} a 'b' $c yes None",
+        f"[0]<stdout>:0 0 1 0 0 3 {first} a 'b' $c yes here {tmp_path}",
+        f"[1]<stdout>:1 0 2 1 1 3 {first} a 'b' $c yes None {tmp_path}",
+        f"[2]<stdout>:2 1 2 1 0 1 {first} a 'b' $c yes None {tmp_path}",
+        f"[3]<stdout>:3 0 1 2 2 3 {first} a 'b' $c yes None {tmp_path}",
     ]
-
-
-@pytest.mark.slow
-def test_ranks_start_in_the_folder_of_the_launcher(cluster, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, _ = cluster.run(*on(cluster, 1, 1), "pwd")
-    assert code == 0
-    assert sorted(line.partition(":")[2] for line in out.splitlines()) == [str(tmp_path)] * 2
 
 
 def test_a_failing_rank_on_another_host(cluster):
@@ -165,28 +148,18 @@ STUBBORN = "trap '' TERM INT HUP; setsid sleep 1000 & echo up; while :; do sleep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_when_the_launcher_ends(cluster, number):
+def test_nothing_is_left_when_the_launcher_is_killed(cluster):
     job = cluster.launch(*on(cluster, 1, 1, 1), "bash", "-c", STUBBORN)
     job.wait_for("up", 3)
-    job.signal(number)
-    if number != signal.SIGKILL:
-        job.wait_for_error(f"{number.name} is passed on")
-        job.signal(number)
-    assert job.wait() == (-9 if number == signal.SIGKILL else 128 + number)
+    job.signal(signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL
     job.require_nothing_left()
 
 
 @pytest.mark.slow
 def test_a_signal_reaches_ranks_on_another_host(cluster):
-    program = (
-        "import signal, sys, time\n"
-        "def leave(*_): print('saved', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\n"
-        "print('up', flush=True)\n"
-        "time.sleep(1000)\n"
-    )
-    job = cluster.launch(*on(cluster, 0, 1, 1), sys.executable, "-S", "-c", program)
+    script = "trap 'echo saved; exit 0' TERM; echo up; sleep 1000 & wait"
+    job = cluster.launch(*on(cluster, 0, 1, 1), "bash", "-c", script)
     job.wait_for("up", 2)
     job.signal(signal.SIGTERM)
     assert job.wait() == 0

@@ -40,28 +40,25 @@ def test_a_wrong_sum_is_seen() -> None:
     pool.run(check_wrong_sums, 2)
 
 
-@pytest.mark.parametrize(
-    ("said", "version"),
-    [
+def test_versions_of_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher = tmp_path / "srun"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def found(script: str) -> str:
+        launcher.write_text(f"#!/bin/sh\n{script}\n")
+        launcher.chmod(0o755)
+        return str(machine._launcher("srun"))
+
+    for said, version in (
         ("HYDRA build details:\n    Version:       4.2.1\n", "HYDRA build details: Version: 4.2.1"),
         ("slurm 23.11.4\n", "slurm 23.11.4"),
         ("mpirun (Open MPI) 5.0.8\n\nReport bugs", "mpirun (Open MPI) 5.0.8"),
-    ],
-)
-def test_versions_of_launchers(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    said: str,
-    version: str,
-) -> None:
-    launcher = tmp_path / "srun"
-    launcher.write_text(f"#!/bin/sh\n[ $1 = --version ] && printf '{said}'\n")
-    launcher.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert machine._launcher("srun") == f"{version}; {launcher}"
-    launcher.write_text("#!/bin/sh\necho no configuration >&2\nexit 3\n")
-    assert "does not say its version: Command" in machine._launcher("srun")
+    ):
+        assert found(f"[ $1 = --version ] && printf '{said}'") == f"{version}; {launcher}"
+    refused = found("echo no configuration >&2; exit 3")
+    assert "does not say its version: Command" in refused
     assert capfd.readouterr().err == ""
 
 

@@ -28,9 +28,17 @@ class Run:
     output: str
 
 
+def forget_modules(folder: str | Path) -> None:
+    """Let the next import of a module in a folder, or below, load the one of another example."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{folder}{os.sep}"):
+            del sys.modules[name]
+
+
 def run_script(script: str, arguments: list[str], folder: str) -> Run:
     """Run ``cd folder; python script arguments`` in this process."""
     os.chdir(folder)
+    forget_modules(ROOT / "examples")  # of another example, whose functions ran here without this
     sys.argv = [script, *arguments]
     beside = str(Path(script).parent)
     sys.path.insert(0, beside)
@@ -47,9 +55,7 @@ def run_script(script: str, arguments: list[str], folder: str) -> Run:
             hvd.shutdown()
             torch.set_default_dtype(torch.float32)
             sys.path.remove(beside)
-            for name, module in list(sys.modules.items()):
-                if str(getattr(module, "__file__", None)).startswith(f"{beside}{os.sep}"):
-                    del sys.modules[name]
+            forget_modules(beside)
     return Run(code, output.getvalue())
 
 

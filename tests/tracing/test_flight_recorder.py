@@ -1,39 +1,45 @@
-"""Dumps of the last operations: the findings of torch's analyser, and the times of dumps."""
+"""Dumps of the last operations: of the world, of messages, of groups of torch.distributed."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pool import error_of, run
-from slow import on_shm_and_slowly_on_tcp
+import torch.distributed as dist
+from torch.distributed.flight_recorder import fr_trace
 
 import torch_ring as hvd
+from tests.support.groups import TIMEOUT_S, default_group, group_store, on_ring
+from tests.support.pool import error_of, eventually, run
 from torch_ring import errors, tracing
 from torch_ring.collectives.compare import require_same
+from torch_ring.tracing.lateness import Straggler
 from torch_ring.tracing.page.recording import read_recording
+from torch_ring.world import current
 
 
-def analysed(folder: Path, *options: str) -> str:
+def analysed(folder: Path) -> str:
     """Return the output of ``torchfrtrace`` on the dumps in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger = logging.getLogger("Flight Recorder")
+    logger.addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(said):
+            fr_trace.main([str(folder)])
+    finally:
+        logger.removeHandler(handler)
+    return said.getvalue()
 
 
 def dumped(folder: Path, rank: int) -> dict[str, Any]:
@@ -55,7 +61,10 @@ def functions(frames: list[dict[str, Any]]) -> list[str]:
 
 
 def do_everything(folder: str) -> None:
-    values = torch.ones(6, 2)
+    values = torch.ones(8, 2)
+    pair = hvd.add_process_set([2, 3])  # whose indices are no members
+    for name in ("p", "q") if pair.included() else ():
+        hvd.allreduce(values, name=name, process_set=pair)
     hvd.allreduce(values, name="a")
     hvd.broadcast(values, 0, name="b")
     hvd.allgather(values, name="c")
@@ -66,16 +75,12 @@ def do_everything(folder: str) -> None:
     tracing.dump(folder)
 
 
-@pytest.mark.slow
-@on_shm_and_slowly_on_tcp
-def test_torchs_analyser_finds_nothing_wrong_with_equal_programs(
-    tmp_path: Path, transport: str
-) -> None:
-    run(do_everything, 2, transport=transport, args=(str(tmp_path),))
+def test_torchs_analyser_finds_nothing_wrong_with_equal_programs(tmp_path: Path) -> None:
+    run(do_everything, 4, transport="tcp", args=(str(tmp_path),))
     text = analysed(tmp_path)
     assert "Not all ranks" not in text, text
     assert "errors" not in text, text
-    for rank in range(2):
+    for rank in range(4):
         mine = entries(tmp_path, rank)
         named = {entry["ring"]["name"]: entry for entry in mine}
         assert [named[name]["state"] for name in ("a", "large")] == ["completed"] * 2
@@ -86,73 +91,60 @@ def test_torchs_analyser_finds_nothing_wrong_with_equal_programs(
         times.append(large["time_discovered_completed_ns"])
         assert times == sorted(times)
         assert abs(times[-1] / 1e9 - time.time()) < 600
-        assert large["ring"]["transport"] == transport
-        sequences = [entry["collective_seq_id"] for entry in mine]
+        assert large["ring"]["transport"] == "tcp"
+        assert len({entry["record_id"] for entry in mine}) == len(mine)
+        sequences = [entry["collective_seq_id"] for entry in mine if entry["pg_id"] == 0]
         assert sequences == sorted(set(sequences))
-
-
-def disagree(folder: str) -> None:
-    hvd.allreduce(torch.ones(3), name="same")
-    with pytest.raises(hvd.MismatchError):
-        hvd.allreduce(torch.ones(3 + hvd.rank()), name="different")
-    tracing.dump(folder)
-
-
-@pytest.mark.slow
-def test_torchs_analyser_finds_a_mismatch(tmp_path: Path) -> None:
-    run(disagree, 2, args=(str(tmp_path),))
-    text = analysed(tmp_path)
-    assert "SIZE_OR_SYNTAX_MISMATCH" in text, text
-    assert entries(tmp_path, 1)[-1]["ring"]["state"] == "failed"
-    assert "the ranks disagree" in entries(tmp_path, 1)[-1]["ring"]["error"]
+        if rank >= 2:
+            assert named["p"]["ring"]["last_rank"] in (2, 3)
 
 
 def leave_one_out(folder: str, missing: int) -> None:
     hvd.allreduce(torch.ones(3), name="same")
-    handle = None
-    if hvd.rank() != missing:
-        handle = hvd.allreduce_async(torch.ones(3), name="not on all ranks")
+    names = ["not on all ranks", "on one rank"]
+    first, second = names if hvd.rank() != missing else reversed(names)
+    handle = hvd.allreduce_async(torch.ones(3), name=first)
     hvd.allreduce(torch.ones(3), name="afterwards")
     tracing.dump(folder)
     hvd.barrier()
-    hvd.synchronize(handle or hvd.allreduce_async(torch.ones(3), name="not on all ranks"))
+    hvd.allreduce(torch.ones(3), name=second)
+    hvd.synchronize(handle)
 
 
-@pytest.mark.slow
 def test_torchs_analyser_finds_a_missing_rank(tmp_path: Path) -> None:
     run(leave_one_out, 3, transport="tcp", args=(str(tmp_path), 1))
     text = analysed(tmp_path)
     assert "Not all ranks joining collective" in text, text
     assert "missing ranks: {1}" in text, text
+    assert "missing ranks: {0, 2}" in text, text
     waiting = entries(tmp_path, 0)[-1]
     assert waiting["ring"]["name"] == "not on all ranks"
     assert waiting["state"] == "scheduled"
     assert any(frame["name"] == "leave_one_out" for frame in waiting["frames"])
 
 
-def write_json(folder: str) -> None:
+def dump_into_folders_and_files(folder: Path) -> None:
     hvd.allreduce(torch.ones(3), name="a")
-    written = tracing.dump(Path(folder) / f"rank{hvd.rank()}.json")
-    assert json.loads(written.read_text())["entries"][-1]["ring"]["name"] == "a"
-    with pytest.raises(FileNotFoundError):
-        tracing.dump(Path(folder) / "no such folder" / "x")
-    assert sorted(os.listdir(folder)) == ["rank0.json"]
-
-
-def dump_into_new_folders(folder: str) -> None:
-    hvd.allreduce(torch.ones(3), name="a")
-    new = Path(folder) / "dumps"
+    new = folder / "dumps"
     for _ in range(2):
         assert tracing.dump(new) == new / f"flight_{hvd.rank()}"
-    hvd.barrier()
-    assert {path.name for path in new.iterdir()} == {f"flight_{n}" for n in range(hvd.size())}
+    with pytest.raises(FileNotFoundError):
+        tracing.dump(folder / "no such folder" / "x")
     for name in (f"named_{hvd.rank()}", f"named{hvd.rank()}.pickle"):
-        assert tracing.dump(Path(folder) / name) == Path(folder) / name
-        assert (Path(folder) / name).is_file()
+        assert tracing.dump(folder / name) == folder / name
+        assert (folder / name).is_file()
+    written = tracing.dump(folder / f"rank{hvd.rank()}.json")
+    assert json.loads(written.read_text())["entries"][-1]["ring"]["name"] == "a"
 
 
-def test_a_dump_makes_its_folder(tmp_path: Path) -> None:
-    run(dump_into_new_folders, 3, args=(str(tmp_path),))
+def test_a_dump_is_in_a_new_folder_or_in_a_file_or_in_json(tmp_path: Path) -> None:
+    run(dump_into_folders_and_files, 2, args=(tmp_path,))
+    assert sorted(os.listdir(tmp_path / "dumps")) == ["flight_0", "flight_1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"dumps"} | {
+        name.format(rank)
+        for name in ("named_{}", "named{}.pickle", "rank{}.json")
+        for rank in range(2)
+    }
 
 
 def fail_with_a_dump(folder: str, way: str) -> str:
@@ -171,8 +163,7 @@ def fail_with_a_dump(folder: str, way: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("way", ["mismatch", "departure"])
+@pytest.mark.parametrize(("transport", "way"), [("shm", "mismatch"), ("tcp", "departure")])
 def test_the_page_of_a_failed_job_shows_the_operation_and_its_error(
     tmp_path: Path, transport: str, way: str
 ) -> None:
@@ -184,29 +175,6 @@ def test_the_page_of_a_failed_job_shows_the_operation_and_its_error(
         assert (each.kind, each.name) == ("allreduce", "different")
         assert each.error
         assert each.error in errors[each.rank]
-
-
-def test_json(tmp_path: Path) -> None:
-    run(write_json, 1, args=(str(tmp_path),))
-
-
-def disagree_in_json(folder: str) -> None:
-    hvd.allreduce(torch.ones(3), name="same")
-    with pytest.raises(hvd.MismatchError):
-        hvd.allreduce(torch.ones(3 + hvd.rank()), name="different")
-    tracing.dump(Path(folder) / f"rank{hvd.rank()}.json")
-
-
-@pytest.mark.slow
-def test_torchs_analyser_finds_the_same_in_what_was_written_as_json(tmp_path: Path) -> None:
-    """The analyser reads only pickles."""
-    run(disagree_in_json, 2, args=(str(tmp_path),))
-    pickles = tmp_path / "pickles"
-    pickles.mkdir()
-    for rank in range(2):
-        content = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        (pickles / f"flight_{rank}").write_bytes(pickle.dumps(content))
-    assert "SIZE_OR_SYNTAX_MISMATCH" in analysed(pickles)
 
 
 def text_of_a_mismatch() -> str:
@@ -305,3 +273,266 @@ def test_a_signal_writes_a_dump(tmp_path: Path) -> None:
     assert waiting["ring"]["name"] == "late"
     assert waiting["state"] == "scheduled"
     assert "signalled" in functions(dumped(tmp_path, 0)["main_thread"])
+
+
+def keep_a_handler(folder: str) -> None:
+    heard = []
+    signal.signal(signal.SIGUSR2, lambda *_: heard.append("the program"))
+    hvd.init()
+    signal.raise_signal(signal.SIGUSR2)
+    assert heard == ["the program"]
+    assert os.listdir(folder) == []
+    hvd.shutdown()
+
+
+def test_the_programs_own_handler_stays(tmp_path: Path) -> None:
+    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path)}
+    run(keep_a_handler, 1, initialized=False, args=(str(tmp_path),), env=env)
+
+
+LONG = 100_000  # too long to be sent before there is a receive
+
+
+def send_round(folder: Path) -> None:
+    """Send a short and a long message to the next rank of three; the last receive stays open."""
+    engine, rank = current.engine(), hvd.rank()
+    ahead, behind = (rank + 1) % 3, (rank + 2) % 3
+    long = torch.empty(LONG, dtype=torch.float64)
+    receives = [engine.receive(torch.empty(4), behind, 5), engine.receive(long, None, 6)]
+    sends = [engine.send(torch.ones(3), ahead, 5), engine.send(torch.ones_like(long), ahead, 6)]
+    for each in (*receives, *sends):
+        each.wait()
+    open_one = engine.receive(torch.empty(2, dtype=torch.int16), None, 7)
+    tracing.dump(folder)
+    hvd.barrier()  # all have written their dumps before any rank goes on
+    engine.send(torch.ones(1, dtype=torch.int16), ahead, 7).wait()
+    open_one.wait()
+    hvd.barrier()
+
+
+def test_a_dump_has_the_messages(tmp_path: Path) -> None:
+    run(send_round, 3, args=(tmp_path,))
+    for rank in range(3):
+        found = dumped(tmp_path, rank)["messages"]
+        ahead, behind = (rank + 1) % 3, (rank + 2) % 3
+        assert [
+            (each["number"], each["direction"], each["peer"], each["tag"], each["dtype"])
+            for each in found
+        ] == [
+            (1, "receive", behind, 5, "float32"),
+            (2, "receive", behind, 6, "float64"),
+            (3, "send", ahead, 5, "float32"),
+            (4, "send", ahead, 6, "float64"),
+            (5, "receive", None, 7, "int16"),
+        ]
+        assert [each["bytes"] for each in found] == [12, 8 * LONG, 12, 8 * LONG, 4]
+        assert [each["state"] for each in found] == 4 * ["finished"] + ["posted"]
+        for each in (found[0], found[1], found[3]):
+            assert each["time_posted_ns"] <= each["time_matched_ns"] <= each["time_finished_ns"]
+        assert found[2]["time_matched_ns"] is None
+        assert found[4]["time_matched_ns"] is found[4]["time_finished_ns"] is None
+    text = analysed(tmp_path)  # they do not disturb torch's analyser
+    assert "Not all ranks" not in text, text
+
+
+def report_of_a_pending_receive() -> str:
+    engine = current.engine()
+    hvd.barrier()
+    text = ""
+    if hvd.rank() == 1:
+        target = torch.empty(4)
+        engine.receive(target, 0, 9).wait()
+        hvd.barrier()
+        return text
+
+    def says_so() -> bool:
+        nonlocal text
+        text = tracing.report()[1].text or ""
+        return text.startswith("in receive of ")
+
+    assert eventually(says_so, 20.0), text
+    engine.send(torch.ones(4), 1, 9).wait()
+    hvd.barrier()
+    return text
+
+
+def test_report_tells_of_a_message_that_a_rank_waits_for() -> None:
+    text = run(report_of_a_pending_receive, 2)[0]
+    assert text.startswith("in receive of float32, 16 bytes, tag 9, from rank 0; "), text
+
+
+def exchange_in_a_group(folder: str) -> None:
+    rank = dist.get_rank()
+    if rank == 2:
+        dist.recv(torch.empty(3), src=1)
+    elif rank == 1:
+        dist.send(torch.ones(3), 2)
+    tracing.dump(folder)
+    (group,) = tracing.snapshot().groups.values()
+    counts = group.messages
+    assert counts["sent"].messages == (rank == 1)
+    assert counts["received"].messages == (rank == 2)
+
+
+def test_messages_of_torch_distributed(tmp_path: Path) -> None:
+    on_ring(exchange_in_a_group, 3, str(tmp_path))
+    assert dumped(tmp_path, 0)["messages"] == []
+    (sent,), (received,) = dumped(tmp_path, 1)["messages"], dumped(tmp_path, 2)["messages"]
+    assert (sent["direction"], sent["peer"], sent["bytes"]) == ("send", 2, 12)
+    assert (received["direction"], received["peer"], received["bytes"]) == ("receive", 1, 12)
+    assert sent["process_group"][1] == received["process_group"][1]
+
+
+LATE_S = 0.1
+
+
+def use_two_groups(folder: str) -> None:
+    dist.all_reduce(torch.ones(6, 2))
+    pair = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        dist.broadcast(torch.ones(3), src=1, group=pair)
+    work = dist.all_reduce(torch.ones(100_000), async_op=True)
+    assert work is not None
+    work.wait()
+    dist.barrier()
+    tracing.dump(folder)
+
+
+def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path) -> None:
+    on_ring(use_two_groups, 3, str(tmp_path))
+    text = analysed(tmp_path)
+    assert "Not all ranks" not in text, text
+    assert "errors" not in text, text
+    names = []
+    for rank in range(3):
+        found = dumped(tmp_path, rank)
+        assert found["rank"] == rank
+        descriptions = {each["desc"]: each["ranks"] for each in found["pg_config"].values()}
+        names.append(sorted(descriptions))
+        assert descriptions["group 0 of torch.distributed"] == "[0, 1, 2]"
+        (default,) = (i for i, each in found["pg_config"].items() if "group 0" in each["desc"])
+        operations = [
+            entry["profiling_name"]
+            for entry in found["entries"]
+            if entry["process_group"][0] == default
+        ]
+        # torch has barriers of its own in init_process_group() and new_group().
+        assert operations.count("gloo:all_reduce") == 2
+        assert operations[-2:] == ["gloo:all_reduce", "gloo:barrier"]
+    assert len(names[0]) == 1
+    assert names[1] == names[2]
+    assert len(names[1]) == 2
+
+
+def send_a_signal(folder: str) -> None:
+    dist.all_reduce(torch.ones(3))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert dumped(Path(folder), dist.get_rank())["entries"]
+
+
+def test_a_signal_writes_a_dump_of_groups(tmp_path: Path) -> None:
+    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path)}
+    on_ring(send_a_signal, 2, str(tmp_path), is_fresh=True, env=env)
+
+
+def reduce_with_a_late_rank(late: int, step: int, group: dist.ProcessGroup | None = None) -> None:
+    """Reduce; the late rank reduces a while after the others, however late these are."""
+    ranks = dist.get_process_group_ranks(group)
+    asked = {rank: f"step {step}: rank {rank} of {ranks} has asked" for rank in ranks}
+    store, rank = group_store(), dist.get_rank()
+    if rank == late:
+        store.wait([asked[other] for other in ranks if other != late])
+        time.sleep(LATE_S)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    store.set(asked[rank], "")
+    assert work is not None
+    work.wait()
+
+
+def be_late(late: int) -> list[Straggler]:
+    for step in range(12):
+        reduce_with_a_late_rank(late, step)
+    dist.barrier()  # makes the last rank known
+    return tracing.stragglers(min_lag_s=LATE_S / 2)
+
+
+def test_a_late_rank_of_a_group_is_named() -> None:
+    for rank, found in enumerate(on_ring(be_late, 3, 1)):
+        assert [each.rank for each in found] == ([] if rank == 1 else [1]), found
+
+
+def look_at_the_counters() -> None:
+    pair = dist.new_group([0, 1])
+    before = tracing.snapshot()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(10))
+    if dist.get_rank() < 2:
+        dist.broadcast(torch.ones(5), src=1, group=pair)
+    found = tracing.snapshot()
+    assert (found.rank, found.size, found.sets) == (dist.get_rank(), 3, {})
+    (default,) = (each for each in found.groups.values() if each.ranks == (0, 1, 2))
+    (earlier,) = (each for each in before.groups.values() if each.ranks == (0, 1, 2))
+    assert "allreduce" not in earlier.operations
+    counts = default.operations["allreduce"]
+    assert (counts.operations, counts.bytes) == (3, 120)
+    pairs = [each for each in found.groups.values() if each.ranks == (0, 1)]
+    assert len(pairs) == (dist.get_rank() < 2)
+    for each in pairs:
+        assert each.operations["broadcast"].bytes == 20
+
+
+def test_the_snapshot_counts_groups() -> None:
+    on_ring(look_at_the_counters, 3)
+
+
+def report_of_all() -> list[tracing.RankReport]:
+    dist.barrier()  # connects first: a first operation would be submitted only after that
+    work = dist.all_reduce(torch.ones(3), async_op=True) if dist.get_rank() else None
+    group_store().set(f"asked-{dist.get_rank()}", "")
+    found = []
+    if dist.get_rank() == 0:
+        group_store().wait(["asked-1", "asked-2"])
+        found = tracing.report(TIMEOUT_S)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    work.wait()
+    return found
+
+
+def test_the_report_asks_the_ranks_of_torch_distributed() -> None:
+    first, second, third = on_ring(report_of_all, 3)[0]
+    assert [each.rank for each in (first, second, third)] == [0, 1, 2]
+    assert (first.text or "").startswith("in no collective; its main thread is in ")
+    for each in (second, third):
+        assert (each.text or "").startswith("in all_reduce '#"), each
+        assert "in report_of_all (" in (each.text or "")
+
+
+def be_late_in_one_of_two_groups() -> list[Straggler]:
+    """Rank 2 is late in the second of two groups of ring, which share only rank 0."""
+    rank = int(os.environ["RANK"])
+    with default_group("gloo"):
+        groups = [dist.new_group(ranks, backend="ring") for ranks in ([0, 1], [0, 2])]
+        for step in range(6):
+            for group in groups:
+                if dist.get_rank(group) >= 0:
+                    reduce_with_a_late_rank(2, step, group)
+        for group in groups:
+            if dist.get_rank(group) >= 0:
+                dist.barrier(group)
+        found = tracing.stragglers(min_lag_s=LATE_S / 2) if rank == 0 else []
+        dist.barrier()
+    return found
+
+
+def test_a_late_rank_of_one_of_two_groups_is_named() -> None:
+    first, *_ = run(be_late_in_one_of_two_groups, 3, initialized=False, kind="c10d")
+    assert [each.rank for each in first] == [2]
+
+
+def without_group() -> tuple[str, str]:
+    return error_of(lambda: tracing.dump("anywhere"))
+
+
+def test_without_world_and_group_there_is_nothing_to_dump() -> None:
+    assert run(without_group, 1, initialized=False)[0][0] == "NotInitializedError"

@@ -1,26 +1,26 @@
-"""The timeline of a job: one file for all ranks, for every way to start it or end the job."""
+"""The timeline of a job, for every way to start or end it, and the spans in torch.profiler."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import all_have_passed, error_of, eventually, run
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from tests.support.groups import on_ring
 
 DEADLINE_S = 30.0
-LAUNCH_DEADLINE_S = 150
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -43,63 +43,65 @@ def reduce_some() -> None:
     for i in range(3):
         hvd.allreduce(torch.ones(2000), name=f"tensor {i}")
     hvd.broadcast(torch.ones(5), root_rank=0, name="sent")
+    order = range(12) if hvd.rank() == 0 else reversed(range(12))
+    handles = [hvd.allreduce_async(torch.ones(9000 + i), name=f"in flight {i}") for i in order]
+    for handle in handles:
+        hvd.synchronize(handle)
     hvd.shutdown()
 
 
-@on_both_transports
-def test_horovods_variable_makes_a_file_of_all_ranks(tmp_path: Path, transport: str) -> None:
-    file = tmp_path / "timeline.json"
-    variables = {
-        "HOROVOD_TIMELINE": str(file),
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-        "TORCH_RING_TRANSPORT": transport,
-    }
-    run(reduce_some, 3, initialized=False, env=variables)
-    events = read(file)
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def events(transport: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the timeline of three ranks, which Horovod's variables have asked for."""
+    file = tmp_path_factory.mktemp("timeline") / "timeline.json"
+    variables = {"HOROVOD_TIMELINE": str(file), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    run(reduce_some, 3, transport=transport, initialized=False, env=variables)
+    return read(file)
+
+
+def test_a_file_of_all_ranks(events: list[dict[str, Any]]) -> None:
     assert "start_time_since_epoch_in_micros" in events[0]["args"]
     for rank in range(3):
         names = names_of(events, rank)
-        assert names["NEGOTIATE_ALLREDUCE"] == names["ALLREDUCE"] == 3
+        assert names["NEGOTIATE_ALLREDUCE"] == names["ALLREDUCE"] == 15
         assert names["NEGOTIATE_BROADCAST"] == names["BROADCAST"] == 1
         assert names["CYCLE_START"] >= 4
-        assert tensors_of(events, rank) == ["tensor 0", "tensor 1", "tensor 2"]
+        assert tensors_of(events, rank)[:3] == ["tensor 0", "tensor 1", "tensor 2"]
 
 
-def test_what_an_event_says(tmp_path: Path) -> None:
-    file = tmp_path / "timeline.json"
-    run(reduce_some, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
-    events = read(file)
-    assert "CYCLE_START" not in names_of(events, 0)
+def test_what_an_event_says(events: list[dict[str, Any]], transport: str) -> None:
     name = "allreduce.tensor 1"
     mine = [e for e in events if e["pid"] == 2 and e.get("args", {}).get("tensor") == name]
-    wait, operation = sorted(mine, key=lambda event: event["name"], reverse=True)
+    wait, operation = sorted(mine, key=lambda event: event["name"], reverse=True)[:2]
     assert (wait["name"], operation["name"]) == ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")
     assert wait["ts"] + wait["dur"] == pytest.approx(operation["ts"], abs=0.01)
     args = operation["args"]
     assert (args["bytes"], args["dtype"], args["process_set"]) == (8000, "float32", 0)
-    assert args["transport"] == "shm"
+    assert args["transport"] == transport
     assert operation["ts"] <= args["started"] <= operation["ts"] + operation["dur"]
 
 
-def test_operations_have_one_number_on_all_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "timeline.json"
-    run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
+def test_operations_have_one_number_on_all_ranks(events: list[dict[str, Any]]) -> None:
     numbers = [
-        {e["args"]["tensor"]: e["args"]["sequence"] for e in read(file) if e["pid"] == rank + 1
-         and e["name"] == "ALLREDUCE"}
-        for rank in range(2)
-    ]  # fmt: skip
-    assert len(numbers[0]) == 12
-    assert numbers[0] == numbers[1]
-    assert len(set(numbers[0].values())) == 12
+        {
+            event["args"]["tensor"]: event["args"]["sequence"]
+            for event in events
+            if event["pid"] == rank + 1 and event["name"] == "ALLREDUCE"
+        }
+        for rank in range(3)
+    ]
+    assert len(set(numbers[0].values())) == len(numbers[0]) == 15
+    assert numbers[0] == numbers[1] == numbers[2]
 
 
-def test_perfetto_shows_every_span(tmp_path: Path) -> None:
+def test_perfetto_shows_every_span(events: list[dict[str, Any]]) -> None:
     """Perfetto takes process and thread 0 for the kernel's idle task, and drops crossing spans."""
-    file = tmp_path / "timeline.json"
-    run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
-    events = read(file)
-    assert {event["pid"] for event in events} == {1, 2}
+    assert {event["pid"] for event in events} == {1, 2, 3}
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -116,19 +118,8 @@ def test_perfetto_shows_every_span(tmp_path: Path) -> None:
             around.append(end)
 
 
-def reduce_in_another_order() -> None:
-    hvd.init()
-    order = range(12) if hvd.rank() == 0 else reversed(range(12))
-    handles = [hvd.allreduce_async(torch.ones(9000 + i), name=f"tensor {i}") for i in order]
-    for handle in handles:
-        hvd.synchronize(handle)
-    hvd.shutdown()
-
-
-def test_fused_operations_show_their_copies(tmp_path: Path) -> None:
-    file = tmp_path / "timeline.json"
-    run(reduce_in_another_order, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(file)})
-    names = names_of(read(file), 0)
+def test_fused_operations_show_their_copies(events: list[dict[str, Any]]) -> None:
+    names = names_of(events, 0)
     assert names["MEMCPY_IN_FUSION_BUFFER"] == names["MEMCPY_OUT_FUSION_BUFFER"] >= 2
 
 
@@ -210,18 +201,6 @@ def test_process_sets_are_in_it(tmp_path: Path) -> None:
     assert pair[0]["args"]["process_set"] != 0
 
 
-def alone(file: str) -> None:
-    hvd.init()
-    hvd.start_timeline(file)
-    hvd.allreduce(torch.ones(3), name="mine")
-    hvd.shutdown()
-
-
-def test_a_world_of_one_rank(tmp_path: Path) -> None:
-    run(alone, 1, initialized=False, args=(str(tmp_path / "timeline.json"),))
-    assert tensors_of(read(tmp_path / "timeline.json"), 0) == ["mine"]
-
-
 def has_written_own(file: Path, tensor: str) -> bool:
     """Return whether rank 0's records, which its own thread writes, are in the file."""
     with contextlib.suppress(json.JSONDecodeError):  # read during a write
@@ -248,54 +227,29 @@ def test_the_file_is_whole_after_a_crash(tmp_path: Path) -> None:
     assert tensors_of(read(file), 0)[-1] == "tensor 19"
 
 
-def refused() -> tuple[tuple[str, str], tuple[str, str]]:
+def one_is_wrong(file: str) -> None:
     hvd.init()
-    wrong = error_of(lambda: hvd.start_timeline(""))
-    nowhere = error_of(lambda: hvd.start_timeline("/nowhere/timeline.json"))
-    hvd.allreduce(torch.ones(3))  # the job goes on
-    hvd.shutdown()
-    return wrong, nowhere
-
-
-@on_both_transports
-def test_a_file_that_cannot_be_written(transport: str) -> None:
-    for wrong, (kind, text) in run(refused, 3, initialized=False, transport=transport):
-        assert wrong == ("InvalidArgumentError", "file_path='' is not the path of a file")
-        assert kind == "InvalidArgumentError"
-        assert "/nowhere/timeline.json: No such file or directory" in text
-
-
-def one_is_wrong(file: str) -> tuple[str, str]:
-    hvd.init()
-    error = error_of(lambda: hvd.start_timeline(file if hvd.rank() != 1 else ""))
+    wrong = ("InvalidArgumentError", "file_path='' is not the path of a file")
+    assert error_of(lambda: hvd.start_timeline("")) == wrong
+    kind, text = error_of(lambda: hvd.start_timeline("/nowhere/timeline.json"))
+    assert kind == "InvalidArgumentError"
+    assert "/nowhere/timeline.json: No such file or directory" in text
+    assert error_of(lambda: hvd.start_timeline(file if hvd.rank() != 1 else "")) == wrong
+    if hvd.rank() == 0:
+        kind, _ = error_of(lambda: hvd.start_timeline(file))
+    else:
+        kind, _ = error_of(lambda: hvd.allreduce(torch.ones(3), name="instead"))
+    assert kind == "MismatchError"
     hvd.start_timeline(file)
     hvd.allreduce(torch.ones(3), name="afterwards")
     hvd.shutdown()
-    return error
 
 
-def test_what_one_rank_cannot_start_no_rank_starts(tmp_path: Path) -> None:
+def test_a_timeline_that_cannot_start_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
-    expected = ("InvalidArgumentError", "file_path='' is not the path of a file")
-    assert run(one_is_wrong, 2, initialized=False, args=(str(file),)) == [expected] * 2
-    for rank in range(2):
+    run(one_is_wrong, 3, initialized=False, args=(str(file),))
+    for rank in range(3):
         assert tensors_of(read(file), rank) == ["afterwards"]
-
-
-def one_does_not_call(file: str) -> tuple[str, str]:
-    hvd.init()
-    if hvd.rank() == 0:
-        error = error_of(lambda: hvd.start_timeline(file))
-    else:
-        error = error_of(lambda: hvd.allreduce(torch.ones(3), name="instead"))
-    hvd.allreduce(torch.ones(3), name="afterwards")
-    hvd.shutdown()
-    return error
-
-
-def test_a_rank_that_does_not_call_is_a_mismatch_on_all(tmp_path: Path) -> None:
-    for kind, text in run(one_does_not_call, 2, initialized=False, args=(str(tmp_path / "t"),)):
-        assert kind == "MismatchError", text
 
 
 def init_fails() -> tuple[str, str]:
@@ -304,10 +258,9 @@ def init_fails() -> tuple[str, str]:
     return error
 
 
-@on_both_transports
-def test_a_setting_that_cannot_be_written_is_an_error_on_every_rank(transport: str) -> None:
+def test_a_setting_that_cannot_be_written_is_an_error_on_every_rank() -> None:
     env = {"TORCH_RING_TIMELINE": "/nowhere/timeline.json"}
-    errors = run(init_fails, 3, initialized=False, transport=transport, env=env)
+    errors = run(init_fails, 3, initialized=False, env=env)
     assert [kind for kind, _ in errors] == ["InvalidArgumentError", "RingError", "RingError"]
     for _, text in errors:
         assert "/nowhere/timeline.json: No such file or directory" in text
@@ -344,27 +297,94 @@ def test_a_world_that_forms_anew_keeps_the_first_file(tmp_path: Path) -> None:
     assert tensors_of(read(tmp_path / "timeline.2.json"), 1) == ["world 1"]
 
 
-@pytest.mark.slow
-@pytest.mark.launcher
-def test_the_launchers_options(tmp_path: Path) -> None:
-    file = tmp_path / "timeline.json"
-    program = "import torch, torch_ring as hvd; hvd.init(); hvd.allreduce(torch.ones(3), name='a')"
-    options = ["-np", "2", "--timeline-filename", str(file), "--timeline-mark-cycles"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_ring.run", *options, sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LAUNCH_DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    events = read(file)
-    for rank in range(2):
-        assert tensors_of(events, rank) == ["a"]
-        assert names_of(events, rank)["CYCLE_START"] > 0
-
-
 def test_before_init() -> None:
     with pytest.raises(hvd.NotInitializedError):
         hvd.start_timeline("timeline.json")
     with pytest.raises(hvd.NotInitializedError):
         hvd.stop_timeline()
+
+
+def traced(folder: str) -> None:
+    model = torch.nn.Linear(300, 300)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    hvd.allreduce(torch.ones(7), name="before")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        hvd.allreduce(torch.ones(5, dtype=torch.float64), name="blocking")
+        handle = hvd.broadcast_async(torch.ones(100_000), 0, name="asynchronous")
+        hvd.synchronize(handle)
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        hvd.barrier()
+    hvd.allreduce(torch.ones(7), name="after")
+    profiler.export_chrome_trace(str(Path(folder) / f"trace{hvd.rank()}.json"))
+
+
+def profiled(path: Path) -> list[dict[str, Any]]:
+    found = json.loads(path.read_text())["traceEvents"]
+    assert isinstance(found, list)
+    return found
+
+
+@on_both_transports
+def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> None:
+    run(traced, 2, transport=transport, args=(str(tmp_path),))
+    agreed = []  # by rank
+    for rank in range(2):
+        found = profiled(tmp_path / f"trace{rank}.json")
+        comms = [event for event in found if event["name"] == "record_param_comms"]
+        fields = [event["args"] for event in comms]
+        assert {each["Rank"] for each in fields} == {rank}
+        assert {each["Group size"] for each in fields} == {2}
+        assert {each["Process Group Description"] for each in fields} == {
+            f"torch_ring, {transport}"
+        }
+        first = fields[0]
+        assert first["Collective name"] == "allreduce"
+        assert (first["In msg nelems"], first["dtype"]) == (5, "Double")
+        assert ("broadcast", 100_000) in [
+            (each["Collective name"], each["In msg nelems"]) for each in fields
+        ]
+        assert "barrier" in {each["Collective name"] for each in fields}
+        assert all(event["dur"] >= 0 for event in comms)
+
+        names = [event["name"] for event in found if event["name"].startswith("torch_ring: ")]
+        assert any(
+            name.startswith("torch_ring: allreduce 'blocking' float64 [5]") for name in names
+        )
+        assert any("averaging the gradients of backward pass 1" in name for name in names), names
+        assert any("bucket 0" in name for name in names), names
+        assert not any("'before'" in name or "'after'" in name for name in names)
+        numbers = [name for name in names if re.match(r"torch_ring: agreed \d+: ", name)]
+        agreed.append(sorted(numbers))
+        assert len(numbers) == len(comms)
+    assert agreed[0] == agreed[1]
+    assert any("allreduce 'blocking' float64 [5]" in name for name in agreed[0])
+
+
+def traced_in_groups(folder: str) -> None:
+    pair = dist.new_group([1, 2])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(torch.ones(5, dtype=torch.float64))
+        work = dist.broadcast(torch.ones(100_000), src=0, async_op=True)
+        assert work is not None
+        work.wait()
+        if dist.get_rank() > 0:
+            dist.all_reduce(torch.ones(7), group=pair)
+    dist.barrier()
+    profiler.export_chrome_trace(str(Path(folder) / f"trace{dist.get_rank()}.json"))
+
+
+def test_operations_of_groups_of_torch_distributed_are_spans(tmp_path: Path) -> None:
+    on_ring(traced_in_groups, 3, str(tmp_path))
+    for rank in range(3):
+        comms = [
+            event["args"]
+            for event in profiled(tmp_path / f"trace{rank}.json")
+            if event["name"] == "record_param_comms"
+            and event["args"]["Process Group Description"].startswith("torch_ring, ")
+        ]
+        found = [(each["Collective name"], each["In msg nelems"], each["dtype"]) for each in comms]
+        assert found[:2] == [("allreduce", 5, "Double"), ("broadcast", 100_000, "Float")]
+        assert found[2:] == ([("allreduce", 7, "Float")] if rank > 0 else [])
+        assert [each["Group size"] for each in comms] == [3, 3, 2][: len(comms)]
+        assert [each["Rank"] for each in comms] == [rank, rank, rank - 1][: len(comms)]

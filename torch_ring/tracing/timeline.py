@@ -28,7 +28,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """
     current.require_own()
     world = current.world()
-    world.timelines.start(file_path, bool(mark_cycles), world.process_sets.first_failure)
+    world.timelines.start(file_path, bool(mark_cycles), world.process_sets.gather_texts)
 
 
 def stop_timeline() -> None:

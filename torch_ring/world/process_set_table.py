@@ -388,10 +388,6 @@ class ProcessSetTable:
         with self._in_collective, EngineExchange(self.everyone.engine()) as exchange:
             return exchange.texts(text)
 
-    def first_failure(self, failure: str) -> str:
-        """Return the failure of the first rank with one, or "". Collective, as `gather_texts`."""
-        return next((text for text in self.gather_texts(failure) if text), "")
-
     def be_brief(self) -> None:
         """Make close() wait only briefly for peers to hear its goodbye: the world has failed."""
         self._connections.farewell_s = _BRIEF_S

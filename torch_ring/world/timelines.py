@@ -57,20 +57,22 @@ class Timelines:
         self,
         path: str | os.PathLike[str],
         mark_cycles: bool,
-        agree: Callable[[str], str] = lambda failure: failure,
+        gather: Callable[[str], list[str]] = lambda text: [text],
     ) -> None:
         """Start a timeline; a present one ends.
 
         Args:
             path: the path of the file, on rank 0's host.
             mark_cycles: whether rounds of agreement are marked.
-            agree: takes this rank's failure, or ""; returns a failure of any rank, or "".
+            gather: returns the texts that all ranks give.
 
         Raises:
-            InvalidArgumentError: `agree` has returned a failure. Errors of `agree` pass through.
+            InvalidArgumentError: on all ranks: one of them has failed. Errors of `gather` pass
+                through.
         """
         self.stop()
-        self._number += 1  # counts failed ones, too, as the other ranks do
+        # Counts failed ones, too. Of a start that not all ranks have called, only some know.
+        self._number = 1 + max(map(int, gather(str(self._number))))
         timeline, failure = None, ""
         try:
             timeline = self._make(path, mark_cycles)
@@ -79,9 +81,8 @@ class Timelines:
         with contextlib.ExitStack() as unless_agreed:
             if timeline is not None:
                 unless_agreed.callback(timeline.stop, _PATIENCE_AFTER_FAILURE_S)
-            failure = agree(failure)
-            if failure:
-                raise InvalidArgumentError(failure)
+            for failed in filter(None, gather(failure)):
+                raise InvalidArgumentError(failed)
             unless_agreed.pop_all()
         self._current = timeline
         self._connections.on_engine = self._watch

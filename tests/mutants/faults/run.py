@@ -42,7 +42,7 @@ FAULTS = (
     Fault(
         "usr1_ends", "SIGUSR1 ends the job", JOB,
         "if number not in (*_ENDING, signal.SIGPIPE):", "if False:",
-        tests=("run/test_run_endings.py::test_a_signal_that_says_something_else_is_passed_on",),
+        tests=("run/test_run_endings.py::test_a_signal_is_passed_on",),
     ),
     Fault(
         "cancelled_requeued", "a job that a user has cancelled is run again", JOB,
@@ -93,7 +93,7 @@ FAULTS = (
         "script_without_end", "a script that finds hosts may run for ever", HOSTS,
         "said, errors = process.communicate(timeout=_ANSWER_S)",
         "said, errors = process.communicate()",
-        tests=("run/test_run_host_table.py::test_a_script_that_does_not_end_is_ended",),
+        tests=("run/test_run_hosts.py::test_a_script_that_does_not_end_is_ended",),
     ),
     Fault(
         "tasks_unequal", "tasks that do not fit the nodes are taken", HOSTS,
@@ -136,25 +136,25 @@ FAULTS = (
     Fault(
         "restarts_at_once", "a process that keeps failing is started at once each time", GROWTH,
         "place.due_at = now + min(delay_s, _LONGEST_DELAY_S)", "place.due_at = now",
-        tests=("run/test_run_host_table.py",),
+        tests=("run/test_run_hosts.py",),
     ),
     Fault(
         "slot_numbers_reused", "a slot that comes later gets the number of another", GROWTH,
         "number = len(self._places)", "number = len(self._listed)",
-        tests=("run/test_run_host_table.py::test_slots_that_come_get_the_next_numbers_and_keep_them",),
+        tests=("run/test_run_hosts.py::test_slots_that_come_get_the_next_numbers_and_keep_them",),
     ),
     Fault(
         "left_out_as_long", "a host that keeps failing is left out equally long each time", GROWTH,
         "        record.times_out += 1\n", "",
-        tests=("run/test_run_host_table.py::test_a_host_is_left_out_twice_as_long_each_time",),
+        tests=("run/test_run_hosts.py::test_a_host_is_left_out_twice_as_long_each_time",),
     ),
     Fault(
         "newcomer_waits_counted", "a process that waits to be let in counts as a rank", PROCESSES,
         "return process.is_newcomer and growth is not None and not growth.is_let_in(process.name)",
         "return False",
         tests=(
-            "run/test_run_growth.py::test_processes_that_wait_to_be_let_in_are_no_living_ranks",
-            "run/test_run_growth.py::test_a_job_ends_without_the_processes_that_wait_to_be_let_in",
+            "run/test_run_elastic.py::test_processes_that_wait_to_be_let_in_are_no_living_ranks",
+            "run/test_run_elastic.py::test_a_job_ends_without_the_processes_that_wait_to_be_let_in",
         ),
     ),
     Fault(

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -165,6 +165,16 @@ class LaunchedJob:
                         os.kill(pid, signal.SIGKILL)
                 pytest.fail(f"left behind: {left}")
             time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left() -> Iterator[None]:
+    """End the jobs of a failed test, which may not have waited for its own."""
+    yield
+    for job in list(LaunchedJob.running):
+        job.signal(signal.SIGKILL)
+        job.wait()
+        job.require_nothing_left()
 
 
 def run_job(*arguments: str, **more: object) -> tuple[int, str, str]:

@@ -1,0 +1,93 @@
+"""The elastic examples outlive rank 1, which dies in training."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pool
+import pytest
+import scripts
+from scripts import ROOT
+
+pytest.importorskip("sklearn")
+FOLDER = ROOT / "examples" / "elastic"
+
+
+def train_until_a_rank_dies(script: str, epochs: int, folder: str, step: int) -> scripts.Run:
+    """Run an example as `scripts.run_script` does; rank 1 is killed at the end of a step."""
+    pause, steps = 0.001, itertools.count(1)
+
+    def sleep(seconds: float) -> None:
+        if seconds == pause and os.environ["RANK"] == "1" and next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real_sleep(seconds)
+
+    real_sleep = time.sleep
+    with mock.patch.object(time, "sleep", sleep):
+        arguments = ["--pause", str(pause), "--epochs", str(epochs)]
+        return scripts.run_script(str(FOLDER / script), arguments, folder)
+
+
+def end_of(output: str, ranks: int) -> float:
+    """Return the accuracy or the loss in the last line."""
+    found = re.search(rf"{ranks} ranks have ended; \w+ ([\d.]+)", output)
+    assert found, output
+    return float(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "epochs", "size", "step", "lines", "error", "least"),
+    [
+        ("train.py", 6, 3, 30, ["epoch 0 on 3 ranks", "on 2 ranks"], 0.02, 0.85),
+        (
+            "accumulation.py",
+            5,
+            2,
+            30,
+            ["on 2 ranks: 2 passes", "on 1 ranks: 4 passes"],
+            0.0002,  # the batches are the same
+            0.0,
+        ),
+        (
+            "scaled_rate.py",
+            6,
+            3,
+            40,
+            ["on 3 ranks: rate 0.075", "on 2 ranks: rate 0.05"],
+            0.1,
+            0.85,
+        ),
+    ],
+)
+def test_an_example_ends_as_on_one_rank(
+    tmp_path: Path,
+    script: str,
+    epochs: int,
+    size: int,
+    step: int,
+    lines: list[str],
+    error: float,
+    least: float,
+) -> None:
+    first, *_ = pool.run(
+        train_until_a_rank_dies,
+        size,
+        args=(script, epochs, str(tmp_path), step),
+        transport="",
+        initialized=False,
+        may_die=[1],
+    )
+    assert first.code is None
+    assert all(line in first.output for line in lines), first.output
+    options = ("--epochs", str(epochs))
+    (alone,) = scripts.run(FOLDER / script, *options, folder=tmp_path, size=1)
+    end = end_of(first.output, size - 1)
+    assert end == pytest.approx(end_of(alone.output, 1), abs=error)
+    assert end > least

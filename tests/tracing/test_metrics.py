@@ -1,0 +1,490 @@
+"""Counters: snapshot(), files and ports for Prometheus, the callbacks of docs/tracing.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+import types
+import urllib.request
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from logs import logged
+from pool import error_of, eventually, has_asked, run
+from ports import free_ports
+from scripts import ROOT
+from worlds import on_both_transports
+
+import torch_ring as hvd
+from torch_ring import tracing
+from torch_ring.tracing import exporter, snapshot
+from torch_ring.tracing.counters import MessageCounts
+from torch_ring.world import current
+
+LONG = 100_000  # elements: too long to be sent before there is a receive
+
+
+def count(asked: Path) -> None:
+    before = snapshot()
+    assert (before.rank, before.size) == (hvd.rank(), hvd.size())
+    if hvd.rank() == 1:
+        assert eventually(asked.exists)
+        time.sleep(0.1)
+    else:
+        threading.Thread(target=lambda: eventually(has_asked) and asked.touch()).start()
+    for _ in range(3):
+        hvd.allreduce(torch.ones(10), name="x")
+    hvd.allreduce(torch.ones(LONG), name="x")
+    hvd.barrier()
+    with pytest.raises(hvd.MismatchError):
+        hvd.broadcast(torch.ones(3 + hvd.rank()), 0, name="y")
+    found = snapshot()
+    after, earlier = found.sets[0], before.sets[0]
+    assert after.ranks == (0, 1)
+    reduced = after.operations["allreduce"]
+    assert (reduced.operations, reduced.failed, reduced.bytes) == (4, 0, 3 * 40 + 4 * LONG)
+    assert 0 < reduced.running_s < 3600
+    assert (0.05 if hvd.rank() == 0 else 0) < reduced.waiting_s < 3600  # and not nanoseconds
+    assert after.operations["barrier"].operations == earlier.operations["barrier"].operations + 1
+    assert after.operations["broadcast"].failed == 1
+    assert after.inlined >= 4
+    assert after.fused == 0
+    assert after.rounds >= earlier.rounds + 5
+    assert found.connections == before.connections  # the existing ones were reused
+    lag = after.lag
+    assert len(lag.counts) == len(lag.bounds_s) + 1
+    assert sum(lag.counts) == sum(each.operations for each in after.operations.values())
+    waits = sum(n for n, bound in zip(lag.counts[1:], lag.bounds_s, strict=True) if bound >= 0.05)
+    assert (waits >= 1 and lag.sum_s > 0.05) if hvd.rank() == 0 else True
+
+
+@on_both_transports
+def test_operations(transport: str, tmp_path: Path) -> None:
+    run(count, 2, args=(tmp_path / "asked",), transport=transport)
+
+
+def exchange() -> dict[str, MessageCounts]:
+    engine = current.engine()
+    if hvd.rank() == 0:
+        engine.send(torch.ones(5), 1).wait()
+        engine.send(torch.ones(LONG), 1).wait()
+        error = error_of(lambda: engine.send(torch.ones(LONG), 1, 1).wait())
+    else:
+        engine.receive(torch.ones(5), 0).wait()
+        engine.receive(torch.ones(LONG), None).wait()
+        too_short = torch.ones(5)
+        error = error_of(lambda: engine.receive(too_short, 0, 1).wait())
+    assert error[0] == "MismatchError"
+    return snapshot().sets[0].messages
+
+
+def test_messages() -> None:
+    none, some = MessageCounts(0, 0, 0), MessageCounts(3, 1, 4 * (5 + LONG))
+    sender, receiver = run(exchange, 2, transport="tcp")
+    assert sender == {"sent": some, "received": none}
+    assert receiver == {"sent": none, "received": some}
+
+
+def use_memory() -> None:
+    before = snapshot()
+    shared = hvd.empty_shared(1 << 20)
+    during = snapshot().memory.shared_bytes
+    del shared
+    if before.connections == 0:  # shared memory
+        assert during >= before.memory.shared_bytes + (4 << 20)
+        assert snapshot().memory.shared_bytes == before.memory.shared_bytes
+    else:
+        assert during == before.memory.shared_bytes == 0
+    result = hvd.allreduce(torch.ones(2 << 20), name="large")  # 8 MiB: of the pool
+    in_use = snapshot().memory.kept_result_bytes
+    del result
+    assert snapshot().memory.kept_result_bytes >= in_use + (8 << 20)
+    model = torch.nn.Linear(300, 200)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if before.connections == 0:
+        assert snapshot().memory.kept_gradient_bytes >= 300 * 200 * 4
+
+
+@on_both_transports
+def test_memory(transport: str) -> None:
+    run(use_memory, 2, transport=transport)
+
+
+parser = pytest.importorskip("prometheus_client.parser")
+utils = pytest.importorskip("prometheus_client.utils")
+
+DEADLINE_S = 30.0
+
+Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def parsed(text: str) -> tuple[Samples, dict[str, str]]:
+    """Return the samples by name and labels, and the types of the metrics by name."""
+    families = list(parser.text_string_to_metric_families(text))
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    return samples, {family.name: family.type for family in families}
+
+
+def value(samples: Samples, name: str, **labels: object) -> float:
+    return samples[name, tuple(sorted((key, str(each)) for key, each in labels.items()))]
+
+
+def use_everything() -> tracing.Snapshot:
+    hvd.init()
+    pair = hvd.add_process_set([0, 1])
+    for _ in range(3):
+        hvd.allreduce(torch.ones(1000), name="a")
+    if pair.included():
+        hvd.allreduce(torch.ones(10), name="in the pair", process_set=pair)
+    with pytest.raises(hvd.MismatchError):
+        hvd.broadcast(torch.ones(3 + hvd.rank()), 0, name="b")
+    if hvd.rank() == 0:
+        current.engine().send(torch.ones(25), 1).wait()
+    elif hvd.rank() == 1:
+        current.engine().receive(torch.ones(25), 0).wait()
+    found = tracing.snapshot()
+    hvd.shutdown()
+    return found
+
+
+@on_both_transports
+def test_each_rank_writes_its_snapshot_to_a_file(tmp_path: Path, transport: str) -> None:
+    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "torch_ring.prom")}
+    snapshots = run(use_everything, 3, initialized=False, transport=transport, env=env)
+    names = [f"torch_ring.rank{rank}.prom" for rank in range(3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for rank, (name, found) in enumerate(zip(names, snapshots, strict=True)):
+        samples, types = parsed((tmp_path / name).read_text())
+        assert found.sets[0].operations["allreduce"].bytes == 12_000
+        assert found.sets[0].messages["sent"].bytes == (100 if rank == 0 else 0)
+        for number, its in found.sets.items():
+            of_set = {"rank": rank, "process_set": number}
+            for operation, counts in its.operations.items():
+                for metric, wanted in (
+                    ("operations", counts.operations),
+                    ("failed_operations", counts.failed),
+                    ("operation_bytes", counts.bytes),
+                    ("operation_running_seconds", counts.running_s),
+                    ("operation_waiting_seconds", counts.waiting_s),
+                ):
+                    labels = {**of_set, "operation": operation}
+                    assert value(samples, f"torch_ring_{metric}_total", **labels) == wanted
+            for way, messages in its.messages.items():
+                for metric, wanted in (
+                    ("messages", messages.messages),
+                    ("failed_messages", messages.failed),
+                    ("message_bytes", messages.bytes),
+                ):
+                    labels = {**of_set, "direction": way}
+                    assert value(samples, f"torch_ring_{metric}_total", **labels) == wanted
+            assert value(samples, "torch_ring_inline_operations_total", **of_set) == its.inlined
+            assert value(samples, "torch_ring_fused_operations_total", **of_set) == its.fused
+            assert value(samples, "torch_ring_agreement_rounds_total", **of_set) >= its.rounds
+            lag = "torch_ring_arrival_lag_seconds"
+            bounds = [*map(utils.floatToGoString, its.lag.bounds_s), "+Inf"]
+            for bound, count in zip(bounds, accumulate(its.lag.counts), strict=True):
+                assert value(samples, f"{lag}_bucket", **of_set, le=bound) == count
+            assert value(samples, f"{lag}_count", **of_set) == sum(its.lag.counts)
+            assert value(samples, f"{lag}_sum", **of_set) == its.lag.sum_s
+        assert value(samples, "torch_ring_world_size", rank=rank) == 3
+        connections = value(samples, "torch_ring_data_connections_total", rank=rank)
+        assert connections == found.connections
+        if rank == 2:  # messages take connections on shared memory, too
+            assert (connections > 0) == (transport == "tcp")
+        in_pair = (("operation", "allreduce"), ("process_set", "1"), ("rank", str(rank)))
+        assert (("torch_ring_operations_total", in_pair) in samples) == (rank < 2)
+        assert types["torch_ring_arrival_lag_seconds"] == "histogram"
+        assert types["torch_ring_operations"] == "counter"
+        assert types["torch_ring_shared_memory_bytes"] == "gauge"
+
+
+def test_where_a_rank_writes() -> None:
+    assert exporter.path_of_rank("/a/b.prom", 3) == Path("/a/b.rank3.prom")
+    assert exporter.path_of_rank("b", 3) == Path("b.rank3")
+    assert exporter.path_of_rank("/a{rank}/b-{rank}.prom", 12) == Path("/a12/b-12.prom")
+
+
+def write_while_it_runs(folder: str) -> None:
+    exporter.INTERVAL_S = 0.1
+    hvd.init()
+    hvd.allreduce(torch.ones(10), name="a")
+    file = Path(folder) / f"of-{hvd.rank()}.prom"
+    written = set()
+
+    def is_written_anew() -> bool:
+        samples, _ = parsed(file.read_text())  # always a complete file
+        assert value(samples, "torch_ring_world_size", rank=hvd.rank()) == 2
+        labels = {"rank": hvd.rank(), "process_set": 0, "operation": "allreduce"}
+        key = ("torch_ring_operations_total", tuple(sorted((k, str(v)) for k, v in labels.items())))
+        if samples.get(key) == 1:
+            written.add(file.stat().st_mtime_ns)
+        return len(written) >= 3
+
+    assert eventually(is_written_anew, DEADLINE_S)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+def test_the_file_is_written_again_and_again_and_is_always_whole(tmp_path: Path) -> None:
+    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "of-{rank}.prom")}
+    run(write_while_it_runs, 2, initialized=False, args=(str(tmp_path),), env=env)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of-0.prom", "of-1.prom"]
+
+
+# --- the port
+
+
+def get(port: int, address: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=DEADLINE_S) as answer:
+        return str(answer.read().decode())
+
+
+def serve(first_port: int) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(1000), name="a")
+    port = first_port + hvd.local_rank()
+    samples, types = parsed(get(port))
+    labels = {"rank": hvd.rank(), "process_set": 0, "operation": "allreduce"}
+    assert value(samples, "torch_ring_operation_bytes_total", **labels) == 4000
+    assert types["torch_ring_arrival_lag_seconds"] == "histogram"
+    assert error_of(lambda: get(port, "127.0.0.2"))[0] == "URLError"  # not on other addresses
+    hvd.barrier()
+    hvd.shutdown()
+    assert error_of(lambda: get(port))[0] == "URLError"
+
+
+def test_each_rank_serves_on_a_port_of_its_own() -> None:
+    port = free_ports(2)
+    env = {"TORCH_RING_METRICS_PORT": str(port)}
+    run(serve, 2, initialized=False, args=(port,), env=env)
+
+
+def init_fails() -> tuple[str, str]:
+    error = error_of(hvd.init)
+    assert not hvd.is_initialized()
+    return error
+
+
+def test_a_port_or_a_file_that_cannot_be_had_is_an_error_on_all_ranks() -> None:
+    port = free_ports(2)
+    taken = (
+        f"TORCH_RING_METRICS_PORT={port}: local rank 1 cannot serve",
+        f"127.0.0.1:{port + 1}: [Errno 98] Address already in use",
+    )
+    no_port = ("TORCH_RING_METRICS_PORT", "127.0.0.1:65536: bind(): port must be 0-65535")
+    no_file = (
+        "TORCH_RING_METRICS_FILE: cannot write /nowhere/torch_ring.rank",
+        "No such file or directory",
+    )
+    with socket.create_server(("127.0.0.1", port + 1)):
+        for name, setting, words in (
+            ("PORT", str(port), taken),
+            ("PORT", "65535", no_port),
+            ("FILE", "/nowhere/torch_ring.prom", no_file),
+        ):
+            env = {f"TORCH_RING_METRICS_{name}": setting}
+            for kind, text in run(init_fails, 2, initialized=False, env=env):
+                assert kind in ("InvalidArgumentError", "RingError")
+                assert all(word in text for word in words), text
+
+
+def init_without_the_library() -> tuple[str, str]:
+    if os.environ["RANK"] == "1":
+        sys.modules["prometheus_client"] = None  # type: ignore[assignment]
+    return init_fails()
+
+
+def test_a_library_that_is_missing_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for variable, setting in (("FILE", str(tmp_path / "a.prom")), ("PORT", str(free_ports(2)))):
+        env = {f"TORCH_RING_METRICS_{variable}": setting}
+        for _, text in run(init_without_the_library, 2, initialized=False, env=env):
+            assert f"TORCH_RING_METRICS_{variable} is set, but prometheus_client" in text
+            assert "pip install 'torch_ring[metrics]'" in text
+
+
+# --- lifetimes
+
+
+def fork_a_child(file: str, port: int) -> None:
+    hvd.init()
+    told, tell = os.pipe()
+    said, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(tell)
+        os.read(told, 1)  # until the parent has left its world
+        hvd.shutdown()
+        os.write(say, b"x")
+        os.read(told, 1)  # until the parent has seen enough
+        os._exit(0)
+    os.close(told)
+    hvd.shutdown()
+    assert error_of(lambda: get(port))[0] == "URLError"  # the child does not keep it
+    before = Path(file).stat()
+    os.write(tell, b"x")
+    os.read(said, 1)
+    after = Path(file).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    os.close(tell)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_neither_writes_nor_serves(tmp_path: Path) -> None:
+    port = free_ports(2)
+    env = {
+        "TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom"),
+        "TORCH_RING_METRICS_PORT": str(port),
+    }
+    file = str(tmp_path / "a.rank0.prom")
+    run(fork_a_child, 1, initialized=False, args=(file, port), env=env)
+
+
+def init_again(port: int) -> list[str]:
+    hvd.init()
+    hvd.shutdown()
+    with logged() as lines, socket.create_server(("127.0.0.1", port)):
+        hvd.init()
+        for _ in range(2):
+            hvd.allreduce(torch.ones(10), name="again")
+        hvd.shutdown()
+    return lines
+
+
+def test_a_job_that_goes_on_does_not_end_for_it(tmp_path: Path) -> None:
+    port = free_ports(2)
+    env = {
+        "TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom"),
+        "TORCH_RING_METRICS_PORT": str(port),
+    }
+    (lines,) = run(init_again, 1, initialized=False, args=(port,), env=env)
+    assert any(f"TORCH_RING_METRICS_PORT={port}" in text for text in lines), lines
+    samples, _ = parsed((tmp_path / "a.rank0.prom").read_text())
+    labels = {"rank": 0, "process_set": 0, "operation": "allreduce"}
+    assert value(samples, "torch_ring_operations_total", **labels) == 2  # of the second world
+
+
+def change_names(folder: str) -> None:
+    def write(name: str) -> None:
+        os.environ["TORCH_RING_METRICS_FILE"] = f"{folder}/{name}"
+        hvd.init()
+        hvd.shutdown()
+
+    write("a-{rank}")
+    write("b-{rank}")
+    assert os.listdir(folder) == ["b-0"]
+    shutil.copy(f"{folder}/b-0", f"{folder}/new")
+    os.replace(f"{folder}/new", f"{folder}/b-0")  # as another rank does that has this name now
+    write("c-{rank}")
+    assert sorted(os.listdir(folder)) == ["b-0", "c-0"]
+    child = os.fork()
+    if child == 0:
+        try:
+            write("d-{rank}")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(os.listdir(folder)) == ["b-0", "c-0", "d-0"]
+
+
+def test_a_process_removes_its_earlier_file_and_no_other(tmp_path: Path) -> None:
+    run(change_names, 1, initialized=False, args=(str(tmp_path),))
+
+
+def begin_as_a_newcomer() -> None:
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # torch_ring.run takes it from its processes
+    hvd.init()
+    hvd.shutdown()
+
+
+def test_a_newcomer_that_is_not_in_the_job_yet_touches_no_file_of_it(tmp_path: Path) -> None:
+    env = {
+        "TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom"),
+        "TORCH_RING_TIMELINE": str(tmp_path / "a.json"),
+        "TORCH_RING_ELASTIC_NEWCOMER": "1",
+    }
+    run(begin_as_a_newcomer, 1, initialized=False, env=env)
+    assert list(tmp_path.iterdir()) == []
+
+
+def class_of(name: str) -> Any:
+    """Return a class of the page."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tracing.md").read_text(), re.S)
+    (code,) = [block for block in blocks if f"class {name}" in block]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names[name]
+
+
+def call_three_times(callback: Any) -> None:
+    for step in range(3):
+        hvd.allreduce(torch.ones(1000), name="a")
+        callback(step)
+
+
+def write_for_tensorboard(folder: str) -> None:
+    callback = class_of("TensorBoardCallback")(f"{folder}/rank{hvd.rank()}")
+    call_three_times(callback)
+    callback.writer.close()
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(write_for_tensorboard, 2, args=(str(tmp_path),))
+    for rank in range(2):
+        found = events.EventAccumulator(str(tmp_path / f"rank{rank}"))
+        found.Reload()
+        assert "torch_ring/arrival_lag_s" in found.Tags()["scalars"]
+        sent = found.Scalars("torch_ring/allreduce/bytes")
+        assert [(each.step, each.value) for each in sent] == [(0, 4000), (1, 8000), (2, 12_000)]
+        assert found.Scalars("torch_ring/allreduce/waiting_s")[-1].value > 0
+
+
+class StandInRun:
+    """Accepts the calls of a wandb run."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+
+def log_to_a_stand_in() -> None:
+    before = sys.modules.get("wandb")
+    sys.modules["wandb"] = types.SimpleNamespace(init=StandInRun)  # type: ignore[assignment]
+    try:
+        callback = class_of("WandbCallback")(project="p")
+    finally:
+        del sys.modules["wandb"]
+        if before is not None:
+            sys.modules["wandb"] = before
+    call_three_times(callback)
+    assert callback.run.options == {"project": "p"}
+    assert [step for step, _ in callback.run.logged] == [0, 1, 2]
+    sent = [values["torch_ring/allreduce/bytes"] for _, values in callback.run.logged]
+    assert sent == [4000, 8000, 12_000]
+    assert all(values["torch_ring/allreduce/waiting_s"] > 0 for _, values in callback.run.logged)
+
+
+def test_wandb_stand_in() -> None:
+    run(log_to_a_stand_in, 2)
