@@ -43,7 +43,7 @@ FAULTS = (
     Fault(
         "rotated_unrotated", "a tree counts ranks from 0, not from the root", PLAN,
         "around(root, peer, size)", "peer",
-        tests=("collectives/test_broadcast.py", "world/test_rooted_on_hosts.py"),
+        tests=("collectives/test_broadcast.py", "world/test_several_hosts.py"),
     ),
 )
 # fmt: on

@@ -25,12 +25,12 @@ FAULTS = (
     Fault(
         "silence_borne", "a silent rank is never given up", PLANE,
         "slept - link.heard() > options_.heartbeat_timeout", "false",
-        tests=("world/test_lost_ranks.py", "world/test_several_hosts.py"),
+        tests=("world/test_failures.py", "world/test_several_hosts.py"),
     ),
     Fault(
         "not_passed_on", "only the neighbours of a dead rank hear of it", PLANE,
         "&link != from && !news_.departed(link.peer())", "false",
-        tests=("world/test_lost_ranks.py",),
+        tests=("world/test_failures.py",),
     ),
     Fault(
         "outlives_launcher", "a rank outlives its launcher", PLANE,
@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "others_death", "a set fails when a rank dies that is no member", SUBSCRIPTIONS,
         "if (!std::ranges::binary_search(subscription.members, news.rank)) return;",
-        tests=("world/test_process_set_errors.py", "world/test_process_sets_on_hosts.py"),
+        tests=("world/test_process_set_errors.py", "world/test_several_hosts.py"),
     ),
 )
 # fmt: on

@@ -56,7 +56,7 @@ FAULTS = (
     Fault(
         "failure_untold", "the others do not hear why a rank has failed", WATCHDOG,
         "if (plane_ != nullptr) plane_->fail(set_, cause);",
-        tests=("world/test_lost_ranks.py", "world/test_departures.py"),
+        tests=("world/test_failures.py",),
     ),
 
     Fault(

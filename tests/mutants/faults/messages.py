@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "still_for_ever", "data that no longer move are awaited for ever", PROTOCOL,
         "now - side.stream->still_since() > world_.transfer_timeout", "false",
-        tests=("collectives/test_messages.py", "world/test_cut_connections.py"),
+        tests=("collectives/test_messages.py", "world/test_failures.py"),
     ),
     Fault(
         "death_awaited", "a message to a dead rank waits for ever", MESSAGES,

@@ -14,7 +14,7 @@ FAULTS = (
     Fault(
         "proof_unchecked", "who does not know the secret may connect", HANDSHAKE,
         "!equal_in_constant_time(incoming_, proof_of(kConnects))", "false",
-        tests=("setup/test_connect.py", "world/test_init_errors.py"),
+        tests=("setup/test_connect.py",),
     ),
     Fault(
         "verdict_believed", "a rank connects to one that does not know the secret", HANDSHAKE,
@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "departed_awaited", "the last data of a rank that has left are awaited for ever", WAITS,
         "now - departed_since_ < graph_->patience_with_departed()", "true",
-        tests=("world/test_departures.py",),
+        tests=("world/test_failures.py",),
     ),
 )
 # fmt: on
