@@ -1,11 +1,8 @@
 """Process sets used by no rank or by some; their memory, ids and connections are reused."""
 
-import contextlib
 import itertools
-import os
 import random
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,19 +56,6 @@ def holds_no_more_than(before: tuple[int, int]) -> bool:
     return eventually(lambda: all(a <= b for a, b in zip(resources(), before, strict=True)), 20.0)
 
 
-def more_than(before: tuple[int, int]) -> str:
-    """Return this process's resources, for the message of a failure."""
-    names = []
-    for folder, name_of in (
-        ("fd", os.readlink),
-        ("task", lambda path: Path(path, "comm").read_text()),
-    ):
-        for entry in sorted(os.listdir(f"/proc/self/{folder}"), key=int):
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                names.append(name_of(f"/proc/self/{folder}/{entry}").strip())
-    return f"{resources()}, not {before}, descriptors and threads: {names}"
-
-
 # --- unused sets
 
 
@@ -82,7 +66,7 @@ def add_and_use_none(count: int) -> None:
     hvd.barrier()
     sets = add_all(ranks)
     hvd.barrier()
-    assert holds_no_more_than(before), more_than(before)
+    assert holds_no_more_than(before), resources()
     # A page each, where huge pages are not forced on shared memory; between hosts, none.
     assert memory_bytes() - memory <= sum(map(len, ranks)) * _PAGE
     hvd.barrier()
@@ -90,7 +74,7 @@ def add_and_use_none(count: int) -> None:
     remove_all(sets)
     hvd.barrier()
     assert memory_bytes() <= memory
-    assert holds_no_more_than(before), more_than(before)
+    assert holds_no_more_than(before), resources()
 
 
 @on_both_transports
@@ -168,7 +152,7 @@ def use_once_more(rounds: int) -> None:
             check_process_set(again, [0, size - 1])
         hvd.remove_process_set(again)
         hvd.barrier()
-    assert holds_no_more_than(before), more_than(before)
+    assert holds_no_more_than(before), resources()
 
 
 @on_both_transports
