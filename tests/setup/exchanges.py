@@ -6,7 +6,7 @@ import os
 import made_up
 
 from torch_ring.setup.exchange import FailurePath, exchange_hosts, failing_together
-from torch_ring.setup.host_socket import HostLeader, meet_on_host
+from torch_ring.setup.host_socket import meet_on_host
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.peer_info import parse_table
@@ -57,13 +57,6 @@ def meet(rank, size, *, name, store=None, host=0, local_size=None, settings=None
         yield path, parse_table(table, size).peers, leads
 
 
-def ranks_met(rank, size, barrier=None, **more):
+def ranks_met(rank, size, **more):
     with meet(rank, size, **more) as (_, peers, _leads):
-        if barrier:
-            barrier.wait(20)
         return [peer.rank for peer in peers]
-
-
-def followers(path):
-    """Return the ranks that follow this one."""
-    return sorted(path.host.followers) if isinstance(path.host, HostLeader) else []

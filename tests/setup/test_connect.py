@@ -20,7 +20,7 @@ from threads import run_on_ranks
 from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.config import Config
-from torch_ring.errors import InvalidArgumentError, MismatchError, RingError, TimeoutError
+from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup import connect as connecting
 from torch_ring.setup.connect import connect, listen
 from torch_ring.setup.exchange import exchange_hosts, failing_together
@@ -125,14 +125,9 @@ def neighbours(size):
     return len({step % size for d in distances for step in (d, -d)})
 
 
-def test_numbers_of_neighbours():
-    assert [neighbours(size) for size in (2, 3, 8, 16, 1024)] == [1, 2, 5, 7, 19]
-
-
-@pytest.mark.parametrize("size", [2, slow(16)])
-@pytest.mark.parametrize("hosts", [1, 2, 0], ids=["one host", "two hosts", "a host each"])
-def test_descriptors_of_a_rank(put_on_hosts, hosts, size):
-    hosts = [rank * (hosts or size) // size for rank in range(size)]
+@pytest.mark.parametrize(("size", "count"), [(2, 1), (4, 2), (3, 3), slow(16, 2)])
+def test_descriptors_of_a_rank(put_on_hosts, size, count):
+    hosts = [rank * count // size for rank in range(size)]
     put_on_hosts(hosts)
     before = open_descriptors()
     everyone = connect_all(size, hosts=hosts)
@@ -149,19 +144,11 @@ def test_descriptors_of_a_rank(put_on_hosts, hosts, size):
     close_all(everyone)
 
 
-@pytest.mark.parametrize(("hosts", "width"), [([0, 1, 0, 1], 1), ([0, 1, 1], 3), ([0, 0, 1, 2], 3)])
+@pytest.mark.parametrize(("hosts", "width"), [([0, 1, 0, 1], 1), ([0, 0, 1, 2], 3)])
 def test_data_connections_are_made_when_needed(put_on_hosts, hosts, width):
     put_on_hosts(hosts)
     config = replace(CONFIG, connections=width)
     everyone = connect_all(len(hosts), lambda _: config, hosts)
-    use_all(everyone, config)
-    close_all(everyone)
-
-
-def test_transport_tcp_makes_every_rank_a_host():
-    config = replace(CONFIG, transport="tcp")
-    everyone = connect_all(3, lambda _: config)
-    assert all(c.host_of == [0, 1, 2] and c.memory is None for c in everyone)
     use_all(everyone, config)
     close_all(everyone)
 
@@ -184,26 +171,15 @@ def test_ranks_use_tcp_if_one_of_them_has_no_shared_memory(monkeypatch, caplog):
     assert all("TORCH_RING_TRANSPORT=shm, but there is no shared" in str(e) for e in errors), errors
 
 
-def test_an_unknown_interface_is_named():
-    with pytest.raises(
-        InvalidArgumentError, match=r"TORCH_RING_INTERFACE='nope0': must be an address .*lo"
-    ):
-        connect_rank(HashStore(), 0, 2, replace(CONFIG, interface="nope0"))
-
-
-@pytest.mark.parametrize("interface", ["lo", "127.0.0.1"])
-def test_ranks_listen_on_the_chosen_interface_only(interface):
-    everyone = connect_all(2, lambda _: replace(CONFIG, transport="tcp", interface=interface))
-    for connections in everyone:
-        assert {peer.address for peer in connections.peers} == {"127.0.0.1"}
-    close_all(everyone)
-
-
-def test_ranks_listen_on_several_interfaces():
-    config = replace(CONFIG, transport="tcp", interface="lo,127.0.0.2")
+@pytest.mark.parametrize(
+    ("interface", "addresses"),
+    [("lo", ["127.0.0.1"]), ("lo,127.0.0.2", ["127.0.0.1", "127.0.0.2"])],
+)
+def test_ranks_listen_on_the_chosen_interfaces_only(interface, addresses):
+    config = replace(CONFIG, transport="tcp", interface=interface)
     everyone = connect_all(2, lambda _: config)
     for connections in everyone:
-        assert [peer.addresses for peer in connections.peers] == [["127.0.0.1", "127.0.0.2"]] * 2
+        assert [peer.addresses for peer in connections.peers] == [addresses] * 2
     use_all(everyone, config)
     close_all(everyone)
 
@@ -334,19 +310,13 @@ def test_a_replayed_handshake_is_refused(monkeypatch):
 # --- failures
 
 
-@pytest.mark.parametrize(("odd", "transport"), [(0, "shm"), (2, "shm"), (0, "tcp"), (1, "tcp")])
+@pytest.mark.parametrize(("odd", "transport"), [(2, "shm"), (0, "tcp")])
 def test_a_different_secret_is_refused_on_all_ranks(odd, transport):
     config = replace(CONFIG, transport=transport)
     errors = connect_all(3, lambda rank: replace(config, secret="odd" if rank == odd else "even"))
     for error in errors:
         assert isinstance(error, RingError)
         assert "TORCH_RING_SECRET" in str(error), errors
-
-
-def test_different_settings_are_named_on_all_ranks():
-    for error in connect_all(3, lambda rank: replace(CONFIG, bucket_bytes=100 + rank // 2)):
-        assert isinstance(error, MismatchError)
-        assert "100 on rank 0 and 101 on rank 2" in str(error)
 
 
 def replace_plane(monkeypatch, rank, instead):
@@ -366,7 +336,7 @@ def replace_plane(monkeypatch, rank, instead):
     monkeypatch.setattr(connecting, "ControlPlane", plane)
 
 
-@pytest.mark.parametrize(("broken", "transport"), [(0, "shm"), (2, "shm"), (0, "tcp"), (1, "tcp")])
+@pytest.mark.parametrize(("broken", "transport"), [(0, "shm"), (1, "tcp")])
 def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, transport):
     def fail():
         raise OSError(24, "Too many open files")
@@ -381,9 +351,8 @@ def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, trans
         ), errors
 
 
-@pytest.mark.parametrize("late", [0, slow(2)])
-def test_a_rank_that_never_connects_is_named(monkeypatch, late):
-    done, waiting = threading.Event(), [0, 1, 2]
+def test_a_rank_that_never_connects_is_named(monkeypatch):
+    late, done, waiting = 0, threading.Event(), [0, 1, 2]
 
     def oversleep():
         done.wait(20)

@@ -13,7 +13,7 @@ def table_of(values, size):
     return pack_table([HostInfo.of_value(value, size) for value in values])
 
 
-@pytest.mark.parametrize("size", [8, 16, 64, 512, 4096])
+@pytest.mark.parametrize("size", [8, 16, 512])
 def test_operations_of_a_host(size):
     values, clients = exchange_between_hosts(size)
     hosts = size // 8
@@ -32,15 +32,15 @@ def test_operations_of_a_host(size):
 
 
 @pytest.mark.slow
-def test_20000_ranks_pass_through():
-    size = 20_000
+def test_4096_ranks_pass_through():
+    size = 4096
     values, clients = exchange_between_hosts(size)
     assert max(client.largest for client in clients) <= CHUNK_BYTES < 1 << 20
     assert all(client.total() <= 4 for client in clients[1:])
     peers, secret, is_private = parse_table(table_of(values[-1], size), size)
     assert len(secret) == 32
     assert not is_private
-    assert peers[12_345].to_value() == info(12_345, 12_345 // 8)
+    assert peers[3210].to_value() == info(3210, 3210 // 8)
     # The scaling model uses this count.
     assert len(pack(values[0])) == pytest.approx(TABLE_BYTES * size, rel=0.1)
 

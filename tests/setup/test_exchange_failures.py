@@ -1,15 +1,11 @@
 """Errors of ranks that wait for others in vain, and reports of an interrupt."""
 
-import os
-import signal
 import threading
 import time
 
 import pytest
 from bell import Bell, a_signal_after
-from exchanges import exchange_on, path_on_host, place_of
-from pool import error_of
-from slow import slow
+from exchanges import exchange_on, new_name, path_on_host, place_of
 from torch.distributed import HashStore
 
 from torch_ring.errors import RingError, TimeoutError
@@ -19,12 +15,6 @@ from torch_ring.setup.host_socket import HostLeader
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.store import StorePlace
-
-_numbers = iter(range(1 << 30))
-
-
-def new_name() -> str:
-    return f"\0torch_ring failures {os.getpid()} {next(_numbers)}"
 
 
 def is_asked(path: FailurePath) -> bool:
@@ -47,28 +37,6 @@ def test_an_interrupt_before_the_welcome_is_told():
     assert time.monotonic() - began < 10
 
 
-def stop_while_leading(name: str) -> tuple[str, int]:
-    rank = int(os.environ["RANK"])
-    path = None
-    while path is None:
-        path = path_on_host(Identity(rank, 2), 2.0, None, name)
-        if isinstance(path.host, HostLeader) == bool(rank):  # rank 0 must lead
-            path.close()
-            path = None
-    host = path.host
-    if isinstance(host, HostLeader):
-        while 1 not in host.followers:
-            host.pump(0.1)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        path.close()
-        return "", os.getpid()
-    assert host is not None
-    _, text = error_of(lambda: exchange_on(path))
-    path.close()
-    os.kill(host.pid, signal.SIGCONT)
-    return text, host.pid
-
-
 def test_ranks_that_have_come_but_do_not_go_on_are_the_ones_that_are_named():
     name = new_name()
     path = path_on_host(Identity(0, 4, local_size=2), 1.5, place_of(HashStore()), name)
@@ -87,40 +55,35 @@ def test_ranks_that_have_come_but_do_not_go_on_are_the_ones_that_are_named():
     other[0].close()
 
 
-@pytest.mark.parametrize("job", ["", slow("4711/0")])
-def test_ranks_that_meet_by_their_parent_are_told_so(job):
-    path = path_on_host(Identity(0, 2, job=job), 0.3, None, new_name())
-    with pytest.raises(TimeoutError) as raised, failing_together(path):
-        exchange_on(path)
-    text = str(raised.value)
-    assert text.startswith("rank 1 of 2 did not arrive within 0.3 s")
-    assert ("meet only if MASTER_ADDR and MASTER_PORT are set" in text) == (not job)
+BY_PARENT = "meet only if MASTER_ADDR and MASTER_PORT are set"
+ON_ONE_HOST = "? MASTER_ADDR={} means that all ranks are on this host: if they are not"
+PLAIN = "and do they call init()?"
 
 
 @pytest.mark.parametrize(
-    ("job", "address", "local_size"), [("", "localhost", None), slow("4711/0", "127.0.0.1", 1)]
+    ("job", "address", "local_size", "hint"),
+    [
+        ("", None, None, BY_PARENT),
+        ("4711/0", None, None, PLAIN),
+        # As with an operator that gives rank 0 its own host as "localhost".
+        ("", "localhost", None, ON_ONE_HOST),
+        ("4711/0", "127.0.0.1", 1, ON_ONE_HOST),
+        ("4711/0", "127.0.0.1", 2, PLAIN),
+    ],
 )
-def test_ranks_with_a_loopback_address_are_told_so(monkeypatch, job, address, local_size):
-    """As with an operator that gives rank 0 its own host as "localhost"."""
-    monkeypatch.setenv("MASTER_ADDR", address)
-    identity = Identity(0, 2, job=job, local_size=local_size)
-    path = path_on_host(identity, 0.3, None, new_name())
+def test_the_error_of_a_missing_rank_has_the_probable_cause(
+    monkeypatch, job, address, local_size, hint
+):
+    if address is not None:
+        monkeypatch.setenv("MASTER_ADDR", address)
+    path = path_on_host(Identity(0, 2, job=job, local_size=local_size), 0.3, None, new_name())
     with pytest.raises(TimeoutError) as raised, failing_together(path):
         exchange_on(path)
     text = str(raised.value)
     assert text.startswith("rank 1 of 2 did not arrive within 0.3 s")
-    assert f"? MASTER_ADDR={address} means that all ranks are on this host: if they are not" in text
-    assert "MASTER_PORT" not in text
-
-
-@pytest.mark.slow
-def test_a_loopback_address_is_right_where_the_launcher_says_so(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    identity = Identity(0, 2, job="4711/0", local_size=2)
-    path = path_on_host(identity, 0.3, None, new_name())
-    with pytest.raises(TimeoutError) as raised, failing_together(path):
-        exchange_on(path)
-    assert str(raised.value).endswith("and do they call init()?")
+    assert hint.format(address) in text
+    assert text.endswith(PLAIN) == (hint == PLAIN)
+    assert ("MASTER_PORT" in text) == (hint == BY_PARENT)
 
 
 def test_a_store_that_nobody_serves_does_not_hold_up_the_failure():

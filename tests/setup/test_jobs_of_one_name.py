@@ -25,7 +25,9 @@ from torch_ring.world import join
 
 PATIENCE_S = 40.0
 BY_VARIABLES, BY_ARGUMENTS = "RANK and WORLD_SIZE", "init(rank=, size=)"
-on_both_doors = pytest.mark.parametrize("door", [BY_VARIABLES, BY_ARGUMENTS])
+on_both_doors = pytest.mark.parametrize(
+    ("door", "transport"), [(BY_VARIABLES, "shm"), (BY_ARGUMENTS, "tcp")]
+)
 
 
 class Stage:
@@ -165,27 +167,19 @@ def test_each_of_two_scripts_has_its_own_job(tmp_path, transport):
     assert said == ["AA", "AA", "BB", "BB"]
 
 
-def start_in_two_terminals(folder: Path) -> list[str]:
-    with scripts(folder, BY_VARIABLES, ["A0"], ["B1"]) as stage:
-        stage.note("go-B1")
-        stage.note("go-A0")
-        return [stage.hear(f"said-{name}") for name in ("A0", "B1")]
+def start_in_two_terminals(folder: Path, names: list[str]) -> list[str]:
+    with scripts(folder, BY_VARIABLES, *([name] for name in names)) as stage:
+        for name in reversed(names):
+            stage.note(f"go-{name}")
+        return [stage.hear(f"said-{name}") for name in names]
 
 
-@on_both_transports
-def test_ranks_that_were_started_in_two_terminals_are_one_job(tmp_path, transport):
-    assert direct(start_in_two_terminals, tmp_path, transport=transport) == ["AB", "AB"]
-
-
-def start_a_rank_twice(folder: Path) -> list[str]:
-    with scripts(folder, BY_VARIABLES, ["A0"], ["B0"]) as stage:
-        stage.note("go-B0")
-        stage.note("go-A0")
-        return [stage.hear(f"said-{name}") for name in ("A0", "B0")]
+def test_ranks_that_were_started_in_two_terminals_are_one_job(tmp_path):
+    assert direct(start_in_two_terminals, tmp_path, ["A0", "B1"]) == ["AB", "AB"]
 
 
 def test_two_terminals_with_one_rank_are_told_at_once(tmp_path):
-    for text in direct(start_a_rank_twice, tmp_path):
+    for text in direct(start_in_two_terminals, tmp_path, ["A0", "B0"]):
         assert text.startswith("two processes are rank 0 of 2, or another job has the same")
 
 
@@ -204,7 +198,6 @@ def mix_the_jobs_of_a_parent(folder: Path, door: str) -> list[list[Any]]:
 
 
 @on_both_doors
-@on_both_transports
 def test_two_jobs_that_cannot_be_told_apart_fail_all(tmp_path, transport, door):
     mixed, refused, lives = direct(mix_the_jobs_of_a_parent, tmp_path, door, transport=transport)
     assert mixed == ["AB", "AB"]  # not detectable yet
@@ -261,7 +254,6 @@ def begin_another_job_later(folder: Path, door: str) -> list[Any]:
 
 
 @on_both_doors
-@on_both_transports
 def test_a_job_that_is_started_later_is_another_one(tmp_path, transport, door):
     lives = direct(begin_another_job_later, tmp_path, door, transport=transport)
     assert lives == ["to the end"] * 4
@@ -303,7 +295,6 @@ def begin_one_world_after_another(
 
 
 @on_both_doors
-@on_both_transports
 def test_processes_of_a_pool_begin_one_world_after_another(tmp_path, transport, door):
     # All processes started before the worlds, and may get a rank that another one had.
     chance = random.Random(f"{transport} {door}")
@@ -311,44 +302,6 @@ def test_processes_of_a_pool_begin_one_world_after_another(tmp_path, transport, 
     worlds += [chance.sample(range(6), chance.choice([2, 3])) for _ in range(15)]
     found = direct(begin_one_world_after_another, tmp_path, door, worlds, transport=transport)
     assert found == [[workers] * len(workers) for workers in worlds]
-
-
-# --- by chance
-
-
-def start_at_random(folder: Path, door: str, jobs: list[list[str]]) -> list[Any]:
-    with scripts(folder, door, *jobs) as stage:
-        chance = random.Random(1)
-        names = [name for job in jobs for name in job]
-        chance.shuffle(names)
-        for name in names:
-            stage.note(f"go-{name}")
-            time.sleep(chance.choice([0.0, 0.0, chance.uniform(0.0, 0.3)]))
-        said = {name: stage.hear(f"said-{name}") for name in names}
-        stage.note("over")
-        lives = {n: stage.hear(f"lives-{n}") for n, text in said.items() if len(text) == 2}
-        return [said, lives]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("door", "jobs"),
-    [
-        (BY_VARIABLES, [["A0", "A1"], ["B0", "B1"]]),
-        (BY_VARIABLES, [["A0", "A1", "B0", "B1"]]),
-        (BY_ARGUMENTS, [["A0", "A1", "B0", "B1"]]),
-    ],
-    ids=["two scripts", "one script", "one parent"],
-)
-def test_no_world_of_two_jobs_lives(tmp_path, door, jobs):
-    # If jobs cannot be told apart, a rank may wait in vain.
-    init_s = PATIENCE_S if len(jobs) == 2 else 6.0
-    said, lives = direct(start_at_random, tmp_path, door, jobs, init_s=init_s)
-    for name, text in said.items():
-        if len(jobs) == 2:
-            assert text == 2 * name[0]
-        elif len(text) == 2 and len(set(text)) == 2:
-            assert "has come as the same rank" in str(lives[name]), (said, lives)
 
 
 # --- a child of a rank

@@ -38,45 +38,36 @@ def places(cluster: Slurm, command: str, **variables: str) -> list[list[object]]
     )
 
 
-def test_the_command_of_the_page(slurm):
-    """The test has 2 ranks on a node in place of 8."""
-    first, second = slurm.nodes
-    command = COMMAND.replace("--ntasks-per-node 8", "--ntasks-per-node 2")
-    assert command.startswith("srun --nodes 2 --ntasks-per-node 2 ")
-    assert places(slurm, command) == [
-        [0, 0, 2, 0, 2, first],
-        [1, 1, 2, 0, 2, first],
-        [2, 0, 2, 1, 2, second],
-        [3, 1, 2, 1, 2, second],
-    ]
-
-
-def test_nodes_with_more_tasks_than_others(slurm):
-    first, second = slurm.nodes
-    assert places(slurm, "srun -N2 -n3 python train.py") == [
-        [0, 0, 2, 0, 2, first],
-        [1, 1, 2, 0, 1, first],
-        [2, 0, 1, 1, 2, second],
-    ]
-
-
-def test_ranks_that_are_dealt_to_the_nodes_in_turn(slurm):
-    first, second = slurm.nodes
-    assert places(slurm, "srun -N2 -n3 --distribution=cyclic python train.py") == [
-        [0, 0, 2, 0, 2, first],
-        [1, 0, 1, 1, 2, second],
-        [2, 1, 2, 0, 1, first],
-    ]
-
-
-def test_rank_0_is_not_on_the_first_node(slurm):
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        # The test has 2 ranks on a node in place of 8.
+        (
+            COMMAND.replace("--ntasks-per-node 8", "--ntasks-per-node 2"),
+            [[0, 0, 2, 0, 2, 0], [1, 1, 2, 0, 2, 0], [2, 0, 2, 1, 2, 1], [3, 1, 2, 1, 2, 1]],
+        ),
+        (
+            "srun -N2 -n3 python train.py",
+            [[0, 0, 2, 0, 2, 0], [1, 1, 2, 0, 1, 0], [2, 0, 1, 1, 2, 1]],
+        ),
+        (
+            "srun -N2 -n3 --distribution=cyclic python train.py",
+            [[0, 0, 2, 0, 2, 0], [1, 0, 1, 1, 2, 1], [2, 1, 2, 0, 1, 0]],
+        ),
+        # Rank 0 is not on the first node.
+        (
+            "srun -n3 --distribution=arbitrary python train.py",
+            [[0, 0, 1, 0, 2, 1], [1, 0, 2, 1, 2, 0], [2, 1, 2, 0, 1, 0]],
+        ),
+    ],
+    ids=["of the page", "in blocks", "in turn", "by a file"],
+)
+def test_places_of_ranks(slurm, command, expected):
     first, second = slurm.nodes
     (slurm.folder / "order").write_text(f"{second}\n{first}\n{first}\n")
-    command = "srun -n3 --distribution=arbitrary python train.py"
-    assert places(slurm, command, SLURM_HOSTFILE="order") == [
-        [0, 0, 1, 0, 2, second],
-        [1, 0, 2, 1, 2, first],
-        [2, 1, 2, 0, 1, first],
+    variables = {"SLURM_HOSTFILE": "order"} if "arbitrary" in command else {}
+    assert places(slurm, command, **variables) == [
+        [*place, slurm.nodes[node]] for *place, node in expected
     ]
 
 
@@ -113,21 +104,6 @@ def test_two_steps_of_a_job_at_once(slurm):
     assert state == "COMPLETED 0:0", output
     assert output.index("rank 1 of 2: torch") < output.index("still 2.0")
     assert output.count("still 2.0") == 2
-
-
-def test_a_task_that_is_killed_ends_the_job(slurm):
-    (slurm.folder / "killed.py").write_text(
-        "import os, signal\nimport torch\nimport torch_ring as hvd\n"
-        "hvd.init()\nhvd.barrier()\n"
-        "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "try:\n    hvd.allreduce(torch.ones(1), name='loss')\n"
-        "except hvd.PeerLostError as error:\n    print('told', hvd.rank(), error)\n    raise\n"
-    )
-    job = slurm.submit("srun python killed.py\n", "-N2", "-n3")
-    state, output = slurm.wait_for_end(job), slurm.output_of(job)
-    assert state.startswith("FAILED"), output
-    for rank in (0, 2):
-        assert re.search(f"^told {rank} .*rank 1", output, re.MULTILINE), output
 
 
 def test_a_job_whose_time_ends_is_run_again(slurm):
@@ -207,10 +183,8 @@ def test_scancel_leaves_nothing(slurm):
     slurm.wait_for(lambda: slurm.processes().keys() <= daemons.keys(), "all its processes ended")
 
 
-@pytest.mark.parametrize("kind", ["none", "pmi2"])
-def test_ranks_that_srun_starts_for_mpi(slurm, kind):
-    command = ["srun", f"--mpi={kind}", "-N2", "-n3", "python", HELLO]
-    ended = slurm.run(*command)
+def test_ranks_that_srun_starts_for_mpi(slurm):
+    ended = slurm.run("srun", "--mpi=pmi2", "-N2", "-n3", "python", HELLO)
     assert ended.code == 0, ended.output
     for rank in range(3):
         assert f"rank {rank} of 3: torch" in ended.output, ended.output

@@ -14,7 +14,6 @@ import torch_ring as hvd
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
 from torch_ring.setup import store
-from torch_ring.setup import store as rendezvous_store
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
 
@@ -40,21 +39,23 @@ def join_repeatedly() -> None:
 def join_without_an_address() -> None:
     become_a_rank_of_horovodrun()
     join_repeatedly()
-    assert not rendezvous_store._stores  # the ranks of one host need none
+    assert not store._stores  # the ranks of one host need none
 
 
 def test_on_one_host_without_an_address():
     run(join_without_an_address, 3, initialized=False)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_at_an_address(host):
-    env = {
+def at_an_address(host: str = "127.0.0.1") -> dict[str, str]:
+    return {
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": host,
         "MASTER_PORT": str(free_port()),
     }
-    run(join_repeatedly, 2, initialized=False, env=env)
+
+
+def test_at_an_address():
+    run(join_repeatedly, 2, initialized=False, env=at_an_address("localhost"))
 
 
 def join_by_arguments() -> None:
@@ -69,30 +70,6 @@ def test_ranks_by_argument():
     run(join_by_arguments, 2, initialized=False)
 
 
-def join_without_rank_0(without_address: bool) -> str | None:
-    rank = become_a_rank_of_horovodrun() if without_address else int(os.environ["RANK"])
-    if rank == 0:
-        return None  # and never reports it
-    with pytest.raises(TimeoutError) as raised:
-        hvd.init()
-    assert not hvd.is_initialized()
-    return str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("without_address", [True, False])
-def test_a_missing_rank_0_is_named(without_address):
-    env = {
-        "TORCH_RING_INIT_TIMEOUT": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    texts = run(join_without_rank_0, 3, initialized=False, env=env, args=[without_address])
-    for text in texts[1:]:
-        assert "rank 0 did not arrive" in text or "rank 0 of 3 did not arrive" in text
-
-
 def fail_on_rank_0() -> str:
     if os.environ["RANK"] == "0":
         os.environ["TORCH_RING_INTERFACE"] = "nope0"
@@ -102,40 +79,16 @@ def fail_on_rank_0() -> str:
 
 
 def test_rank_0_tells_why_it_fails_before_its_store_ends():
-    env = {
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    for text in run(fail_on_rank_0, 3, initialized=False, env=env):
+    for text in run(fail_on_rank_0, 3, initialized=False, env=at_an_address()):
         assert "TORCH_RING_INTERFACE='nope0'" in text
-
-
-def fork_and_shut_down() -> None:
-    become_a_rank_of_horovodrun()
-    hvd.init()
-    child = os.fork()
-    if child == 0:
-        try:
-            assert hvd.is_initialized()  # it can ask for its parent's rank
-            hvd.shutdown()
-            assert not hvd.is_initialized()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
-
-
-def test_a_child_does_not_disturb_its_parents_world():
-    run(fork_and_shut_down, 2, initialized=False)
 
 
 # --- the choice of an address
 
 
-def find(identity, environment):
-    return rendezvous_store.locate_store(identity, Config(), Deadline(5.0), environment=environment)
+def find(identity, environment, config=Config(), **more):  # noqa: B008  it cannot change
+    deadline = Deadline(5.0)
+    return store.locate_store(identity, config, deadline, environment=environment, **more)
 
 
 @pytest.mark.parametrize(
@@ -155,22 +108,14 @@ def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
 def test_a_job_at_a_loopback_address_is_on_one_host(host):
     for config in (Config(), Config(secret="hush")):
-        found = rendezvous_store.locate_store(
-            Identity(1, 2, launcher="env"), config, Deadline(5.0), environment={"MASTER_ADDR": host}
-        )
-        assert found is None
+        assert find(Identity(1, 2, launcher="env"), {"MASTER_ADDR": host}, config) is None
 
 
 def test_one_node_needs_a_store_only_if_its_ranks_cannot_meet_and_have_a_secret():
     """In containers with separate networks, the ranks meet in the store, if that is safe."""
     identity = Identity(1, 2, 1, 2, launcher="torchrun")
     assert find(identity, {"MASTER_ADDR": "10.0.0.1"}) is None
-    found = rendezvous_store.locate_store(
-        identity,
-        Config(secret="hush"),
-        Deadline(5.0),
-        environment={"MASTER_ADDR": "10.0.0.1"},
-    )
+    found = find(identity, {"MASTER_ADDR": "10.0.0.1"}, Config(secret="hush"))
     assert found is not None
     assert found.host == "10.0.0.1"
 
@@ -195,7 +140,7 @@ def test_the_store_of_a_slurm_step_is_on_the_first_node(rank, node, local_rank, 
 
 def test_steps_of_a_slurm_job_have_ports_of_their_own():
     ports = [
-        rendezvous_store._slurm_port(Identity(rank, 2, job=job))
+        store._slurm_port(Identity(rank, 2, job=job))
         for job in ("4711/0", "4711/1", "4712/0")
         for rank in (0, 1)
     ]
@@ -208,9 +153,9 @@ def test_steps_of_a_slurm_job_have_ports_of_their_own():
 def _fresh_stores():
     yield
     for known in (
-        rendezvous_store._stores,
-        rendezvous_store._served,
-        rendezvous_store._mpi_addresses,
+        store._stores,
+        store._served,
+        store._mpi_addresses,
         store._secrets,
     ):
         known.clear()
@@ -238,28 +183,21 @@ def test_mpi_broadcasts_the_address():
     deadline = Deadline(5.0)
     comm = FakeCommunicator()
     identity = Identity(0, 2, 0, 1, launcher="Open MPI")
-    first = rendezvous_store._ask_mpi(comm, identity, Config(interface="lo"), deadline)
+    first = store._ask_mpi(comm, identity, Config(interface="lo"), deadline)
     assert json.loads(comm.said[0]) == list(first)
     assert first[0] == "127.0.0.1"
-    assert rendezvous_store._ask_mpi(comm, identity, Config(), deadline) == first
+    assert store._ask_mpi(comm, identity, Config(), deadline) == first
     assert len(comm.said) == 1
 
 
 @pytest.mark.usefixtures("_fresh_stores")
 def test_mpi_carries_a_secret():
-    comm, environment = FakeCommunicator(), {"MASTER_ADDR": "10.0.0.1"}
-    found = []
+    comm, found = FakeCommunicator(), []
+    environment = {"MASTER_ADDR": "10.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for rank in (0, 1):
         store.forget()
-        found.append(
-            rendezvous_store.locate_store(
-                Identity(rank, 2, 0, 1, launcher="init"),
-                Config(),
-                Deadline(5.0),
-                comm=comm,
-                environment=environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
-            ).key.secret
-        )
+        identity = Identity(rank, 2, 0, 1, launcher="init")
+        found.append(find(identity, environment, comm=comm).key.secret)
     assert found[0] == found[1]
     assert len(found[0]) == 64
 
@@ -296,6 +234,6 @@ assert "mpi4py.MPI" not in sys.modules
 def test_mpi_broadcasts_the_failure():
     comm = FakeCommunicator()
     with pytest.raises(RingError, match=r"cannot serve .* TORCH_RING_INTERFACE='nope0'"):
-        rendezvous_store._ask_mpi(comm, Identity(0, 2), Config(interface="nope0"), Deadline(5.0))
+        store._ask_mpi(comm, Identity(0, 2), Config(interface="nope0"), Deadline(5.0))
     with pytest.raises(RingError, match="TORCH_RING_INTERFACE='nope0'"):
-        rendezvous_store._ask_mpi(comm, Identity(1, 2), Config(), Deadline(5.0))
+        store._ask_mpi(comm, Identity(1, 2), Config(), Deadline(5.0))

@@ -1,21 +1,18 @@
 """Calls of a store that does not answer: they end at the deadline, or at a signal."""
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from bell import Bell, a_signal_after
-from pool import all_have_passed, error_of, eventually, run
+from pool import error_of, eventually, run
 from ports import free_port
+from slow import slow
 from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
 import torch_ring as hvd
@@ -79,69 +76,39 @@ def test_a_silent_server(interrupted):
         assert "does another program have its port (MASTER_PORT)?" in text
 
 
-# --- a rank 0 that cannot reach its own store, or whose resolver is silent
+# --- a rank 0 that cannot reach its own store
 
 
-def interrupt_rank_0(where: str) -> list[str]:
+def interrupt_rank_0() -> list[str]:
     """Return the sequence of events on a rank 0 that waits for a silent server."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     events: list[str] = []
     given_up = threading.Event()
 
-    def interrupt() -> None:
+    def stay_silent(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
         events.append("waits")
         os.kill(os.getpid(), signal.SIGINT)
         if not given_up.wait(20):
             events.append("does not give up")
-
-    def stay_silent(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        interrupt()
         connection.close()  # then the call would end
 
-    with contextlib.ExitStack() as stack:
-        own = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port = own.getsockname()[1]
-        address = ("127.0.0.2", port)  # it may lead elsewhere, like a translated address
-        silent = stack.enter_context(socket.create_server(address))
-        if where == "store":
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        address = ("127.0.0.2", own.getsockname()[1])  # it may lead elsewhere, as behind NAT
+        with socket.create_server(address) as silent:
             thread = threading.Thread(target=stay_silent, args=(silent,))
-        else:
-            address = ("rank0.example", port)
-            store_client.StoreCall = SilentResolver  # in a process of this test's own
-            thread = threading.Thread(target=lambda: (SilentResolver.asked.wait(20), interrupt()))
-        thread.start()
-        try:
-            listener = own if where == "store" else None
-            store_module._serve(address, Deadline(60), lambda: None, listener=listener)
-        except KeyboardInterrupt:
-            events.append("KeyboardInterrupt")
-        given_up.set()
-        thread.join()
+            thread.start()
+            try:
+                store_module._serve(address, Deadline(60), lambda: None, listener=own)
+            except KeyboardInterrupt:
+                events.append("KeyboardInterrupt")
+            given_up.set()
+            thread.join()
     return events
 
 
-class SilentResolver:
-    """StoreCall of a host whose resolver does not answer."""
-
-    asked = threading.Event()
-
-    @classmethod
-    def resolve(cls, _: str) -> "SilentResolver":
-        return cls()
-
-    def __init__(self) -> None:
-        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._call = StoreCall.get(server, "a key that nobody sets")
-
-    def wait(self, seconds: float) -> bool:
-        self.asked.set()
-        return self._call.wait(seconds)
-
-
-@pytest.mark.parametrize("where", ["store", "resolver"])
-def test_rank_0_can_be_interrupted(where):
-    [events] = run(interrupt_rank_0, 1, args=[where], initialized=False)
+def test_rank_0_can_be_interrupted():
+    [events] = run(interrupt_rank_0, 1, initialized=False)
     assert events == ["waits", "KeyboardInterrupt"]
 
 
@@ -170,10 +137,10 @@ class NoResolver:
         raise AssertionError(f"the resolver is asked about {host}")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.3", "::1", "fe80::1%lo"])
-def test_an_address_needs_no_resolver(monkeypatch, address):
+def test_an_address_needs_no_resolver(monkeypatch):
     monkeypatch.setattr(store_client, "StoreCall", NoResolver)
-    assert addresses_of(address, over(), lambda: None) == [address]
+    for address in ("127.0.0.3", "::1", "fe80::1%lo"):
+        assert addresses_of(address, over(), lambda: None) == [address]
 
 
 # --- a deadline consumed before
@@ -261,37 +228,6 @@ def test_a_silent_store_that_is_given_up():
     assert client.add("key", 7) == 7  # it was only slow: failures can be reported
 
 
-_EXIT = """
-import atexit, os, socket, sys
-from torch.distributed import TCPStore
-address = sys.argv[1], int(sys.argv[2])
-control = socket.create_connection(address)
-# Registered first, so called last: from now on no thread may come back into the interpreter.
-atexit.register(lambda: (control.send(b"x"), control.recv(1)))
-from torch_ring._C import StoreCall
-call = StoreCall.connect(*address, 30.0)
-assert not call.wait(0.3)
-"""
-
-
-@pytest.mark.slow
-def test_a_call_that_is_given_up_does_not_disturb_the_end_of_the_interpreter():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-        child = subprocess.Popen(
-            [sys.executable, "-c", _EXIT, *map(str, address)], stderr=subprocess.PIPE, text=True
-        )
-        control, _ = listener.accept()
-        silent, _ = listener.accept()
-        control.settimeout(60)
-        assert control.recv(1) == b"x"
-        silent.close()  # the call ends with an error while the interpreter exits
-        control.close()
-        _, errors = child.communicate(timeout=60)
-    assert child.returncode == 0, errors
-    assert "terminate called" not in errors
-
-
 # --- a stopped rank 0
 
 
@@ -333,8 +269,7 @@ def init_while_rank_0_is_stopped(when: str) -> tuple[str, float] | None:
     return text, time.monotonic() - began
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["at once", "later"])
+@pytest.mark.parametrize("when", ["at once", slow("later")])
 def test_rank_0_stopped_during_init(when):
     env = on_nodes() | {"TORCH_RING_INIT_TIMEOUT": "3"}
     outcomes = run(
@@ -344,41 +279,6 @@ def test_rank_0_stopped_during_init(when):
         assert f"127.0.0.1:{env['MASTER_PORT']}" in text
         assert "rank 0" in text
         assert "has not answered" in text
-        assert seconds < 15
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
-
-
-def init_again_while_rank_0_is_stopped(passed: Path) -> tuple[str, float] | None:
-    rank = become_a_node()
-    hvd.init()
-    first, *_ = hvd.allgather_object(os.getpid())
-    all_have_passed(passed, hvd.size())
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return None
-    assert eventually(lambda: is_stopped(first))
-    hvd.shutdown()
-    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3"
-    began = time.monotonic()
-    _, text = error_of(hvd.init)
-    return text, time.monotonic() - began
-
-
-@pytest.mark.slow
-def test_rank_0_stopped_in_a_running_job(tmp_path):
-    outcomes = run(
-        init_again_while_rank_0_is_stopped,
-        3,
-        args=(tmp_path,),
-        initialized=False,
-        env=on_nodes(),
-        may_die=[0],
-    )
-    for text, seconds in outcomes[1:]:
-        assert "rank 0 did not arrive within 3 s" in text or "rank 0 of 3 did not arrive" in text
         assert seconds < 15
 
 

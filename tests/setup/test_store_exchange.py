@@ -6,9 +6,8 @@ import time
 import pytest
 from counting_store import CountingStore
 from made_up import exchange_on, group, ranks_in
-from slow import slow, slow_after
 from threads import DEADLINE_S, run_on_ranks
-from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+from torch.distributed import FileStore, HashStore, TCPStore
 
 from torch_ring.errors import MismatchError, RingError, TimeoutError
 from torch_ring.setup import store_exchange
@@ -55,12 +54,9 @@ def stores(kind, directory):
     return HashStore()
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"), [("hash", False), ("file", False), ("tcp", False), slow("tcp", True)]
-)
-def test_every_store_will_do(kind, prefix, tmp_path):
-    store = stores(kind, tmp_path)
-    view = PrefixStore("a", store) if prefix else store
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_every_store_will_do(kind, tmp_path):
+    view = stores(kind, tmp_path)
     assert exchange_on_all_ranks(view, times=3) == [[0, 1, 2]] * SIZE
     with pytest.raises(TimeoutError, match=r"ranks 0, 2 of 3 did not arrive"):
         exchange_once(view, 1, timeout_s=0.2)
@@ -147,23 +143,13 @@ def test_the_first_cause_wins():
     assert second.fail(Failure("RingError", "what follows")).text.endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("ranks", slow_after(1, [[0, 1, 1, 2], [0, 1, 2, 2], [2, 1, 1, 0]]))
-def test_two_processes_of_one_rank_are_refused_on_all(ranks):
+def test_two_processes_of_one_rank_are_refused_on_all():
     """A surplus rank waits in the next world, and gets the error there."""
-    store = HashStore()
-    waits_in_vain = ranks == [0, 1, 2, 2]  # the world was complete when the last one came
-    timeout_s = 4.0 if waits_in_vain else 2 * DEADLINE_S  # longer than the test lasts
+    store, ranks = HashStore(), [0, 1, 1, 2]
+    timeout_s = 2 * DEADLINE_S  # longer than the test lasts
     # Each one takes its place before the next one comes.
     sides = [exchange_on(store, range(rank, rank + 1), SIZE, timeout_s) for rank in ranks]
-
-    def on_process(index):
-        return gather_ranks(sides[index], ranks[index])
-
-    errors = run_on_ranks(4, on_process)
-    if waits_in_vain:
-        assert [error for error in errors[:3] if isinstance(error, Exception)] == []
-        assert "ranks 0, 1 of 3 did not arrive" in str(errors[3])
-        return
+    errors = run_on_ranks(4, lambda index: gather_ranks(sides[index], ranks[index]))
     assert all(isinstance(error, RingError) for error in errors), errors
 
 
@@ -235,14 +221,6 @@ def test_a_failure_reaches_those_who_wait_in_a_later_round():
         return side.gather(rank)
 
     assert [str(error) for error in run_on_ranks(SIZE, on_rank)] == ["in between"] * 3
-
-
-def test_restarts_do_not_see_each_other():
-    store = HashStore()
-    exchange_on(PrefixStore("first start", store), range(1), SIZE).fail(
-        Failure("RingError", "long ago")
-    )
-    exchange_on(PrefixStore("second start", store), range(1), SIZE).poll(at_once=True)
 
 
 def test_waiting_looks_seldom_and_notices_what_happens_meanwhile():

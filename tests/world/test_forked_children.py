@@ -2,16 +2,17 @@
 
 import json
 import os
-import signal
 import threading
-import time
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from pool import all_have_passed, error_of, run
+from pool import FORKS, run
 from process_set_use import check_process_set
+from shared import NAME, is_shared
+from torch import nn
+from torch.optim import SGD
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -66,48 +67,6 @@ def test_a_forked_child_can_ask_but_not_communicate(transport):
     run(fork_a_child, 3, transport=transport)
 
 
-def fork_a_worker_and_die() -> None:
-    def work(queue) -> None:
-        queue.put((hvd.rank(), os.getpid()))
-        time.sleep(60)
-
-    if hvd.rank() == 1:
-        import multiprocessing
-
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-        child = context.Process(target=work, args=(queue,), daemon=True)
-        child.start()
-        rank, pid = queue.get()
-        assert rank == 1
-        hvd.allreduce(torch.ones(3))
-        all_have_passed(Path(os.environ["WORKER_PID"]).with_name("passed"), hvd.size())
-        # The worker lives on; the other rank must still notice the death of its parent.
-        threading.Timer(20, os.kill, (pid, signal.SIGKILL)).start()
-        with open(os.environ["WORKER_PID"], "w") as file:
-            file.write(str(pid))
-        os.kill(os.getpid(), signal.SIGKILL)
-    hvd.allreduce(torch.ones(3))
-    all_have_passed(Path(os.environ["WORKER_PID"]).with_name("passed"), hvd.size())
-    kind, text = error_of(lambda: hvd.allreduce(torch.ones(3)))
-    assert kind == "PeerLostError", text
-    assert "rank 1 (pid " in text, text
-    assert "died: its connection closed" in text, text
-
-
-@on_both_transports
-def test_a_forked_worker_does_not_hide_a_death(transport, tmp_path):
-    path = tmp_path / "worker"
-    run(
-        fork_a_worker_and_die,
-        2,
-        transport=transport,
-        env={"WORKER_PID": str(path)},
-        may_die={1},
-    )
-    assert path.exists()  # the worker, in the rank's process group, ended with it
-
-
 def open_sockets() -> set[str]:
     """Return the sockets and the shared memory that this process has open."""
     with os.scandir("/proc/self/fd") as listing:
@@ -148,30 +107,53 @@ def fork_while_joining(stage: str) -> None:
     hvd.shutdown()
 
 
-@on_both_transports
-@pytest.mark.parametrize("stage", ["_share_memory", "_wait_for_neighbours"])
+@pytest.mark.parametrize(
+    ("stage", "transport"),
+    [("_share_memory", "shm"), ("_wait_for_neighbours", "shm"), ("_wait_for_neighbours", "tcp")],
+)
 def test_a_child_that_is_forked_during_init_holds_nothing(transport, stage):
     run(fork_while_joining, 3, args=(stage,), transport=transport, initialized=False)
 
 
-class Shard(torch.utils.data.IterableDataset):
-    """Numbers, a part of them for each worker of each rank: the worker asks for its rank."""
-
-    def __iter__(self):
-        assert hvd.is_initialized()
-        worker = torch.utils.data.get_worker_info()
-        part = hvd.rank() * worker.num_workers + worker.id
-        yield from torch.arange(32.0)[part :: hvd.size() * worker.num_workers]
+# --- the memory of their parent's host
 
 
-def load_data() -> None:
-    for _ in range(2):
-        loader = torch.utils.data.DataLoader(
-            Shard(), batch_size=8, num_workers=2, multiprocessing_context="fork"
-        )
-        total = sum(float(batch.sum()) for batch in loader)
-        assert hvd.allreduce(torch.tensor([total]), op=hvd.Sum).item() == sum(range(32))
+def holds_memory(pid: int | str) -> bool:
+    """Return whether a process has mapped the memory of a host, or has its descriptor."""
+    process = Path(f"/proc/{pid}")
+    opened = [os.readlink(fd) for fd in (process / "fd").iterdir() if fd.is_symlink()]
+    return NAME in (process / "maps").read_text() or any(NAME in name for name in opened)
 
 
-def test_data_loader_workers_know_the_rank():
-    run(load_data, 2)
+def fork_and_touch() -> None:
+    """A child reads zeros in its parent's shared memory, and writes to a copy of its own."""
+    weight = nn.Parameter(torch.zeros(100_000))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.1))
+    (weight * 3).sum().backward()
+    shared = hvd.empty_shared(1000).fill_(5.0)
+    assert is_shared(weight.grad)
+    assert is_shared(shared)
+    assert holds_memory("self")
+    child = os.fork()
+    if child == 0:
+        passed = not holds_memory("self")
+        for tensor in (weight.grad, shared):
+            passed = passed and bool(tensor.eq(0).all())
+            tensor.fill_(7.0)
+            passed = passed and bool(tensor.eq(7).all())
+        weight.grad = None
+        (weight * 2).sum().backward()
+        optimizer.zero_grad()
+        passed = passed and not holds_memory("self")
+        os._exit(0 if passed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert weight.grad.eq(3).all()
+    assert shared.eq(5).all()
+    optimizer.step()
+    optimizer.zero_grad()
+    (weight * 4).sum().backward()
+    assert weight.grad.eq(4).all()
+
+
+def test_a_child_has_none_of_its_parents_shared_memory():
+    run(fork_and_touch, 2, kind=FORKS)

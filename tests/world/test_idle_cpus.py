@@ -31,7 +31,6 @@ def lines(cpus: int, threads: int, variables: dict[str, str], bound: bool) -> li
 @pytest.mark.parametrize(
     ("cpus", "threads", "variables", "bound", "said"),
     [
-        pytest.param(64, 1, {}, False, ("1 thread", 64, 32, 1), id="as under mpirun"),
         pytest.param(8, 1, {}, False, ("1 thread", 8, 4, 1), id="eight CPUs"),
         pytest.param(64, 8, {}, False, ("8 threads", 64, 32, 8), id="some threads"),
         pytest.param(64, 16, {}, False, None, id="half, as of hardware threads"),

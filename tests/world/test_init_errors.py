@@ -1,58 +1,79 @@
-"""Errors of init(), and of calls before it."""
+"""init(): its errors, and those of calls before it; worlds of some of the ranks."""
 
 import os
 
 import pytest
 import torch
-from pool import RanksFailed, run
+from pool import RanksFailed, error_of, run
+from ports import free_port
+from process_set_use import check_process_set
 
 import torch_ring as hvd
 
 
-def call_before_init() -> None:
+def call_wrongly() -> None:
+    """The first arguments of init() are no rank, size or backend."""
     for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
         with pytest.raises(ValueError, match=r"call init\(\) first"):
             call()
-    assert not hvd.is_initialized()
-
-
-def test_use_before_init():
-    run(call_before_init, 1, initialized=False)
-
-
-def call_init_like_init_process_group() -> None:
-    """The first arguments of init() are no rank, size or backend."""
     for arguments in ((0, 2), ("gloo",)):
         with pytest.raises(ValueError, match=r"give rank and size by name, as in init\(rank=0"):
             hvd.init(*arguments)
     assert not hvd.is_initialized()
 
 
-def test_rank_and_size_without_names():
-    run(call_init_like_init_process_group, 1, initialized=False)
+def test_calls_before_init():
+    run(call_wrongly, 1, initialized=False)
 
 
-def test_missing_ranks_are_named():
-    def message(failed: RanksFailed) -> str:
-        return str(failed)
+@pytest.mark.parametrize(
+    ("size", "env", "message"),
+    [
+        (
+            2,
+            {"TORCH_RING_INIT_TIMEOUT": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+            r"ranks 2, 3 of 4 did not arrive",
+        ),
+        (1, {"TORCH_RING_TIMEOUT": "soon"}, "TORCH_RING_TIMEOUT='soon': must be a number"),
+        (
+            1,
+            {"TORCH_RING_FAIL": "nowhere:kill"},
+            "TORCH_RING_FAIL: 'nowhere:kill': there is no such place",
+        ),
+    ],
+    ids=["missing ranks", "a setting", "a failpoint"],
+)
+def test_the_cause_is_named(size, env, message):
+    with pytest.raises(RanksFailed, match=message):
+        run(hvd.rank, size, env=env)
 
-    env = {"TORCH_RING_INIT_TIMEOUT": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    with pytest.raises(RanksFailed) as failed:
-        run(hvd.rank, 2, env=env)
-    assert "ranks 2, 3 of 4 did not arrive" in message(failed.value)
+
+def join_halves(turns: int) -> None:
+    rank = int(os.environ["RANK"])
+    for _ in range(turns):
+        half = [rank % 2 + 2, rank % 2]
+        hvd.init(comm=half)
+        assert (hvd.rank(), hvd.size()) == (rank // 2, 2)
+        assert (hvd.local_size(), hvd.cross_size()) == (2, 1)
+        assert hvd.allgather(torch.tensor([rank])).tolist() == sorted(half)
+        check_process_set(hvd.add_process_set([1]), [1])
+        hvd.shutdown()
+    kind, text = error_of(lambda: hvd.init(comm=[(rank + 1) % 4]))
+    assert (kind, f"rank {rank} is not in" in text) == ("InvalidArgumentError", True)
+    hvd.init(comm=[rank])
+    assert (hvd.rank(), hvd.size()) == (0, 1)
+    hvd.shutdown()
+    hvd.init(comm=[3, 1, 2, 0])
+    assert (hvd.rank(), hvd.size()) == (rank, 4)
+    hvd.barrier()
+    hvd.shutdown()
 
 
-def test_a_bad_setting_is_named():
-    with pytest.raises(RanksFailed, match="TORCH_RING_TIMEOUT='soon': must be a number"):
-        run(hvd.rank, 1, env={"TORCH_RING_TIMEOUT": "soon"})
-
-
-def init_with_own_secret() -> None:
-    os.environ["TORCH_RING_SECRET"] = "of rank " + os.environ["RANK"]
-    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3"
-    hvd.init()
-
-
-def test_different_secrets_are_refused():
-    with pytest.raises(RanksFailed, match="secret"):
-        run(init_with_own_secret, 2, initialized=False)
+@pytest.mark.parametrize("store_of", ["agent", "rank 0", "host"])
+def test_lists_of_ranks(store_of):
+    env = {}
+    if store_of != "agent":
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    if store_of == "host":
+        env["MASTER_ADDR"] = ""
+    run(join_halves, 4, args=(2,), env=env, initialized=False)

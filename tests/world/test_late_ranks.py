@@ -3,28 +3,29 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import threading
 import time
 from pathlib import Path
 
-import namespaces
 import pytest
 import torch
+from host_fixtures import on_hosts, run_on_hosts
 from logs import logged
 from pool import all_have_passed, error_of, eventually, run
-from slow import on_shm_and_slowly_on_tcp, slow
+from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
+from torch_ring.config import SETTINGS, Config
 
 WARN_S = 0.4
 LATE_S = 2.0
 
-HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("ip") is not None
-needs_namespaces = pytest.mark.skipif(
-    not HAS_NAMESPACES, reason="network namespaces need root and `ip` (iproute2)"
-)
+LONGEST = {
+    s.variable: f"{1e8 if s.field != 'fusion_window_s' else 1000:g}"
+    for s in SETTINGS
+    if isinstance(getattr(Config(), s.field), float)
+}
 
 
 def accused(text: str) -> list[int]:
@@ -35,10 +36,8 @@ def accused(text: str) -> list[int]:
     return sorted(int(rank) for rank in ranks)
 
 
-def come_late(late: list[int], init: bool, folder: Path) -> list[str]:
+def come_late(late: list[int], several_hosts: bool, folder: Path) -> list[str]:
     """Reduce on all ranks; late ones come after the others have reported them. Return the log."""
-    if init:
-        hvd.init()
     values = torch.ones(3)
     hvd.barrier()
     told = {rank: folder / f"told-{rank}" for rank in range(hvd.size()) if rank not in late}
@@ -50,7 +49,7 @@ def come_late(late: list[int], init: bool, folder: Path) -> list[str]:
         def has_told() -> bool:
             # On several hosts some ranks name only the late ranks of their own host.
             lines = warnings()
-            return len(lines) >= 2 and (init or late in map(accused, lines))
+            return len(lines) >= 2 and (several_hosts or late in map(accused, lines))
 
         if hvd.rank() in late:
             assert eventually(lambda: all(path.exists() for path in told.values()))
@@ -58,10 +57,7 @@ def come_late(late: list[int], init: bool, folder: Path) -> list[str]:
             mine = told[hvd.rank()]
             threading.Thread(target=lambda: eventually(has_told) and mine.touch()).start()
         assert hvd.allreduce(values, op=hvd.Sum, name="x").tolist() == [hvd.size()] * 3
-        lines = warnings()
-    if init:
-        hvd.shutdown()
-    return lines
+        return warnings()
 
 
 def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: bool = False) -> None:
@@ -79,40 +75,34 @@ def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: boo
         assert lines[-1].startswith(f"rank {rank} has waited ")
 
 
-@pytest.mark.parametrize(
-    ("transport", "size", "late"),
-    [
-        ("shm", 4, [0, 2]),
-        slow("tcp", 2, [0]),
-        slow("tcp", 5, [2, 3]),
-    ],
-)
+TELL_ALWAYS = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_STALL_WARNING": str(WARN_S)}
+
+
+@pytest.mark.parametrize(("transport", "size", "late"), [("shm", 4, [0, 2]), ("tcp", 5, [2, 3])])
 def test_a_warning_names_the_late_ranks_and_repeats(transport, size, late, tmp_path):
-    env = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_STALL_WARNING": str(WARN_S)}
-    logs = run(come_late, size, args=(late, False, tmp_path), transport=transport, env=env)
-    check_warnings(logs, late)
+    args = late, False, tmp_path
+    check_warnings(run(come_late, size, args=args, transport=transport, env=TELL_ALWAYS), late)
 
 
-def env_of_namespaces(**settings: str) -> dict[str, str]:
-    address = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29511"}
-    return address | {f"TORCH_RING_{name}": value for name, value in settings.items()}
+class TestSeveralHosts:
+    pytestmark = on_hosts
 
+    @pytest.mark.slow
+    def test_late_ranks(self, hosts, tmp_path):
+        layout, late = [0, 1, 1, 2], [0, 3]
+        logs = run_on_hosts(come_late, hosts, layout, late, True, tmp_path, env=TELL_ALWAYS)
+        check_warnings(logs, late, several_hosts=True)
 
-@pytest.mark.slow
-@pytest.mark.netns
-@needs_namespaces
-def test_the_late_ranks_of_several_hosts(hosts, tmp_path):
-    layout, late = [0, 1, 1, 2], [0, 3]
-    logs = run(
-        come_late,
-        len(layout),
-        args=(late, True, tmp_path),
-        initialized=False,
-        transport="",
-        env=env_of_namespaces(TIMEOUT="0", STALL_WARNING=str(WARN_S)),
-        namespaces=[hosts[host] for host in layout],
-    )
-    check_warnings(logs, late, several_hosts=True)
+    @pytest.mark.slow
+    def test_a_rank_that_is_stopped(self, hosts, tmp_path):
+        victim = 2  # the first of the second host
+        args = victim, tmp_path
+        layout, env = [0, 0, 1, 1], {"TORCH_RING_TIMEOUT": "3"}
+        texts = run_on_hosts(
+            outlive_a_stopped_rank, hosts, layout, *args, env=env, may_die={victim}
+        )
+        for rank, text in enumerate(texts):
+            assert rank == victim or accused(text) == [victim], text
 
 
 def outlive_a_stopped_rank(victim: int, folder: Path) -> str:
@@ -148,30 +138,6 @@ def test_a_timeout_names_the_rank_that_is_stopped(transport, size, victim, tmp_p
         args=(victim, tmp_path),
         transport=transport,
         env={"TORCH_RING_TIMEOUT": "3"},
-        may_die={victim},
-    )
-    for rank, text in enumerate(texts):
-        assert rank == victim or accused(text) == [victim], text
-
-
-def outlive_on_hosts(victim: int, folder: Path) -> str:
-    hvd.init()
-    return outlive_a_stopped_rank(victim, folder)
-
-
-@pytest.mark.slow
-@pytest.mark.netns
-@needs_namespaces
-def test_a_timeout_names_the_rank_that_is_stopped_on_one_of_several_hosts(hosts, tmp_path):
-    victim = 2  # the first of the second host
-    texts = run(
-        outlive_on_hosts,
-        4,
-        args=(victim, tmp_path),
-        initialized=False,
-        transport="",
-        env=env_of_namespaces(TIMEOUT="3"),
-        namespaces=[hosts[host] for host in (0, 0, 1, 1)],
         may_die={victim},
     )
     for rank, text in enumerate(texts):
@@ -219,3 +185,12 @@ def call_in_two_threads() -> list[list[float]]:
 def test_a_second_thread_may_come_later(transport):
     for results in run(call_in_two_threads, 2, transport=transport):
         assert results == [[2.0, 2.0]] * 2
+
+
+def reduce_a_little() -> None:
+    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+
+
+def test_the_longest_times_that_the_settings_take():
+    run(reduce_a_little, 2, transport="tcp", env=LONGEST)

@@ -11,28 +11,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
 import torch
-from namespaces import Host
+from host_fixtures import on_hosts, run_on_hosts
 from pool import error_of, run
-from slow import slow
 
 import torch_ring as hvd
 from torch_ring.world import preemption
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[Sequence[Host]]:
-    try:
-        with namespaces.hosts(2) as hosts:
-            yield hosts
-    except OSError as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 @contextlib.contextmanager
@@ -65,9 +54,10 @@ def steps_until_stop(signalled: dict[int, int], together: bool) -> tuple[int, st
     raise AssertionError("nobody stopped")
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["training", "evaluating"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "transport", "together"),
+    [(1, "shm", False), (2, "shm", True), (4, "shm", False), (4, "tcp", True), (2, "tcp", False)],
+)
 def test_all_ranks_stop_at_the_same_step(size, transport, together):
     last = size - 1
     results = run(steps_until_stop, size, args=({last: 20}, together), transport=transport)
@@ -117,20 +107,15 @@ def test_stops_at_random_times():
     assert others == [first] * 3
 
 
-@slow
-@pytest.mark.netns
-def test_stops_at_random_times_on_hosts(two_hosts):
-    first, second = two_hosts
-    steps, *others = run(
-        stops_of_random_times,
-        4,
-        args=(100, 2),
-        transport="",
-        env={"MASTER_ADDR": first.address},
-        namespaces=[first.namespace, first.namespace, second.namespace, second.namespace],
-        deadline_s=300,
-    )
-    assert others == [steps] * 3
+class TestTwoHosts:
+    pytestmark = on_hosts
+
+    @pytest.mark.slow
+    def test_stops_at_random_times(self, hosts):
+        steps, *others = run_on_hosts(
+            stops_of_random_times, hosts, [0, 0, 1, 1], 100, 2, deadline_s=300
+        )
+        assert others == [steps] * 3
 
 
 def signal_before_init() -> list[int]:

@@ -87,9 +87,8 @@ def add_without_memory(broken: int) -> None:
     assert memory_bytes() <= size
 
 
-@pytest.mark.parametrize("broken", [0, 1])
-def test_a_member_without_memory(broken):
-    run(add_without_memory, 4, args=(broken,))
+def test_a_member_without_memory():
+    run(add_without_memory, 4, args=(1,))
 
 
 def use_without_engine(broken: int, how: str, limited: Path) -> None:
@@ -132,8 +131,9 @@ def use_without_engine(broken: int, how: str, limited: Path) -> None:
             check_process_set(each, each.ranks or [])
 
 
-@pytest.mark.parametrize(("how", "transport"), [("memory", "shm"), ("descriptors", "tcp")])
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize(
+    ("broken", "how", "transport"), [(0, "memory", "shm"), (1, "descriptors", "tcp")]
+)
 def test_a_member_whose_engine_cannot_be_made(broken, how, transport, tmp_path):
     run(use_without_engine, 4, args=(broken, how, tmp_path / "limited"), transport=transport)
 
@@ -181,8 +181,7 @@ def die_while_adding(when: str) -> tuple[str, str]:
     return kind, text
 
 
-@on_both_transports
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("when", "transport"), [("before", "shm"), ("after", "tcp")])
 def test_a_member_that_dies_while_the_set_is_added(when, transport):
     for kind, text in run(die_while_adding, 3, args=(when,), transport=transport, may_die=[2])[:2]:
         assert (kind, "rank 2 (" in text) == ("PeerLostError", True), (kind, text)
@@ -226,9 +225,10 @@ def interrupt_a_rank(who: int, mark: str, number: int) -> None:
     check_process_set(hvd.add_process_set([0, 1]), [0, 1])
 
 
-@on_both_transports
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("who", "number", "transport"),
+    [(0, signal.SIGINT, "shm"), (1, signal.SIGUSR1, "tcp"), (2, signal.SIGINT, "tcp")],
+)
 def test_an_interrupt_while_a_set_is_added_or_removed(who, number, transport, tmp_path):
     arguments = (who, str(tmp_path / "interrupted"), int(number))
     run(interrupt_a_rank, 3, args=arguments, transport=transport)

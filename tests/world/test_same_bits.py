@@ -1,16 +1,13 @@
 """The same program gives the same bits in every run, with any delays of its operations."""
 
 import hashlib
-import os
 import random
-import shutil
 import time
 
-import namespaces
 import pytest
 import torch
+from host_fixtures import on_hosts, run_on_hosts
 from pool import run
-from slow import slow
 from torch import Tensor, nn
 
 import torch_ring as hvd
@@ -82,35 +79,11 @@ def require_one_result(found: list[tuple[set[str], set[str]]]) -> None:
         assert len(set.union(*results)) == 1
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), slow("tcp", 5)])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3)])
 def test_every_run_has_the_same_bits(transport, size):
     # Buckets that are sent during backward, and fused if they meet.
     env = {"TORCH_RING_BUCKET_BYTES": "50000"}
     require_one_result(run(both, size, transport=transport, env=env))
-
-
-def both_in_a_world() -> tuple[set[str], set[str]]:
-    hvd.init()
-    results = both()
-    hvd.shutdown()
-    return results
-
-
-@pytest.mark.netns
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
-def test_every_run_on_two_hosts_has_the_same_bits(hosts):
-    env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29513"}
-    env["TORCH_RING_BUCKET_BYTES"] = "50000"
-    found = run(
-        both_in_a_world,
-        4,
-        initialized=False,
-        transport="",
-        env=env,
-        namespaces=[hosts[host] for host in (0, 0, 1, 1)],
-    )
-    require_one_result(found)
 
 
 OF_HOSTS = (0, 1, 0, 1)
@@ -119,7 +92,6 @@ UNEVEN = (3.69140625, -12.59375, 8.8125, 9.143352508544922e-05)  # their order c
 
 def sums_of_16_bits() -> None:
     """An element's float32 sum is that of each host's ranks, then of the hosts, rounded once."""
-    hvd.init()
     generator = torch.Generator().manual_seed(1)
     exponents = torch.randint(-10, 7, (4, max(COUNTS)), generator=generator)
     inputs = torch.randn(4, max(COUNTS), generator=generator) * torch.exp2(exponents)
@@ -135,18 +107,14 @@ def sums_of_16_bits() -> None:
             assert torch.equal(hvd.allreduce(own, op=hvd.Sum), expected[:count])
             part = hvd.reducescatter(own, op=hvd.Sum)
             assert torch.equal(hvd.allgather(part), expected[:count])
-    hvd.shutdown()
 
 
-@pytest.mark.netns
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
-def test_sums_of_16_bit_floats_on_two_hosts_are_added_host_by_host(hosts):
-    run(
-        sums_of_16_bits,
-        4,
-        initialized=False,
-        transport="",
-        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29514"},
-        namespaces=[hosts[host] for host in OF_HOSTS],
-    )
+class TestTwoHosts:
+    pytestmark = on_hosts
+
+    def test_every_run(self, hosts):
+        env = {"TORCH_RING_BUCKET_BYTES": "50000"}
+        require_one_result(run_on_hosts(both, hosts, [0, 0, 1, 1], env=env))
+
+    def test_sums_of_16_bit_floats_are_added_host_by_host(self, hosts):
+        run_on_hosts(sums_of_16_bits, hosts, OF_HOSTS)

@@ -1,82 +1,53 @@
 """Several hosts: network namespaces that veth pairs join to a bridge."""
 
+from __future__ import annotations
+
 import contextlib
-import logging
 import os
-import shutil
+import signal
 import threading
 from pathlib import Path
 
 import namespaces
+import programs
 import pytest
 import torch
+from dtype_checks import check_complex, check_integer_averages, check_moves
+from host_fixtures import on_hosts, run_on_hosts
+from logs import logged
+from oracle import play_by_optimizer
 from packet_loss import losing_packets
-from pool import all_have_passed, error_of, run
+from pool import all_have_passed, error_of
+from rooted_checks import check_every_root
 from slow import slow
 
 import torch_ring as hvd
 
-PORT = "29511"
-
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)"),
-]
-
-
-def line_logged_by_init() -> str:
-    """Return the line that init() logs."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("torch_ring").addHandler(handler)
-    logging.getLogger("torch_ring").setLevel("INFO")
-    hvd.init()
-    return "".join(lines)
+pytestmark = on_hosts
 
 
 def check_everything() -> str:
-    line = line_logged_by_init()
+    """Return the line that init() logs."""
+    with logged() as lines:
+        hvd.init()
     size, rank = hvd.size(), hvd.rank()
     for count in (1, 1000, 200_003):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            mine = (torch.arange(count) % 7 + rank).to(dtype)
-            want = (torch.arange(count) % 7) * size + size * (size - 1) // 2
-            assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), want.to(dtype))
-            for root in range(size):
-                want = (torch.arange(count) % 7 + root).to(dtype)
-                assert torch.equal(hvd.broadcast(mine, root_rank=root), want)
+        mine = (torch.arange(count) % 7 + rank).float()
+        want = (torch.arange(count) % 7 * size + size * (size - 1) // 2).float()
+        assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), want)
+        for root in range(size):
+            assert torch.equal(hvd.broadcast(mine, root_rank=root), mine - rank + root)
         rows = torch.full((rank * count, 2), float(rank))
         want = torch.cat([torch.full((r * count, 2), float(r)) for r in range(size)])
         assert torch.equal(hvd.allgather(rows), want)
     hvd.barrier()
-    check_process_sets()
-    check_training()
-    kind = "nothing"
-    try:
-        hvd.allreduce(torch.zeros(3 + rank), name="a")
-    except hvd.MismatchError as error:
-        kind = str(error)
-    assert "rank 0: allreduce 'a' float32 [3]" in kind
+    play_by_optimizer(programs.plain, ("momentum",))
+    kind, text = error_of(lambda: hvd.allreduce(torch.zeros(3 + rank), name="a"))
+    assert kind == "MismatchError"
+    assert "rank 0: allreduce 'a' float32 [3]" in text
     hvd.shutdown()
     join_a_part(rank, size)
-    return line
-
-
-def check_process_sets() -> None:
-    """Use sets inside a host, across hosts, and of a part of each host."""
-    size, rank = hvd.size(), hvd.rank()
-    for ranks in ([0, 1], [size - 1, 0], list(range(1, size)), list(range(0, size, 2))):
-        if len(ranks) == size or hvd.ProcessSet(ranks).process_set_id is not None:
-            continue
-        added = hvd.add_process_set(ranks)
-        if rank in ranks:
-            for count in (1, 50_000):
-                summed = hvd.allreduce(torch.full((count,), rank), op=hvd.Sum, process_set=added)
-                assert (summed == sum(ranks)).all()
-            assert hvd.allgather_object(rank, process_set=added) == sorted(ranks)
-    hvd.barrier()
+    return "".join(lines)
 
 
 def join_a_part(rank: int, size: int) -> None:
@@ -88,47 +59,124 @@ def join_a_part(rank: int, size: int) -> None:
     hvd.shutdown()
 
 
-def check_training() -> None:
-    torch.manual_seed(hvd.rank())
-    model = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
-    )
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(8, 5)).square().mean().backward()
-        optimizer.step()
-    for parameter in model.parameters():
-        everyone = hvd.allgather(parameter.detach().reshape(1, -1))
-        assert all(torch.equal(everyone[0], other) for other in everyone)
-
-
 @pytest.mark.parametrize(
     ("layout", "connections"),
-    [
-        ([0, 0, 1, 1], "1"),
-        slow([0, 1, 0, 1], "2"),
-        slow([0, 0, 1, 2], "1"),
-        ([0, 1, 2], "3"),
-    ],
+    [([0, 0, 1, 1], "1"), slow([0, 0, 1, 2], "2"), ([0, 1, 2], "3")],
     ids=str,
 )
 def test_layouts_of_ranks_on_hosts(hosts, layout, connections):
-    env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": PORT}
-    env["TORCH_RING_CONNECTIONS"] = connections
-    lines = run(
-        check_everything,
-        len(layout),
-        initialized=False,
-        transport="",
-        env=env,
-        namespaces=[hosts[host] for host in layout],
-    )
+    env = {"TORCH_RING_CONNECTIONS": connections}
+    lines = run_on_hosts(check_everything, hosts, layout, env=env, initialized=False)
     assert lines[0].startswith(f"{len(layout)} ranks")
     assert f"{namespaces.NETWORK}.1" in lines[0]
     assert ("shared memory" in lines[0]) == (len(set(layout)) < len(layout))
     assert lines[1:] == [""] * (len(layout) - 1)
+
+
+def check_dtypes() -> None:
+    check_integer_averages()
+    check_complex()
+    check_moves()
+
+
+@pytest.mark.parametrize(
+    ("check", "layout"),
+    [
+        (check_dtypes, [0, 0, 1, 1]),
+        # Rank 1 is on no lane, as the second host has no second rank.
+        (check_every_root, [0, 0, 1]),
+    ],
+)
+def test_shared_memory_inside_and_a_ring_between(hosts, check, layout):
+    run_on_hosts(check, hosts, layout)
+
+
+# --- process sets
+
+
+def use_every_collective(members: hvd.ProcessSet, count: int) -> None:
+    """Call each collective once on the members."""
+    ranks, size, own = members.ranks or [], members.size(), hvd.rank()
+    index, total = members.rank(), sum(members.ranks or [])
+    mine = torch.full((count,), float(own))
+    assert (hvd.allreduce(mine, op=hvd.Sum, process_set=members) == total).all()
+    assert (hvd.allreduce(mine, op=hvd.Max, process_set=members) == max(ranks)).all()
+    assert (hvd.broadcast(mine, root_rank=ranks[-1], process_set=members) == ranks[-1]).all()
+    rows = hvd.allgather(torch.full((count + index, 1), own), process_set=members)
+    want = [torch.full((count + i, 1), rank) for i, rank in enumerate(ranks)]
+    assert torch.equal(rows, torch.cat(want))
+    grouped = hvd.grouped_allreduce([mine, mine[:3]], op=hvd.Sum, process_set=members)
+    assert all((tensor == total).all() for tensor in grouped)
+    part = hvd.reducescatter(
+        torch.arange(size * count).float() + own, op=hvd.Sum, process_set=members
+    )
+    own_part = torch.arange(index * count, (index + 1) * count).float()
+    assert torch.equal(part, own_part * size + total)
+    parts = (torch.arange(size).repeat_interleave(count) + 100 * own).float()
+    exchanged, _ = hvd.alltoall(
+        parts, splits=torch.full((size,), count, dtype=torch.int64), process_set=members
+    )
+    assert torch.equal(
+        exchanged, torch.cat([torch.full((count,), 100.0 * r + index) for r in ranks])
+    )
+    assert hvd.allgather_object({"rank": own}, process_set=members) == [{"rank": r} for r in ranks]
+    hvd.barrier(process_set=members)
+
+
+def use_sets(sets: list[list[int]]) -> None:
+    added = [hvd.add_process_set(ranks) for ranks in sets]
+    for each in added:
+        if each.included():
+            for count in (2, 70_001):
+                use_every_collective(each, count)
+    hvd.barrier()
+    for each in added:
+        assert hvd.remove_process_set(each)
+    hvd.barrier()
+
+
+@pytest.mark.parametrize(
+    ("layout", "sets"),
+    [
+        # Without the leaders of hosts (0 and 2; 0 and 1); one a host; several and one.
+        ([0, 0, 1, 1], [[1, 3], [1, 2, 3], [1, 2], [2, 3], [0, 3]]),
+        slow([0, 1, 0, 1, 0], [[2, 3, 4], [2, 4], [1, 2, 4], [3, 4]]),
+    ],
+    ids=str,
+)
+def test_sets_without_the_leaders_of_hosts(hosts, layout, sets):
+    run_on_hosts(use_sets, hosts, layout, sets)
+
+
+def outlive_the_leaders(leaders: list[int], passed: Path) -> tuple[str, str]:
+    """The leaders of hosts die after the use of one set, and before the first use of another."""
+    rest = [rank for rank in range(hvd.size()) if rank not in leaders]
+    members, unused = hvd.add_process_set(rest), hvd.add_process_set(rest[1:])
+    if members.included():
+        use_every_collective(members, 2)
+    hvd.barrier()
+    all_have_passed(passed, hvd.size())
+    if hvd.rank() in leaders:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(hvd.barrier)
+    for _ in range(3):
+        use_every_collective(members, 70_001)
+        if unused.included():
+            use_every_collective(unused, 70_001)
+    return error
+
+
+def test_a_set_goes_on_when_leaders_of_hosts_have_died(hosts, tmp_path):
+    leaders = [0, 2]
+    outcomes = run_on_hosts(
+        outlive_the_leaders, hosts, [0, 0, 1, 1, 2, 2], leaders, tmp_path, may_die=leaders
+    )
+    for rank, outcome in enumerate(outcomes):
+        if rank not in leaders:
+            assert outcome[0] == "PeerLostError", outcomes
+
+
+# --- links that lose packets
 
 
 def cut_the_last_rank_off(passed: Path) -> str:
@@ -139,28 +187,17 @@ def cut_the_last_rank_off(passed: Path) -> str:
     if hvd.rank() == hvd.size() - 1:
         pull = ("ip", "link", "set", "eth0", "down")
         threading.Timer(0.3, namespaces.run, pull).start()
-    try:
-        while True:
-            hvd.allreduce(tensor)
-    except hvd.PeerLostError as error:
-        return str(error)
+    kind = "nothing"
+    while kind == "nothing":
+        kind, text = error_of(lambda: hvd.allreduce(tensor))
+    assert kind == "PeerLostError"
+    return text
 
 
 def test_a_cut_link_is_noticed(hosts, tmp_path):
-    env = {
-        "MASTER_ADDR": f"{namespaces.NETWORK}.1",
-        "MASTER_PORT": PORT,
-        "TORCH_RING_HEARTBEAT_TIMEOUT": "1.5",
-    }
+    env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"}
     try:
-        errors = run(
-            cut_the_last_rank_off,
-            2,
-            args=(tmp_path,),
-            transport="",
-            env=env,
-            namespaces=[hosts[0], hosts[2]],
-        )
+        errors = run_on_hosts(cut_the_last_rank_off, hosts, [0, 2], tmp_path, env=env)
     finally:
         namespaces.run("ip", "-n", hosts[2], "link", "set", "eth0", "up")
     assert f"rank 1 ({namespaces.NETWORK}.3, pid " in errors[0]
@@ -191,9 +228,8 @@ def test_the_end_of_a_job_survives_packet_loss(hosts, full):
             pass
     except OSError as error:
         pytest.skip(f"no packets can be dropped here: {error}")
-    env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": PORT}
     for _ in range(100 if full else 1):
-        run(leave_while_packets_get_lost, 3, transport="", env=env, namespaces=hosts)
+        run_on_hosts(leave_while_packets_get_lost, hosts, [0, 1, 2])
 
 
 def leave_while_the_link_is_down() -> tuple[str, str]:
@@ -211,12 +247,8 @@ def leave_while_the_link_is_down() -> tuple[str, str]:
 @pytest.mark.slow
 def test_a_goodbye_survives_a_link_that_loses_it(hosts):
     """Heartbeats of the others come in between: they must not reset the connection."""
-    env = {
-        "MASTER_ADDR": f"{namespaces.NETWORK}.1",
-        "MASTER_PORT": PORT,
-        "TORCH_RING_HEARTBEAT_TIMEOUT": "8",
-    }
-    results = run(leave_while_the_link_is_down, 3, transport="", env=env, namespaces=hosts)
+    env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "8"}
+    results = run_on_hosts(leave_while_the_link_is_down, hosts, [0, 1, 2], env=env)
     for kind, text in results[1:]:
         assert kind == "PeerLostError"
         assert f"rank 0 ({namespaces.NETWORK}.1, pid " in text

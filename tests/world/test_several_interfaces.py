@@ -1,29 +1,26 @@
 """Hosts with two network interfaces each: network namespaces with two veth pairs."""
 
+from __future__ import annotations
+
 import contextlib
 import os
-import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import namespaces
 import pytest
 import torch
+from host_fixtures import on_hosts, run_on_hosts
 from namespaces import Host
-from pool import all_have_passed, error_of, run
 
 import torch_ring as hvd
 
-PORT = "29511"
 MIB = 1 << 20
 BOTH = {"TORCH_RING_INTERFACE": "eth0,eth1"}
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)"),
-]
+pytestmark = on_hosts
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +36,12 @@ def two_hosts() -> Iterator[list[Host]]:
         yield list(made)
 
 
-def on_hosts(
-    function, hosts: list[Host], *args, env: dict[str, str], may_die: tuple[int, ...] = ()
-) -> list:
+def on_each(
+    fn: Callable[..., Any], hosts: list[Host], *args: Any, env: dict[str, str], **more: Any
+) -> list[Any]:
     """Return the results of a function on a rank of each host."""
-    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT}
-    return run(
-        function,
-        len(hosts),
-        args=args,
-        initialized=False,
-        transport="",
-        env=where | env,
-        may_die=may_die,
-        namespaces=[host.namespace for host in hosts],
-    )
+    names = [host.namespace for host in hosts]
+    return run_on_hosts(fn, names, range(len(names)), *args, env=env, initialized=False, **more)
 
 
 def sent_bytes() -> dict[str, int]:
@@ -100,10 +88,9 @@ def sent_after_a_death(mib: int) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.parametrize("connections", ["1", "2"])
-def test_both_interfaces_carry_half_of_the_data(two_hosts, connections):
-    env = BOTH | {"TORCH_RING_CONNECTIONS": connections}
-    for sent in on_hosts(sent_by_allreduces, two_hosts, 2, 4, env=env):
+def test_both_interfaces_carry_half_of_the_data(two_hosts):
+    env = BOTH | {"TORCH_RING_CONNECTIONS": "2"}
+    for sent in on_each(sent_by_allreduces, two_hosts, 2, 4, env=env):
         all_sent = sent["eth0"] + sent["eth1"]
         assert all_sent >= 8 * MIB  # each of two ranks sends the tensor's bytes once
         for name in ("eth0", "eth1"):
@@ -113,7 +100,7 @@ def test_both_interfaces_carry_half_of_the_data(two_hosts, connections):
 def test_survivors_use_both_interfaces(two_hosts):
     first, second = two_hosts
     hosts = [first, first, second]
-    first_one, died, other = on_hosts(sent_after_a_death, hosts, 4, env=BOTH, may_die=(1,))
+    first_one, died, other = on_each(sent_after_a_death, hosts, 4, env=BOTH, may_die=(1,))
     assert died is None
     for sent in (first_one, other):
         all_sent = sent["eth0"] + sent["eth1"]
@@ -122,37 +109,6 @@ def test_survivors_use_both_interfaces(two_hosts):
 
 
 def test_without_the_setting_one_interface_carries_all(two_hosts):
-    for sent in on_hosts(sent_by_allreduces, two_hosts, 1, 1, env={}):
+    for sent in on_each(sent_by_allreduces, two_hosts, 1, 1, env={}):
         assert sent["eth0"] >= MIB
         assert sent["eth1"] < MIB // 16, sent
-
-
-def init_fails(settings: list[str], passed: Path) -> str:
-    """Return the text of the error of init() with a setting for each rank."""
-    os.environ["TORCH_RING_INTERFACE"] = settings[int(os.environ["RANK"])]
-    text = error_of(hvd.init)[1]
-    all_have_passed(passed, len(settings))  # rank 0 serves the store, which reports the error
-    return text
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        (["eth0,eth1", "eth1"], "host 10.214.88.1 has 2, and rank 1's host 10.214.89.2 has 1"),
-        (["eth0,eth7", "eth0,eth1"], "TORCH_RING_INTERFACE='eth7': must be an address of"),
-    ],
-    ids=["numbers differ", "unknown"],
-)
-def test_interfaces_that_cannot_be_used_are_told_to_all_ranks(two_hosts, settings, text, tmp_path):
-    for error in on_hosts(init_fails, two_hosts, settings, tmp_path, env={}):
-        assert text in error
-        assert "TORCH_RING_INTERFACE" in error
-
-
-def test_an_interface_that_is_down_is_told_to_all_ranks(two_hosts, tmp_path):
-    namespaces.run("ip", "-n", two_hosts[1].namespace, "link", "set", "eth1", "down")
-    try:
-        for error in on_hosts(init_fails, two_hosts, ["eth0,eth1"] * 2, tmp_path, env={}):
-            assert "TORCH_RING_INTERFACE='eth1': it is down: `ip link set eth1 up`" in error
-    finally:
-        namespaces.run("ip", "-n", two_hosts[1].namespace, "link", "set", "eth1", "up")

@@ -9,9 +9,9 @@ from slow import on_shm_and_slowly_on_tcp
 import torch_ring as hvd
 
 
-def start_over() -> None:
+def start_over(rounds: int) -> None:
     fds = len(os.listdir("/proc/self/fd"))
-    for i in range(20):
+    for i in range(rounds):
         hvd.init()
         assert hvd.allreduce(torch.full((3,), float(i))).tolist() == [float(i)] * 3
         hvd.shutdown()
@@ -38,5 +38,17 @@ def thread_names() -> list[str]:
 
 
 @on_shm_and_slowly_on_tcp
-def test_init_and_shutdown_many_times(transport):
-    run(start_over, 2, transport=transport, initialized=False)
+def test_init_and_shutdown_many_times(transport, full):
+    """With --full fifty jobs of 400 rounds: hours."""
+    for _ in range(50 if full else 1):
+        rounds = 400 if full else 20
+        deadline_s = 60 + 2 * rounds
+        args = (rounds,)
+        run(
+            start_over,
+            3,
+            args=args,
+            transport=transport,
+            initialized=False,
+            deadline_s=deadline_s,
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from host_fixtures import on_hosts
 from pool import error_of, run
 from torch.distributed import FileStore
 
@@ -21,13 +21,6 @@ from torch_ring.setup.network import own_address
 
 NOBODY = 65534
 BRIEFLY = {"TORCH_RING_INIT_TIMEOUT": "2"}
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-on_hosts = [
-    pytest.mark.netns,
-    needs_root,
-    pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)"),
-]
 
 
 def outcome_of_init() -> str:
@@ -80,22 +73,12 @@ class TestAddresses:
         assert found == [f"{namespaces.NETWORK}.1 {namespaces.NETWORK}.2"] * 2
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("address", ["0.0.0.0", "localhost"])
-    def test_rank_0_that_calls_its_own_host_so(self, hosts, address):
+    def test_rank_0_that_calls_its_own_host_so(self, hosts):
         """As with operators that give the others its name."""
-        found = run(
-            _init_at,
-            2,
-            args=[address],
-            transport="",
-            namespaces=hosts[:2],
-            initialized=False,
-            env=BRIEFLY if address == "localhost" else None,
-        )
-        if address == "localhost":
-            assert "MASTER_ADDR=localhost means that all ranks are on this host" in found[0]
-        else:
-            assert found == ["2 ranks, ['0', '1']"] * 2
+        found = outcomes(_init_at, "0.0.0.0", where=hosts[:2])
+        assert found == ["2 ranks, ['0', '1']"] * 2
+        found = outcomes(_init_at, "localhost", where=hosts[:2], env=BRIEFLY)
+        assert "MASTER_ADDR=localhost means that all ranks are on this host" in found[0]
 
     def test_a_loopback_address_is_not_given_to_other_hosts(self, hosts, tmp_path):
         env = {"TORCH_RING_INTERFACE": "lo"}
@@ -130,16 +113,11 @@ class TestAddresses:
         finally:
             namespaces.run("ip", "-n", hosts[2], "link", "set", "lo", "up")
 
-    @pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.slow)])
-    def test_a_host_whose_loopback_has_ipv6_alone(self, hosts, transport):
+    def test_a_host_whose_loopback_has_ipv6_alone(self, hosts):
         with without_address(hosts[2], "127.0.0.1/8"):
             env = {"MASTER_ADDR": "127.0.0.1"}
-            found = outcomes(where=[hosts[2]] * 2, env=env, transport=transport)
+            found = outcomes(where=[hosts[2]] * 2, env=env, transport="tcp")
             assert found == ["2 ranks, ['0', '1']"] * 2
-
-    @pytest.mark.slow
-    def test_a_host_whose_loopback_has_ipv6_alone_runs_an_elastic_job(self, hosts):
-        with without_address(hosts[2], "127.0.0.1/8"):
             job = [sys.executable, "-m", "torch_ring.run", "-np", "2", "--min-np", "2"]
             code = "import torch_ring as hvd; hvd.init(); assert hvd.size() == 2"
             namespaces.run("ip", "netns", "exec", hosts[2], *job, sys.executable, "-c", code)
@@ -223,7 +201,7 @@ def init_as_one_of_two_users() -> str:
 
 
 @pytest.mark.slow
-@needs_root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_ranks_of_two_users():
     first, second = outcomes(init_as_one_of_two_users, env=BRIEFLY)
     assert "Only ranks of one user meet on a host: this one is user 0's" in first

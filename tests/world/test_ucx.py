@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from namespaces import NETWORK
+from host_fixtures import on_hosts, run_on_hosts
 from pool import all_have_passed, error_of, run
 from scripts import ROOT
 
@@ -46,8 +45,7 @@ def reduce_and_gather() -> str:
 
 
 @needs_ucx
-@pytest.mark.parametrize("checksum", ["0", "1"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "checksum"), [(2, "1"), (3, "0")])
 def test_collectives(size, checksum):
     env = OVER_UCX | {"TORCH_RING_CHECKSUM": checksum}
     line, *others = run(reduce_and_gather, size, transport="tcp", env=env)
@@ -69,10 +67,9 @@ def reduce_with_a_dying_rank() -> tuple[str, str, bool]:
 
 
 @needs_ucx
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_death_is_told(size):
-    died = size - 1
-    outcomes = run(reduce_with_a_dying_rank, size, transport="tcp", env=OVER_UCX, may_die={died})
+def test_a_death_is_told():
+    died = 2
+    outcomes = run(reduce_with_a_dying_rank, 3, transport="tcp", env=OVER_UCX, may_die={died})
     for kind, text, is_own in outcomes[:-1]:
         assert kind == "PeerLostError", text
         assert f"rank {died}" in text, text
@@ -157,25 +154,20 @@ def init_with_devices(devices: list[str]) -> tuple[str, str]:
 
 
 @needs_ucx
-@pytest.mark.netns
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
-def test_a_rank_that_ucx_does_not_reach_fails_init(hosts):
-    """UCX of rank 1 has only the loopback interface."""
-    outcomes = run(
-        init_with_devices,
-        2,
-        args=[["all", "lo"]],
-        transport="auto",
-        env=OVER_UCX | {"MASTER_ADDR": f"{NETWORK}.1"},
-        initialized=False,
-        namespaces=hosts[:2],
-    )
-    for kind, text in outcomes:
-        assert kind in ("RingError", "PeerLostError"), text
-        assert re.search(
-            r"no connection to rank [01] \(.* over UCX .* \(UCX_TLS, UCX_NET_DEVICES\)", text
+class TestHosts:
+    pytestmark = on_hosts
+
+    def test_a_rank_that_ucx_does_not_reach_fails_init(self, hosts):
+        """UCX of rank 1 has only the loopback interface."""
+        devices = ["all", "lo"]
+        outcomes = run_on_hosts(
+            init_with_devices, hosts, [0, 1], devices, env=OVER_UCX, initialized=False
         )
+        for kind, text in outcomes:
+            assert kind in ("RingError", "PeerLostError"), text
+            assert re.search(
+                r"no connection to rank [01] \(.* over UCX .* \(UCX_TLS, UCX_NET_DEVICES\)", text
+            )
 
 
 @needs_ucx
@@ -233,12 +225,7 @@ def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
 @pytest.mark.parametrize(
     ("few", "more"),
     [
-        ("tests/collectives/test_allreduce.py tests/collectives/test_alltoall.py -k tcp",
-         "tests/collectives -k tcp"),
-        ("tests/world/test_lost_ranks.py -k tcp",
-         "tests/world/test_lost_ranks.py tests/world/test_departures.py -k tcp"),
-        ("tests/world/test_process_sets_on_hosts.py",
-         "tests/world/test_several_hosts.py tests/world/test_process_sets_on_hosts.py"),
+        ("tests/world/test_several_hosts.py -k set", "tests/world/test_several_hosts.py"),
         ("tests/elastic/test_kills.py -k tcp",
          "tests/elastic/test_kills.py tests/elastic/test_survivors.py"),
     ],

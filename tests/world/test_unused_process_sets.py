@@ -1,11 +1,8 @@
 """Process sets used by no rank or by some; their memory, ids and connections are reused."""
 
-import contextlib
 import itertools
-import os
 import random
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +15,12 @@ from process_set_use import (
     memory_bytes,
     resources,
     started_sum,
-    sum_of_ranks,
 )
-from slow import on_shm_and_slowly_on_tcp
 from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.config import Config
-from torch_ring.world import current, process_set_table
+from torch_ring.world import process_set_table
 from torch_ring.world.process_set_table import ProcessSetTable
 
 _PAGE = 4096
@@ -61,26 +56,6 @@ def holds_no_more_than(before: tuple[int, int]) -> bool:
     return eventually(lambda: all(a <= b for a, b in zip(resources(), before, strict=True)), 20.0)
 
 
-def more_than(before: tuple[int, int]) -> str:
-    """Return this process's resources, for the message of a failure."""
-    names = []
-    for folder, name_of in (
-        ("fd", os.readlink),
-        ("task", lambda path: Path(path, "comm").read_text()),
-    ):
-        for entry in sorted(os.listdir(f"/proc/self/{folder}"), key=int):
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                names.append(name_of(f"/proc/self/{folder}/{entry}").strip())
-    return f"{resources()}, not {before}, descriptors and threads: {names}"
-
-
-def slots_of(process_set: hvd.ProcessSet) -> list[int]:
-    """Return the slot of each member's memory for a set, by member."""
-    record = current.world().process_sets.find(tuple(process_set.ranks or ()))
-    assert record is not None
-    return record._slots
-
-
 # --- unused sets
 
 
@@ -91,26 +66,15 @@ def add_and_use_none(count: int) -> None:
     hvd.barrier()
     sets = add_all(ranks)
     hvd.barrier()
-    assert holds_no_more_than(before), more_than(before)
-    if connections().memory is None:
-        assert all(slots_of(each) == [-1] * each.size() for each in sets)
-    else:  # a page each, where huge pages are not forced on shared memory
-        grown = memory_bytes() - memory
-        assert grown <= sum(map(len, ranks)) * _PAGE
-        for rank in range(hvd.size()):
-            mine = [
-                slots_of(each)[of.index(rank)]
-                for each, of in zip(sets, ranks, strict=True)
-                if rank in of
-            ]
-            assert len(set(mine)) == len(mine)
-            assert min(mine) > 0
+    assert holds_no_more_than(before), resources()
+    # A page each, where huge pages are not forced on shared memory; between hosts, none.
+    assert memory_bytes() - memory <= sum(map(len, ranks)) * _PAGE
     hvd.barrier()
     check_process_set(sets[-1], ranks[-1])  # it can still be used
     remove_all(sets)
     hvd.barrier()
     assert memory_bytes() <= memory
-    assert holds_no_more_than(before), more_than(before)
+    assert holds_no_more_than(before), resources()
 
 
 @on_both_transports
@@ -118,34 +82,7 @@ def test_a_hundred_sets_that_nobody_uses(transport):
     run(add_and_use_none, 8, args=(100,), transport=transport)
 
 
-@pytest.mark.slow
-def test_five_hundred_sets_at_once():
-    run(add_and_use_none, 12, args=(500,))
-
-
 # --- first use
-
-
-def use_some_on_some_ranks() -> None:
-    """Rank 3 uses no set, though it is in some."""
-    before, rank = warmed_up(), hvd.rank()
-    sets = add_all(subsets(4, 10))
-    used = [each for each in sets if each.included() and not each.ranks.count(3)]
-    for each in used:
-        assert sum_of_ranks(each) == sum(each.ranks or [])
-    hvd.barrier()
-    # Threads that connected may take their time to end.
-    assert eventually(lambda: resources()[1] - before[1] == len(used)), more_than(before)
-    if rank == 3:
-        assert holds_no_more_than(before), more_than(before)
-    hvd.barrier()
-    remove_all(sets)
-    assert holds_no_more_than(before), more_than(before)
-
-
-@on_both_transports
-def test_only_used_sets_have_engines(transport):
-    run(use_some_on_some_ranks, 4, transport=transport)
 
 
 def use_first_in_own_order() -> None:
@@ -194,33 +131,6 @@ def test_an_asynchronous_first_use_does_not_wait(transport):
 # --- leftovers of removed sets
 
 
-def come_and_go(count: int) -> None:
-    """Sets of changing members reuse memory that still has the counters of earlier sets."""
-    before, memory = warmed_up(), 0
-    offsets: set[int] = set()
-    for turn in range(count):
-        ranks = ([0, 1], [0, 2], [0, 1, 2])[turn % 3]
-        each = hvd.add_process_set(ranks)
-        offsets.update(slots_of(each))
-        if turn % 10 < 3:
-            for _ in range(1 + turn % 4):
-                check_process_set(each, ranks)
-        hvd.remove_process_set(each)
-        if turn == 10:
-            hvd.barrier()
-            memory = memory_bytes()
-            hvd.barrier()
-    hvd.barrier()
-    assert holds_no_more_than(before), more_than(before)
-    assert memory_bytes() <= memory
-    assert len(offsets) == 1  # -1, or the first slot of every rank
-
-
-@on_shm_and_slowly_on_tcp
-def test_five_hundred_sets_one_after_another(transport):
-    run(come_and_go, 4, args=(500,), transport=transport)
-
-
 def use_once_more(rounds: int) -> None:
     """One member has used a set when it is removed, so its connections are there on both sides."""
     before, rank, size = warmed_up(), hvd.rank(), hvd.size()
@@ -242,7 +152,7 @@ def use_once_more(rounds: int) -> None:
             check_process_set(again, [0, size - 1])
         hvd.remove_process_set(again)
         hvd.barrier()
-    assert holds_no_more_than(before), more_than(before)
+    assert holds_no_more_than(before), resources()
 
 
 @on_both_transports

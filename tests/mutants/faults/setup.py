@@ -186,7 +186,7 @@ FAULTS = (
     Fault(
         "lack_unnamed", "an error of a full table of descriptors names no limit to raise", FAILURE,
         "if number not in _LACKS:", "if True:",
-        tests=("world/test_descriptor_limits.py", "setup/test_exchange_failures.py"),
+        tests=("world/test_limits.py", "setup/test_exchange.py"),
     ),
 )
 # fmt: on

@@ -101,13 +101,13 @@ FAULTS = (
         "file, line = (own or lines)[-1]", "file, line = lines[-1]",
         tests=(
             "world/test_exits.py::test_the_other_ranks_hear_why_a_rank_left",
-            "world/test_patience.py",
+            "world/test_failures.py",
         ),
     ),
     Fault(
         "success_is_reason", "sys.exit(0) is told as a failure", REASON,
         "if status is None or status == 0:", "if status is None:",
-        tests=("world/test_exits.py", "world/test_departures.py"),
+        tests=("world/test_exits.py", "world/test_failures.py"),
     ),
     Fault(
         "stops_alone", "a rank that got a signal stops at a step of its own", STOP,

@@ -1,9 +1,14 @@
-"""Scarce address space: the shared memory is smaller, and tensors outside of it are copied."""
+"""Ranks that may use little: address space, descriptors and threads.
+
+init() makes do with them, or all ranks get the rank and the limit to raise.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +16,16 @@ import torch
 from logs import logged
 from pool import error_of, run
 from shared import is_shared
-from slow import slow
 from torch import nn
 from torch.optim import SGD
 
 import torch_ring as hvd
+from torch_ring.setup import connect
 
 RANKS = 2
 FEW = {"TORCH_RING_ADDRESS_SPACE": str(64 << 20)}  # arenas of 12 MiB
+BRIEFLY = {"TORCH_RING_INIT_TIMEOUT": "8"}
+USER = 23451  # root may start any number of threads; this user has no other processes
 
 
 def limit_address_space(spare: int) -> None:
@@ -46,38 +53,111 @@ def test_ranks_with_a_limit_share_memory():
     run(init_with_a_limit, RANKS, initialized=False)
 
 
-def init_with_next_to_nothing(spare: int) -> tuple[str, str]:
-    """Rank 1 can map `spare` bytes more: too few for memory, for threads, or for anything else."""
-    if int(os.environ["RANK"]) == 1:
-        limit_address_space(spare)
-    outcome = error_of(hvd.init)
-    if outcome[0] == "nothing":
-        outcome = error_of(lambda: hvd.allreduce(torch.ones(1000)))
-    hvd.shutdown()
+def init_with_next_to_nothing(broken: int, what: str, spare: int) -> tuple[str, str]:
+    """One rank has only `spare` more bytes to map, or descriptors."""
+    with contextlib.ExitStack() as stack:
+        if int(os.environ["RANK"]) == broken and what == "bytes":
+            limit_address_space(spare)
+        elif int(os.environ["RANK"]) == broken:
+            connect._raise_descriptor_limit = lambda *_: None  # as with a low hard limit
+            taken = set(map(int, os.listdir("/proc/self/fd")))
+            free = [number for number in range(len(taken) + 100) if number not in taken]
+            stack.enter_context(limited(free[spare + 1]))  # one was this listing's
+        outcome = error_of(hvd.init)
+        if outcome[0] == "nothing":
+            outcome = error_of(lambda: hvd.allreduce(torch.ones(1000)))
+        hvd.shutdown()
     return outcome
 
 
-@pytest.mark.parametrize("transport", ["", slow("shm")])
-def test_a_rank_without_address_space_fails_all_by_name(transport):
+@contextlib.contextmanager
+def limited(soft: int) -> Iterator[None]:
+    """Limit the descriptors of this process."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    ("what", "broken", "transport", "spares"),
+    [
+        ("bytes", 1, "", (1 << 20, 4 << 20, 20 << 20, 60 << 20)),
+        ("descriptors", 2, "shm", (3, 6, 9, 12)),
+        ("descriptors", 0, "tcp", (0, 6, 9, 12)),
+    ],
+)
+def test_a_rank_without_enough_fails_all_by_name(what, broken, transport, spares):
     failed = 0
-    for spare in (1 << 20, 4 << 20, 20 << 20, 60 << 20):
-        env = {"TORCH_RING_INIT_TIMEOUT": "8"}
+    for spare in spares:
         outcomes = run(
             init_with_next_to_nothing,
-            RANKS,
-            args=(spare,),
+            2 if what == "bytes" else 3,
+            args=(broken, what, spare),
             transport=transport,
             initialized=False,
-            env=env,
+            env=BRIEFLY,
         )
         kinds = {kind for kind, _ in outcomes}
-        assert kinds <= {"nothing", "RingError", "PeerLostError"}, outcomes
+        assert what != "bytes" or kinds <= {"nothing", "RingError", "PeerLostError"}, outcomes
         assert "nothing" not in kinds or len(kinds) == 1, outcomes
-        for kind, text in outcomes:
-            assert kind == "nothing" or "rank 1" in text, outcomes
-            assert kind == "nothing" or "ulimit -" in text, outcomes
         failed += "nothing" not in kinds
-    assert failed > 0
+        lack = "Too many open files: raise `ulimit -n` (now" if what != "bytes" else "ulimit -"
+        for kind, text in outcomes:
+            is_told = lack in text and f"rank {broken}" in text
+            # A rank without any descriptor cannot report to the others why it does not come.
+            is_missed = spare == 0 and "rank 0 of 3 did not arrive" in text
+            assert kind == "nothing" or is_told or is_missed, outcomes
+    assert failed >= (1 if what == "bytes" else 2)
+
+
+def init_with_a_low_limit() -> None:
+    with limited(256):
+        hvd.init()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft > 256
+        size = hvd.size()
+        assert hvd.allreduce(torch.ones(1000), op=hvd.Sum).eq(size).all()
+        hvd.shutdown()
+
+
+def test_init_raises_a_low_limit_of_descriptors():
+    run(init_with_a_low_limit, 3, initialized=False)
+
+
+def run_out_of_threads(at_init: bool) -> tuple[str, str]:
+    os.setuid(USER)
+    rank = int(os.environ["RANK"])
+
+    def limit() -> None:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+
+    if at_init:
+        limit()
+        return error_of(hvd.init)
+    hvd.init()
+    pair = hvd.add_process_set([0, 1])
+    hvd.barrier()
+    limit()
+    if pair.included():
+        return error_of(lambda: hvd.allreduce(torch.ones(3), process_set=pair))
+    return error_of(hvd.barrier)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.parametrize("at_init", [True, False])
+def test_a_rank_without_threads(at_init):
+    for kind, text in run(run_out_of_threads, 3, args=[at_init], initialized=False)[:2]:
+        assert kind in ("RingError", "PeerLostError"), text
+        assert "rank 1" in text
+        assert "cannot start a thread: Resource temporarily unavailable" in text
+        assert "raise `ulimit -u` (now 1)" in text
+
+
+# --- what does not fit into the shared memory
 
 
 def reduce_more_than_fits() -> None:

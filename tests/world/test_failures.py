@@ -1,0 +1,431 @@
+"""Failures of ranks: the place, the transport and who fails -> the error on each other rank."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import on_ring
+from pool import all_have_passed, error_of, eventually, has_asked, run
+from slow import slow
+
+import torch_ring as hvd
+from torch_ring._C import arm_failpoints
+
+
+def soon(number: int) -> None:
+    """Send this process a signal while it communicates."""
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+
+
+def leave() -> None:
+    """Leave the world, and live a little longer."""
+    hvd.shutdown()
+    time.sleep(2)
+    os._exit(0)
+
+
+def leave_with_an_error() -> None:
+    try:
+        raise RuntimeError("disk full")
+    finally:
+        hvd.shutdown()
+
+
+def die_after_the_goodbye() -> None:
+    arm_failpoints(f"departed:{hvd.rank()}:kill")
+    hvd.shutdown()
+
+
+def leave_a_worker_behind() -> None:
+    """A child lives on, which was forked as the workers of a loader are."""
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAILURES: dict[str, tuple[Callable[[], None], str]] = {
+    "dies": (lambda: soon(signal.SIGKILL), ""),
+    "is stopped": (lambda: soon(signal.SIGSTOP), ""),
+    "leaves": (leave, "has left: it called shutdown() or exited"),
+    "leaves with an error": (leave_with_an_error, "left: RuntimeError: disk full at test_failures"),
+    "dies after its goodbye": (die_after_the_goodbye, "has left"),
+    "leaves a worker behind": (leave_a_worker_behind, "died: its connection closed"),
+}
+
+
+def outlive(victim: int, how: str, passed: Path) -> tuple[str, str]:
+    """Reduce until it fails, because the victim ends. Return the error."""
+    tensor = torch.ones(1 << 20)
+    hvd.allreduce(tensor)
+    all_have_passed(passed, hvd.size())
+    if hvd.rank() == victim:
+        FAILURES[how][0]()
+    kind = "nothing"
+    while kind == "nothing":
+        kind, text = error_of(lambda: hvd.allreduce(tensor, name="doomed"))
+    again, _ = error_of(lambda: hvd.allreduce(tensor, name="later"))
+    assert again == kind
+    begin = time.monotonic()
+    hvd.shutdown()
+    assert time.monotonic() - begin < 5
+    assert threading.active_count() == 1
+    return kind, text
+
+
+@pytest.mark.parametrize(
+    ("how", "transport", "size", "victim"),
+    [
+        ("dies", "shm", 3, 2),
+        ("dies", "tcp", 3, 0),
+        ("is stopped", "shm", 2, 1),
+        ("is stopped", "tcp", 2, 1),
+        ("leaves", "shm", 3, 2),
+        ("leaves", "tcp", 3, 2),
+        ("leaves with an error", "shm", 2, 1),
+        ("dies after its goodbye", "shm", 3, 1),
+        ("dies after its goodbye", "tcp", 3, 1),
+        ("leaves a worker behind", "shm", 2, 1),
+        ("leaves a worker behind", "tcp", 2, 1),
+    ],
+)
+def test_a_lost_rank_is_named(how, transport, size, victim, tmp_path):
+    # On a loaded machine, a late third rank could be given up in place of a stopped one.
+    env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"} if how == "is stopped" else {}
+    args = victim, how, tmp_path
+    results = run(outlive, size, args=args, transport=transport, env=env, may_die={victim})
+    for rank in {*range(size)} - {victim}:
+        kind, text = results[rank]
+        assert kind == "PeerLostError", text
+        assert f"rank {victim} (pid " in text, text
+        assert FAILURES[how][1] in text, text
+        # The second: it died between two of them.
+        assert "allreduce 'doomed' float32" in text or "this world has ended" in text, text
+
+
+def train_until_a_rank_dies() -> tuple[str, str]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def step() -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(8):
+        kind, text = error_of(step)
+        if kind != "nothing":
+            return kind, text
+    return "nothing", ""
+
+
+def error_of_init() -> tuple[str, str]:
+    return error_of(hvd.init)
+
+
+@pytest.mark.parametrize(
+    ("place", "transport"),
+    [
+        *[(f"collective:1:{nth}", "shm") for nth in (4, 5, 7, 10)],
+        slow("collective:1:5", "tcp"),
+        ("handshake.connecting:1:1", "tcp"),
+        ("handshake.accepting:1:1", "tcp"),
+    ],
+)
+def test_a_rank_dies_at_a_place(place, transport):
+    """Between two buckets of the first steps; in the handshake, long before init() gives up."""
+    is_early = place.startswith("handshake")
+    outcomes = run(
+        error_of_init if is_early else train_until_a_rank_dies,
+        3,
+        transport=transport,
+        env={
+            "TORCH_RING_FAIL": f"{place}:kill",
+            "TORCH_RING_BUCKET_BYTES": "20000",  # several buckets a step
+            "TORCH_RING_INIT_TIMEOUT": "600",
+        },
+        initialized=not is_early,
+        may_die={1},
+    )
+    assert outcomes[1] is None
+    for kind, text in (outcomes[0], outcomes[2]):
+        assert kind == "PeerLostError", text
+        assert "rank 1" in text, text
+        assert is_early or "died: its connection closed" in text, text
+
+
+def reduce_and_leave() -> None:
+    for count in (3, 100_000):
+        hvd.init()
+        size = hvd.size()
+        mean = hvd.allreduce(torch.full((count,), float(hvd.rank())))
+        assert mean.eq((size - 1) / 2).all()
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("places", "transport"),
+    [
+        ("data.receive:2:late=600", "tcp"),
+        ("handshake.connecting:*:1:close,handshake.accepting:*:2:close", "shm"),
+        ("handshake.connecting:*:1:close,handshake.accepting:*:2:close", "tcp"),
+    ],
+    ids=["late last data", "handshakes on shm", "handshakes on tcp"],
+)
+def test_what_is_no_failure(places, transport):
+    env = {"TORCH_RING_FAIL": places}
+    run(reduce_and_leave, 3, transport=transport, env=env, initialized=False)
+
+
+def miss_the_last_data_of_a_rank() -> tuple[str, str]:
+    """Like a host of rank 1 that is cut off after its goodbye."""
+    if hvd.rank() == 0:
+        arm_failpoints("data.receive:1:late=60000")
+    outcome = error_of(lambda: hvd.allreduce(torch.ones(3), name="last"))
+    arm_failpoints("")
+    return outcome
+
+
+@pytest.mark.slow
+def test_the_last_data_of_a_rank_may_never_come():
+    env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "3", "TORCH_RING_TIMEOUT": "40"}
+    (kind, text), other = run(miss_the_last_data_of_a_rank, 2, transport="tcp", env=env)
+    assert other == ("nothing", "")
+    assert kind == "PeerLostError", text
+    assert "rank 1 (pid " in text
+    assert "has left, and its last data has not arrived for 3 s" in text
+
+
+def wait_for_late_data() -> None:
+    hvd.allreduce(torch.ones(100_000))
+    # Rank 1 lives, and its data arrive later than a lost rank is given up.
+    arm_failpoints("data.receive:1:late=2500" if hvd.rank() == 0 else "")
+    sums = hvd.allreduce(torch.ones(100_000), op=hvd.Sum)
+    arm_failpoints("")
+    assert (sums == hvd.size()).all()
+
+
+def test_a_live_rank_whose_data_are_late_is_waited_for_by_default():
+    env = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_HEARTBEAT_TIMEOUT": "1"}
+    run(wait_for_late_data, 2, transport="tcp", env=env)
+
+
+def has_come_to_rest(pid: int) -> bool:
+    """Return whether the main thread of a process sleeps, or has been stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("S", "T"))
+
+
+def pass_a_barrier_late(waits: Path) -> str:
+    """Return the error of a rank that wakes after another one has passed its barrier and died.
+
+    Rank 1 waits in the barrier, and is stopped; rank 0 completes it, and dies; rank 2 continues
+    rank 1.
+    """
+    pids = hvd.allgather_object(os.getpid())
+    if hvd.rank() == 1:
+        threading.Thread(target=lambda: eventually(has_asked) and waits.touch()).start()
+    else:
+        assert eventually(lambda: waits.exists() and has_come_to_rest(pids[1]))
+    if hvd.rank() == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+    error = error_of(hvd.barrier)[1]
+    if hvd.rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if hvd.rank() == 2:
+        assert error_of(hvd.barrier)[0] == "PeerLostError"
+        os.kill(pids[1], signal.SIGCONT)
+    return error
+
+
+def test_what_all_ranks_have_come_to_is_done_though_one_has_died_since(tmp_path):
+    args = (tmp_path / "waits",)
+    assert run(pass_a_barrier_late, 3, args=args, may_die={0})[1:] == ["", ""]
+
+
+# --- a rank is stopped in the middle of a collective, and wakes up after the others gave up
+
+COUNT = 1 << 20
+
+
+def outlive_a_sleeper(wakes: Path, reduce: Callable[[], object], shared: torch.Tensor) -> bool:
+    """Reduce, which stops rank 1 before it writes its half; return whether rank 0 has kept its."""
+    pids = hvd.allgather_object(os.getpid())
+    hvd.barrier()
+    if hvd.rank() == 1:
+        arm_failpoints("shared.reduce:1:1:stop")
+        error_of(reduce)
+        arm_failpoints("")
+        wakes.touch()
+        return False
+    kind, text = error_of(reduce)
+    assert kind == "TimeoutError", text
+    kept = shared.clone()
+    # Rank 0 has written its half, in the memory where rank 1 will write the other.
+    assert kept.unique().numel() == 2
+    os.kill(pids[1], signal.SIGCONT)
+    assert eventually(wakes.exists, 20.0)
+    assert torch.equal(shared, kept)
+    shared.fill_(3)  # the program goes on with it
+    assert (shared == 3).all()
+    return True
+
+
+def keep_a_tensor(wakes: Path) -> bool:
+    values = hvd.empty_shared(COUNT).fill_(1)
+    return outlive_a_sleeper(wakes, lambda: hvd.allreduce_(values, op=hvd.Sum, name="x"), values)
+
+
+def keep_gradients(wakes: Path) -> bool:
+    model = torch.nn.Linear(512, 512, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(1, 512)).sum().backward()
+
+    for _ in range(3):
+        step()
+    gradient = model.weight.grad
+    assert gradient is not None
+    assert (gradient == 2).all()
+    return outlive_a_sleeper(wakes, step, gradient)
+
+
+@pytest.mark.parametrize("keep", [keep_gradients, slow(keep_a_tensor)])
+def test_a_woken_rank_does_not_write_to_tensors_that_others_keep(keep, tmp_path):
+    env = {"TORCH_RING_TIMEOUT": "4"}  # a slow start on a loaded machine does not count as late
+    kept, _ = run(keep, 2, args=[tmp_path / "woken"], env=env, may_die={1})
+    assert kept  # rank 1 may not have ended yet
+
+
+# --- the network cuts connections between living ranks
+
+WHY = ", although both ranks live: a firewall, NAT or another device of the network may have cut it"
+PATIENCE_S = 15.0  # of the other end, whose goodbye would come after the connection's error
+
+
+def tcp_sockets() -> set[tuple[int, str]]:
+    """Return this process's TCP connections: descriptors, which others get later, and names."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
+            if copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM:
+                copy.getpeername()
+                found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
+def reset_since(before: set[tuple[int, str]]) -> None:
+    """Make the other ends' next calls fail with reset connections."""
+    nowhere = bytes(16)  # a sockaddr of AF_UNSPEC disconnects
+    cut = tcp_sockets() - before
+    assert cut
+    for fd, _ in cut:
+        assert ctypes.CDLL(None).connect(fd, nowhere, len(nowhere)) == 0
+
+
+def lose_all_connections(folder: Path) -> tuple[str, str]:
+    """The network resets all connections of rank 1; return the error of the next collective."""
+    before = tcp_sockets()
+    hvd.init()
+    hvd.allreduce(torch.ones(100_000))
+    all_have_passed(folder / "joined", hvd.size())
+    if hvd.rank() == 1:
+        reset_since(before)
+    all_have_passed(folder / "reset", hvd.size())
+    error = error_of(lambda: hvd.allreduce(torch.ones(100_000)))
+    all_have_passed(folder / "told", hvd.size())
+    hvd.shutdown()
+    return error
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_connections_that_are_all_reset_are_no_death(size, tmp_path):
+    errors = run(lose_all_connections, size, args=[tmp_path], transport="tcp", initialized=False)
+    for kind, text in errors:
+        assert kind == "PeerLostError", text
+        assert re.search(rf"connection to rank [0-2] .*{WHY}", text), text
+        assert "died" not in text, text
+
+
+def lose_data_connections(folder: Path, rank: int, use: Callable[[int], object]) -> tuple[str, str]:
+    """The network resets what `use` has connected, and no control connection.
+
+    Rank 0 gets the error while rank 1 lives.
+    """
+    looked, used, done, told = (folder / name for name in ("looked", "used", "done", "told"))
+    if rank == 0:  # it may connect to rank 1
+        assert eventually(looked.exists, 30)
+    before = tcp_sockets()
+    looked.touch()
+    use(1)
+    if rank == 1:
+        assert eventually(used.exists, 30)
+        reset_since(before)
+        done.touch()
+        eventually(told.exists, PATIENCE_S)
+        return "", ""
+    used.touch()
+    assert eventually(done.exists, 30)
+    error = error_of(lambda: use(1 << 20))
+    told.touch()
+    return error
+
+
+def lose_those_of_a_set(folder: Path) -> tuple[str, str]:
+    pair = hvd.add_process_set([0, 1])  # whose connections are made when it is first used
+    if hvd.rank() == 2:
+        assert eventually((folder / "told").exists, 30)
+        return "", ""
+
+    def use(count: int) -> None:
+        hvd.allreduce(torch.ones(100_000 * min(count, 2)), process_set=pair)
+
+    return lose_data_connections(folder, hvd.rank(), use)
+
+
+def lose_those_of_messages(folder: Path) -> tuple[str, str]:
+    def use(count: int) -> None:
+        values = torch.zeros(count)
+        dist.recv(values, 0) if dist.get_rank() else dist.send(values, 1)
+
+    return lose_data_connections(folder, dist.get_rank(), use)
+
+
+@pytest.mark.parametrize("of", ["a set", "messages"])
+def test_data_connections_that_are_reset_are_told_while_the_other_rank_lives(of, tmp_path):
+    if of == "a set":
+        (kind, text), *_ = run(lose_those_of_a_set, 3, args=[tmp_path], transport="tcp")
+        assert kind == "PeerLostError"
+    else:
+        (_, text), _ = on_ring(lose_those_of_messages, 2, tmp_path, transport="tcp")
+    assert "connection to rank 1" in text, text
+    assert "reset by peer" in text or (of == "messages" and "Broken pipe" in text), text
+    assert WHY in text, text
+
+
+def call_one_more_on_rank_0() -> str:
+    """Return the error of a collective that mismatches an additional one of rank 0."""
+    if hvd.rank() == 0:
+        return error_of(lambda: hvd.allreduce(torch.ones(3)))[1]
+    return error_of(lambda: hvd.broadcast(torch.ones(2), root_rank=0))[1]
+
+
+def test_one_collective_more_on_rank_0():
+    for text in run(call_one_more_on_rank_0, 2, transport="tcp"):
+        assert "rank 0: allreduce '#1' float32 [3] Average; rank 1: broadcast '#1'" in text
+        assert ". All ranks must call the same collectives, in the same order" in text
