@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from pool import DEADLINE_S, error_of, run
@@ -23,6 +24,7 @@ from training import joined_batches, loss_of, part
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.optimizer.host_memory import Segment
 
 
 def write_on_one_rank() -> None:
@@ -178,3 +180,32 @@ def have_no_page_table() -> None:
 
 def test_writes_are_seen_without_a_page_table() -> None:
     run(have_no_page_table, 2)
+
+
+def grow_divided() -> None:
+    """Ranks of a host that cannot open each other's memory divide their state anew."""
+
+    def refuse(offer: Any) -> Segment:
+        raise OSError(f"{offer} is of another container")
+
+    with mock.patch.object(Segment, "open", refuse):
+        grow()
+
+
+def grow() -> None:
+    models = make_model(), make_model()
+    optimizers = plain(models[0]), sharded(models[1])
+    for number, batch in enumerate(joined_batches(4)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if number == 2:
+                torch.manual_seed(5)
+                model.append(torch.nn.Linear(3, 3))
+                optimizer.add_param_group({"params": model[-1].parameters(), "lr": 0.3})
+            step(model, optimizer, batch)
+        assert_equal(models[1], models[0])
+    assert_equal_states(optimizers[1].state_dict(), optimizers[0].state_dict())
+    assert not optimizers[1]._shards.is_shared
+
+
+def test_a_divided_state_takes_new_parameters() -> None:
+    run(grow_divided, 2)

@@ -214,8 +214,15 @@ class ShardedState:
                 "shapes, strides or dtypes now: convert the model alike on all ranks"
             )
         if any(told.has_parts for told in every.values()):
-            self._collect(optimizer)
+            self._collect(optimizer)  # now whole, the same on all ranks, and nowhere shared
             things = self._things(optimizer)
+            own = own._replace(
+                things=[[*key, *spec] for key, spec, _ in things], homes=[None] * len(things)
+            )
+            every = {
+                rank: told._replace(things=own.things, homes=own.homes)
+                for rank, told in every.items()
+            }
         could_share = len(hosts) < len(self._ranks)
         self.is_shared = could_share and all(told.on_cpu for told in every.values())
         if self.is_shared:

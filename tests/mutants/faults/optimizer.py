@@ -138,6 +138,11 @@ FAULTS = (
         "        self._collect(optimizer, to_cpu=True)\n", "        pass\n",
         tests=("optimizer/test_sharded_state.py::test_checkpoints_are_those_of_an_unsharded_optimizer",),
     ),
+    Fault(
+        "parts_as_whole", "collected parts are placed in memory of a part's size", SHARDED,
+        "rank: told._replace(things=own.things, homes=own.homes)", "rank: told",
+        tests=("optimizer/test_sharded_writes.py::test_a_divided_state_takes_new_parameters",),
+    ),
     # --- reducers that disappear
     Fault(
         "pin_holds_nothing", "a reducer may go while the ranks agree and reduce", REDUCER,
