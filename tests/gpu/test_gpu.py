@@ -34,15 +34,17 @@ from device_hardships import (
     stop_and_lose_ranks,
     try_bucket_sizes,
 )
-from device_jobs import JOBS, lose_a_rank
+from device_jobs import JOBS
 from device_launches import LAUNCHES
 from device_operations import OPERATIONS, busy
 from device_places import PLACES
 from device_training import TRAINING
+from oracle import play_on
 from test_elastic_devices import PLACES as PLACES_OF_DEATH
 from test_elastic_devices import check_survivors, lose_one
 from test_hardships import check_failures
 from test_process_set_order import SUMS, train_with_two_optimizers
+from test_programs import AGREED, AHEAD, name_of
 from test_run_ahead import compare
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -124,14 +126,6 @@ def run_alone(program: Callable[[str], object], size: int, **options: Any) -> li
     """Do so in processes that serve no other test, and must exit with status 0."""
     options = {"env": ENVIRONMENT, "deadline_s": DEADLINE_S, **options}
     return pool.run(call_alone, size, args=(program,), initialized=False, **options)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_rank_is_named_and_nobody_waits_for_it(size, tmp_path):
-    program = functools.partial(lose_a_rank, tmp_path)
-    texts = run(program, size, may_die={1}, deadline_s=60)
-    for rank in set(range(size)) - {1}:
-        assert "rank 1 (pid " in texts[rank], texts
 
 
 def test_a_killed_rank_of_a_group(tmp_path):
@@ -331,6 +325,17 @@ def test_planned_passes_on_gpu(program):
     # Of two ranks, whose sums have the same bits in any order.
     env = ENVIRONMENT | {"TORCH_RING_RUN_AHEAD": "1"}
     run(functools.partial(compare, program), 2, env=env)
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "case"),
+    [*(("0", case) for case in AGREED if case not in AHEAD), *(("1", case) for case in AHEAD)],
+    ids=name_of,
+)
+@pytest.mark.parametrize("size", [4])
+def test_training_programs_on_gpu(size, run_ahead, case):
+    env = ENVIRONMENT | {"TORCH_RING_RUN_AHEAD": run_ahead, "TORCH_RING_BUCKET_BYTES": "256"}
+    run(functools.partial(play_on, program=case[0], args=case[1:]), size, env=env)
 
 
 @pytest.mark.parametrize(("program", "size"), [*SUMS, (train_with_two_optimizers, 3)])
