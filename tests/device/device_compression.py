@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from training import assert_same_on_all_ranks, joined_batches, loss_of, make_model, part
+from training import assert_same_on_all_ranks, joined_batches, loss_of, make_model, part, train
 
 import torch_ring as hvd
 
@@ -102,34 +102,23 @@ def assert_same_states(here: Any, there: Any, device: str) -> None:
 def continue_with_a_state_of_the_host(device: str) -> None:
     """A state saved on the host continues on the device."""
     for make in STATEFUL:
-        batches = [part(batch).to(device) for batch in joined_batches(6)]
-        first, whole = make(), make_model().to(device)
-        optimizer = wrapped(whole, first)
-        saved: dict[str, Any] = {}
-        weights: dict[str, Any] = {}
-        for step, batch in enumerate(batches):
-            if step == 3:
-                saved = {
-                    name: {key: value.cpu() for key, value in state.items()}
-                    for name, state in first.state_dict().items()
-                }
-                weights = {key: value.cpu() for key, value in whole.state_dict().items()}
-            optimizer.zero_grad()
-            loss_of(whole, batch).backward()
-            for weight in whole.parameters():
-                weight.data -= 0.1 * weight.grad
-        second, resumed = make(), make_model().to(device)
-        resumed.load_state_dict(weights)
-        second.load_state_dict(saved)
-        optimizer = wrapped(resumed, second)
-        for batch in batches[3:]:
-            optimizer.zero_grad()
-            loss_of(resumed, batch).backward()
-            for weight in resumed.parameters():
-                weight.data -= 0.1 * weight.grad
-        for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
-        for state in second.states.values():
+        compressors, model = (make(), make()), make_model().to(device)
+        copy = make_model().to(device)
+        optimizer = wrapped(model, compressors[0])
+        *batches, last = [part(batch).to(device) for batch in joined_batches(4)]
+        train(model, optimizer, batches)
+        copy.load_state_dict({key: value.cpu() for key, value in model.state_dict().items()})
+        states = compressors[0].state_dict().items()
+        compressors[1].load_state_dict(
+            {name: {key: value.cpu() for key, value in state.items()} for name, state in states}
+        )
+        optimizer.zero_grad()
+        wrapped(copy, compressors[1])
+        for each in (model, copy):
+            loss_of(each, last).backward()
+        for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        for state in compressors[1].states.values():
             assert {value.device.type for value in state.values()} <= {device}
 
 

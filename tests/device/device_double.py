@@ -155,6 +155,9 @@ def move(module: torch.nn.Module, place: str) -> None:
 
     Of a device that torch does not know, ``to()`` makes new parameters instead.
     """
+    if "cuda" in {place, *(parameter.device.type for parameter in module.parameters())}:
+        module.to(place)
+        return
     for parameter in module.parameters():
         moving = [parameter] if parameter.grad is None else [parameter, parameter.grad]
         for tensor in moving:

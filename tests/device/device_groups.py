@@ -6,6 +6,7 @@ the device's type.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -60,15 +61,12 @@ def reduce_in_a_group(device: str) -> None:
                 tensor = values(rank, shape, dtype).to(device)
                 dist.all_reduce(tensor, op)
                 same(tensor, want)
-        mean = values(rank, shape).to(device) * size
-        dist.all_reduce(mean, dist.ReduceOp.AVG)
-        same(mean, torch.stack(everyone(shape)).sum(0))
+    mean = values(rank, (7,)).to(device) * size
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    same(mean, torch.stack(everyone((7,))).sum(0))
     bits = values(rank, (5,), torch.int32).to(device)
     dist.all_reduce(bits, dist.ReduceOp.BOR)
-    want = torch.zeros(5, dtype=torch.int32)
-    for part in everyone((5,), torch.int32):
-        want |= part
-    same(bits, want)
+    same(bits, functools.reduce(Tensor.bitwise_or, everyone((5,), torch.int32)))
     halved = torch.full((4,), 2.0, device=device)
     dist.all_reduce(halved, dist._make_nccl_premul_sum(0.5))
     same(halved, torch.full((4,), float(size)))
@@ -83,48 +81,37 @@ def reduce_in_a_group(device: str) -> None:
 
 def move_in_a_group(device: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for shape in SHAPES:
-        own, all_values = values(rank, shape).to(device), everyone(shape)
-        for root in range(size):
-            tensor = own.clone()
-            dist.broadcast(tensor, root)
-            same(tensor, all_values[root])
+    own, all_values = values(rank, (5000,)).to(device), everyone((5000,))
+    total, last = torch.stack(all_values).sum(0), size - 1
+    parts = [torch.empty_like(own) for _ in range(size)]
 
-            tensor = own.clone()
-            dist.reduce(tensor, root)
-            same(tensor, torch.stack(all_values).sum(0) if rank == root else all_values[rank])
-
-            parts = [torch.empty_like(own) for _ in range(size)] if rank == root else None
-            dist.gather(own, parts, root)
-            for part, want in zip(parts or (), all_values, strict=rank == root):
-                same(part, want)
-
-            output = torch.empty_like(own)
-            given = [value.to(device) for value in all_values] if rank == root else None
-            dist.scatter(output, given, root)
-            same(output, all_values[rank])
-        parts = [torch.empty_like(own) for _ in range(size)]
-        dist.all_gather(parts, own)
+    tensor = own.clone()
+    dist.broadcast(tensor, last)
+    same(tensor, all_values[last])
+    tensor = own.clone()
+    dist.reduce(tensor, last)
+    same(tensor, total if rank == last else all_values[rank])
+    dist.gather(own, parts if rank == last else None, last)
+    if rank == last:
         for part, want in zip(parts, all_values, strict=True):
             same(part, want)
+    output = torch.empty_like(own)
+    dist.scatter(output, [v.to(device) for v in all_values] if rank == last else None, last)
+    same(output, all_values[rank])
+    dist.all_gather(parts, own)
+    for part, want in zip(parts, all_values, strict=True):
+        same(part, want)
+    gathered = torch.full((5000 * size,), -1.0, device=device)
+    place = gathered.narrow(0, rank * 5000, 5000).copy_(own)
+    dist.all_gather_into_tensor(gathered, place)
+    same(gathered, torch.cat(all_values))
 
-
-def scatter_and_gather_in_a_group(device: str) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for count in (0, 1, 3, 5000):
-        gathered = torch.full((count * size,), -1.0, device=device)
-        part = gathered.narrow(0, rank * count, count).copy_(values(rank, (count,)))
-        dist.all_gather_into_tensor(gathered, part)
-        same(gathered, torch.cat(everyone((count,))))
-
-        joined = values(rank, (count * size,)).to(device)
-        mine = slice(rank * count, (rank + 1) * count)
-        stack = torch.stack(everyone((count * size,)))
-        scattered = torch.empty(count, device=device)
-        dist.reduce_scatter_tensor(scattered, joined)
-        same(scattered, stack.sum(0)[mine])
-        dist.reduce_scatter(scattered, list(joined.reshape(size, count)), dist.ReduceOp.MAX)
-        same(scattered, stack.amax(0)[mine])
+    stack = torch.stack(everyone((size, 3)))
+    joined, scattered = values(rank, (size, 3)).to(device), torch.empty(3, device=device)
+    dist.reduce_scatter_tensor(scattered, joined.flatten())
+    same(scattered, stack.sum(0)[rank])
+    dist.reduce_scatter(scattered, list(joined), dist.ReduceOp.MAX)
+    same(scattered, stack.amax(0)[rank])
 
     sent = (torch.arange(size * 2) + 100 * rank).to(device)
     received = torch.empty_like(sent)
@@ -132,15 +119,14 @@ def scatter_and_gather_in_a_group(device: str) -> None:
     want = [100 * other + 2 * rank + i for other in range(size) for i in range(2)]
     assert received.tolist() == want
     splits = [rank + other for other in range(size)]
-    rows = torch.full((sum(splits), 2), float(rank), device=device)
-    output = torch.empty(sum(splits), 2, device=device)
-    dist.all_to_all_single(output, rows, splits, splits)
-    same(output, torch.cat([torch.full((n, 2), float(other)) for other, n in enumerate(splits)]))
     inputs = [torch.full((n, 3), float(rank), device=device) for n in splits]
     outputs = [torch.empty(n, 3, device=device) for n in splits]
     dist.all_to_all(outputs, inputs)
+    rows = torch.empty(sum(splits), 3, device=device)
+    dist.all_to_all_single(rows, torch.cat(inputs), splits, splits)
     for other, part in enumerate(outputs):
         same(part, torch.full((splits[other], 3), float(other)))
+    assert torch.equal(rows, torch.cat(outputs))
 
 
 def follow_streams_in_a_group(device: str) -> None:
@@ -307,7 +293,6 @@ def lose_a_rank_of_a_group(passed: Path, device: str) -> str:
 GROUPS: list[Callable[[str], None]] = [
     reduce_in_a_group,
     move_in_a_group,
-    scatter_and_gather_in_a_group,
     follow_streams_in_a_group,
     gather_from_a_busy_stream,
     use_futures_in_a_group,

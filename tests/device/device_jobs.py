@@ -1,23 +1,14 @@
 """Whole jobs on any accelerator, called as device_operations are.
 
-They train beside torch's DDP, with loss scaling and in buckets of many sizes; they call init()
-again, and they lose a rank.
+They train beside torch's DDP and with loss scaling, and they call init() again.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from device_operations import busy
-from device_training import train_like_one_process
-from pool import all_have_passed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -32,7 +23,6 @@ from training import (
 )
 
 import torch_ring as hvd
-from torch_ring.optimizer.reducer import Reducer
 
 
 def compare_with_ddp(device: str) -> None:
@@ -92,40 +82,6 @@ def scale_losses(device: str) -> None:
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-3)
 
 
-def train_in_buckets_of_many_sizes(device: str) -> None:
-    """Train with buckets of one gradient, of all gradients, and of sizes between, each in a job."""
-    few = [1, *random.Random(5).sample(range(4, 1000), 2), 1 << 20]
-    for bucket_bytes in few:
-        hvd.shutdown()
-        os.environ["TORCH_RING_BUCKET_BYTES"] = str(bucket_bytes)
-        hvd.init()
-        train_like_one_process(device)
-
-
-def send_buckets_during_backward(device: str) -> None:
-    """All buckets start before backward ends: the device computes and sends at once.
-
-    In agreed passes; in planned ones, C++ sends them.
-    """
-    hvd.shutdown()
-    os.environ["TORCH_RING_BUCKET_BYTES"] = "1"
-    os.environ["TORCH_RING_RUN_AHEAD"] = "0"
-    hvd.init()
-    sent: list[int] = []
-    start_bucket, start = Reducer.start_bucket, Reducer.start
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Reducer, "start_bucket", lambda self, i: (sent.append(i), start_bucket(self, i))
-        )
-        patch.setattr(Reducer, "start", lambda self, *said: (sent.append(-1), start(self, *said)))
-        train_like_one_process(device)
-    if hvd.size() == 1:
-        assert sent == []  # there are no other ranks
-        return
-    one_pass = [*range(len(list(make_model().parameters()))), -1]
-    assert sent[-len(one_pass) :] == one_pass  # in the order in which they become ready
-
-
 def init_again(device: str) -> None:
     """A tensor outlives the world that used it; the next world uses it too."""
     mine = torch.ones(5, device=device)
@@ -136,27 +92,8 @@ def init_again(device: str) -> None:
     assert mine.tolist() == [hvd.size() ** 3] * 5
 
 
-def lose_a_rank(passed: Path, device: str) -> str:
-    """Kill rank 1 while other ranks' streams run a collective; return their error."""
-    mine = torch.ones(100_000, device=device)
-    hvd.allreduce(mine, op=hvd.Sum)
-    if hvd.rank() == 1:
-        busy(device, 5000)  # its stream comes late
-    hvd.allreduce(mine, op=hvd.Sum)
-    assert not torch.accelerator.current_stream().query()
-    all_have_passed(passed, hvd.size())
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    torch.accelerator.synchronize()  # the collective never completes: it must be aborted
-    with pytest.raises(hvd.PeerLostError) as failure:
-        hvd.allreduce(mine, name="next")
-    return str(failure.value)
-
-
 JOBS: list[Callable[[str], None]] = [
     compare_with_ddp,
     scale_losses,
-    train_in_buckets_of_many_sizes,
-    send_buckets_during_backward,
     init_again,
 ]

@@ -1,4 +1,7 @@
-"""Training that must work on any accelerator, called as device_operations are."""
+"""Training that must work on any accelerator, called as device_operations are.
+
+The programs of tests/model run on accelerators, too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import device_double
 import torch
-from optimizer_writes import WRITES
 from torch import Tensor, nn
 from training import (
     assert_same_on_all_ranks,
@@ -17,79 +19,10 @@ from training import (
     loss_of,
     make_model,
     part,
+    train,
 )
 
 import torch_ring as hvd
-
-
-def take_steps(model: nn.Module, device: str, **options: object) -> None:
-    """Take five steps on this rank's parts of the batches."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
-    for step, batch in enumerate(joined_batches(5)):
-        wrapped.zero_grad(set_to_none=step % 2 == 0)
-        loss_of(model, part(batch).to(device)).backward()
-        wrapped.step()
-
-
-def train_like_one_process(device: str) -> None:
-    """Train as one process on the joined batches does; 16-bit compression comes near it."""
-    alone = make_model()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    for batch in joined_batches(5):
-        optimizer.zero_grad()
-        loss_of(alone, batch).backward()
-        optimizer.step()
-    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
-        model = make_model(seed=1 + hvd.rank()).to(device)
-        model.load_state_dict(make_model(1).state_dict() if hvd.rank() == 0 else model.state_dict())
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        take_steps(model, device, compression=compression)
-        assert_same_on_all_ranks(*(p.cpu() for p in model.parameters()))
-        if compression is hvd.Compression.none:
-            assert_same_weights(copy.deepcopy(model).cpu(), alone)
-        else:
-            for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
-                assert (weight.cpu() - other).abs().max() < 0.05
-
-
-class HalfOnHost(nn.Module):
-    """A model whose first layer is on the host and whose others are on the device."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        first, *others = make_model(1)
-        self.first, self.others = first, nn.Sequential(*others).to(device)
-        self.device = device
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.others(self.first(batch.cpu()).to(self.device))
-
-
-def train_half_on_the_host(device: str) -> None:
-    model, alone = HalfOnHost(device), make_model(1)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    for batch in joined_batches(5):
-        optimizer.zero_grad()
-        loss_of(alone, batch).backward()
-        optimizer.step()
-    take_steps(model, device)
-    devices = {weight.grad.device.type for weight in model.parameters() if weight.grad is not None}
-    assert devices == {"cpu", device}
-    assert_same_on_all_ranks(*(p.cpu() for p in model.parameters()))
-    assert_same_weights(nn.Sequential(model.first, *model.others).cpu(), alone)
-
-
-def train_with_stateful_compressors(device: str) -> None:
-    """Check that the loss falls and the ranks stay equal, with error feedback on the device."""
-    for compression in (hvd.Compression.int8(), hvd.Compression.powersgd()):
-        model = make_model(1).to(device)
-        before = [loss_of(model, batch.to(device)).item() for batch in joined_batches(5)]
-        for _ in range(3):
-            take_steps(model, device, compression=compression)
-        after = [loss_of(model, batch.to(device)).item() for batch in joined_batches(5)]
-        assert sum(after) < sum(before)
-        assert_same_on_all_ranks(*(p.cpu() for p in model.parameters()))
 
 
 def check_sync_batch_norm(device: str) -> None:
@@ -136,51 +69,19 @@ class OnTwoStreams(nn.Module):
 
 
 def train_on_two_streams(device: str) -> None:
-    model = OnTwoStreams(device)
-    alone = OnTwoStreams(device)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    for batch in joined_batches(5):
-        optimizer.zero_grad()
-        loss_of(alone, batch.to(device)).backward()
-        optimizer.step()
-    take_steps(model, device)
+    model, alone = OnTwoStreams(device), OnTwoStreams(device)
+    batches = [batch.to(device) for batch in joined_batches(5)]
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), batches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, hvd.DistributedOptimizer(optimizer), map(part, batches))
     assert_same_on_all_ranks(*(p.cpu() for p in model.parameters()))
     for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(weight.cpu(), other.cpu(), rtol=1e-4, atol=1e-6)
 
 
-def accumulate_and_broadcast_state(device: str) -> None:
-    """Accumulate with op=Sum and a frozen parameter; then broadcast the state of the optimizer."""
-    model = make_model().to(device)
-    model[0].bias.requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01 * (1 + hvd.rank())),
-        model.named_parameters(),
-        backward_passes_per_step=2,
-        op=hvd.Sum,
-    )
-    for first, second in zip(joined_batches(4)[::2], joined_batches(4)[1::2], strict=True):
-        optimizer.zero_grad()
-        loss_of(model, part(first).to(device)).backward()
-        loss_of(model, part(second).to(device)).backward()
-        optimizer.synchronize()
-        assert_same_on_all_ranks(
-            *(p.grad if p.grad is None else p.grad.cpu() for p in model.parameters())
-        )
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    state = optimizer.state[model[0].weight]
-    assert state["exp_avg"].device.type == device
-    assert_same_on_all_ranks(state["exp_avg"].cpu(), state["step"])
-
-
 def move_while_training(device: str) -> None:
     """Move the model to the device and back, before zero_grad() and after it."""
     alone, model = make_model(), make_model()
-    move = device_double.move if device == device_double.DEVICE else nn.Module.to
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     places = ["cpu", "cpu", device, device, "cpu", device]
@@ -189,9 +90,9 @@ def move_while_training(device: str) -> None:
         loss_of(alone, batch).backward()
         if step % 2 == 0:
             optimizer.zero_grad()
-            move(model, place)
+            device_double.move(model, place)
         else:
-            move(model, place)
+            device_double.move(model, place)
             optimizer.zero_grad()
         loss_of(model, part(batch).to(place)).backward()
         for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
@@ -231,37 +132,9 @@ def train_sharded(device: str) -> None:
             hvd.broadcast_optimizer_state(optimizers[1], hvd.size() - 1)
 
 
-def write_to_sharded_state(device: str) -> None:
-    """A program's writes to the state and the weights count as without shard_state."""
-    kinds: dict[str, Callable[..., Any]] = {
-        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    }
-    for name, (kind, make_write) in WRITES.items():
-        models = [make_model().to(device) for _ in range(2)]
-        writes = [make_write() for _ in models]
-        optimizers = [
-            hvd.DistributedOptimizer(kinds[kind](model.parameters()), shard_state=is_sharded)
-            for model, is_sharded in zip(models, (False, True), strict=True)
-        ]
-        for number, batch in enumerate(joined_batches(4)):
-            for model, optimizer, write in zip(models, optimizers, writes, strict=True):
-                optimizer.zero_grad()
-                loss_of(model, part(batch).to(device)).backward()
-                write(number, list(model.parameters()), optimizer)
-                optimizer.step()
-            for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
-                assert torch.equal(ours.cpu(), theirs.cpu()), (name, number)
-
-
 TRAINING: list[Callable[[str], None]] = [
-    train_like_one_process,
-    train_half_on_the_host,
     train_sharded,
-    write_to_sharded_state,
     train_on_two_streams,
-    accumulate_and_broadcast_state,
     move_while_training,
-    train_with_stateful_compressors,
     check_sync_batch_norm,
 ]

@@ -38,9 +38,8 @@ def run_without_nccl(device: str) -> tuple[str, str]:
     return first
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_without_nccl_is_named_on_all_ranks(size):
-    for rank, (kind, text) in enumerate(run_on_double(run_without_nccl, size)):
+def test_a_rank_without_nccl_is_named_on_all_ranks():
+    for rank, (kind, text) in enumerate(run_on_double(run_without_nccl, 3)):
         assert kind == "InvalidArgumentError"
         assert text.startswith(f"rank {rank}: allreduce 'a' float32 [3] Average on "), text
         assert "rank 1 (" in text
@@ -48,34 +47,42 @@ def test_a_rank_without_nccl_is_named_on_all_ranks(size):
         assert "rank 0 (" not in text
 
 
-def run_with_another_nccl(device: str) -> tuple[str, str]:
-    with device_double.faults() as faults:
-        faults.version = 22703 + 100 * (hvd.rank() == 0)
+def begin_badly(fault: str, device: str) -> tuple[str, str]:
+    """Return the error of the first collective on a device."""
+    uuid = "GPU-1" if fault == "one GPU" and hvd.rank() != 1 else ""
+    with device_double.faults() as faults, device_double.shared_gpu(uuid):
+        if fault == "versions":
+            faults.version = 22703 + 100 * (hvd.rank() == 0)
+        if fault == "hangs":
+            faults.init_hangs = 1
         return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
 
 
-def test_different_nccls_are_named():
-    for kind, text in run_on_double(run_with_another_nccl, 2):
+@pytest.mark.parametrize(
+    ("fault", "env", "words"),
+    [
+        ("versions", {}, r"rank 0 \(.*\) has 2\.28\.3, rank 1 \(.*\) has 2\.27\.3"),
+        (
+            "one GPU",
+            {},
+            r"rank 0 \([^)]*\), rank 2 \([^)]*\) use one GPU \(GPU-1\).*"
+            r"torch\.cuda\.set_device\(hvd\.local_rank\(\) % torch\.cuda\.device_count\(\)\)",
+        ),
+        ("blocking", {"NCCL_COMM_BLOCKING": "1"}, "NCCL_COMM_BLOCKING is set"),
+    ],
+)
+def test_nccl_that_cannot_begin_is_refused(fault, env, words):
+    for kind, text in run_on_double(functools.partial(begin_badly, fault), 3, **env):
         assert kind == "InvalidArgumentError"
-        assert re.search(r"rank 0 \(.*\) has 2\.28\.3, rank 1 \(.*\) has 2\.27\.3", text), text
+        assert re.search(words, text, re.DOTALL), text
+        assert fault != "one GPU" or "rank 1 (" not in text
 
 
-def share_a_gpu(sharing: set[int], device: str) -> tuple[str, str]:
-    uuid = "GPU-1" if hvd.rank() in sharing else ""
-    with device_double.shared_gpu(uuid):
-        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_on_one_gpu_are_named(size):
-    sharing = {0, size - 1}
-    for kind, text in run_on_double(functools.partial(share_a_gpu, sharing), size):
-        assert kind == "InvalidArgumentError"
-        assert re.search(
-            rf"rank 0 \([^)]*\), rank {size - 1} \([^)]*\) use one GPU \(GPU-1\)", text
-        )
-        assert "rank 1 (" not in text or 1 in sharing
-        assert "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())" in text
+def test_the_start_of_nccl_has_a_deadline():
+    program = functools.partial(begin_badly, "hangs")
+    failures = run_on_double(program, 2, TORCH_RING_TIMEOUT="0.5")
+    assert any(kind == "TimeoutError" for kind, _ in failures), failures
+    assert any("ncclCommInitRankConfig" in text for _, text in failures), failures
 
 
 def share_a_gpu_on_purpose(variable: str, device: str) -> None:
@@ -132,8 +139,11 @@ def test_calls_in_progress_are_waited_for():
     run_on_double(wait_for_calls_in_progress, 2)
 
 
-def fail_inside_nccl(passed: Path, device: str) -> tuple[str, str]:
-    """The next call on all ranks raises an error that NCCL reported late; a new init() works."""
+def fail_inside_nccl(hangs: bool, passed: Path, device: str) -> tuple[str, str]:
+    """The next call on all ranks raises an error that NCCL reported late; a new init() works.
+
+    So it does if NCCL hangs when it is aborted.
+    """
     mine = torch.ones(3, device=device)
     hvd.allreduce(mine)
 
@@ -142,54 +152,32 @@ def fail_inside_nccl(passed: Path, device: str) -> tuple[str, str]:
             hvd.allreduce(mine, name="x")
 
     with device_double.faults() as faults:
-        pool.all_have_passed(passed, hvd.size())  # from now on aborts are counted
+        faults.end_hangs = hangs
+        pool.all_have_passed(passed, hvd.size())  # from now on aborts are counted, or hang
         faults.async_error = 3 * (hvd.rank() == 1)  # ncclInternalError
         failure = error_of(until_noticed)
-        # By the engine's thread, if no thread waits.
-        assert pool.eventually(lambda: faults.aborted == 1)
-    hvd.shutdown()
+        if not hangs:  # by the engine's thread, if no thread waits
+            assert pool.eventually(lambda: faults.aborted == 1)
+        hvd.shutdown()
+        if hangs:
+            assert faults.freed == 0
+            faults.async_error = faults.end_hangs = 0
+            assert pool.eventually(lambda: faults.freed == 1, 20)
     hvd.init()
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
     return failure
 
 
-def test_an_error_inside_nccl_ends_the_job_and_another_can_begin(tmp_path):
-    program = functools.partial(fail_inside_nccl, tmp_path)
-    (kind, text), (own_kind, own_text) = run_on_double(program, 2)
+@pytest.mark.parametrize(("hangs", "timeout"), [(False, "30"), (True, "1")])
+def test_an_error_inside_nccl_ends_the_job_and_another_can_begin(hangs, timeout, tmp_path):
+    program = functools.partial(fail_inside_nccl, hangs, tmp_path)
+    results = run_on_double(program, 2, TORCH_RING_TIMEOUT=timeout)
+    (kind, text), (own_kind, own_text) = results
     assert own_kind == "RingError"
     assert "the double's error" in own_text
     assert kind == "PeerLostError"
     assert "rank 1 (" in text
     assert "the double's error" in text
-
-
-def hang_while_ending(passed: Path, device: str) -> tuple[str, str]:
-    """NCCL hangs when it is aborted: the error still comes, and a new init() works."""
-    mine = torch.ones(3, device=device)
-    hvd.allreduce(mine)
-
-    def until_noticed() -> None:
-        while True:
-            hvd.allreduce(mine, name="x")
-
-    with device_double.faults() as faults:
-        faults.end_hangs = 1
-        pool.all_have_passed(passed, hvd.size())  # from now on an abort hangs
-        faults.async_error = 3 * (hvd.rank() == 1)
-        failure = error_of(until_noticed)
-        hvd.shutdown()
-        assert faults.freed == 0  # NCCL hangs on
-        faults.async_error = faults.end_hangs = 0
-        assert pool.eventually(lambda: faults.freed == 1, 20)
-    hvd.init()
-    assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [hvd.size()] * 3
-    return failure
-
-
-def test_nccl_that_hangs_in_its_abort_is_left_behind(tmp_path):
-    program = functools.partial(hang_while_ending, tmp_path)
-    failures = run_on_double(program, 2, TORCH_RING_TIMEOUT="1")
-    assert all("the double's error" in text for _, text in failures), failures
 
 
 def lose_a_rank(passed: Path, device: str) -> tuple[str, str]:
@@ -224,16 +212,15 @@ def lose_a_rank_that_has_not_launched(passed: Path, device: str) -> tuple[str, s
 
 
 @pytest.mark.parametrize("lose", [lose_a_rank, lose_a_rank_that_has_not_launched])
-@pytest.mark.parametrize("size", [2, 3])
-def test_streams_do_not_wait_for_a_dead_rank(size, lose, tmp_path):
+def test_streams_do_not_wait_for_a_dead_rank(lose, tmp_path):
     results = pool.run(
         call_on_double,
-        size,
+        3,
         args=(functools.partial(lose, tmp_path),),
         env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)},
         may_die={1},
     )
-    for rank in set(range(size)) - {1}:
+    for rank in (0, 2):
         kind, text = results[rank]
         assert kind == "PeerLostError"
         assert "rank 1 (pid " in text, text
@@ -280,9 +267,8 @@ def end_one_by_one(passed: Path, device: str) -> None:
     assert "left behind" not in " ".join(log)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_end_waits_for_no_rank_that_goes_on(size, tmp_path):
-    run_on_double(functools.partial(end_one_by_one, tmp_path), size)
+def test_an_end_waits_for_no_rank_that_goes_on(tmp_path):
+    run_on_double(functools.partial(end_one_by_one, tmp_path), 3)
 
 
 def remove_a_set(device: str) -> None:
@@ -300,35 +286,3 @@ def remove_a_set(device: str) -> None:
 
 def test_a_removed_set_ends_its_communicator():
     run_on_double(remove_a_set, 3)
-
-
-def use_blocking_nccl(device: str) -> tuple[str, str]:
-    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
-
-
-def test_nccl_that_would_block_is_refused():
-    for kind, text in run_on_double(use_blocking_nccl, 2, NCCL_COMM_BLOCKING="1"):
-        assert kind == "InvalidArgumentError"
-        assert "NCCL_COMM_BLOCKING is set" in text
-
-
-def hang_in_init(device: str) -> tuple[str, str]:
-    with device_double.faults() as faults:
-        faults.init_hangs = 1
-        return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
-
-
-def test_the_start_of_nccl_has_a_deadline():
-    failures = run_on_double(hang_in_init, 2, TORCH_RING_TIMEOUT="0.5")
-    assert any(kind == "TimeoutError" for kind, _ in failures), failures
-    assert any("ncclCommInitRankConfig" in text for _, text in failures), failures
-
-
-def use_two_devices(device: str) -> None:
-    hvd.allreduce(torch.ones(3, device=f"{device}:0"))
-    with pytest.raises(ValueError, match=rf"uses {device}:0, and the tensor is on {device}:1"):
-        hvd.allreduce(torch.ones(3, device=f"{device}:1"))
-
-
-def test_a_process_uses_one_device():
-    run_on_double(use_two_devices, 2)

@@ -17,7 +17,6 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
-from ahead_programs import PROGRAMS as AHEAD_PROGRAMS
 from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
@@ -34,16 +33,19 @@ from device_hardships import (
     stop_and_lose_ranks,
     try_bucket_sizes,
 )
-from device_jobs import JOBS, lose_a_rank
+from device_jobs import JOBS
 from device_launches import LAUNCHES
 from device_operations import OPERATIONS, busy
 from device_places import PLACES
 from device_training import TRAINING
+from hostile_programs import HOSTILE
+from oracle import play_on
+from program_runs import run_programs
 from test_elastic_devices import PLACES as PLACES_OF_DEATH
 from test_elastic_devices import check_survivors, lose_one
 from test_hardships import check_failures
 from test_process_set_order import SUMS, train_with_two_optimizers
-from test_run_ahead import compare
+from test_programs import AGREED, AHEAD, name_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from training import (
@@ -124,14 +126,6 @@ def run_alone(program: Callable[[str], object], size: int, **options: Any) -> li
     """Do so in processes that serve no other test, and must exit with status 0."""
     options = {"env": ENVIRONMENT, "deadline_s": DEADLINE_S, **options}
     return pool.run(call_alone, size, args=(program,), initialized=False, **options)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_rank_is_named_and_nobody_waits_for_it(size, tmp_path):
-    program = functools.partial(lose_a_rank, tmp_path)
-    texts = run(program, size, may_die={1}, deadline_s=60)
-    for rank in set(range(size)) - {1}:
-        assert "rank 1 (pid " in texts[rank], texts
 
 
 def test_a_killed_rank_of_a_group(tmp_path):
@@ -326,11 +320,21 @@ def test_in_a_group_on_gpu(size, program):
     run_in_group(program, size)
 
 
-@pytest.mark.parametrize("program", AHEAD_PROGRAMS, ids=lambda program: program.__name__)
-def test_planned_passes_on_gpu(program):
-    # Of two ranks, whose sums have the same bits in any order.
-    env = ENVIRONMENT | {"TORCH_RING_RUN_AHEAD": "1"}
-    run(functools.partial(compare, program), 2, env=env)
+@pytest.mark.parametrize("program", HOSTILE, ids=lambda program: program.__name__)
+def test_planned_passes_on_gpu(program, tmp_path):
+    options = {"programs": [program], "reports": str(tmp_path), "run_ahead": True}
+    run(functools.partial(run_programs, **options), 2)
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "case"),
+    [*(("0", case) for case in AGREED if case not in AHEAD), *(("1", case) for case in AHEAD)],
+    ids=name_of,
+)
+@pytest.mark.parametrize("size", [4])
+def test_training_programs_on_gpu(size, run_ahead, case):
+    env = ENVIRONMENT | {"TORCH_RING_RUN_AHEAD": run_ahead, "TORCH_RING_BUCKET_BYTES": "256"}
+    run(functools.partial(play_on, program=case[0], args=case[1:]), size, env=env)
 
 
 @pytest.mark.parametrize(("program", "size"), [*SUMS, (train_with_two_optimizers, 3)])

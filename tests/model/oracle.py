@@ -34,7 +34,7 @@ import torch_ring as hvd
 from tests.support.groups import on_ring
 from tests.support.pool import run
 
-__all__ = ["Play", "Program", "expect_one_process", "loss_of"]
+__all__ = ["Play", "Program", "expect_one_process", "loss_of", "play_on"]
 
 ROWS = 6  # of a rank in a batch
 TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10}
@@ -93,11 +93,6 @@ def _wrap_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> t
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
-def _wrap_on_device(model: nn.Module, optimizer: Optimizer, **options: Any) -> tuple[Any, Any]:
-    device_double.move(model, DEVICE)
-    return _wrap_optimizer(model, optimizer, **options)
-
-
 def _wrap_sharded(model: nn.Module, optimizer: Optimizer, **options: Any) -> tuple[Any, Any]:
     return _wrap_optimizer(model, optimizer, shard_state=True, **options)
 
@@ -120,9 +115,19 @@ def play_on_device(program: Callable[..., Program], args: tuple[Any, ...]) -> No
     """Play a program on this rank of torch_ring with a stand-in for a GPU, and alone."""
     device_double.load()
     hvd.init()
-    play = Play(hvd.rank(), hvd.size(), _wrap_on_device, DEVICE)
-    _compare(program, args, play, hvd.allgather_object)
+    play_on(DEVICE, program, args)
     hvd.shutdown()
+
+
+def play_on(device: str, program: Callable[..., Program], args: tuple[Any, ...]) -> None:
+    """Play a program on this rank with a model on a device, and alone on the host."""
+
+    def wrap(model: nn.Module, optimizer: Optimizer, **options: Any) -> tuple[Any, Any]:
+        device_double.move(model, device)
+        return _wrap_optimizer(model, optimizer, **options)
+
+    play = Play(hvd.rank(), hvd.size(), wrap, device)
+    _compare(program, args, play, hvd.allgather_object)
 
 
 def play_by_ddp(program: Callable[..., Program], *args: Any) -> None:

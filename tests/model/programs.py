@@ -706,7 +706,8 @@ def flat(play: Play, lay: Lay, op: hvd.ReduceOp, passes: int) -> Program:
     _, optimizer = play.wrap(
         model, SGD(parameters, lr=0.0), op=op, backward_passes_per_step=max(passes, 1)
     )
-    gradients = torch.zeros(2 * sum(p.numel() for p in parameters), dtype=torch.float64)
+    count = 2 * sum(p.numel() for p in parameters)
+    gradients = torch.zeros(count, dtype=torch.float64, device=parameters[0].device)
     given, begin = [], 0
     for parameter in parameters:
         given.append(lay(gradients[begin:], parameter))

@@ -48,6 +48,8 @@ AHEAD = [
     (programs.accumulated, "no_sync"),
     (programs.adversaries,),
     (programs.looking_ahead, "momentum", False),
+    (programs.on_given_memory, "assigned"),
+    (programs.flat, programs.in_a_row, hvd.Sum, 2),
 ]
 AGREED = [
     *AHEAD,
@@ -68,20 +70,22 @@ AGREED = [
 ]
 
 
+def name_of(case: object) -> str:
+    if isinstance(case, tuple):
+        return "-".join(str(getattr(each, "__name__", each)) for each in case)
+    return {"0": "agreed", "1": "ahead"}[str(case)]
+
+
 @device_double.needed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ahead", "case"),
-    [*((False, case) for case in AGREED), *((True, case) for case in AHEAD)],
-    ids=lambda each: (
-        "-".join(str(getattr(e, "__name__", e)) for e in each)
-        if isinstance(each, tuple)
-        else ("agreed", "ahead")[each]
-    ),
+    [*(("0", case) for case in AGREED), *(("1", case) for case in AHEAD)],
+    ids=name_of,
 )
 @on_both_transports
-def test_a_device(transport: str, ahead: bool, case: tuple[Any, ...]) -> None:
-    env = {"TORCH_RING_RUN_AHEAD": str(int(ahead)), **SMALL_BUCKETS}
+def test_a_device(transport: str, ahead: str, case: tuple[Any, ...]) -> None:
+    env = {"TORCH_RING_RUN_AHEAD": ahead, **SMALL_BUCKETS}
     expect_one_process(*case, size=3, transport=transport, door="device", env=env)
 
 
