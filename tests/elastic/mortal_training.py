@@ -7,47 +7,58 @@ the order of the batches. Equal weights therefore mean that each batch of each e
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from pool import error_of
+from process_set_use import sum_of_ranks
 
 import torch_ring as hvd
 from torch_ring import checkpoint
 from torch_ring.elastic import job as elastic_job
 from torch_ring.world import current
+from torch_ring.world.engine import EngineExchange
 
 SAMPLES, GLOBAL_BATCH = 60, 12  # 12: for 1, 2, 3 and 4 ranks
 BATCHES = SAMPLES // GLOBAL_BATCH
 WIDTH = 3
+AT_ONCE = 3  # samples of a rank in a pass: 1, 2, 2 and 4 passes of 4, 3, 2 ranks and 1
+
+KINDS = ("plain", "sharded", "in passes")
+"""Kinds of optimizers: with shard_state=True; with several backward passes a step, so that fewer
+ranks take a batch of the same size."""
 
 # Places where a rank may die, and a surviving rank's number of visits there in an epoch.
 IN_A_STEP = {"forward": BATCHES, "bucket": BATCHES, "step": BATCHES, "stepped": BATCHES}
 IN_A_STEP |= {"hosts": BATCHES, "commit": 2, "half a commit": 2, "checkpoint": 1}
 AFTER_A_DEATH = ["regrouping", "leading", "regrouped", "init", "joined", "resume", "resumed"]
-AFTER_A_DEATH += ["callback"]
+AFTER_A_DEATH += ["callback", "sets", "sets made"]
+
+SETS = {1: [], 2: [[0], [1]], 3: [[1, 2], [0, 2], [1]], 4: [[1, 2], [0, 1, 2], [2], [0, 3]]}
+"""Process sets of worlds of these sizes."""
 
 Plan = Mapping[int, tuple[str, int]]
 """By rank: the place where it dies, and at which of its visits there."""
 
 
-def random_plan(seed: int, size: int, epochs: int) -> Plan:
-    """Return deaths of 1 to all but one ranks, the first of them in a step."""
-    chance = random.Random(seed)
-    victims = chance.sample(range(size), chance.randint(1, size - 1))
+def random_plan(chance: random.Random, size: int, victims: Collection[int]) -> Plan:
+    """Return places for ranks of the first world, the first of them in a step."""
     plan = {}
     for index, victim in enumerate(victims):
         if index and chance.random() < 0.5:
             plan[victim] = chance.choice(AFTER_A_DEATH), 1
-        else:
+        elif victim < size:
             place = chance.choice(list(IN_A_STEP))
-            plan[victim] = place, chance.randint(1, IN_A_STEP[place] * epochs)
+            plan[victim] = place, chance.randint(1, 3 * IN_A_STEP[place])
     return plan
 
 
@@ -93,31 +104,17 @@ def make() -> tuple[Network, torch.optim.Optimizer]:
 
 def expected(epochs: int) -> list[float]:
     """Return the weights of an uninterrupted training on one rank."""
-    return undisturbed(epochs)[0]
-
-
-def undisturbed(epochs: int) -> tuple[list[float], list[float], list[float]]:
-    """Return a training on one rank without deaths.
-
-    Returns:
-        The weights, the loss of each batch, and the loss of the same batch after its step.
-    """
     model, optimizer = make()
     values = Samples().values
     sampler = hvd.elastic.ElasticSampler(Samples())
-    losses, losses_after = [], []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         order = list(sampler)
         for start in range(0, SAMPLES, GLOBAL_BATCH):
             optimizer.zero_grad()
-            batch = values[order[start : start + GLOBAL_BATCH]]
-            loss = model(batch)
-            loss.backward()
+            model(values[order[start : start + GLOBAL_BATCH]]).backward()
             optimizer.step()
-            losses.append(loss.item())
-            losses_after.append(model(batch).item())
-    return weights_of(model), losses, losses_after
+    return weights_of(model)
 
 
 def weights_of(model: Network) -> list[float]:
@@ -152,8 +149,10 @@ class Reaper:
             (elastic_job, "regroup", "regrouping", "regrouped"),
             (elastic_job.ElasticJob, "_serve", "leading", ""),
             (current, "rejoin", "init", "joined"),
+            (EngineExchange, "numbers", "sets", "sets made"),
             (state, "resume", "resume", "resumed"),
             (state._handlers["model"], "save", "commit", "half a commit"),
+            (state._handlers["optimizer"], "copy_from", "half a copy", ""),
             (state, "check_host_updates", "hosts", ""),
             (torch, "save", "", "checkpoint"),
         ]
@@ -165,32 +164,104 @@ class Reaper:
             yield
 
 
+class Sets:
+    """Process sets of the first world: whole ones are made again, and others have lost a rank."""
+
+    def __init__(self) -> None:
+        names = SETS[hvd.size()]  # a newcomer has none
+        self._sets = [(ranks, hvd.add_process_set(ranks)) for ranks in names]
+        self._living: list[int] = []
+
+    def note_world(self, name: int) -> None:
+        self._living = hvd.allgather_object(name)
+
+    def check(self) -> None:
+        for names, process_set in self._sets:
+            if not {*names} <= {*self._living}:
+                assert error_of(process_set.included)[0] == "ProcessSetLostError"
+                continue
+            ranks = sorted(map(self._living.index, names))
+            assert process_set.ranks == ranks
+            assert process_set.included() == (hvd.rank() in ranks)
+            if process_set.included():
+                assert sum_of_ranks(process_set) == sum(ranks)
+
+
+class Worlds:
+    """All worlds that this process has been in: those that have ended are gone, without help."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.disable()
+        self._engines: list[weakref.ref[Any]] = []
+
+    def note(self) -> None:
+        if not self._engines or self._engines[-1]() is not current.engine():
+            self._engines.append(weakref.ref(current.engine()))
+
+    def require_present_only(self) -> None:
+        *ended, _ = [engine() for engine in self._engines]
+        gc.enable()
+        assert ended == [None] * len(ended), "an ended world is left"
+
+
 def train(
-    plan: Plan, epochs: int, folder: str, shard_state: bool = False
-) -> tuple[int, list[float]]:
-    """Train while ranks die; return the number of survivors, and the weights."""
-    reaper = Reaper(*plan.get(hvd.rank(), ("", 0)))
+    plan: Plan, epochs: int, folder: str, kind: str, stay: Collection[int] = ()
+) -> tuple[int, int, int, list[float]]:
+    """Train while ranks die and come.
+
+    Args:
+        plan: where processes die.
+        epochs: to train, counted from the epoch in which there are all of `stay` and no others.
+        kind: of the optimizer.
+        stay: the processes that do not die, if some come after the start.
+
+    Returns:
+        The rank, the size, the number of epochs and the weights.
+    """
+    name = int(os.environ.get("TORCH_RING_PROCESS", f"p{hvd.rank()}")[1:])
+    reaper, worlds = Reaper(*plan.get(name, ("", 0))), Worlds()
+
+    def passes() -> int:
+        return -(-GLOBAL_BATCH // hvd.size() // AT_ONCE) if kind == "in passes" else 1
+
     model, optimizer = make()
     optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), groups=3, shard_state=shard_state
+        optimizer,
+        model.named_parameters(),
+        groups=3,
+        shard_state=kind == "sharded",
+        backward_passes_per_step=passes(),
     )
-    # After one of the buckets has been sent, and before another.
-    model.weights[1].register_hook(lambda _: reaper.at("bucket"))
+    now = 0  # the pass of the step
+    # After one of the buckets has been sent, and before another, if this pass sends any.
+    model.weights[1].register_hook(lambda _: reaper.at("a later pass" if now else "bucket"))
     sampler = hvd.elastic.ElasticSampler(Samples())
-    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batches=0)
+    state = hvd.elastic.TorchState(
+        model, optimizer, sampler=sampler, epoch=0, batches=0, end=-1 if stay else epochs
+    )
+    state.register_reset_callbacks([lambda: optimizer.set_backward_passes_per_step(passes())])
     state.register_reset_callbacks([lambda: reaper.at("callback")])
-    path = Path(folder) / "checkpoint.pt"
+    path, sets = Path(folder) / "checkpoint.pt", Sets()
 
     @hvd.elastic.run
     def go_on(state: Any) -> None:
-        while state.epoch < epochs:
+        nonlocal now
+        worlds.note()
+        sets.note_world(name)
+        while state.epoch != state.end:
             loader = torch.utils.data.DataLoader(
                 Samples(), GLOBAL_BATCH // hvd.size(), sampler=sampler
             )
             for index, batch in enumerate(loader):
                 optimizer.zero_grad()
+                sets.check()
                 reaper.at("forward")
-                model(batch).backward()
+                for now, part in enumerate(batch.tensor_split(passes())):
+                    (model(part) / passes()).backward()
+                    if now == 0 and passes() > 1:  # nothing is averaged yet
+                        assert model.ledger.grad is not None
+                        torch.testing.assert_close(model.ledger.grad, part.mean(0) / passes())
                 reaper.at("step")
                 optimizer.step()
                 reaper.at("stepped")
@@ -200,15 +271,21 @@ def train(
                     state.check_host_updates()
                 else:
                     state.commit()
+            if state.end < 0 and {*hvd.allgather_object(name)} == {*stay}:
+                state.end = state.epoch + epochs
             sampler.set_epoch(state.epoch + 1)
             state.epoch += 1
             checkpoint.save(path, {"model": model.state_dict(), "epoch": state.epoch})
 
     with reaper.waits(state):
         go_on(state)
-    assert state.batches == epochs * BATCHES
+    worlds.require_present_only()
+    if kind == "sharded" and hvd.size() > 1:  # on one host
+        assert optimizer._shards.is_shared
+        assert len(optimizer._shards._owners) == hvd.size()
+    assert state.batches == state.epoch * BATCHES
     saved = checkpoint.load(path)
-    assert saved["epoch"] == epochs
-    for name, value in model.state_dict().items():
-        assert torch.equal(saved["model"][name], value)
-    return hvd.size(), weights_of(model)
+    assert saved["epoch"] == state.epoch
+    for key, value in model.state_dict().items():
+        assert torch.equal(saved["model"][key], value)
+    return hvd.rank(), hvd.size(), state.epoch, weights_of(model)

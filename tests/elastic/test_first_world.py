@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,13 @@ import torch
 from arrivals import run_with_arrivals
 from deaths_in_init import PLACES, let_die
 from logs import logged
-from slow import on_shm_and_slowly_on_tcp, slow, slow_after
-from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.membership import first_world
 from torch_ring.membership.directory import Directory, Gathering
 from torch_ring.membership.member import key_of
 from torch_ring.setup import host_socket
-from torch_ring.world import current
+from torch_ring.world import current, join
 
 SECRET = "of this test"
 PATIENCE_S = 20.0
@@ -165,40 +163,6 @@ def begin(deaths: Deaths, folder_name: str, size: int, least: int, host: str = "
     return place
 
 
-def check(deaths: Deaths, size: int, transport: str, folder: Path) -> None:
-    """Begin a job whose ranks die; check that the others have made a world, in their order."""
-    be_the_launcher("127.0.0.1", folder, size)
-    results = pool.run(
-        *(begin, size),
-        args=(deaths, str(folder), size, 1),
-        transport=transport,
-        initialized=False,
-        may_die=list(deaths),
-    )
-    require_others(results, deaths)
-
-
-def require_others(results: Sequence[Any], deaths: Deaths) -> None:
-    left = [rank for rank in range(len(results)) if rank not in deaths]
-    wanted: list[Any] = [None] * len(results)
-    for place, rank in enumerate(left):
-        wanted[rank] = place, len(left), 3 * sum(left)
-    assert results == wanted
-
-
-@on_both_transports
-def test_all_live(transport: str, tmp_path: Path) -> None:
-    check({}, 3, transport, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("victim", "place", "transport"),
-    slow_after(4, [(i % 3, place, ("shm", "tcp")[i % 2]) for i, place in enumerate(PLACES)]),
-)
-def test_one_dies(victim: int, place: str, transport: str, tmp_path: Path) -> None:
-    check({victim: place}, 3, transport, tmp_path)
-
-
 def begin_without_a_deadline(*args: Any) -> Any:
     """Join the first world; a wait for a missing rank until the deadline ends the test.
 
@@ -209,48 +173,45 @@ def begin_without_a_deadline(*args: Any) -> Any:
     return begin(*args)
 
 
-@pytest.mark.parametrize(
-    ("victim", "place", "transport"),
-    [(1, "placed", "shm"), (2, "arrived", "shm"), (1, "arrived", "tcp"), (2, "placed", "tcp")],
-)
-def test_nobody_waits_for_one_that_has_died(
-    victim: int, place: str, transport: str, tmp_path: Path
+def require_others(results: Sequence[Any], deaths: Deaths) -> None:
+    left = [rank for rank in range(len(results)) if rank not in deaths]
+    wanted: list[Any] = [None] * len(results)
+    for place, rank in enumerate(left):
+        wanted[rank] = place, len(left), 3 * sum(left)
+    assert results == wanted
+
+
+def cases() -> list[Any]:
+    """Return the places of deaths in turn on the ranks, and others."""
+    found: list[Any] = [(begin, 3, {}, "tcp")]
+    for index, place in enumerate(PLACES):
+        found.append((begin, 3, {index % 3: place}, ("shm", "tcp")[index % 2]))
+    return [
+        *found,
+        (begin, 3, {0: "connecting"}, "shm"),  # others wait for neighbours
+        (begin, 4, {0: "before", 2: "told"}, "shm"),
+        (begin, 4, {1: "arrived", 0: "engine"}, "shm"),
+        (begin, 3, {0: "told", 1: "before"}, "tcp"),  # one is left
+        (begin_without_a_deadline, 3, {1: "placed"}, "shm"),
+        (begin_without_a_deadline, 3, {2: "arrived"}, "shm"),
+        (begin_without_a_deadline, 3, {1: "arrived"}, "tcp"),
+        (begin_without_a_deadline, 3, {2: "placed"}, "tcp"),
+    ]
+
+
+@pytest.mark.parametrize(("how", "size", "deaths", "transport"), cases())
+def test_the_others_make_a_world(
+    how: Callable[..., Any], size: int, deaths: Deaths, transport: str, tmp_path: Path
 ) -> None:
-    be_the_launcher("127.0.0.1", tmp_path, 3)
-    deaths = {victim: place}
+    be_the_launcher("127.0.0.1", tmp_path, size)
     results = pool.run(
-        *(begin_without_a_deadline, 3),
-        args=(deaths, str(tmp_path), 3, 1),
+        *(how, size),
+        args=(deaths, str(tmp_path), size, 1),
         transport=transport,
         initialized=False,
-        may_die=[victim],
+        may_die=list(deaths),
     )
     require_others(results, deaths)
-
-
-@on_shm_and_slowly_on_tcp
-@pytest.mark.parametrize("place", slow_after(2, ["told", "placed", "connecting", "engines"]))
-def test_rank_0_dies(place: str, transport: str, tmp_path: Path) -> None:
-    check({0: place}, 3, transport, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "deaths",
-    slow_after(
-        1,
-        [
-            {0: "before", 2: "told"},
-            {1: "arrived", 0: "engine"},
-            {1: "asking", 3: "memory"},
-        ],
-    ),
-)
-def test_two_die(deaths: Deaths, tmp_path: Path) -> None:
-    check(deaths, 4, "shm", tmp_path)
-
-
-def test_one_is_left(tmp_path: Path) -> None:
-    check({0: "told", 1: "before"}, 3, "tcp", tmp_path)
 
 
 def begin_with_too_few(deaths: Deaths, folder: str, size: int) -> tuple[str, str]:
@@ -324,27 +285,36 @@ def test_progress_is_logged_on_the_lowest_rank_that_is_here(tmp_path: Path) -> N
     assert not any(both in line for lines, _ in results[1:] for line in lines), results
 
 
-def begin_differently(folder: str) -> tuple[str, str]:
-    if os.environ["RANK"] == "1":
+def begin_differently(folder: str, error: str) -> tuple[str, str]:
+    attempts = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        assert attempts <= 2, "tried again, although nobody has died"
+        raise hvd.RingError("no memory here")
+
+    if error == "RingError":
+        join.exchange_hosts = fail
+    elif os.environ["RANK"] == "1":
         os.environ["TORCH_RING_HEARTBEAT_TIMEOUT"] = "7"
     return pool.error_of(lambda: begin({}, folder, 2, 1))
 
 
-def test_a_failure_in_which_nobody_dies_is_raised(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [("MismatchError", "TORCH_RING_HEARTBEAT_TIMEOUT"), ("RingError", "no memory here")],
+)
+def test_a_failure_in_which_nobody_dies_is_raised(error: str, word: str, tmp_path: Path) -> None:
     be_the_launcher("127.0.0.1", tmp_path, 2)
-    results = pool.run(begin_differently, 2, args=(str(tmp_path),), initialized=False)
-    assert [kind for kind, _ in results] == ["MismatchError"] * 2
-    assert all("TORCH_RING_HEARTBEAT_TIMEOUT" in text for _, text in results)
+    results = pool.run(begin_differently, 2, args=(str(tmp_path), error), initialized=False)
+    assert [kind for kind, _ in results] == [error] * 2
+    assert all(word in text for _, text in results)
 
 
 @pytest.mark.parametrize(
     ("layout", "place"),
-    [
-        ([0, 1, 2], "told"),
-        slow([0, 1, 2], "connecting"),
-        slow([0, 0, 1, 1], "before"),
-        slow([0, 0, 1, 1], "engines"),
-    ],
+    [([0, 1, 2], "told"), ([0, 0, 1, 1], "engines")],
 )
 def test_one_dies_on_another_host(
     hosts: list[str], layout: list[int], place: str, tmp_path: Path
@@ -398,8 +368,7 @@ def die_before_run(folder_name: str, victim: int) -> tuple[int, int, float]:
     return hvd.rank(), hvd.size(), model.weight.item()
 
 
-@on_both_transports
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(("transport", "victim"), [("shm", 0), ("shm", 1), ("tcp", 2)])
 def test_a_rank_that_dies_before_run_is_missed(transport: str, victim: int, tmp_path: Path) -> None:
     results = run_with_arrivals(
         die_before_run,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from pool import run
 from ports import free_port
-from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
 
@@ -52,9 +51,8 @@ def evaluate(begin: Callable[[], None]) -> tuple[int, float]:
     return size, total
 
 
-@on_shm_and_slowly_on_tcp
 @pytest.mark.parametrize("begin", [by_torchrun, by_arguments, by_hand])
-def test_a_newcomers_own_job_has_no_newcomers(transport: str, begin: Callable[[], None]) -> None:
+def test_a_newcomers_own_job_has_no_newcomers(begin: Callable[[], None]) -> None:
     env = NEWCOMER | ({} if begin is by_torchrun else {"MASTER_PORT": str(free_port())})
-    found = run(evaluate, 2, args=(begin,), transport=transport, env=env, initialized=False)
+    found = run(evaluate, 2, args=(begin,), env=env, initialized=False)
     assert found == [(2, 3.0)] * 2

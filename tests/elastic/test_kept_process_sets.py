@@ -1,4 +1,7 @@
-"""Process sets while ranks die and join: whole sets are made again, others raise an error."""
+"""Process sets while ranks die and join: lost sets, added sets, newcomers, optimizers on sets.
+
+Whole sets are made again in all trainings of test_kills.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,9 @@ import pytest
 import torch
 from arrivals import run_with_arrivals
 from process_set_use import check_process_set
-from slow import on_shm_and_slowly_on_tcp
 
 import torch_ring as hvd
-from torch_ring.world import current
-from torch_ring.world.engine import EngineExchange
+from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.world.process_set import sets_to_keep
 
 STEPS = 8
@@ -39,16 +41,17 @@ def test_sets_whose_processes_live_are_kept_in_their_order() -> None:
     assert sets_to_keep(told, {"a": 0, "c": 1}) == [("a", "c"), ("a",)]
 
 
-def test_sets_that_not_all_survivors_know_are_not_kept() -> None:
-    """A rank died while one was added."""
-    living = {"a": 0, "b": 1}
-    assert sets_to_keep([((("a", "b"), True),), ()], living) == []
-    assert sets_to_keep([(), ((("a", "b"), True),)], living) == []
-
-
-def test_sets_that_no_program_has_an_object_of_are_not_kept() -> None:
-    assert sets_to_keep([((("a",), False),), ((("a",), False),)], {"a": 0, "b": 1}) == []
-    assert sets_to_keep([None, None], {"a": 0}) == []
+@pytest.mark.parametrize(
+    "told",
+    [
+        [((("a", "b"), True),), ()],  # a rank died while one was added
+        [(), ((("a", "b"), True),)],
+        [((("a",), False),), ((("a",), False),)],  # no program has an object of it
+        [None, None],
+    ],
+)
+def test_sets_that_not_all_survivors_know_are_not_kept(told: list[Any]) -> None:
+    assert sets_to_keep(told, {"a": 0, "b": 1}) == []
 
 
 # --- on ranks that die
@@ -74,42 +77,28 @@ def run_steps(deaths: Sequence[Death], step: Callable[[Any], None]) -> None:
     go_on(state)
 
 
-def use_sets(sets: Sequence[Sequence[int]], deaths: Sequence[Death]) -> int:
-    """Use process sets in all steps; return the number of sets that have lost a rank at the end."""
-    names = list(range(hvd.size()))  # of the first world, by rank
-    mine = hvd.rank()
-    objects = [hvd.add_process_set(ranks) for ranks in sets]
-    copies = copy.deepcopy(objects)
-    found = {each: index for index, each in enumerate(objects)}
-    seen: dict[int, list[int]] = {}  # ranks of a set in the last world that had all of them
-
-    def step(_: Any) -> None:
-        living = hvd.allgather(torch.tensor([mine])).tolist()
-        assert living == sorted(living)
-        assert set(names) - set(dict(deaths)) <= set(living)
-        assert hvd.global_process_set.ranks == list(range(len(living)))
-        check_process_set(hvd.global_process_set, list(range(len(living))))
-        for index, (before, each, other) in enumerate(zip(sets, objects, copies, strict=True)):
-            if set(before) <= set(living):
-                seen[index] = ranks = sorted(living.index(name) for name in before)
-                assert each.ranks == other.ranks == ranks
-                assert each.process_set_id == other.process_set_id
-                assert each.included() is (mine in before)
-                assert each.size() == len(before)
-                check_process_set(each, ranks)
-                check_process_set(other, ranks)
-            else:
-                check_lost(each, seen[index])
-                check_lost(other, seen[index])
-        assert [found[each] for each in objects] == list(range(len(objects)))
-
-    run_steps(deaths, step)
-    return sum(each.process_set_id is None for each in objects)
+def lose_a_rank() -> set[tuple[str, str]]:
+    """Rank 1 dies; return the errors of a set that it was in."""
+    lost, whole = hvd.add_process_set([1, 2]), hvd.add_process_set([2, 3])
+    of_lost, of_whole = copy.deepcopy((lost, whole))
+    index = {lost: 0, whole: 1}
+    run_steps([(1, 2)], lambda _: None)
+    for each in (whole, of_whole):
+        assert each.process_set_id == whole.process_set_id
+        check_process_set(each, [1, 2])
+    assert [index[lost], index[whole]] == [0, 1]
+    errors = set()
+    for each in (lost, of_lost):
+        assert each.process_set_id is None
+        assert each != hvd.ProcessSet([1, 2])
+        assert "[1, 2]" in repr(each)
+        errors |= {pool.error_of(use) for use in uses_of(each)}
+    return errors
 
 
-def check_lost(process_set: hvd.ProcessSet, before: list[int]) -> None:
+def uses_of(process_set: hvd.ProcessSet) -> list[Callable[[], object]]:
     tensor = torch.ones(3)
-    uses: list[Callable[[], object]] = [
+    return [
         process_set.included,
         process_set.rank,
         process_set.size,
@@ -120,57 +109,17 @@ def check_lost(process_set: hvd.ProcessSet, before: list[int]) -> None:
         lambda: hvd.remove_process_set(process_set),
         pickle.loads(pickle.dumps(process_set)).included,
     ]
-    for use in uses:
-        kind, text = pool.error_of(use)
-        assert kind == "ProcessSetLostError", (kind, text)
-        assert f"the process set {before} has lost rank" in text
-        assert "add_process_set()" in text
-    assert process_set.process_set_id is None
-    assert process_set != hvd.ProcessSet(before)
-    assert str(before) in repr(process_set)
 
 
-CASES = [
-    (3, [[1, 2], [0, 2]], [(0, 2)]),  # rank 0, which is in one of them
-    (4, [[1, 3], [2], [0, 1, 2]], [(3, 2)]),  # the last one; [0, 1, 2] are all remaining ranks
-    (4, [[0, 3], [1, 2], [3, 2]], [(1, 1), (0, 4)]),  # two after another
-    (4, [[0, 1], [2, 3]], [(1, 3), (0, 3)]),  # a whole set at once
-    (3, [[2], [0], [1, 2]], [(0, 2), (1, 5)]),  # down to one
-]
-
-
-@on_shm_and_slowly_on_tcp
-@pytest.mark.parametrize(("size", "sets", "deaths"), CASES)
-def test_sets_are_made_again(
-    size: int, sets: list[list[int]], deaths: list[Death], transport: str
-) -> None:
-    victims = [rank for rank, _ in deaths]
-    left = pool.run(use_sets, size, args=(sets, deaths), transport=transport, may_die=victims)
-    lost = sum(bool(set(ranks) & set(victims)) for ranks in sets)
-    assert left == [None if rank in victims else lost for rank in range(size)]
-
-
-def lose_a_rank(victim: int) -> str:
-    pair = hvd.add_process_set([1, 2])
-    texts: list[str] = []
-
-    def step(_: Any) -> None:
-        if hvd.size() < 4:
-            texts.append(pool.error_of(pair.included)[1])
-
-    run_steps([(victim, 2)], step)
-    return texts[-1]
-
-
-@pytest.mark.parametrize(("victim", "left"), [(1, 1), (2, 1)])
-def test_a_lost_set_says_which_rank_it_has_lost(victim: int, left: int) -> None:
-    texts = pool.run(lose_a_rank, 4, args=(victim,), may_die=[victim])
+def test_a_lost_set_says_which_rank_it_has_lost() -> None:
+    texts = pool.run(lose_a_rank, 4, may_die=[1])
     wanted = (
-        f"the process set [1, 2] has lost rank {victim} of the 4 ranks that there were; its other "
-        f"ranks have the numbers [{left}] now. Make another one: call add_process_set() on all "
-        "ranks, in a reset callback or in the elastic function"
+        "the process set [1, 2] has lost rank 1 of the 4 ranks that there were; its other ranks "
+        "have the numbers [1] now. Make another one: call add_process_set() on all ranks, in a "
+        "reset callback or in the elastic function"
     )
-    assert texts == [None if rank == victim else wanted for rank in range(4)]
+    error = {("ProcessSetLostError", wanted)}
+    assert texts == [None if rank == 1 else error for rank in range(4)]
 
 
 def add_again(how: str) -> tuple[list[int], list[int], dict[int, list[int]]]:
@@ -265,54 +214,6 @@ def test_a_hierarchy_that_was_asked_for_twice_is_made_again() -> None:
     assert levels == [None, ([0], [0, 1]), ([1], [0, 1])]
 
 
-# --- in the recovery, and with newcomers
-
-
-def die_in_the_recovery(victim: int, moment: str) -> tuple[list[int], list[int]]:
-    """Rank 3 dies, and then another one while the sets are made again."""
-    name, numbers = hvd.rank(), EngineExchange.numbers
-    sets = [hvd.add_process_set(ranks) for ranks in ([1, 2], [0, 1, 2], [2], [0, 3])]
-    visits = [0]
-
-    def count(self: EngineExchange, *values: int) -> list[list[int]]:
-        visits[0] += 1
-        if (visits[0], moment) == (2, "before"):
-            die()
-        result = numbers(self, *values)
-        if (visits[0], moment) == (2, "after"):
-            die()
-        return result
-
-    def step(state: Any) -> None:
-        if state.step == 1 and hvd.size() == 4:
-            if name == 3:
-                die()
-            if name == victim:
-                EngineExchange.numbers = count  # type: ignore[method-assign]
-        kept = [each for each in sets if each.process_set_id is not None]
-        for each in kept:
-            check_process_set(each, each.ranks or [])
-
-    run_steps([], step)
-    whole = [each.ranks or [] for each in sets if each.process_set_id is not None]
-    kinds = [pool.error_of(each.size)[0] for each in sets if each.process_set_id is None]
-    assert kinds == ["ProcessSetLostError"] * (len(sets) - len(whole))
-    return whole, [record.id for record in current.world().process_sets.records]
-
-
-@on_shm_and_slowly_on_tcp
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize(("victim", "whole"), [(0, [[0, 1], [1]]), (1, [[1]]), (2, [])])
-def test_a_rank_dies_while_sets_are_made_again(
-    victim: int, whole: list[list[int]], moment: str, transport: str
-) -> None:
-    results = pool.run(
-        die_in_the_recovery, 4, args=(victim, moment), transport=transport, may_die=[victim, 3]
-    )
-    wanted = (whole, list(range(len(whole) + 1)))
-    assert results == [None if rank in (victim, 3) else wanted for rank in range(4)]
-
-
 def let_one_in(folder: str) -> tuple[Any, ...]:
     """Rank 0 of three dies, then a process comes."""
     death, index = Path(folder) / "death", int(os.environ["TORCH_RING_PROCESS"][1:])
@@ -352,11 +253,139 @@ def let_one_in(folder: str) -> tuple[Any, ...]:
     return hvd.rank(), kinds, hvd._basics._get_process_set_ids_and_ranks()
 
 
-@on_shm_and_slowly_on_tcp
-def test_newcomers_know_the_sets_of_the_others(transport: str, tmp_path: Path) -> None:
-    results = run_with_arrivals(
-        let_one_in, 3, 1, args=(str(tmp_path),), transport=transport, may_die=[0]
-    )
+def test_newcomers_know_the_sets_of_the_others(tmp_path: Path) -> None:
+    results = run_with_arrivals(let_one_in, 3, 1, args=(str(tmp_path),), may_die=[0])
     sets = {0: [0, 1, 2], 1: [0, 1], 2: [0, 2]}
     lost = ["ProcessSetLostError", "nothing"]
     assert results == [None, (0, lost, sets), (1, lost, sets), (2, [], sets)]
+
+
+# --- optimizers on sets
+
+
+def model_of_zero() -> torch.nn.Linear:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    return model
+
+
+def optimizer_of(model: torch.nn.Linear, process_set: hvd.ProcessSet, rate: float = 1.0) -> Any:
+    sgd = torch.optim.SGD(model.parameters(), lr=rate)
+    return hvd.DistributedOptimizer(sgd, process_set=process_set)
+
+
+def train_in_a_set(
+    ranks: Sequence[int], deaths: Sequence[Death], early: bool
+) -> tuple[float, float, int]:
+    """Train on a process set, and on all ranks.
+
+    Args:
+        early: whether victims die before the step's first pass, which then fails at its end: with
+            buckets sent, and objects kept by the error's traceback.
+
+    Returns:
+        The weights of both, and the number of times that a pass of all ranks is agreed on.
+    """
+    name = hvd.rank()
+    workers = hvd.add_process_set(ranks)
+    models = [model_of_zero(), model_of_zero()]
+    in_set = optimizer_of(models[0], workers)
+    of_all = optimizer_of(models[1], hvd.global_process_set)
+    state = hvd.elastic.TorchState(
+        models[0], in_set, other=models[1], other_optimizer=of_all, step=0
+    )
+    agreements: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            for model, optimizer in zip(models, (in_set, of_all), strict=True):
+                optimizer.zero_grad()
+                loss = model(torch.full((1, 1), (state.step + 1.0) * (name + 1))).sum()
+                if (name, state.step) in deaths and (early or optimizer is of_all):
+                    die()
+                if early and state.step in (step for _, step in deaths):
+                    time.sleep(0.1)  # the others learn of it before that pass
+                loss.backward()
+            agreements.append(backward_sync_of(hvd.global_process_set).number)
+            of_all.step()
+            in_set.step()
+
+    train(state)
+    weights = [model.weight.item() for model in models]
+    return weights[0], weights[1], agreements[-1] - agreements[-2]
+
+
+def expected_weights(
+    members: Sequence[int], size: int, deaths: Sequence[Death]
+) -> tuple[float, float]:
+    """Return the weights of the members; the death of a rank ends its part with that step."""
+    weight = other = 0.0
+    for step in range(STEPS):
+        living = [rank for rank in range(size) if dict(deaths).get(rank, STEPS) > step]
+        weight -= (step + 1.0) * sum(rank + 1 for rank in members) / len(members)
+        other -= (step + 1.0) * sum(rank + 1 for rank in living) / len(living)
+    return weight, other
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "ranks", "deaths", "early"),
+    [
+        ("shm", 3, [1, 2], [(0, 3)], False),  # the set then has all ranks, and is no other world
+        ("tcp", 4, [0, 2, 3], [(1, 0)], False),
+        ("shm", 4, [1, 3], [(2, 2), (0, 5)], False),
+        ("shm", 4, [0, 2, 3], [(1, 0)], True),
+        ("tcp", 4, [0, 2, 3], [(1, 0)], True),
+    ],
+)
+def test_an_optimizer_on_a_set_goes_on(
+    transport: str, size: int, ranks: list[int], deaths: list[Death], early: bool
+) -> None:
+    args, victims = (ranks, deaths, early), [rank for rank, _ in deaths]
+    found = pool.run(train_in_a_set, size, args=args, transport=transport, may_die=victims)
+    for rank in ranks:
+        *weights, agreements = found[rank]
+        assert weights == pytest.approx(expected_weights(ranks, size, deaths))
+        assert agreements == 1
+
+
+def step_in_a_lost_set(replaces: bool) -> tuple[str, float]:
+    """Rank 1 dies before step 3; a callback may replace the optimizer."""
+    name, model = hvd.rank(), model_of_zero()
+    state = hvd.elastic.TorchState(model, optimizer_of(model, hvd.add_process_set([0, 1])), step=0)
+
+    def replace() -> None:
+        state.optimizer = optimizer_of(model, hvd.add_process_set([0, hvd.size() - 1]), 2.0)
+
+    if replaces:
+        state.register_reset_callbacks([replace])
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, STEPS):
+            hvd.barrier()
+            state.optimizer.zero_grad()
+            model(torch.full((1, 1), name + 1.0)).sum().backward()
+            hvd.barrier()
+            if (name, state.step) == (1, 3):
+                die()
+            hvd.barrier()
+            state.optimizer.step()
+
+    return pool.error_of(lambda: train(state))[0], model.weight.item()
+
+
+@pytest.mark.parametrize(
+    ("replaces", "ending", "weight"),
+    [
+        (False, "ProcessSetLostError", -4.5),  # of the three steps before
+        # Then five of the former ranks 0 and 3, at twice the rate.
+        (True, "nothing", -4.5 - 2 * 5 * 2.5),
+    ],
+)
+def test_an_optimizer_on_a_lost_set_is_replaced_or_does_not_step(
+    replaces: bool, ending: str, weight: float
+) -> None:
+    outcomes = pool.run(step_in_a_lost_set, 4, args=(replaces,), may_die=[1])
+    assert [outcomes[rank][0] for rank in (0, 2, 3)] == [ending] * 3
+    assert outcomes[0][1] == weight

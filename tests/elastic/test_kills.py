@@ -1,12 +1,17 @@
-"""Ranks die in every phase, including the recovery from another death."""
+"""Ranks die in every phase, including the recovery from another death, and others come.
+
+The survivors have the weights of a training without deaths, on one rank, their process sets, and no
+ended world.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import signal
-import subprocess
-import sys
+import socket
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,66 +21,142 @@ import namespaces
 import pool
 import pytest
 import torch
+from arrivals import run_with_arrivals
 from deaths_in_init import let_die
-from launcher_commands import clean_environment
-from mortal_training import AFTER_A_DEATH, IN_A_STEP, Plan, expected, random_plan, undisturbed
-from slow import slow_after
+from mortal_training import AFTER_A_DEATH, IN_A_STEP, KINDS, Plan, expected, random_plan
 
 import torch_ring as hvd
+from torch_ring.elastic import job as elastic_job
+from torch_ring.elastic.regroup import NextWorld
 from torch_ring.setup import host_socket
 from torch_ring.world import current
 
 EPOCHS = 3
 
 
-def check(plan: Plan, size: int, transport: str, folder: Path, *, shard_state: bool = False) -> int:
-    """Train with deaths, check the weights; return the number of survivors."""
-    results = pool.run(
-        mortal_training.train,
-        size,
-        args=(plan, EPOCHS, str(folder), shard_state),
-        transport=transport,
-        may_die=list(plan),
-    )
-    safe = [results[rank] for rank in range(size) if rank not in plan]
-    for left, weights in safe:
-        assert (left, weights) == safe[0]
-        assert weights == pytest.approx(expected(EPOCHS), rel=1e-12)
-    return int(safe[0][0])
+def require_survivors(results: list[Any], victims: Collection[int], tolerance: float) -> None:
+    survivors = [found for name, found in enumerate(results) if name not in victims]
+    epochs, weights = survivors[0][2:]
+    assert survivors == [(r, len(survivors), epochs, weights) for r in range(len(survivors))]
+    assert weights == pytest.approx(expected(epochs), rel=tolerance)
+
+
+def every_place() -> list[Any]:
+    """Return deaths at all places, each with another kind of optimizer, on either transport."""
+    cases: list[tuple[str, int, Plan]] = []
+    for index, (place, visits) in enumerate(IN_A_STEP.items()):
+        victim = 0 if place == "checkpoint" else index % 3  # rank 0 writes it
+        cases.append((KINDS[index % 3], 3, {victim: (place, visits + 1)}))
+    for index, place in enumerate(AFTER_A_DEATH):
+        victim = 0 if place == "leading" else index % 2  # the lowest rank leads
+        cases.append((KINDS[index % 3], 4, {2: ("bucket", 3), victim: (place, 1)}))
+    cases += [
+        ("plain", 2, {0: ("forward", 1)}),  # in the first step; one is left
+        ("sharded", 3, {1: ("bucket", 4), 2: ("bucket", 4)}),  # at once
+        ("sharded", 3, {2: ("step", 2), 1: ("stepped", 7)}),  # down to one
+        # While process sets are made again.
+        ("plain", 4, {3: ("bucket", 4), 0: ("sets", 2)}),
+        ("in passes", 4, {3: ("forward", 4), 2: ("sets made", 2)}),
+        # Ranks take another number of passes from then on.
+        ("in passes", 4, {3: ("bucket", 4), 1: ("a later pass", 2)}),
+    ]
+    # Parts of the state survive in the memory of a host only.
+    return [
+        (*case, "shm" if case[0] == "sharded" else ("shm", "tcp")[index % 2])
+        for index, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "size", "plan", "transport"), every_place(), ids=str)
+def test_ranks_die(kind: str, size: int, plan: Plan, transport: str, tmp_path: Path) -> None:
+    args = plan, EPOCHS, str(tmp_path), kind
+    results = pool.run(mortal_training.train, size, args=args, transport=transport, may_die=[*plan])
+    require_survivors(results, plan, 1e-12)
 
 
 @pytest.mark.parametrize(
-    ("victim", "place"), slow_after(4, [(i % 3, p) for i, p in enumerate(IN_A_STEP)])
+    ("kind", "size", "plan"),
+    [
+        ("in passes", 2, {}),
+        ("sharded", 1, {}),
+        ("plain", 3, {0: ("half a copy", 2)}),  # the giver dies: the second copy is the newcomer's
+    ],
 )
-def test_a_rank_dies_in_a_step(victim: int, place: str, tmp_path: Path) -> None:
-    victim = 0 if place == "checkpoint" else victim  # rank 0 writes it
-    assert check({victim: (place, IN_A_STEP[place] + 1)}, 3, "shm", tmp_path) == 2
+def test_one_comes(kind: str, size: int, plan: Plan, tmp_path: Path) -> None:
+    stay = {*range(size + 1)} - plan.keys()
+    args = plan, 2, str(tmp_path), kind, stay
+    results = run_with_arrivals(mortal_training.train, size, 1, args=args, may_die=[*plan])
+    require_survivors(results, plan, 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("victim", "place"), slow_after(3, [(i % 2, p) for i, p in enumerate(AFTER_A_DEATH)])
-)
-def test_another_rank_dies_in_the_recovery(victim: int, place: str, tmp_path: Path) -> None:
-    victim = 0 if place == "leading" else victim  # the lowest rank leads
-    assert check({2: ("bucket", 3), victim: (place, 1)}, 4, "tcp", tmp_path) == 2
+def die_or_come_late(seed: int, plan: Plan, victims: Collection[int], *args: Any) -> Any:
+    """Train; a victim dies after some time, if it does not die at its place before."""
+    name = int(os.environ["TORCH_RING_PROCESS"][1:])
+    if name in victims:
+        seconds = random.Random(f"{seed} {name}").uniform(0.01, 2.0)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM, at any instruction
+    return mortal_training.train(plan, *args)
 
 
-def recover_without_a_deadline(place: str) -> tuple[int, int]:
-    """Train; rank 3 dies in a step, and rank 1 while the others make the next world.
+def come_late() -> None:
+    if "TORCH_RING_ELASTIC_NEWCOMER" in os.environ:
+        time.sleep(random.uniform(0.0, 1.0))
+
+
+@pytest.mark.slow
+def test_ranks_die_and_come_where_chance_has_it(tmp_path: Path, full: bool) -> None:
+    for seed in range(500 if full else 4):
+        chance = random.Random(seed)
+        size, arrivals, folder = 3, 1, tmp_path / str(seed)
+        victims = chance.sample(range(size), chance.randint(1, size - 1))  # one has the state
+        victims += [name for name in range(size, size + arrivals) if chance.random() < 0.5]
+        plan = random_plan(chance, size, victims)
+        kind, transport = chance.choice([("plain", "shm"), ("plain", "tcp"), ("sharded", "shm")])
+        args = seed, plan, victims, EPOCHS, str(folder), kind
+        try:
+            results = run_with_arrivals(
+                *(die_or_come_late, size, arrivals),
+                args=(*args, {*range(size + arrivals)} - {*victims}),
+                transport=transport,
+                may_die=victims,
+                before=come_late,
+            )
+            require_survivors(results, victims, 1e-9)
+        except (AssertionError, pool.RanksFailed) as error:
+            raise AssertionError(
+                f"seed {seed}, {kind}, {transport}, {plan}, {victims}: {error}"
+            ) from error
+
+
+# --- nobody waits for the dead
+
+
+def is_gone(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, 5).close()
+    except (ConnectionRefusedError, ConnectionResetError):  # the latter: it ends at this moment
+        return True
+    return False
+
+
+def recover_without_a_deadline(victim: int, place: str) -> tuple[int, int]:
+    """Train; rank 3 dies in a step, and the victim while the others make the next world.
 
     A wait for a missing rank until the deadline ends the test, since a leader does not go on
     without it after a moment, or tell it of the failure.
     """
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
     current._REJOIN_S = host_socket._GRACE_S = host_socket.TELL_S = 1800.0
-    name, rejoin = hvd.rank(), current.rejoin
+    name, join = hvd.rank(), elastic_job.ElasticJob._join
 
-    def rejoin_and_die(*args: Any) -> None:
-        if name == 1 and place == "rejoining":
+    def join_or_die(self: elastic_job.ElasticJob, group: NextWorld) -> None:
+        if name == victim and place == "rejoining":
             os.kill(os.getpid(), signal.SIGKILL)
-        if name == 1:
+        if name == victim:
             let_die(place)
-        rejoin(*args)
+        elif victim == 0 and len(group.members) == 3:  # nobody has connected to the leader's store
+            assert pool.eventually(lambda: is_gone(group.store), 20)
+        join(self, group)
 
     state = hvd.elastic.ObjectState(step=0)
 
@@ -89,76 +170,39 @@ def recover_without_a_deadline(place: str) -> tuple[int, int]:
             state.commit()
         return total
 
-    with mock.patch.object(current, "rejoin", rejoin_and_die):
+    with mock.patch.object(elastic_job.ElasticJob, "_join", join_or_die):
         return go_on(state), hvd.size()
 
 
-@pytest.mark.parametrize("place", slow_after(1, ["rejoining", "arriving", "arrived"]))
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_nobody_waits_for_a_rank_that_dies_in_the_recovery(place: str, transport: str) -> None:
-    results = pool.run(
-        *(recover_without_a_deadline, 4), args=(place,), transport=transport, may_die=[1, 3]
-    )
-    assert results == [(2, 2), None, (2, 2), None]
-
-
-@pytest.mark.parametrize("place", slow_after(1, ["rejoining", "arriving", "told", "engine"]))
-def test_nobody_waits_for_a_rank_that_dies_on_another_host(hosts: list[str], place: str) -> None:
+def check_recovery(victim: int, place: str, transport: str, hosts: Sequence[str] = ()) -> None:
     results = pool.run(
         *(recover_without_a_deadline, 4),
-        args=(place,),
-        transport="",
-        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1"},
-        may_die=[1, 3],
-        namespaces=[hosts[host] for host in (0, 1, 2, 0)],
+        args=(victim, place),
+        transport=transport,
+        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1"} if hosts else {},
+        may_die=[victim, 3],
+        namespaces=[hosts[host] for host in (0, 1, 2, 0)] if hosts else [],
     )
-    assert results == [(2, 2), None, (2, 2), None]
+    left = {0, 1, 2} - {victim}
+    assert results == [(sum(left), 2) if rank in left else None for rank in range(4)]
 
 
-@pytest.mark.slow
-def test_ranks_die_where_chance_has_it(tmp_path: Path, full: bool) -> None:
-    for seed in range(500 if full else 3):
-        plan = random_plan(seed, 4, EPOCHS)
-        try:
-            # A plan may name a place that its rank never reaches: that rank survives.
-            left = check(plan, 4, ("shm", "tcp")[seed % 2], tmp_path / str(seed))
-            assert 4 - len(plan) <= left < 4
-        except (AssertionError, pool.RanksFailed) as error:
-            raise AssertionError(f"seed {seed}, {plan}: {error}") from error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("levels", [(), ("hierarchy",)])
-@pytest.mark.parametrize(("transport", "seed"), [("shm", 1), ("tcp", 2)])
-def test_ranks_die_and_come_in_one_job(
-    transport: str, seed: int, levels: tuple[str, ...], full: bool
+@pytest.mark.parametrize(
+    ("victim", "place", "transport"),
+    [
+        (0, "rejoining", "shm"),  # the leader
+        (1, "rejoining", "shm"),
+        (1, "rejoining", "tcp"),
+        (1, "arriving", "tcp"),
+        (1, "arrived", "shm"),
+    ],
+)
+def test_nobody_waits_for_a_rank_that_dies_in_the_recovery(
+    victim: int, place: str, transport: str
 ) -> None:
-    deaths, seconds = (100, 1200) if full else (4, 100)
-    program = Path(__file__).with_name("kills_and_joins.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(deaths), str(seed), str(seconds), *levels],
-        env=clean_environment(
-            PYTHONPATH=os.pathsep.join(filter(None, sys.path)), TORCH_RING_TRANSPORT=transport
-        ),
-        capture_output=True,
-        text=True,
-        timeout=seconds + 60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["killed"] == deaths
-    assert found["joined"] >= deaths - 3  # of four ranks, one lives to the end
-    if levels and transport == "tcp":
-        return  # each rank is a host there, and its steps of a round go with it
-    weights, losses, losses_after = undisturbed(found["epochs"])
-    assert found["weights"] == pytest.approx(weights, rel=1e-9)
-    if levels:
-        # DiLoCo's step() agrees after the inner step. If that fails, the batch is done again with
-        # the weights of its step, which is passed over: once a death at most.
-        pairs = zip(found["losses"], losses, strict=True)
-        again = [i for i, (one, other) in enumerate(pairs) if one != pytest.approx(other, rel=1e-9)]
-        assert len(again) <= deaths
-        for index in again:
-            losses[index] = losses_after[index]
-    assert found["losses"] == pytest.approx(losses, rel=1e-9)
+    check_recovery(victim, place, transport)
+
+
+@pytest.mark.parametrize("place", ["rejoining", "told"])
+def test_nobody_waits_for_a_rank_that_dies_on_another_host(hosts: list[str], place: str) -> None:
+    check_recovery(1, place, "", hosts)

@@ -162,12 +162,21 @@ def test_a_commit_interrupts_all_ranks(updates: list[int], raises: bool, skip_sy
 
 
 def go_on_from_a_commit(commit_every: int) -> list[tuple[int, float]]:
-    """Train with attributes that change at commits only; rank 1 dies in step 5."""
+    """Train with attributes that change at commits only; rank 1 dies in step 5.
+
+    A callback is called after the states are synchronised: its changes stay.
+    """
     model = model_of(0.0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     state = hvd.elastic.TorchState(model, optimizer, step=0)
     name = hvd.rank()
     seen: list[tuple[int, float]] = []
+
+    def on_reset() -> None:
+        seen.append((state.step, hvd.size()))
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    state.register_reset_callbacks([on_reset])
 
     @hvd.elastic.run
     def train(state: Any) -> None:
@@ -187,14 +196,18 @@ def go_on_from_a_commit(commit_every: int) -> list[tuple[int, float]]:
     return seen
 
 
-def test_without_progress_in_every_step_the_last_commit_counts() -> None:
-    seen = pool.run(go_on_from_a_commit, 2, args=(4,), may_die=[1])[0]
-    assert seen == [(step, -float(step)) for step in [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]]
-
-
-def test_with_progress_in_every_step_that_step_is_done_again() -> None:
-    seen = pool.run(go_on_from_a_commit, 2, args=(1,), may_die=[1])[0]
-    assert seen == [(step, -float(step)) for step in [0, 1, 2, 3, 4, 5, 5, 6, 7]]
+@pytest.mark.parametrize(
+    ("commit_every", "after"),
+    [
+        (4, [(4, 1), (4, -4.0), (5, -4.5), (6, -5.0), (7, -5.5)]),  # the last commit counts
+        (1, [(5, 1), (5, -5.0), (6, -5.5), (7, -6.0)]),  # only that step is done again
+    ],
+)
+def test_progress_without_attributes_is_that_of_commits_and_callbacks_come_last(
+    commit_every: int, after: list[tuple[int, float]]
+) -> None:
+    seen = pool.run(go_on_from_a_commit, 2, args=(commit_every,), may_die=[1])[0]
+    assert seen == [*((step, -float(step)) for step in range(6)), *after]
 
 
 def resume_apart(behind: int) -> tuple[float, int, float]:
@@ -285,36 +298,6 @@ def test_a_part_of_a_state_is_an_error_on_all_ranks() -> None:
     assert [kind for kind, *_ in results] == ["StateLostError"] * 2
 
 
-def order_of_a_reset() -> list[str]:
-    """A callback is called after the states are synchronised: its changes stay."""
-    name, seen = hvd.rank(), []
-    model = model_of(0.0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-
-    def on_reset() -> None:
-        seen.append(f"{hvd.size()} ranks in step {state.step}")
-        optimizer.param_groups[0]["lr"] = 0.5
-
-    state.register_reset_callbacks([on_reset])
-
-    @hvd.elastic.run
-    def train(state: Any) -> None:
-        for state.step in range(state.step, 4):
-            optimizer.zero_grad()
-            if (name, state.step) == (0, 2):
-                os.kill(os.getpid(), signal.SIGKILL)
-            model(torch.zeros(1, 2)).sum().backward()
-            optimizer.step()
-
-    train(state)
-    return [*seen, str(model.bias.item())]
-
-
-def test_callbacks_come_last() -> None:
-    assert pool.run(order_of_a_reset, 2, may_die=[0])[1] == ["1 ranks in step 2", "-3.0"]
-
-
 def wrap_adasum() -> None:
     optimizer = torch.optim.SGD(model_of(0.0).parameters(), lr=1.0)
     optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
@@ -327,14 +310,9 @@ def test_adasum_is_refused() -> None:
 
 
 class Average:
-    """An average of the weights, as programs write it."""
+    """A value with a state, as an average of the weights is."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.value = model.bias.item()  # type: ignore[union-attr, operator]
-
-    def update(self) -> None:
-        self.value = 0.5 * self.value + 0.5 * self.model.bias.item()  # type: ignore[union-attr, operator]
+    value = 0.0
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -343,50 +321,14 @@ class Average:
         self.value = state["value"]
 
 
-def train_with_a_scheduler(is_given: bool) -> list[float]:
-    """Train; rank 1 dies in step 3. Return the rates of the optimizer, and the average."""
-    name = hvd.rank()
-    model = model_of(1.0)
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = hvd.DistributedOptimizer(sgd)
-    scheduler = hvd.lr_schedules.WarmupLR(optimizer, warmup=4, scale=3.0)
-    average = Average(model)
-    given = {"average": average, "schedule": scheduler} if is_given else {}
-    state = hvd.elastic.TorchState(model, optimizer, **given, step=0)
-    rates: list[float] = []
-
-    @hvd.elastic.run
-    def train(state: Any) -> None:
-        if is_given:
-            assert state.schedule is scheduler
-            assert state.average is average
-        while state.step < 5:
-            optimizer.zero_grad()
-            if (name, state.step) == (1, 3):
-                os.kill(os.getpid(), signal.SIGKILL)
-            model(torch.zeros(1, 2)).sum().backward()
-            optimizer.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-            scheduler.step()
-            average.update()
-            state.step += 1
-
-    train(state)
-    return [*rates, average.value]
-
-
-def test_a_scheduler_in_the_state_stays_the_programs() -> None:
-    one, other = (pool.run(train_with_a_scheduler, 2, args=(g,), may_die=[1])[0] for g in (0, 1))
-    assert one == other
-    assert one[:5] == [1.0, 1.5, 2.0, 2.5, 3.0]
-
-
 def keep_schedulers() -> None:
     model = model_of(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    average = Average(model)
+    average = Average()
     state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, average=average, step=0)
+    assert state.scheduler is scheduler
+    assert state.average is average
     optimizer.step()
     scheduler.step()
     average.value = 7.0 + hvd.rank()

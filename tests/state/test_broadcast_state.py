@@ -1,22 +1,29 @@
-"""broadcast_parameters() and broadcast_optimizer_state(): different ranks become equal."""
+"""broadcast_parameters(), broadcast_buffers(), broadcast_optimizer_state(): ranks become equal."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
-from pool import run
+from pool import error_of, run
 from torch import nn
 from torch.optim import Optimizer
 from training import assert_same_on_all_ranks, joined_batches, loss_of, make_model, train
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring import state as state_module
 
 CODES = (torch.bits8, torch.float4_e2m1fn_x2)  # neither collectives nor torch.equal() take them
 
 
 class Everything(nn.Module):
-    """Parameters, frozen ones, and buffers of many dtypes and layouts."""
+    """Parameters, frozen ones, and buffers of many dtypes and layouts, whose values are a rank's.
+
+    Its batch normalisation has seen other batches than that of another rank.
+    """
 
     def __init__(self, value: int) -> None:
         super().__init__()
@@ -24,24 +31,37 @@ class Everything(nn.Module):
         self.frozen = nn.Parameter(torch.full((2,), float(value)), requires_grad=False)
         self.scalar = nn.Parameter(torch.tensor(float(value)))
         self.norm = nn.BatchNorm1d(4)
-        for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float64):
+        self.again = self.norm  # buffers with two names
+        dtypes = torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float64
+        for dtype in (*dtypes, torch.complex128, torch.float8_e5m2):
             name = str(dtype).removeprefix("torch.")
-            self.register_buffer(f"{name}s", torch.full((5,), value, dtype=dtype))
-        image = torch.full((2, 3, 4, 4), float(value)).to(memory_format=torch.channels_last)
-        self.register_buffer("image", image)
-        self.register_buffer("empty", torch.empty(0))
-        for dtype in (torch.int16, torch.complex64, torch.complex128, torch.float8_e5m2):
-            transposed = torch.full((3, 2), value).to(dtype).t()
-            self.register_buffer(f"transposed_{str(dtype)[6:]}", transposed)
+            self.register_buffer(f"{name}s", torch.full((5,), value).to(dtype))
+            self.register_buffer(f"transposed_{name}", torch.full((3, 2), value).to(dtype).t())
         for dtype in CODES:
             codes = torch.full((4,), value, dtype=torch.uint8)
             self.register_buffer(f"codes_{str(dtype)[6:]}", codes.view(dtype))
+        image = torch.full((2, 3, 4, 4), float(value)).to(memory_format=torch.channels_last)
+        self.register_buffer("image", image)
+        self.register_buffer("empty", torch.empty(0, 4))
+        self.register_buffer("missing", None)
+        generator = torch.Generator().manual_seed(value)
+        for _ in range(value + 1):
+            self.norm(torch.randn(4, 4, generator=generator))
 
     def get_extra_state(self) -> str:
         return "not a tensor"
 
     def set_extra_state(self, state: str) -> None:
         del state
+
+
+def require_buffers_of(model: nn.Module, root: int) -> None:
+    expected = Everything(root)
+    for name, buffer in model.named_buffers():
+        other = expected.get_buffer(name)
+        assert (buffer.dtype, buffer.stride()) == (other.dtype, other.stride()), name
+        both = [each.view(torch.uint8) if each.dtype in CODES else each for each in (buffer, other)]
+        assert torch.equal(*[each.to(torch.complex128) for each in both]), name
 
 
 def broadcast_parameters(collect: Callable[[nn.Module], object]) -> None:
@@ -55,6 +75,10 @@ def broadcast_parameters(collect: Callable[[nn.Module], object]) -> None:
                 assert (parameter == root).all(), name
         assert model.weight.requires_grad
         assert model.weight.is_leaf
+        if collect is state_of:
+            require_buffers_of(model, root)
+    with pytest.raises(ValueError, match="list of tensors"):
+        hvd.broadcast_parameters(model.weight, root_rank=0)
 
 
 def state_of(model: nn.Module) -> object:
@@ -75,36 +99,80 @@ def test_broadcast_parameters(transport, collect):
     run(broadcast_parameters, 2, args=(collect,), transport=transport)
 
 
-def broadcast_buffers() -> None:
+def broadcast_buffers(root: int) -> int:
+    """Return the number of broadcasts, which do not change parameters."""
     model = Everything(hvd.rank())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
-    expected = Everything(1)
-    for name, buffer in model.named_buffers():
-        both = buffer, expected.get_buffer(name)
-        if buffer.dtype in CODES:
-            both = both[0].view(torch.uint8), both[1].view(torch.uint8)
-        assert torch.equal(*both), name
-    with pytest.raises(ValueError, match="list of tensors"):
-        hvd.broadcast_parameters(model.weight, root_rank=0)
+    model.register_buffer("unsaved", torch.full((2,), float(hvd.rank())), persistent=False)
+    model.register_buffer("expanded", torch.full((4, 1), float(hvd.rank())).expand(2, 4, 3))
+    before = dict(model.named_buffers())
+    with mock.patch.object(state_module, "broadcast_", wraps=state_module.broadcast_) as broadcasts:
+        hvd.broadcast_buffers(model, root_rank=root)
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())
+    assert model.unsaved.unique().tolist() == model.expanded.unique().tolist() == [root]
+    del model.unsaved, model.expanded
+    require_buffers_of(model, root)
+    assert (model.weight == hvd.rank()).all()
+    hvd.broadcast_buffers(nn.Linear(2, 2), root_rank=root)  # it has none
+    return broadcasts.call_count
 
 
-def test_buffers_of_any_dtype():
-    run(broadcast_buffers, 2)
+@pytest.mark.parametrize(("size", "root"), [(1, 0), (2, 1), (3, 2)])
+@on_both_transports
+def test_all_ranks_get_the_roots_buffers_by_one_broadcast(transport, size, root):
+    assert run(broadcast_buffers, size, args=(root,), transport=transport) == [1] * size
 
 
-def broadcast_different_shapes() -> None:
-    tensor = torch.zeros(3 + hvd.rank())
-    with pytest.raises(
-        hvd.MismatchError, match=r"rank 0: parameter 'a' .*\[3\]; rank 1: parameter 'a'"
-    ):
-        hvd.broadcast_parameters({"a": tensor}, root_rank=0)
+def models_that_differ(how: str) -> tuple[str, str]:
+    model: nn.Module = nn.BatchNorm1d(4)
+    if hvd.rank() == 1:
+        if how == "shape":
+            model = nn.BatchNorm1d(5)
+        elif how == "dtype":
+            model.running_var = model.running_var.double()
+        elif how == "name":
+            model = nn.Sequential(model)
+        else:
+            model = nn.Linear(2, 2)
+    error = error_of(lambda: hvd.broadcast_buffers(model))
+    hvd.broadcast_buffers(nn.BatchNorm1d(4))  # the job goes on
+    return error
 
 
-def test_different_shapes_are_refused():
-    run(broadcast_different_shapes, 2)
+@pytest.mark.parametrize(
+    ("how", "ours", "theirs"),
+    [
+        ("shape", "'running_mean' torch.float32 [4]", "buffer 'running_mean' torch.float32 [5]"),
+        ("dtype", "'running_var' torch.float32 [4]", "buffer 'running_var' torch.float64 [4]"),
+        ("name", "'running_mean' torch.float32 [4]", "buffer '0.running_mean' torch.float32 [4]"),
+        ("absence", "'running_mean' torch.float32 [4]", "nothing"),
+    ],
+)
+def test_models_that_differ_are_refused_on_every_rank(how, ours, theirs):
+    expected = f"the ranks have different models: rank 0: buffer {ours}; rank 1: {theirs}"
+    assert run(models_that_differ, 3, args=(how,)) == [("MismatchError", expected)] * 3
+
+
+def in_a_process_set() -> list[float]:
+    members = hvd.add_process_set([1, 2])
+    model = nn.BatchNorm1d(1)
+    model.running_mean.fill_(hvd.rank())
+    if members.included():
+        hvd.broadcast_buffers(model, 2, members)
+        name, text = error_of(lambda: hvd.broadcast_buffers(model, 0, members))
+        assert name == "InvalidArgumentError"
+        assert "root_rank=0 is not in the process set [1, 2]" in text
+    return model.running_mean.tolist()
+
+
+def test_a_process_set_with_a_global_root():
+    assert run(in_a_process_set, 3) == [[0.0], [2.0], [2.0]]
 
 
 def broadcast_without_one(poorer: int) -> None:
+    with pytest.raises(
+        hvd.MismatchError, match=r"rank 0: parameter 'a' .*\[3\]; rank 1: parameter 'a'"
+    ):
+        hvd.broadcast_parameters({"a": torch.zeros(3 + hvd.rank())}, root_rank=0)
     tensors = {name: torch.full((3,), float(hvd.rank())) for name in "abc"}
     if hvd.rank() == poorer:
         del tensors["b"]
@@ -117,7 +185,7 @@ def broadcast_without_one(poorer: int) -> None:
 
 
 @pytest.mark.parametrize("poorer", [0, 1])
-def test_a_missing_parameter_is_an_error_in_that_call(poorer):
+def test_another_or_a_missing_parameter_is_an_error_in_that_call(poorer):
     run(broadcast_without_one, 2, args=(poorer,))
 
 
@@ -198,14 +266,21 @@ def broadcast_one_optimizer(name: str, root: int, wrap: bool, warm: bool) -> Non
     assert_same_on_all_ranks(*model.parameters())
 
 
-def check_list_of_optimizers() -> None:
+def broadcast_on_one_rank() -> None:
     tested = {type(make(make_model())) for make in OPTIMIZERS.values()}
     known = [c for c in vars(torch.optim).values() if isinstance(c, type)]
     assert tested == {c for c in known if issubclass(c, Optimizer)} - {Optimizer}
+    model = make_model()
+    optimizer = OPTIMIZERS["Adam"](model)
+    train(model, optimizer, joined_batches(steps=1))
+    expected = optimizer.state_dict()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    torch.testing.assert_close(optimizer.state_dict(), expected)
 
 
-def test_no_optimizer_of_torch_is_left_out():
-    run(check_list_of_optimizers, 1)
+def test_on_one_rank_nothing_changes_and_no_optimizer_of_torch_is_left_out():
+    run(broadcast_on_one_rank, 1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -257,17 +332,3 @@ def broadcast_different_optimizers() -> str:
 def test_optimizers_of_different_models_are_refused():
     for message in run(broadcast_different_optimizers, 2):
         assert "rank 0: parameter 0 of group 0: [3, 3]; rank 1: parameter 0" in message
-
-
-def broadcast_on_one_rank() -> None:
-    model = make_model()
-    optimizer = OPTIMIZERS["Adam"](model)
-    train(model, optimizer, joined_batches(steps=1))
-    expected = optimizer.state_dict()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    torch.testing.assert_close(optimizer.state_dict(), expected)
-
-
-def test_on_one_rank_nothing_changes():
-    run(broadcast_on_one_rank, 1)

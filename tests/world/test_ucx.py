@@ -227,7 +227,7 @@ def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
     [
         ("tests/world/test_several_hosts.py -k set", "tests/world/test_several_hosts.py"),
         ("tests/elastic/test_kills.py -k tcp",
-         "tests/elastic/test_kills.py tests/elastic/test_survivors.py"),
+         "tests/elastic/test_kills.py"),
     ],
 )  # fmt: skip
 def test_other_tests_pass_over_ucx(few: str, more: str, tmp_path: Path, full: bool) -> None:

@@ -264,6 +264,7 @@ class ShardedState:
             )
         self._look_for_writes()
         self.is_active = False
+        self._engine = None  # type: ignore[assignment]  # its world has ended
 
     def _look_for_writes(self) -> None:
         """Set `has_moved` if a rank of this host has not finished the same step as this one.

@@ -14,12 +14,12 @@ FAULTS = (
     Fault(
         "same_samples", "all ranks read the samples of rank 0", SAMPLER,
         "begin = self._begin + self.process_set.rank()", "begin = self._begin",
-        tests=("data/test_sharded_sampler.py::test_evaluation_takes_every_sample_once",),
+        tests=("data/test_sharded_sampler.py::test_every_sample_is_taken_once",),
     ),
     Fault(
         "uneven", "in training a rank has one batch more than the others", SAMPLER,
         "(left % self.process_set.size() if self.drop_last else 0)", "0",
-        tests=("data/test_sharded_sampler.py::test_training_gives_all_ranks_equally_many",),
+        tests=("data/test_sharded_sampler.py::test_every_sample_is_taken_once",),
     ),
     Fault(
         "one_order", "all epochs have the same order", SAMPLER,

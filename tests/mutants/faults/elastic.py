@@ -27,7 +27,7 @@ FAULTS = (
     Fault(
         "step_twice", "a step that was taken before a death is taken again", STATE,
         "is_taken = self._again.get(name, 0) > 0", "is_taken = False",
-        tests=("elastic/test_steps_of_a_batch.py", "elastic/test_survivors.py"),
+        tests=("elastic/test_steps_of_a_batch.py",),
     ),
     Fault(
         "damage_unseen", "a damaged state is trained on", STATE,
@@ -116,7 +116,7 @@ FAULTS = (
     Fault(
         "callbacks_skipped", "reset callbacks are not called after a change of the ranks", STATE,
         "for callback in self._reset_callbacks:", "for callback in ():",
-        tests=("elastic/test_state.py::test_callbacks_come_last", "elastic/test_survivors.py"),
+        tests=("elastic/test_state.py",),
     ),
     Fault(
         "too_few_go_on", "fewer ranks go on than TORCH_RING_MIN_RANKS", REGROUP,
@@ -158,7 +158,7 @@ FAULTS = (
         "mismatch_retried", "a mismatch is tried again, though the program is wrong", RETRY,
         "except (MismatchError, LeftOutError, StateLostError, ProcessSetLostError):",
         "except (LeftOutError, StateLostError, ProcessSetLostError):",
-        tests=("elastic/test_regroup.py::test_a_mismatch_is_the_programs_error",),
+        tests=("elastic/test_regroup.py::test_an_error_without_a_death_is_not_tried_again_for_ever",),
     ),
     Fault(
         "exit_code", "a rank that SIGTERM ends says that the job is done", RETRY,

@@ -25,14 +25,14 @@ FAULTS = (
     Fault(
         "bytes_not_sent", "a tensor of an unusual dtype is refused", STATE,
         "return tensor.view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor", "return tensor",
-        tests=("state/test_broadcast_state.py::test_buffers_of_any_dtype",),
+        tests=("state/test_broadcast_state.py::test_broadcast_parameters",),
     ),
     Fault(
         "dtype_not_compared", "a buffer of another dtype is not refused", STATE,
         "[f\"buffer '{name}' {buffer.dtype} {list(buffer.shape)}\" for name, buffer in "
         "named.items()]",
         "[f\"buffer '{name}' {list(buffer.shape)}\" for name, buffer in named.items()]",
-        tests=("state/test_broadcast_buffers.py",),
+        tests=("state/test_broadcast_state.py",),
     ),
     Fault(
         "old_state_kept", "an optimizer keeps state that the root's does not have", STATE,

@@ -52,7 +52,7 @@ FAULTS = (
         "return ranks.index(root_rank)", "return root_rank",
         tests=(
             "collectives/test_rooted.py",
-            "state/test_broadcast_buffers.py::test_a_process_set_with_a_global_root",
+            "state/test_broadcast_state.py::test_a_process_set_with_a_global_root",
         ),
     ),
     Fault(
