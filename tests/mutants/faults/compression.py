@@ -20,7 +20,7 @@ FAULTS = (
     Fault(
         "stays_cast", "a result stays in the dtype of the wire", CASTS,
         "return tensor.to(ctx)", "return tensor",
-        tests=("collectives/test_allreduce.py::test_allreduce_with_compression",),
+        tests=("collectives/test_every_collective.py::test_allreduce_with_compression",),
     ),
     Fault(
         "error_forgotten", "the part of a gradient that was not sent is lost", STATEFUL,
