@@ -221,9 +221,7 @@ def wrong_operators() -> list[tuple[Call, str]]:
             text = f"op must be hvd.Average or hvd.Sum; got {got}"
             lines.append((partial(call, argument, op=op), f"^{re.escape(text)}$"))
     for call, argument in [(hvd.allgather, t), (hvd.grouped_allgather, [t])]:
-        lines.append(
-            (partial(call, argument, grad_op=hvd.Max), "grad_op must be hvd.Average or hvd")
-        )
+        lines.append((partial(call, argument, grad_op=hvd.Max), "grad_op must be hvd.Average or"))
     for flag, use in [(hvd.Sum, "op=hvd.Sum"), ("sum", "op=hvd.Sum"), ("loss", "name='loss'")]:
         text = f"^`average` must be True or False; got .*: use {use}$"
         lines.append((partial(hvd.allreduce, t, flag), text))

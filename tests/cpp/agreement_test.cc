@@ -75,6 +75,19 @@ TEST(groups_of_different_sizes_end_as_a_whole) {
   }
 }
 
+TEST(ranks_that_have_run_ahead_differently_disagree) {
+  const auto after = [](std::uint32_t launches) {
+    return entry_with({{.fingerprint = allreduce("a"), .launches = launches}});
+  };
+  Agreement agreement = among(3);
+  const auto decisions = round(agreement, {after(7), after(7), after(6)});
+  CHECK(decisions.front().mismatch.has_value());
+  const std::string text = decisions.front().mismatch->what();
+  CHECK(text.find("rank 0 has launched 7 reductions") != std::string::npos);
+  CHECK(text.find("rank 2 6.") != std::string::npos);
+  CHECK(!round(agreement, {after(8), after(8), after(8)}).front().mismatch.has_value());
+}
+
 TEST(a_group_and_a_single_request_disagree) {
   Agreement agreement = among(2);
   const auto decisions =

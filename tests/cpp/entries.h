@@ -57,6 +57,7 @@ struct Asked {
   std::string payload = {};
   std::vector<std::int64_t> rows = {};
   std::int64_t shared_offset = -1;
+  std::uint32_t launches = 0;
 };
 
 inline Parts entry_with(const std::vector<Asked>& requests) {
@@ -70,6 +71,7 @@ inline Parts entry_with(const std::vector<Asked>& requests) {
     announcement.payload = std::as_bytes(std::span(request.payload));
     announcement.rows = std::as_bytes(std::span(request.rows));
     announcement.shared_offset = request.shared_offset;
+    announcement.launches = request.launches;
     announcement.is_shared = request.shared_offset >= 0;
     announcement.is_inline = !request.payload.empty();
     writer.append(announcement);

@@ -60,7 +60,7 @@ FAULTS = (
     Fault(
         "launches_unlike", "ranks that have run ahead differently go on", AGREEMENT,
         "!decision.mismatch && !joined_[rank] && a->launches != other()", "false",
-        tests=("device/test_run_ahead_errors.py",),
+        tests=("cpp:ranks_that_have_run_ahead_differently",),
     ),
 )
 # fmt: on
