@@ -32,7 +32,7 @@ def test_handles_in_any_order(transport, size):
 
 
 def submit_twice() -> None:
-    """What the other rank has not submitted is in flight, under its name."""
+    """A name that the other rank has not submitted is in flight."""
     if hvd.rank() == 0:
         first = hvd.allreduce_async(torch.ones(1), name="twice")
         with pytest.raises(ValueError, match="in flight"):

@@ -159,7 +159,7 @@ FAULTS = (
     Fault(
         "fastest_rank_decides", "the buckets are those of the fastest rank", TUNER,
         "default_s, better_s = self._reduced(medians_s, Max)", "default_s, better_s = medians_s",
-        tests=("optimizer/test_autotuner.py::test_limits_that_win_on_one_rank_alone_go",),
+        tests=("optimizer/test_autotuner.py::test_limits_that_do_not_win_go",),
     ),
     Fault(
         "noise_wins", "a gain that is noise replaces the default", TUNER,
