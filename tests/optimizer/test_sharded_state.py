@@ -25,8 +25,8 @@ from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring import checkpoint
-from torch_ring.optimizer import sharded_state
-from torch_ring.optimizer.sharded_state import plan_parts
+from torch_ring.optimizer.host_memory import Segment
+from torch_ring.optimizer.shard_parts import plan_parts
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
@@ -224,12 +224,12 @@ def test_each_host_has_a_whole_copy(hosts: list[str]) -> None:
 
 def share_nothing() -> None:
     """A rank cannot open the memory of another one: all go on without shared memory."""
-    make = sharded_state.Segment.open
+    make = Segment.open
     if hvd.rank() == 2:
-        sharded_state.Segment.open = staticmethod(lambda offer: make((1, 10_000, offer[2])))
+        Segment.open = staticmethod(lambda offer: make((1, 10_000, offer[2])))
     train_beside_unsharded(["adam"])
     assert not sharded(make_model())._shards.is_shared
-    sharded_state.Segment.open = staticmethod(make)
+    Segment.open = staticmethod(make)
 
 
 def test_ranks_that_cannot_share_memory_divide_the_state_all_the_same() -> None:

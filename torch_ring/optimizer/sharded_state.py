@@ -43,7 +43,7 @@ from torch_ring.optimizer.shard_parts import Part, cut, flat, plan_parts, requir
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of
 
-__all__ = ["Segment", "ShardedState", "StatePart", "plan_parts"]
+__all__ = ["ShardedState", "StatePart"]
 
 _log = logging.getLogger("torch_ring")
 
