@@ -6,6 +6,7 @@ second one is refused on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -101,8 +102,30 @@ def use_the_second_device(device: str) -> None:
     torch.accelerator.set_device_index(0)
 
 
+def refuse_a_moved_model(device: str) -> None:
+    """All ranks get an error when a rank's model moves to a device other than the used one."""
+    if hvd.size() == 1 or torch.accelerator.device_count() < 2:
+        return
+    model, place = make_model().to(f"{device}:0"), f"{device}:0"
+    optimizer = wrapped(*model.parameters())
+    for step, batch in enumerate(joined_batches(3)):
+        if step == 2 and hvd.rank() == hvd.size() - 1:
+            place = f"{device}:1"
+            model.to(place)
+        told = pytest.raises(hvd.RingError, match=f"a model has moved: .*{REFUSAL}")
+        with told if step == 2 else contextlib.nullcontext():
+            if step == 2:
+                hvd.barrier()  # all have done the steps before, which the error would end
+            optimizer.zero_grad()
+            loss_of(model, part(batch).to(place)).backward()
+            optimizer.step()
+            if step == 2:
+                hvd.barrier()  # in a planned pass the others learn of it after their own step
+
+
 PLACES: list[Callable[[str], None]] = [
     train_two_models,
     refuse_a_second_device,
     use_the_second_device,
+    refuse_a_moved_model,
 ]

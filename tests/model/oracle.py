@@ -151,9 +151,11 @@ def _compare(
     wanted = [_copies(tensors) for tensors in program(alone, *args) if tensors is not None]
     assert wanted, "the program yields nothing"
     seen: list[Tensor | None] = []
+    has_results: list[bool] = []
     for number, (tensors, right) in enumerate(zip(program(play, *args), wanted, strict=True)):
         found = [None] * len(right) if tensors is None else _copies(tensors)
         seen += found
+        has_results.append(tensors is not None)
         if tensors is None:
             continue
         assert len(found) == len(right) > 0
@@ -169,7 +171,9 @@ def _compare(
                     atol=tolerance,
                     msg=lambda text, where=where: f"{where}: {text}",
                 )
-    for theirs in gathered(seen):
+    of_all = gathered((seen, has_results))
+    assert all(map(any, zip(*(has for _, has in of_all), strict=True))), "results that no rank has"
+    for theirs, _ in of_all:
         for one, other in zip(seen, theirs, strict=True):
             assert one is None or other is None or torch.equal(one, other), (
                 "other bits on another rank"

@@ -100,7 +100,7 @@ def by_closures(play: Play) -> Program:
             loss.backward()
             return loss
 
-        yield [optimizer.step(closure), *model.parameters()]
+        yield [optimizer.step(closure=closure), *model.parameters()]
 
 
 def overflowing(play: Play, fused: bool) -> Program:
@@ -405,19 +405,29 @@ def lay_gradients(flat: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = its.view_as(parameter)
 
 
-def clip(model: Towers, features: list[Tensor]) -> Tensor:
+Features = list[Tensor]  # of two views of rows
+
+
+def clip(model: Towers, own: Features, features: Features, first: int) -> Tensor:
     logits = model.scale.exp() * features[0] @ features[1].T
     labels = torch.arange(len(logits))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
-def simclr(model: Towers, features: list[Tensor]) -> Tensor:
+def clip_of_own_rows(model: Towers, own: Features, features: Features, first: int) -> Tensor:
+    """Each rank compares its own rows, of which the first has this number, with all."""
+    scale, labels = model.scale.exp(), torch.arange(first, first + len(own[0]))
+    images = cross_entropy(scale * own[0] @ features[1].T, labels)
+    return (images + cross_entropy(scale * own[1] @ features[0].T, labels)) / 2
+
+
+def simclr(model: Towers, own: Features, features: Features, first: int) -> Tensor:
     views = torch.cat(features)
     similar = (views @ views.T / 0.5).fill_diagonal_(-torch.inf)
     return cross_entropy(similar, torch.arange(len(views)).roll(len(views) // 2))
 
 
-def contrastive(play: Play, loss: Callable[[Towers, list[Tensor]], Tensor], way: str) -> Program:
+def contrastive(play: Play, loss: Callable[..., Tensor], way: str) -> Program:
     """A loss that compares the features of all rows, which the ranks gather."""
     model = Towers()
     _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.5))
@@ -434,7 +444,8 @@ def contrastive(play: Play, loss: Callable[[Towers, list[Tensor]], Tensor], way:
 
     for rows in play.batches(5):
         optimizer.zero_grad()
-        loss(model, gather(model(rows))).backward()
+        own = model(rows)
+        loss(model, own, gather(own), play.ranks[0] * len(rows)).backward()
         optimizer.step()
         yield model.parameters()
 
@@ -574,11 +585,11 @@ def wrapped_twice(play: Play, op: hvd.ReduceOp, stepping: int, passes: int) -> P
         yield model.parameters()
 
 
-def compiled(play: Play) -> Program:
+def compiled(play: Play, backend: str = "aot_eager") -> Program:
     """torch.compile."""
     model = net()
     _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.05))
-    forward = model if play.is_alone else torch.compile(model, backend="aot_eager")
+    forward = model if play.is_alone else torch.compile(model, backend=backend)
     for rows in play.batches(3):
         optimizer.zero_grad()
         loss_of(forward, rows).backward()

@@ -101,6 +101,7 @@ SHARDED = [
     (programs.frozen_and_thawed,),
     (programs.accumulated, "passes"),
     (programs.adversaries,),
+    (programs.looking_ahead, "momentum", False),
 ]
 
 
@@ -117,6 +118,10 @@ def test_a_bucket_for_each_gradient(transport: str) -> None:
     """Buckets are planned again after the first step."""
     env = {"TORCH_RING_BUCKET_BYTES": "64"}
     expect_one_process(programs.plain, "adam", transport=transport, env=env)
+
+
+def test_steps_that_compute_the_loss() -> None:
+    expect_one_process(programs.by_closures)
 
 
 @pytest.mark.parametrize("make", [Tied, Strided])
@@ -211,6 +216,7 @@ def test_a_layer_outside_of_segments_and_inside(
         ("shm", 2, programs.clip, "grouped"),
         ("tcp", 3, programs.simclr, "one by one"),
         ("shm", 2, programs.clip, "as in Horovod"),
+        ("shm", 2, programs.clip_of_own_rows, "grouped"),
     ],
 )
 def test_contrastive_losses(transport: str, size: int, loss: Any, way: str) -> None:
@@ -260,8 +266,9 @@ def test_one_of_two_optimizers(
     expect_one_process(programs.wrapped_twice, *args, size=3, transport=transport)
 
 
-def test_a_compiled_model() -> None:
-    expect_one_process(programs.compiled)
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
+def test_a_compiled_model(backend: str) -> None:
+    expect_one_process(programs.compiled, backend)
 
 
 def test_parameters_added_later() -> None:

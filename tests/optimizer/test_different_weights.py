@@ -19,13 +19,13 @@ def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.step()
 
 
-def forget_to_broadcast(broadcast: str) -> None:
+def forget_to_broadcast(broadcast: str, op: hvd.ReduceOp = hvd.Average) -> None:
     """Train models of different seeds; `broadcast`: "never", or its point in the set-up."""
     model = make_model(seed=hvd.rank())
     if broadcast == "first":
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
-        SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+        SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), op=op
     )
     if broadcast == "last":
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -45,6 +45,11 @@ def test_a_forgotten_broadcast_is_told(transport, size, others):
     ]
 
 
+def test_adasum_warns_too():
+    (message,) = told(forget_to_broadcast, 2, "never", hvd.Adasum)
+    assert "'0.weight' on rank 1 is not that on rank 0" in message
+
+
 @pytest.mark.parametrize("broadcast", ["first", "last"])
 def test_a_broadcast_before_the_first_step_is_enough(broadcast):
     assert told(forget_to_broadcast, 3, broadcast) == []
@@ -54,7 +59,7 @@ def change_one_of_many(change: int | None) -> None:
     """The value or the sign of one weight of rank 1 differs from the others'."""
     parameters = weights(1.0, float("nan"), 0.0)
     if hvd.rank() == 1 and change is not None:
-        parameters[change].data.mul_(-1)
+        parameters[change].data.copy_(torch.tensor(2.0 if change == 0 else -0.0))
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
     for _ in range(2):
         step(optimizer, sum(parameters))
@@ -62,7 +67,9 @@ def change_one_of_many(change: int | None) -> None:
 
 @pytest.mark.parametrize("change", [0, 2, None])
 def test_bits_decide(change):
-    found = [message.partition(" (")[0] for message in told(change_one_of_many, 3, change)]
+    messages = told(change_one_of_many, 3, change)
+    assert all("(1 of 3 parameters of this optimizer differ)" in message for message in messages)
+    found = [message.partition(" (")[0] for message in messages]
     name = f"'allreduce.noname.0.{change}'"
     text = f"the ranks train different weights: {name} on rank 1 is not that on rank 0"
     assert found == ([] if change is None else [text])

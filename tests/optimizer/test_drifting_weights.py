@@ -130,28 +130,35 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
     ]
 
 
+def replace_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, hvd.rank() + 1.0)
+
+
 class Private(SGD):
     """Replaces each rank's gradients in step(), as Opacus' DPOptimizer does."""
 
     def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, hvd.rank() + 1.0)
+        replace_gradients(self)
         return super().step(closure)
 
 
-def train_privately() -> None:
+def train_privately(is_around: bool) -> None:
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(
-        Private(model.parameters(), lr=0.1), model.named_parameters()
-    )
+    cls = SGD if is_around else Private
+    optimizer = hvd.DistributedOptimizer(cls(model.parameters(), lr=0.1), model.named_parameters())
     for _ in range(2):
-        step(model, optimizer)
+        optimizer.zero_grad()
+        model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+        if is_around:
+            replace_gradients(optimizer)
+        optimizer.step()
 
 
-@on_both_transports
-def test_gradients_replaced_after_the_average_are_told_at_the_first_step(transport):
-    messages = told(train_privately, 2, transport=transport)
+@pytest.mark.parametrize(("transport", "is_around"), [("shm", True), ("shm", False), ("tcp", True)])
+def test_gradients_replaced_after_the_average_are_told_at_the_first_step(transport, is_around):
+    messages = told(train_privately, 2, is_around, transport=transport)
     assert [message.partition(": ")[0] for message in messages] == [
         "after step 1 the ranks train different weights"
     ]
@@ -255,6 +262,23 @@ def test_ranks_that_have_joined_take_no_part(transport):
         "after step 10 the ranks train different weights",
         "after step 10 since join() the ranks train different weights",
     ]
+
+
+def drift_in_a_set() -> None:
+    pair = hvd.add_process_set([0, 2])
+    model = make_model()
+    optimizer = wrapped(model, process_set=pair)
+    for number in range(12):
+        if number == 4 and hvd.rank() == 2:
+            optimizer.param_groups[0]["momentum"] = 0.25
+        step(model, optimizer)
+
+
+def test_a_process_set_compares_for_itself():
+    settings, different = told(drift_in_a_set, 3)
+    assert "'momentum' of group 0 on rank 2 (0.25) is not that on rank 0 (0.5); 1 of" in settings
+    assert settings.endswith("root_rank=0, process_set=...)")
+    assert "after step 10 the ranks train different weights" in different
 
 
 AVERAGED = (

@@ -110,7 +110,10 @@ def check_diloco() -> None:
         optimizer = SGD(parameters, lr=RATE)
         options = {"every": every, "fragments": fragments, "delay": delay}
         assert hvd.DiLoCo(optimizer, outer_options=outer, **options) is optimizer
-        for _ in range(3 * every + 2):
+        for number in range(3 * every + 2):
+            if number == 2 * every and not delay:  # a schedule
+                optimizer.outer.param_groups[0]["lr"] /= 2
+                model.outer = {**model.outer, "lr": model.outer["lr"] / 2}
             take_steps(parameters, optimizer, 1)
             model.step()
             assert_as_modelled(parameters, model, hvd.rank(), f"{options}, {outer}")

@@ -65,6 +65,11 @@ def pop_key(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
         optimizer.state[parameter].pop("momentum_buffer", None)
 
 
+def clamp(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        parameters[2].clamp_(-0.05, 0.05)
+
+
 def multiply(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
     for parameter in parameters:
         parameter.data.mul_(0.9)
@@ -154,7 +159,7 @@ WRITES: dict[str, tuple[str, Callable[[], Any]]] = {
         for maker in ("sgd", "adam")
     },
     "pop_key sgd": ("sgd", lambda: pop_key),
-    **{write.__name__: ("adam", lambda write=write: write) for write in (multiply, move)},
+    **{write.__name__: ("adam", lambda write=write: write) for write in (multiply, move, clamp)},
     **{kind.__name__: ("adam", kind) for kind in (Average, AverageOnRoot, SharpnessAware, Beside)},
 }
 """By name: the kind of optimizer, and a maker of what is called before each step."""
