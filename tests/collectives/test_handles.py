@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from pool import run
-from worlds import on_all_worlds
+from pool import eventually, run
+from worlds import on_both_transports, on_most_worlds
 
 import torch_ring as hvd
 from torch_ring.tracing.counters import snapshot
@@ -26,9 +26,30 @@ def submit_in_another_order() -> None:
     hvd.barrier()
 
 
-@on_all_worlds
+@on_most_worlds
 def test_handles_in_any_order(transport, size):
     run(submit_in_another_order, size, transport=transport)
+
+
+def submit_twice() -> None:
+    """What the other rank has not submitted is in flight, under its name."""
+    if hvd.rank() == 0:
+        first = hvd.allreduce_async(torch.ones(1), name="twice")
+        with pytest.raises(ValueError, match="in flight"):
+            hvd.allreduce_async(torch.ones(1), name="twice")
+        assert not hvd.poll(first)
+        hvd.allgather_object(None)
+        assert eventually(lambda: hvd.poll(first)), "done by itself, without a waiting thread"
+        hvd.synchronize(first)
+    else:
+        hvd.allgather_object(None)
+        hvd.allreduce(torch.ones(1), name="twice")
+    hvd.allreduce(torch.ones(1), name="twice")  # free again
+
+
+@on_both_transports
+def test_a_name_in_flight(transport):
+    run(submit_twice, 2, transport=transport)
 
 
 def submit_unlike_operations() -> None:
@@ -54,7 +75,7 @@ def submit_unlike_operations() -> None:
     assert fused == len(handles), fused
 
 
-@on_all_worlds
+@on_most_worlds
 def test_operations_that_differ_are_not_reduced_together(transport, size):
     # So long that one agreement has all of them.
     env = {"TORCH_RING_FUSION_WINDOW": "1000"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dtype_checks import MOVED, SHAPES, patterned, same
 from pool import all_have_passed, error_of, eventually, run
 from worlds import on_both_transports
 
@@ -50,22 +48,6 @@ def send_all_ways() -> None:
 @on_two_and_three
 def test_every_size(transport, size):
     run(send_all_ways, size, transport=transport)
-
-
-def send_every_dtype() -> None:
-    engine = current.engine()
-    for dtype in MOVED:
-        for shape in SHAPES:
-            tensor = patterned(hvd.rank(), shape, dtype, "cpu")
-            if hvd.rank() == 0:
-                engine.send(tensor, 1).wait()
-            else:
-                engine.receive(tensor, 0).wait()
-                assert same(tensor, patterned(0, shape, dtype, "cpu")), (dtype, shape)
-
-
-def test_every_dtype():
-    run(send_every_dtype, 2)
 
 
 def send_strided() -> None:
@@ -115,23 +97,6 @@ def test_from_any_rank(transport, size):
     run(receive_from_any, size, args=(20,), transport=transport)
 
 
-def have_many_outstanding(count: int) -> None:
-    engine = current.engine()
-    other = 1 - hvd.rank()
-    into = [torch.zeros(300, dtype=torch.int32) for _ in range(count)]
-    receives = [engine.receive(tensor, other, tag) for tag, tensor in enumerate(into)]
-    tensors = [torch.full((300,), tag, dtype=torch.int32) for tag in range(count)]
-    sends = [engine.send(tensors[tag], other, tag) for tag in reversed(range(count))]
-    for work in sends + receives:
-        work.wait()
-    assert all(torch.equal(got, want) for got, want in zip(into, tensors, strict=True))
-
-
-@on_both_transports
-def test_a_thousand_outstanding(transport):
-    run(have_many_outstanding, 2, args=(1000,), transport=transport)
-
-
 def use_a_set() -> None:
     members = [2, 0]
     process_set = hvd.add_process_set(members)
@@ -178,15 +143,12 @@ def mismatch(count: int) -> tuple[str, str]:
     return kind, text
 
 
-def test_another_dtype_is_an_error_on_both_ranks():
-    for kind, text in run(mismatch, 2, args=(5000,)):
+def test_another_dtype_is_an_error():
+    for kind, text in run(mismatch, 2, args=(5000,)):  # on both ranks
         assert kind == "MismatchError"
         assert "receives at most float64, 40000 bytes, tag 5; rank 0 (" in text
         assert "sends float32, 20000 bytes, tag 5" in text
-
-
-def test_of_a_short_message_only_the_receiver_hears():
-    (sender, _), (receiver, text) = run(mismatch, 2, args=(5,))
+    (sender, _), (receiver, text) = run(mismatch, 2, args=(5,))  # of a short one the receiver hears
     assert (sender, receiver) == ("nothing", "MismatchError")
     assert "receives at most float64, 40 bytes, tag 5" in text
 
@@ -235,10 +197,10 @@ def lose_a_rank(victim: int, how: str, passed: Path) -> tuple[str, str]:
     return kind, text
 
 
-@on_two_and_three
+@on_both_transports
 @pytest.mark.parametrize("how", ["kill", "leave"])
-def test_a_lost_rank_is_named(how, transport, size, tmp_path):
-    victim = size - 1
+def test_a_lost_rank_is_named(how, transport, tmp_path):
+    size, victim = 3, 2
     results = run(
         lose_a_rank, size, args=(victim, how, tmp_path), transport=transport, may_die={victim}
     )
@@ -280,35 +242,6 @@ def test_a_late_rank_is_an_error():
         assert "the other rank is late (TORCH_RING_TIMEOUT)" in text
 
 
-def interrupt_a_wait() -> None:
-    engine = current.engine()
-    into = torch.zeros(3)
-    if hvd.rank() == 1:
-        engine.receive(into, 0, 1).wait()
-        engine.send(into, 0, 2).wait()
-        return
-
-    def raise_alarm(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGALRM, raise_alarm)
-    work = engine.receive(into, 1, 2)
-
-    def wait_until_it_rings() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        work.wait()
-
-    with pytest.raises(KeyboardInterrupt):
-        wait_until_it_rings()
-    engine.send(torch.ones(3), 1, 1).wait()
-    assert work.wait() == 1
-    assert into.tolist() == [1.0] * 3
-
-
-def test_a_wait_may_be_interrupted():
-    run(interrupt_a_wait, 2)
-
-
 def keep_no_tensor() -> None:
     engine = current.engine()
     tensor = torch.zeros(100_000)
@@ -323,24 +256,3 @@ def keep_no_tensor() -> None:
 
 def test_a_message_that_is_done_keeps_no_tensor():
     run(keep_no_tensor, 2)
-
-
-def fork_between_messages() -> None:
-    other = 1 - hvd.rank()
-    into = torch.zeros(3)
-    for _ in range(2):
-        engine = current.engine()
-        receive, send = engine.receive(into, other), engine.send(torch.ones(3), other)
-        pid = os.fork()
-        if pid == 0:  # abandons the parent's engine, thread and sockets
-            kind, _ = error_of(current.engine)
-            del engine, receive, send
-            gc.collect()
-            os._exit(0 if kind == "NotInitializedError" else 1)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert (send.wait(), receive.wait()) == (other, other)
-        assert into.tolist() == [1.0] * 3
-
-
-def test_a_forked_child_leaves_messages_alone():
-    run(fork_between_messages, 2)

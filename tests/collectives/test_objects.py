@@ -24,25 +24,10 @@ def share_objects() -> None:
         assert gathered == [list(range(rank * length)) for rank in range(hvd.size())]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @on_both_transports
 def test_objects(transport, size):
     run(share_objects, size, transport=transport)
-
-
-def share_tensors_of_newer_dtypes() -> None:
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64):
-        mine = {"scales": torch.full((3, 4), float(hvd.rank() + 1)).to(dtype)}
-        everybody_s = [hvd.broadcast_object(mine, root) for root in range(hvd.size())]
-        for objects in (everybody_s, hvd.allgather_object(mine)):
-            for rank, each in enumerate(objects):
-                assert each["scales"].dtype == dtype
-                assert each["scales"].float().eq(rank + 1).all()
-
-
-@on_both_transports
-def test_objects_with_tensors_of_newer_dtypes(transport):
-    run(share_tensors_of_newer_dtypes, 2, transport=transport)
 
 
 def share_nameless_objects() -> None:
@@ -76,6 +61,6 @@ def share_without_a_pickle() -> None:
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_objects_without_a_pickle(size):
     run(share_without_a_pickle, size)

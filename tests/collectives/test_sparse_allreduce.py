@@ -25,12 +25,6 @@ def check_sparse_sums() -> None:
     torch.testing.assert_close(result.to_dense(), dense)
     summed = hvd.sparse_allreduce_async(mine, "embedding", hvd.Sum)()
     torch.testing.assert_close(summed.to_dense(), dense * size)
-    with pytest.raises(
-        ValueError, match="takes a sparse COO tensor: a dense one goes to allreduce_"
-    ):
-        hvd.sparse_allreduce_async(torch.ones(2), op=hvd.Sum)
-    with pytest.raises(ValueError, match=r"or hvd\.Sum; got hvd\.Max$"):
-        hvd.sparse_allreduce_async(mine, op=hvd.Max)
 
 
 @on_most_worlds
@@ -38,21 +32,21 @@ def test_sparse_allreduce(transport, size):
     run(check_sparse_sums, size, transport=transport)
 
 
-def check_dtypes(dtype: torch.dtype) -> None:
+def check_dtypes() -> None:
     rank, size = hvd.rank(), hvd.size()
-    values = torch.full((1, 3), rank + 1, dtype=dtype)
-    mine = torch.sparse_coo_tensor(torch.tensor([[rank]]), values, (size, 3))
-    summed = hvd.sparse_allreduce_async(mine, op=hvd.Sum)()
-    assert summed.dtype == dtype
-    assert summed.to_dense()[:, 0].tolist() == list(range(1, size + 1))
-    mean = hvd.sparse_allreduce_async(mine, op=hvd.Average)().to_dense()[:, 0]
-    exact = [(other + 1) / size for other in range(size)]
-    assert mean.tolist() == (exact if mean.is_floating_point() or mean.is_complex() else [0, 1])
+    for dtype in (torch.float64, torch.int64, torch.complex64, torch.bfloat16):
+        values = torch.full((1, 3), rank + 1, dtype=dtype)
+        mine = torch.sparse_coo_tensor(torch.tensor([[rank]]), values, (size, 3))
+        summed = hvd.sparse_allreduce_async(mine, op=hvd.Sum)()
+        assert summed.dtype == dtype
+        assert summed.to_dense()[:, 0].tolist() == list(range(1, size + 1)), dtype
+        mean = hvd.sparse_allreduce_async(mine, op=hvd.Average)().to_dense()[:, 0]
+        exact = [(other + 1) / size for other in range(size)]
+        assert mean.tolist() == ([0, 1] if dtype == torch.int64 else exact), dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64, torch.bfloat16])
-def test_dtypes_of_sparse_tensors(dtype):
-    run(check_dtypes, 2, args=(dtype,))
+def test_dtypes_of_sparse_tensors():
+    run(check_dtypes, 2)
 
 
 def refuse_then_reduce() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from closed_form import every_call
 from pool import error_of, run
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,33 +37,13 @@ class Wrapper(Tensor):
         raise NotImplementedError(f"{func}")
 
 
-def collectives_of(tensor: Tensor) -> list[Callable[[], Any]]:
-    """Return calls of every collective with a tensor of at least two dimensions."""
-    plain = torch.zeros(tensor.shape)
-    return [
-        lambda: hvd.allreduce(tensor),
-        lambda: hvd.allreduce_(tensor),
-        lambda: hvd.allreduce_async(tensor),
-        lambda: hvd.allreduce_async_(tensor),
-        lambda: hvd.grouped_allreduce([plain, tensor]),
-        lambda: hvd.grouped_allreduce_async_([plain, tensor]),
-        lambda: hvd.allgather(tensor),
-        lambda: hvd.grouped_allgather([plain, tensor]),
-        lambda: hvd.broadcast(tensor, 0),
-        lambda: hvd.broadcast_(tensor, 0),
-        lambda: hvd.alltoall(tensor),
-        lambda: hvd.reducescatter(tensor),
-        lambda: hvd.grouped_reducescatter([plain, tensor]),
-    ]
-
-
 def refuse_wrappers() -> None:
-    for call in collectives_of(Wrapper(torch.ones(4, 3))):
+    for call in every_call(Wrapper(torch.ones(4, 3))).values():
         kind, text = error_of(call)
         assert kind == "InvalidArgumentError", (kind, text)
         assert "a Wrapper, which has no memory of its own: give the tensor that it wraps" in text
     fake = FakeTensorMode().from_tensor(torch.ones(4, 3))
-    for call in collectives_of(fake):
+    for call in every_call(fake).values():
         kind, text = error_of(call)
         assert kind in ("InvalidArgumentError", "AssertionError", "RuntimeError"), (kind, text)
     assert "a FakeTensor, which has no memory" in error_of(lambda: hvd.allreduce_(fake))[1]
@@ -107,7 +87,7 @@ def refuse_dtensors() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     hvd.init()
     tensor = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
-    for call in collectives_of(tensor):
+    for call in every_call(tensor).values():
         kind, text = error_of(call)
         assert kind == "InvalidArgumentError", (kind, text)
         assert "a DTensor, which has no memory of its own" in text

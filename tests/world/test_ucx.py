@@ -233,7 +233,7 @@ def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
 @pytest.mark.parametrize(
     ("few", "more"),
     [
-        ("tests/collectives/test_allreduce.py tests/collectives/test_alltoall.py -k tcp",
+        ("tests/collectives/test_every_collective.py -k tcp",
          "tests/collectives -k tcp"),
         ("tests/world/test_lost_ranks.py -k tcp",
          "tests/world/test_lost_ranks.py tests/world/test_departures.py -k tcp"),

@@ -23,40 +23,40 @@ FAULTS = (
     Fault(
         "others_rows", "the gradient of an allgather is that of the first rank's rows", ALLGATHER,
         "torch.split(reduced, rows)[ctx.process_set.rank()]", "torch.split(reduced, rows)[0]",
-        tests=("collectives/test_autograd.py::test_gradients",),
+        tests=("collectives/test_every_collective.py::test_gradients",),
     ),
     Fault(
         "gradient_not_sent_back", "the gradient of an alltoall stays on the receiver", ALLTOALL,
         "back, _ = _Alltoall.apply(gradient, received, None, ctx.process_set)",
         "back, _ = gradient, received",
-        tests=("collectives/test_alltoall.py::test_gradients_return_to_the_rank_of_their_rows",),
+        tests=("collectives/test_every_collective.py::test_gradients",),
     ),
     Fault(
         "unsent_rows", "rows that were not sent have no gradient", ALLTOALL,
         "        if ctx.unsent:\n", "        if False:\n",
-        tests=("collectives/test_alltoall.py",),
+        tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "gradient_for_all", "all ranks get the gradient of a broadcast", BROADCAST,
         "is_root = world.rank() == ctx.root_rank", "is_root = True",
-        tests=("collectives/test_autograd.py::test_gradients",),
+        tests=("collectives/test_every_collective.py::test_gradients",),
     ),
     Fault(
         "gradient_unscaled", "the gradient of a reducescatter lacks the number of ranks", SCATTER,
         "return prescale * postscale * (process_set.size() if op == Sum else 1)",
         "return prescale * postscale",
-        tests=("collectives/test_reducescatter.py", "collectives/test_autograd.py"),
+        tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "factors_not_in_gradient", "the gradient of an allreduce lacks its factors", ALLREDUCE,
         "reduced = _Allreduce.apply(gradient, None, *ctx.arguments)",
         "reduced = _Allreduce.apply(gradient, None, ctx.arguments[0], 1.0, 1.0, ctx.arguments[3])",
-        tests=("collectives/test_autograd.py::test_gradients",),
+        tests=("collectives/test_every_collective.py::test_factors",),
     ),
     Fault(
         "old_value_used", "autograd does not notice that a tensor has changed", HANDLE,
         "    torch.autograd.graph.increment_version(tensor)\n", "    pass\n",
-        tests=("collectives/test_autograd.py::test_autograd_notices_operations_in_place",),
+        tests=("collectives/test_every_collective.py::test_autograd_notices_operations_in_place",),
     ),
     Fault(
         "own_vote", "any_rank() has the answer of this rank", ALLREDUCE,
@@ -91,7 +91,7 @@ FAULTS = (
     Fault(
         "average_word", "average='name' counts as True", OP,
         "if meant is not None or isinstance(average, str):", "if meant is not None:",
-        tests=("collectives/test_wrong_calls.py::test_average_is_a_flag",),
+        tests=("collectives/test_wrong_calls.py::test_wrong_arguments",),
     ),
     # --- comparisons
     Fault(

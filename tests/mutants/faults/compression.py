@@ -15,12 +15,12 @@ FAULTS = (
         "integers_cast", "integers are rounded by a cast", CASTS,
         "tensor.to(cls.wire_dtype) if tensor.is_floating_point() else tensor",
         "tensor.to(cls.wire_dtype)",
-        tests=("collectives/test_allreduce.py::test_allreduce_with_compression",),
+        tests=("collectives/test_every_collective.py::test_allreduce_with_compression",),
     ),
     Fault(
         "stays_cast", "a result stays in the dtype of the wire", CASTS,
         "return tensor.to(ctx)", "return tensor",
-        tests=("collectives/test_allreduce.py::test_allreduce_with_compression",),
+        tests=("collectives/test_every_collective.py::test_allreduce_with_compression",),
     ),
     Fault(
         "error_forgotten", "the part of a gradient that was not sent is lost", STATEFUL,

@@ -20,23 +20,23 @@ FAULTS = (
     Fault(
         "not_divided", "an average is a sum", EXECUTOR,
         "reduction.scaling.divisor = communicator.size();",
-        tests=("collectives/test_allreduce.py",),
+        tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "root_keeps_its_own", "the root's output of a broadcast is not written", EXECUTOR,
         "f.root == communicator_.rank() && request.output != request.input", "false",
-        tests=("collectives/test_broadcast.py",),
+        tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "equal_parts", "the parts of a small reducescatter count as equal", EXECUTOR,
         "begin += scattered_count(f, rank) * size_of(f.dtype);",
         "begin += scattered_count(f, 0) * size_of(f.dtype) + 0 * rank;",
-        tests=("collectives/test_reducescatter.py",),
+        tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "first_rows", "each rank gets the first rows of a small alltoall", EXECUTOR,
         "std::accumulate(rows, rows + communicator_.rank(), std::int64_t{0})", "std::int64_t{0}",
-        tests=("collectives/test_alltoall.py",),
+        tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "not_unpacked", "fused results stay in the fusion buffer", EXECUTOR,
@@ -63,7 +63,7 @@ FAULTS = (
         "column_of_first", "a large alltoall expects the rows that rank 0 gets", EXECUTOR,
         "decision.rows[from * size + static_cast<std::size_t>(communicator_.rank())]",
         "decision.rows[from * size]",
-        tests=("collectives/test_alltoall.py",),
+        tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "stall_untold", "nobody is told of a rank that is late", DRIVER,

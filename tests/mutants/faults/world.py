@@ -51,7 +51,7 @@ FAULTS = (
         "global_root", "the root of a set is an index in the set", SETS,
         "return ranks.index(root_rank)", "return root_rank",
         tests=(
-            "collectives/test_rooted.py",
+            "collectives/test_every_collective.py",
             "state/test_broadcast_buffers.py::test_a_process_set_with_a_global_root",
         ),
     ),
