@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -237,6 +236,5 @@ def ends_with_a_barrier(directory: Path) -> str:
     return f"{kind} {text}"
 
 
-@pytest.mark.parametrize("repeat", range(2))
-def test_a_monitored_barrier_is_the_last_statement(repeat: int, tmp_path: Path) -> None:
+def test_a_monitored_barrier_is_the_last_statement(tmp_path: Path) -> None:
     assert run(ends_with_a_barrier, 3, args=(tmp_path,), initialized=False) == ["nothing "] * 3
