@@ -228,7 +228,7 @@ def wrong_operators() -> list[tuple[Call, str]]:
 
 def wrong_values() -> list[tuple[Call, str]]:
     size, rows = hvd.size(), torch.ones(2 * hvd.size() + 1, 2)
-    t, model = torch.zeros(3), torch.nn.Linear(2, 2)
+    t = torch.zeros(3)
     lines: list[tuple[Call, str]] = [
         (lambda: hvd.broadcast(t, root_rank=9), "root_rank=9 is not in the process set"),
         (lambda: hvd.broadcast(t, "0"), "root_rank='0'"),
@@ -251,6 +251,11 @@ def wrong_values() -> list[tuple[Call, str]]:
     ]:
         for call in (hvd.alltoall, hvd.alltoall_async):
             lines.append((partial(call, rows, splits), why))
+    return lines
+
+
+def wrong_parameters() -> list[tuple[Call, str]]:
+    model, lines = torch.nn.Linear(2, 2), []
     for params, message in [
         (model, r"takes model.state_dict\(\) or a list of tensors, not Linear$"),
         (torch.nn.Sequential(model), r"takes model.state_dict\(\) .*, not Sequential$"),
@@ -305,12 +310,14 @@ TABLES: dict[str, Callable[[], list[tuple[Call, str]]]] = {
     "tensors": wrong_tensors,
     "operators": wrong_operators,
     "values": wrong_values,
+    "parameters": wrong_parameters,
     "types": wrong_types,
 }
+KINDS = {"types": "TypeError", "parameters": "ValueError"}
 
 
 def check_table(name: str) -> None:
-    expect("TypeError" if name == "types" else "InvalidArgumentError", TABLES[name]())
+    expect(KINDS.get(name, "InvalidArgumentError"), TABLES[name]())
     for horovods in (ValueError, RuntimeError):
         assert issubclass(hvd.InvalidArgumentError, horovods)
     assert not issubclass(hvd.InvalidArgumentError, hvd.HorovodInternalError)  # no retry
