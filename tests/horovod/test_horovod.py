@@ -1,19 +1,37 @@
-"""The behaviours of horovod.torch on every transport, and its names."""
+"""The behaviours of horovod.torch, on every transport, and under mpirun."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from horovod_behaviours import BEHAVIOURS
+from launcher_commands import mpirun_command, output_of, start_program
 from pool import run
 
 import torch_ring as hvd
+
+PROGRAM = str(Path(__file__).parent / "programs" / "run_all.py")
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
 def test_behaviour(behaviour, size, transport):
     run(behaviour, size, transport=transport)
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_programs_of_users_and_all_behaviours_in_one_job():
+    size = 3
+    command = [*mpirun_command("Open MPI")[:-1], str(size), sys.executable]
+    output = output_of(start_program([*command, PROGRAM]), jobs=8)  # programs, and the behaviours
+    for rank in range(size):
+        assert f"rank {rank} of {size}: all programs" in output, output
+        assert f"rank {rank} of {size}: {len(BEHAVIOURS)} behaviours" in output, output
+    assert f"Total img/sec on {size} CPU(s)" in output, output
 
 
 NAMES = """

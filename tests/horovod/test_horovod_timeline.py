@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from pool import eventually, run
 from worlds import on_both_transports
@@ -35,12 +36,13 @@ def look_while_the_job_runs(folder: str) -> None:
     hvd.shutdown()
 
 
-def test_an_operation_is_in_the_file_while_the_job_runs(tmp_path: Path) -> None:
-    run(look_while_the_job_runs, 2, initialized=False, args=(str(tmp_path),))
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_operation_is_in_the_file_while_the_job_runs(tmp_path: Path, size: int) -> None:
+    run(look_while_the_job_runs, size, initialized=False, args=(str(tmp_path),))
     events = json.loads((tmp_path / "timeline.json").read_text())
     tensors = [(event["pid"], event["args"]["tensor"]) for event in events if "dur" in event
                and event["name"] == "ALLREDUCE"]  # fmt: skip
-    assert sorted(tensors) == [(rank + 1, "allreduce.loss") for rank in range(2)]
+    assert sorted(tensors) == [(rank + 1, "allreduce.loss") for rank in range(size)]
 
 
 def every_collective(file: str) -> None:

@@ -50,7 +50,7 @@ FAULTS = (
         "fence_resets", "requests are numbered anew after a fence", AGREEMENT,
         "fingerprint.collective == Collective::kBarrier && is_numbered(fingerprint.name)",
         "is_barrier(fingerprint.collective) && is_numbered(fingerprint.name)",
-        tests=("c10d/test_operations.py",),
+        tests=("collectives/test_rooted.py",),
     ),
     Fault(
         "here_is_missing", "an error names ranks as late that have come", AGREEMENT,
