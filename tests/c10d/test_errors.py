@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, run
+from tests.support.slow import slow
 from tests.support.worlds import on_both_transports
 from torch_ring.c10d import registration
 from torch_ring.c10d.groups import Group
@@ -101,18 +102,45 @@ def all_gather_coalesced(inputs: list[torch.Tensor], outputs: int) -> None:
 
 
 def wrong_arguments() -> None:
-    size, one = dist.get_world_size(), torch.ones(1)
-    for call in (
-        lambda: dist.all_gather_into_tensor(torch.empty(1), one),
-        lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2)),
-        lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
-        lambda: dist.all_reduce(one.expand(4)),
-        lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
-        lambda: dist.all_gather([torch.empty(1)] * (size + 1), one),
-        lambda: all_gather_coalesced([one] * 2, outputs=1),
-    ):
-        assert error_of(call)[0] == "InvalidArgumentError"
-    assert error_of(lambda: dist.send(one, dist.get_rank()))[0] == "ValueError"
+    """Each rank refuses them by itself."""
+    rank, size, one = dist.get_rank(), dist.get_world_size(), torch.ones(1)
+    unequal = [torch.ones(1), torch.ones(2)]
+    sizes = "a tensor of the list has 2 elements, and the other one 1"
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: dist.all_gather_into_tensor(torch.empty(1), one), "the output has 1 elements"),
+        (
+            lambda: dist.all_gather_into_tensor(torch.empty(2, dtype=torch.float64), one),
+            "differs from the input in dtype",
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2)),
+            "the input has 2 elements",
+        ),
+        (
+            lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
+            "is not divisible by the 2 ranks",
+        ),
+        (lambda: dist.all_reduce(one.expand(4)), "an expanded tensor"),
+        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND), "no Band of float32"),
+        (
+            lambda: dist.all_gather([torch.empty(1)] * (size + 1), one),
+            "a list has 3 tensors for 2 ranks",
+        ),
+        (lambda: all_gather_coalesced([one] * 2, outputs=1), "1 outputs for 2 inputs"),
+        (lambda: dist.all_gather(unequal, one), f"all_gather: {sizes}"),
+        (lambda: dist.reduce_scatter(one, unequal), f"reduce_scatter: {sizes}"),
+    ]
+    if rank == 0:  # the root
+        calls += [
+            (lambda: dist.gather(one, unequal, 0), f"gather: {sizes}"),
+            (lambda: dist.scatter(one, unequal, 0), f"scatter: {sizes}"),
+        ]
+    for call, words in calls:
+        kind, text = error_of(call)
+        assert kind == "InvalidArgumentError", (words, kind, text)
+        assert words in text
+    assert error_of(lambda: dist.send(one, rank))[0] == "ValueError"
+    go_on()
 
 
 def test_wrong_arguments() -> None:
@@ -145,12 +173,14 @@ def unequal_tensors(row: int) -> tuple[str, str]:
 
 def splits_that_do_not_fit() -> None:
     for row in (1, 30_000):  # inline, and apart
-        for kind, text in (unequal_splits(row), unequal_tensors(row)):
+        for differ, sent in (
+            (unequal_splits, "3 rows to rank 0, which expects 2"),
+            (unequal_tensors, f"{3 * row} elements to rank 0, which expects {2 * row}"),
+        ):
+            kind, text = differ(row)
             assert kind == "MismatchError", text
+            assert f"rank 1 sends {sent}" in text
             go_on()
-        assert "rank 1 sends 3 rows to rank 0, which expects 2" in unequal_splits(row)[1]
-        want = f"rank 1 sends {3 * row} elements to rank 0, which expects {2 * row}"
-        assert want in unequal_tensors(row)[1]
 
 
 @on_both_transports
@@ -158,19 +188,33 @@ def test_splits_that_do_not_fit(transport: str) -> None:
     on_ring(splits_that_do_not_fit, 3, transport=transport)
 
 
-def shorter_timeout() -> tuple[str, str]:
-    """Rank 1 comes when rank 0 has given up."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
+    """Rank 1 is later than the group's first timeout, or comes when rank 0 has given up."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
+    ones = torch.ones(1)
     if dist.get_rank() == 1:
-        group_store().wait(["gave up"])
-    error = error_of(lambda: dist.all_reduce(torch.ones(1)))
+        if timeout_s > 2:
+            time.sleep(5)
+        else:
+            group_store().wait(["gave up"])
+        return error_of(lambda: dist.send(ones, 0) if how == "recv" else dist.all_reduce(ones))
+    if how == "unwaited":
+        work = dist.all_reduce(ones, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.01)
+        error = error_of(work.wait)
+    else:
+        error = error_of(lambda: dist.recv(ones, 1) if how == "recv" else dist.all_reduce(ones))
     group_store().set("gave up", "")
     return error
 
 
 @needs_torch_2_14
-def test_a_timeout_that_is_set_later() -> None:
-    kind, text = on_ring(shorter_timeout, 2)[0]
+@pytest.mark.parametrize("how", ["blocking", slow("unwaited"), slow("recv")])
+def test_a_timeout_that_is_set_later(how: str) -> None:
+    assert on_ring(later_timeout, 2, 20.0, how, timeout_s=4.0) == [("nothing", "")] * 2
+    kind, text = on_ring(later_timeout, 2, 1.0, how)[0]
     assert kind == "TimeoutError", text
     assert "the timeout of" in text
 
@@ -247,25 +291,34 @@ def test_monitored_barriers_leave_nothing_in_the_store() -> None:
         assert before == after
 
 
-def dies(passed: Path) -> tuple[str, str]:
-    rank = dist.get_rank()
+def end_of_rank_1(how: str, passed: Path) -> list[tuple[str, str]]:
+    """Return a rank's errors; each of the others is at another call when rank 1 ends."""
+    rank, ones = dist.get_rank(), torch.ones(4)
     dist.barrier()
     all_have_passed(passed, dist.get_world_size())
-    if rank == 1:
+    if rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        return []
+    errors = []
     if rank == 0:
-        return error_of(lambda: dist.recv(torch.empty(1), 1))
-    work = dist.all_reduce(torch.ones(4), async_op=True)
-    assert work is not None
-    return error_of(work.get_future().wait)
+        errors.append(error_of(lambda: dist.recv(torch.empty(1), 1)))
+    if rank == 2:
+        work = dist.all_reduce(ones, async_op=True)
+        assert work is not None
+        errors.append(error_of(work.get_future().wait))
+    return [*errors, error_of(lambda: dist.all_reduce(ones))]
 
 
 @on_both_transports
-def test_a_message_and_a_future_of_a_rank_that_is_gone(transport: str, tmp_path: Path) -> None:
-    message, _, future = on_ring(dies, 3, tmp_path, transport=transport, may_die=[1])
-    assert message[0] == "PeerLostError", message
-    assert "rank 1" in message[1]
-    assert "rank 1" in future[1]
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_a_rank_that_is_gone(how: str, transport: str, tmp_path: Path) -> None:
+    outcomes = on_ring(end_of_rank_1, 4, how, tmp_path, transport=transport, may_die=[1])
+    message, future = outcomes[0][0], outcomes[2][0]
+    assert "rank 1" in future[1], future
+    for kind, text in (message, outcomes[0][1], outcomes[2][1], *outcomes[3]):
+        assert kind == "PeerLostError", text
+        assert "rank 1" in text
 
 
 def leaves_for_a_reason() -> list[str]:
@@ -298,7 +351,7 @@ def test_the_reason_to_leave_a_group_is_told_in_that_group(transport: str) -> No
     assert "has left: it called" in ended, ended
 
 
-def leaves_for_a_death(passed: Path) -> str:
+def leaves_for_a_death(how: str, passed: Path) -> str:
     """Rank 3 of a mesh dies, so rank 1 leaves; return the error of rank 0, in no group with it."""
     dist.barrier()
     rows, columns = (
@@ -317,12 +370,16 @@ def leaves_for_a_death(passed: Path) -> str:
         try:
             dist.barrier(column)
         except RuntimeError:
+            if how == "raises":
+                dist.destroy_process_group(row)
+        if how == "goes":
             dist.destroy_process_group(row)
     return ""
 
 
-def test_a_rank_that_leaves_because_of_a_death_says_so(tmp_path: Path) -> None:
-    text = on_ring(leaves_for_a_death, 4, tmp_path, may_die=[3])[0]
+@pytest.mark.parametrize("how", ["raises", slow("goes")])
+def test_a_rank_that_leaves_because_of_a_death_says_so(how: str, tmp_path: Path) -> None:
+    text = on_ring(leaves_for_a_death, 4, how, tmp_path, may_die=[3])[0]
     assert re.search(r"rank 1 \(.*\) left: .*rank 3 \(.*\) died: its connection closed", text), text
 
 

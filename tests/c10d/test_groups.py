@@ -311,6 +311,19 @@ def test_a_member_may_be_as_late_as_the_groups_timeout_allows() -> None:
     assert on_ring(late_member, 2) == [(1.0, [line]), (1.0, [])]
 
 
+def fork_worker() -> None:
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2
+    )
+    seen = sum(batch[0].sum().item() for batch in data)
+    assert seen == 28
+    assert total() == 1
+
+
+def test_workers_of_a_data_loader() -> None:
+    on_ring(fork_worker, 2)
+
+
 def sums_in_threads() -> None:
     groups = [dist.new_group([0, 1]) for _ in range(4)]
     results: list[float] = []

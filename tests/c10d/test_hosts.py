@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run
+from slow import slow
 from torch.distributed.fsdp import fully_shard
 
 import torch_ring as hvd
@@ -34,31 +35,33 @@ def train_a_shard() -> list[float]:
     return model.weight.full_tensor().flatten().tolist()
 
 
-def in_groups() -> tuple[float, float, float, list[float]]:
-    dist.init_process_group("ring")
+def in_groups(backend: str) -> tuple[float, float, float, list[float]]:
+    dist.init_process_group(backend)
     try:
         hvd.init()  # over the store of the default group
         assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item() == 3.0
         hvd.shutdown()
-        swapped = dist.new_group([1, 0])  # not a part of that world: it has its own
-        third = dist.new_group([0, 2])
-        of_all = dist.new_group()
+        swapped = dist.new_group([1, 0], backend="ring")  # not a part of that world: it has its own
+        third = dist.new_group([0, 2], backend="ring")
+        of_all = dist.new_group(backend="ring")
         sums = [sum_of_ranks(of_all)]
         sums.append(sum_of_ranks(swapped) if dist.get_rank() < 2 else 3.0)
         sums.append(sum_of_ranks(third) if dist.get_rank() != 1 else 4.0)
-        return *sums, train_a_shard()
+        return *sums, train_a_shard() if backend == "ring" else []
     finally:
         dist.destroy_process_group()
 
 
-def test_groups_between_hosts(hosts):
+@pytest.mark.parametrize("backend", ["ring", slow("gloo")])
+def test_groups_between_hosts(hosts, backend):
     """The namespaces have no default route: only the store's route leads to the other ranks."""
     env = {"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29519"}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    env |= {"GLOO_SOCKET_IFNAME": "eth0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     where = [hosts[host] for host in (0, 0, 1)]
     results = run(
         in_groups,
         len(where),
+        args=(backend,),
         initialized=False,
         transport="",
         env=env,
@@ -66,3 +69,4 @@ def test_groups_between_hosts(hosts):
     )
     assert [each[:3] for each in results] == [(6.0, 3.0, 4.0)] * 3
     assert results[0][3] == results[1][3] == results[2][3]
+    assert bool(results[0][3]) == (backend == "ring")

@@ -67,20 +67,25 @@ def test_every_operation(transport: str, size: int) -> None:
     on_ring(do_everything, size, transport=transport)
 
 
+def share_memory(count: int) -> None:
+    """An input may be its own part of the output, as FSDP has it; an output a part of the input."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stack = everyone((count * size,))
+    gathered = torch.full((count * size * size,), -1.0)
+    part = gathered.narrow(0, rank * count * size, count * size).copy_(stack[rank])
+    dist.all_gather_into_tensor(gathered, part)
+    check(gathered, stack.flatten(), f"all_gather_into_tensor of a part: {count}")
+    joined = stack[rank].clone()
+    part = joined.narrow(0, rank * count, count)
+    dist.reduce_scatter_tensor(part, joined)
+    total = stack.sum(0)[count * rank : count * (rank + 1)]
+    check(part, total, f"reduce_scatter_tensor to a part: {count}")
+
+
 def use_unusual_tensors() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    stack = everyone((3 * size,))
-    total = stack.sum(0)[3 * rank : 3 * rank + 3]
-
-    # The input may be its own part of the output, as FSDP has it; the output a part of the input.
-    gathered = torch.full((3 * size * size,), -1.0)
-    part = gathered.narrow(0, rank * 3 * size, 3 * size).copy_(stack[rank])
-    dist.all_gather_into_tensor(gathered, part)
-    check(gathered, stack.flatten(), "all_gather_into_tensor of a part")
-    joined = stack[rank].clone()
-    part = joined.narrow(0, rank * 3, 3)
-    dist.reduce_scatter_tensor(part, joined)
-    check(part, total, "reduce_scatter_tensor to a part")
+    for count in (0, 1, 3, 50_000):
+        share_memory(count)
 
     tensor = values(rank, (6, 4)).t()
     dist.all_reduce(tensor)
@@ -89,7 +94,8 @@ def use_unusual_tensors() -> None:
     dist.all_gather(list(columns), values(rank, (5,)))
     check(columns, everyone((5,)), "all_gather to columns")
     wide = torch.zeros(3, 2)
-    dist.reduce_scatter_tensor(wide[:, 0], stack[rank])
+    dist.reduce_scatter_tensor(wide[:, 0], values(rank, (3 * size,)))
+    total = everyone((3 * size,)).sum(0)[3 * rank : 3 * rank + 3]
     check(wide[:, 0], total, "reduce_scatter_tensor to a column")
     assert not wide[:, 1].any()
 
