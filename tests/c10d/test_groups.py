@@ -20,6 +20,8 @@ from tests.support.pool import DEADLINE_S, error_of, eventually, run
 from tests.support.shared import NAME
 from tests.support.slow import on_shm_and_slowly_on_tcp
 from torch_ring.c10d import groups, registration
+from torch_ring.errors import RingError
+from torch_ring.world.process_set_table import ProcessSetTable
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
@@ -263,6 +265,29 @@ def group_that_fails() -> float:
 
 def test_a_group_that_cannot_be_made_keeps_no_world() -> None:
     assert on_ring(group_that_fails, 2) == [1.0, 1.0]
+
+
+def group_without_memory() -> tuple[str, str]:
+    """Rank 2 has no memory for a group of ranks 1 and 2; a later group has it again."""
+
+    def fail(*_: Any) -> NoReturn:
+        raise RingError("no more memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(ProcessSetTable, "reserve_slot", fail)
+        group = dist.new_group([1, 2])
+    again = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return "", ""
+    error = error_of(lambda: total(group))
+    assert total(again) == 3
+    return error
+
+
+def test_a_member_that_cannot_make_the_group() -> None:
+    text = "rank 2 could not make the group [1, 2]: no more memory"
+    assert on_ring(group_without_memory, 3)[1:] == [("RingError", text)] * 2
 
 
 def wait_for_late_member() -> tuple[str, str]:

@@ -72,8 +72,8 @@ def groups_of_two_lives() -> list[float]:
                 work.wait()
             return [tensor.item() for _, tensor in begun]
         if rank == 1:
-            tell_of_look(second.group_name)  # type: ignore[union-attr]
-            return [total(1.0, second), total(1.0, first)][::-1]
+            tell_of_look(first.group_name)  # type: ignore[union-attr]
+            return [total(1.0, first), total(1.0, second)]
     return []
 
 
