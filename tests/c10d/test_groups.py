@@ -294,7 +294,7 @@ def wait_for_late_member() -> tuple[str, str]:
     if dist.get_rank() == 0:
         store = dist.PrefixStore("late", group_store())
         default = registration._default_group()
-        group = groups.Group(0, 2, (0, 1), store, 1.0, name="1", is_default=False, part_of=default)
+        group = groups.Group(0, 2, (0, 2), store, 1.0, name="1", is_default=False, part_of=default)
         try:
             return error_of(group.connect)
         finally:
@@ -303,9 +303,9 @@ def wait_for_late_member() -> tuple[str, str]:
 
 
 def test_a_member_that_does_not_come() -> None:
-    kind, text = on_ring(wait_for_late_member, 2)[0]
+    kind, text = on_ring(wait_for_late_member, 3)[0]
     assert kind == "TimeoutError"
-    assert "the ranks 1 of the group [0, 1] have not made it within 1 s" in text
+    assert "the ranks 2 of the group [0, 2] have not made it within 1 s" in text
 
 
 class _Telling(logging.Handler):
