@@ -16,9 +16,10 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.groups import default_group, needs_torch_2_14, on_ring
+from tests.support.groups import IS_TORCH_2_14, default_group, on_ring
 from tests.support.pool import run
 from tests.support.shared import is_shared
+from tests.support.worlds import on_both_transports
 
 STEPS = 4
 
@@ -67,29 +68,30 @@ def train(group: Any, *, hook: Any = None, both: bool = True, **options: Any) ->
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def compare(options: dict[str, Any], tolerance: float = 1e-5) -> None:
+def compare(cases: dict[str, dict[str, Any]], tolerance: float = 1e-5) -> None:
     gloo = dist.new_group(backend="gloo")
-    for got, want in zip(train(None, **options), train(gloo, **options), strict=True):
-        torch.testing.assert_close(got, want, rtol=10 * tolerance, atol=tolerance)
+    for name, options in cases.items():
+        for got, want in zip(train(None, **options), train(gloo, **options), strict=True):
+            torch.testing.assert_close(
+                got,
+                want,
+                rtol=10 * tolerance,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"both": False, "find_unused_parameters": True},
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-    ],
-    ids=["plain", "unused parameters", "static graph", "bucket views"],
-)
-def test_like_gloo(options: dict[str, Any], size: int) -> None:
-    on_ring(compare, size, options)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused parameters": {"both": False, "find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "bucket views": {"gradient_as_bucket_view": True},
+}
 
 
-def test_between_hosts() -> None:
-    on_ring(compare, 2, {}, transport="tcp")
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
+def test_like_gloo(transport: str, size: int) -> None:
+    on_ring(compare, size, OPTIONS, transport=transport)
 
 
 class Complex(nn.Module):
@@ -107,22 +109,25 @@ class Complex(nn.Module):
         return result.abs()
 
 
-def complex_gradients(options: dict[str, Any]) -> None:
-    gloo, gradients = dist.new_group(backend="gloo"), []
-    for group in (None, gloo):
-        model = DistributedDataParallel(Complex(), process_group=group, **options)
-        for step in range(STEPS):
-            model.zero_grad()
-            model(batch(step)).square().sum().backward()
-            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for got, want in zip(gradients[:STEPS], gradients[STEPS:], strict=True):
-        torch.testing.assert_close(got, want)
+def complex_gradients() -> None:
+    gloo = dist.new_group(backend="gloo")
+    for has_views in (False, True):
+        gradients = []
+        for group in (None, gloo):
+            model = DistributedDataParallel(
+                Complex(), process_group=group, gradient_as_bucket_view=has_views
+            )
+            for step in range(STEPS):
+                model.zero_grad()
+                model(batch(step)).square().sum().backward()
+                gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        for got, want in zip(gradients[:STEPS], gradients[STEPS:], strict=True):
+            torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
-def test_complex_parameters(options: dict[str, Any], transport: str) -> None:
-    on_ring(complex_gradients, 2, options, transport=transport)
+@on_both_transports
+def test_complex_parameters(transport: str) -> None:
+    on_ring(complex_gradients, 2, transport=transport)
 
 
 def fp16(group: Any) -> tuple[Any, Callable[..., Any]]:
@@ -145,33 +150,26 @@ def compressed_power_sgd(group: Any) -> tuple[Any, Callable[..., Any]]:
     return state, default_hooks.fp16_compress_wrapper(hook)
 
 
-HALF = [fp16, compressed_power_sgd, pytest.param(bf16, marks=needs_torch_2_14)]
+# gloo rounds each sum of two ranks to 16 bits, ring only the sum of all.
+HOOKS = {2: {power_sgd: 1e-5, fp16: 1e-5}, 3: {power_sgd: 1e-5, fp16: 2e-3}}
+for _hooks in HOOKS.values():
+    _hooks[compressed_power_sgd] = _hooks[fp16]
+if IS_TORCH_2_14:
+    HOOKS[2][bf16], HOOKS[3][bf16] = 1e-5, 2e-2
 
 
-@pytest.mark.parametrize("hook", [power_sgd, *HALF])
-def test_hooks(hook: Any) -> None:
-    on_ring(compare, 2, {"hook": hook})
-
-
-def test_power_sgd_of_three_ranks() -> None:
-    on_ring(compare, 3, {"hook": power_sgd})
-
-
-@pytest.mark.parametrize("hook", HALF)
-def test_hooks_in_16_bits_of_three_ranks(hook: Any) -> None:
-    # gloo rounds each sum of two ranks to 16 bits, ring only the sum of all.
-    on_ring(compare, 3, {"hook": hook}, 2e-2 if hook is bf16 else 2e-3)
-
-
-def bf16_beside_none() -> None:
-    for got, want in zip(train(None, hook=bf16), train(None), strict=True):
+def use_hooks() -> None:
+    for hook, tolerance in HOOKS[dist.get_world_size()].items():
+        compare({hook.__name__: {"hook": hook}}, tolerance)
+    for got, want in zip(
+        train(None, hook=bf16 if IS_TORCH_2_14 else fp16), train(None), strict=True
+    ):
         torch.testing.assert_close(got, want, rtol=0.1, atol=0.05)
 
 
-@needs_torch_2_14
 @pytest.mark.parametrize("size", [2, 3])
-def test_bf16_hook(size: int) -> None:
-    on_ring(bf16_beside_none, size)
+def test_hooks(size: int) -> None:
+    on_ring(use_hooks, size)
 
 
 def buckets_of_a_step() -> list[bool]:
@@ -189,7 +187,7 @@ def buckets_of_a_step() -> list[bool]:
     return shared
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@on_both_transports
 def test_buckets_are_in_shared_memory(transport: str) -> None:
     for shared in on_ring(buckets_of_a_step, 2, transport=transport):
         assert len(shared) > 2
@@ -226,9 +224,8 @@ def uneven() -> None:
             torch.testing.assert_close(model.module.weight.grad[0], want)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_join(size: int) -> None:
-    on_ring(uneven, size)
+def test_join() -> None:
+    on_ring(uneven, 3)
 
 
 def sharded_optimizer() -> None:

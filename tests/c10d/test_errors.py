@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,48 +26,55 @@ from torch_ring.c10d import registration
 from torch_ring.c10d.groups import Group
 
 
-def differing_shapes() -> tuple[str, str]:
-    return error_of(lambda: dist.all_reduce(torch.ones(dist.get_rank() + 1)))
-
-
-def differing_dtypes() -> tuple[str, str]:
-    dtype = [torch.float32, torch.float64][dist.get_rank()]
-    return error_of(lambda: dist.all_reduce(torch.ones(2, dtype=dtype)))
-
-
-def differing_operations() -> tuple[str, str]:
-    tensor = torch.ones(2)
-    if dist.get_rank() == 0:
-        return error_of(lambda: dist.all_reduce(tensor))
-    return error_of(lambda: dist.broadcast(tensor, 0))
-
-
-def differing_roots() -> tuple[str, str]:
-    return error_of(lambda: dist.broadcast(torch.ones(2), dist.get_rank()))
-
-
-def differing_operators() -> tuple[str, str]:
-    op = [dist.ReduceOp.SUM, dist.ReduceOp.MAX][dist.get_rank()]
-    work = dist.all_reduce(torch.ones(2), op, async_op=True)
+def wait_for(work: Any) -> None:
     assert work is not None
-    return error_of(work.wait)
+    work.wait()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(
-    ("differ", "sides"),
-    [
-        (differing_shapes, ("float32 [1]", "float32 [2]")),
-        (differing_dtypes, ("float32 [2]", "float64 [2]")),
-        (differing_operations, ("all_reduce", "broadcast")),
-        (differing_roots, ("root 0", "root 1")),
-        (differing_operators, ("Sum", "Max")),
-    ],
-)
-def test_ranks_that_differ(differ: Any, sides: tuple[str, str], transport: str) -> None:
-    for kind, text in on_ring(go_on_after, 2, differ, transport=transport):
-        assert kind == "MismatchError", text
-        assert all(side in text for side in sides), text
+def calls_that_differ() -> list[tuple[Callable[[], object], tuple[str, str]]]:
+    """Return calls, and the words of both ranks' sides in the errors."""
+    rank, two = dist.get_rank(), torch.ones(2)
+    dtype, op = [(torch.float32, dist.ReduceOp.SUM), (torch.float64, dist.ReduceOp.MAX)][rank]
+    parts = [torch.empty(2), torch.empty(2)]
+    return [
+        (lambda: dist.all_reduce(torch.ones(rank + 1)), ("float32 [1]", "float32 [2]")),
+        (lambda: dist.all_reduce(two.to(dtype)), ("float32 [2]", "float64 [2]")),
+        (
+            lambda: dist.broadcast(two, 0) if rank else dist.all_reduce(two),
+            ("all_reduce", "broadcast"),
+        ),
+        (lambda: dist.broadcast(two, rank), ("root 0", "root 1")),
+        (lambda: dist.gather(two, parts, rank), ("root 0", "root 1")),
+        (
+            lambda: dist.reduce(torch.ones(3 + rank), 0),
+            ("float32 [3] Sum root 0", "float32 [4] Sum root 0"),
+        ),
+        (lambda: wait_for(dist.all_reduce(two, op, async_op=True)), ("Sum", "Max")),
+    ]
+
+
+def differ() -> None:
+    for call, sides in calls_that_differ():
+        kind, text = error_of(call)
+        assert kind == "MismatchError", (sides, text)
+        assert all(side in text for side in sides), (sides, text)
+        go_on()
+    failed = dist.all_reduce(torch.ones(2 + dist.get_rank()), async_op=True)
+    assert failed is not None
+    dist.barrier()
+    assert not failed.is_success(), "nobody has waited for it"
+    assert "the ranks disagree" in str(failed.exception())
+
+
+@on_both_transports
+def test_ranks_that_differ(transport: str) -> None:
+    on_ring(differ, 2, transport=transport)
+
+
+def go_on() -> None:
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(dist.get_world_size())] * 3
 
 
 def differ_in_detail() -> tuple[str, str]:
@@ -88,38 +96,55 @@ def test_torchs_debug_level_detail() -> None:
         assert "Detected mismatch between collectives on ranks" in text
 
 
-def go_on_after(differ: Any) -> tuple[str, str]:
-    """Return the error of `differ`; the group works afterwards."""
-    error: tuple[str, str] = differ()
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [float(dist.get_world_size())] * 3
-    return error
-
-
 def all_gather_coalesced(inputs: list[torch.Tensor], outputs: int) -> None:
     lists = [[torch.empty(1)] * outputs for _ in range(dist.get_world_size())]
     dist.all_gather_coalesced(lists, inputs)
 
 
-def wrong_arguments() -> list[tuple[str, str]]:
-    size = dist.get_world_size()
-    return [
-        error_of(lambda: dist.all_gather_into_tensor(torch.empty(1), torch.ones(1))),
-        error_of(lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2))),
-        error_of(lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3))),
-        error_of(lambda: dist.all_reduce(torch.ones(1).expand(4))),
-        error_of(lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)),
-        error_of(lambda: dist.all_gather([torch.empty(1)] * (size + 1), torch.ones(1))),
-        error_of(lambda: all_gather_coalesced([torch.ones(1)] * 2, outputs=1)),
-        error_of(lambda: dist.send(torch.ones(1), dist.get_rank())),
+def wrong_arguments() -> None:
+    """Each rank refuses them by itself."""
+    rank, size, one = dist.get_rank(), dist.get_world_size(), torch.ones(1)
+    unequal = [torch.ones(1), torch.ones(2)]
+    sizes = "a tensor of the list has 2 elements, and the other one 1"
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: dist.all_gather_into_tensor(torch.empty(1), one), "the output has 1 elements"),
+        (
+            lambda: dist.all_gather_into_tensor(torch.empty(2, dtype=torch.float64), one),
+            "differs from the input in dtype",
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2)),
+            "the input has 2 elements",
+        ),
+        (
+            lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
+            "is not divisible by the 2 ranks",
+        ),
+        (lambda: dist.all_reduce(one.expand(4)), "an expanded tensor"),
+        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND), "no Band of float32"),
+        (
+            lambda: dist.all_gather([torch.empty(1)] * (size + 1), one),
+            "a list has 3 tensors for 2 ranks",
+        ),
+        (lambda: all_gather_coalesced([one] * 2, outputs=1), "1 outputs for 2 inputs"),
+        (lambda: dist.all_gather(unequal, one), f"all_gather: {sizes}"),
+        (lambda: dist.reduce_scatter(one, unequal), f"reduce_scatter: {sizes}"),
     ]
+    if rank == 0:  # the root
+        calls += [
+            (lambda: dist.gather(one, unequal, 0), f"gather: {sizes}"),
+            (lambda: dist.scatter(one, unequal, 0), f"scatter: {sizes}"),
+        ]
+    for call, words in calls:
+        kind, text = error_of(call)
+        assert kind == "InvalidArgumentError", (words, kind, text)
+        assert words in text
+    assert error_of(lambda: dist.send(one, rank))[0] == "ValueError"
+    go_on()
 
 
 def test_wrong_arguments() -> None:
-    for errors in on_ring(wrong_arguments, 2):
-        assert [kind for kind, _ in errors[:7]] == ["InvalidArgumentError"] * 7, errors
-        assert errors[7][0] == "ValueError"
+    on_ring(wrong_arguments, 2)
 
 
 def unequal_splits(row: int) -> tuple[str, str]:
@@ -146,16 +171,21 @@ def unequal_tensors(row: int) -> tuple[str, str]:
     return error
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("row", [1, 30_000], ids=["inline", "apart"])
-@pytest.mark.parametrize("differ", [unequal_splits, unequal_tensors])
-def test_splits_that_do_not_fit(differ: Any, row: int, transport: str) -> None:
-    scale = row if differ is unequal_tensors else 1
-    unit = "elements" if differ is unequal_tensors else "rows"
-    want = f"rank 1 sends {3 * scale} {unit} to rank 0, which expects {2 * scale}"
-    for kind, text in on_ring(go_on_after, 3, partial(differ, row), transport=transport):
-        assert kind == "MismatchError", text
-        assert want in text
+def splits_that_do_not_fit() -> None:
+    for row in (1, 30_000):  # inline, and apart
+        for differ, sent in (
+            (unequal_splits, "3 rows to rank 0, which expects 2"),
+            (unequal_tensors, f"{3 * row} elements to rank 0, which expects {2 * row}"),
+        ):
+            kind, text = differ(row)
+            assert kind == "MismatchError", text
+            assert f"rank 1 sends {sent}" in text
+            go_on()
+
+
+@on_both_transports
+def test_splits_that_do_not_fit(transport: str) -> None:
+    on_ring(splits_that_do_not_fit, 3, transport=transport)
 
 
 def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
@@ -180,27 +210,13 @@ def later_timeout(timeout_s: float, how: str) -> tuple[str, str]:
     return error
 
 
-@pytest.mark.slow
 @needs_torch_2_14
-@pytest.mark.parametrize("how", ["blocking", "unwaited", "recv"])
+@pytest.mark.parametrize("how", ["blocking", slow("unwaited"), slow("recv")])
 def test_a_timeout_that_is_set_later(how: str) -> None:
     assert on_ring(later_timeout, 2, 20.0, how, timeout_s=4.0) == [("nothing", "")] * 2
     kind, text = on_ring(later_timeout, 2, 1.0, how)[0]
     assert kind == "TimeoutError", text
     assert "the timeout of" in text
-
-
-def failure_that_nobody_waits_for() -> tuple[bool, str]:
-    work = dist.all_reduce(torch.ones(2 + dist.get_rank()), async_op=True)
-    assert work is not None
-    dist.barrier()
-    return work.is_success(), str(work.exception())
-
-
-def test_a_failure_that_nobody_waits_for() -> None:
-    for is_success, text in on_ring(failure_that_nobody_waits_for, 2):
-        assert not is_success
-        assert "the ranks disagree" in text
 
 
 def short_wait(how: str) -> tuple[str, str]:
@@ -257,23 +273,6 @@ def test_a_receive_that_nobody_waits_for() -> None:
     assert kind in ("TimeoutError", "PeerLostError"), text  # rank 1 may have left before
 
 
-def monitored() -> tuple[str, str]:
-    rank = dist.get_rank()
-    if rank == 1:
-        group_store().wait(["0 gave up", "2 gave up"])
-        return "", ""
-    error = error_of(lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
-    group_store().set(f"{rank} gave up", "")
-    return error
-
-
-@needs_torch_2_14
-def test_monitored_barrier_names_the_rank() -> None:
-    first, _, last = on_ring(monitored, 3)
-    assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in first[1]
-    assert "rank 0's error names it" in last[1]
-
-
 def keys_of_monitored_barriers() -> list[int]:
     store = dist.distributed_c10d._get_default_store()
     counts = []
@@ -292,28 +291,32 @@ def test_monitored_barriers_leave_nothing_in_the_store() -> None:
         assert before == after
 
 
-def dies(how: str, passed: Path) -> tuple[str, str]:
-    rank = dist.get_rank()
+def end_of_rank_1(how: str, passed: Path) -> list[tuple[str, str]]:
+    """Return a rank's errors; each of the others is at another call when rank 1 ends."""
+    rank, ones = dist.get_rank(), torch.ones(4)
     dist.barrier()
     all_have_passed(passed, dist.get_world_size())
-    if rank == 1 and how == "kill":
+    if rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1 and how == "leave":
-        return "", ""
-    if how == "message":
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0:
-            return error_of(lambda: dist.recv(torch.empty(1), 1))
-    return error_of(lambda: dist.all_reduce(torch.ones(4)))
+    if rank == 1:
+        return []
+    errors = []
+    if rank == 0:
+        errors.append(error_of(lambda: dist.recv(torch.empty(1), 1)))
+    if rank == 2:
+        work = dist.all_reduce(ones, async_op=True)
+        assert work is not None
+        errors.append(error_of(work.get_future().wait))
+    return [*errors, error_of(lambda: dist.all_reduce(ones))]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("how", ["kill", "leave", "message"])
+@on_both_transports
+@pytest.mark.parametrize("how", ["killed", "left"])
 def test_a_rank_that_is_gone(how: str, transport: str, tmp_path: Path) -> None:
-    outcomes = on_ring(dies, 3, how, tmp_path, transport=transport, may_die=[1])
-    for rank in (0, 2):
-        kind, text = outcomes[rank]
+    outcomes = on_ring(end_of_rank_1, 4, how, tmp_path, transport=transport, may_die=[1])
+    message, future = outcomes[0][0], outcomes[2][0]
+    assert "rank 1" in future[1], future
+    for kind, text in (message, outcomes[0][1], outcomes[2][1], *outcomes[3]):
         assert kind == "PeerLostError", text
         assert "rank 1" in text
 
@@ -378,20 +381,6 @@ def leaves_for_a_death(how: str, passed: Path) -> str:
 def test_a_rank_that_leaves_because_of_a_death_says_so(how: str, tmp_path: Path) -> None:
     text = on_ring(leaves_for_a_death, 4, how, tmp_path, may_die=[3])[0]
     assert re.search(r"rank 1 \(.*\) left: .*rank 3 \(.*\) died: its connection closed", text), text
-
-
-def future_of_lost_rank(passed: Path) -> str:
-    dist.barrier()
-    all_have_passed(passed, dist.get_world_size())
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    work = dist.all_reduce(torch.ones(4), async_op=True)
-    assert work is not None
-    return error_of(work.get_future().wait)[1]
-
-
-def test_a_future_of_a_rank_that_is_gone(tmp_path: Path) -> None:
-    assert "rank 1" in on_ring(future_of_lost_rank, 2, tmp_path, may_die=[1])[0]
 
 
 def abort_in_a_thread() -> tuple[str, str]:

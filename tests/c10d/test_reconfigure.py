@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.groups import TIMEOUT_S, default_group, group_store, needs_torch_2_14, on_ring
+from tests.support.groups import TIMEOUT_S, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, eventually, run
 
 
@@ -151,18 +151,3 @@ def split() -> tuple[int, float] | None:
 )
 def test_split_group() -> None:
     assert on_ring(split, 4) == [(0, 0.0), (1, 4.0), None, (0, 4.0)]
-
-
-def destroy_in_the_middle() -> None:
-    for _ in range(3):
-        with default_group(timeout_s=TIMEOUT_S):
-            works = [dist.all_reduce(torch.ones(10_000), async_op=True) for _ in range(20)]
-            for work in works:
-                assert work is not None
-                work.wait()
-            dist.barrier()
-        os.environ["TORCHELASTIC_RUN_ID"] += "-again"
-
-
-def test_destroyed_after_asynchronous_operations() -> None:
-    run(destroy_in_the_middle, 3, initialized=False)

@@ -22,6 +22,9 @@ def without_launcher(backend: str) -> tuple[int, int]:
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [3.0] * 3
         place = hvd.rank(), hvd.size()
         hvd.shutdown()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 3
         return place
 
 

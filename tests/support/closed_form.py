@@ -76,7 +76,10 @@ def stacked_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    plain = tensor.cpu().resolve_conj().resolve_neg()
+    # Of a single element, contiguous() would keep a stride that view() refuses.
+    plain = plain.clone(memory_format=torch.contiguous_format)
+    return plain.view(-1).view(torch.uint8)
 
 
 def same(got: Tensor, want: Tensor) -> bool:

@@ -13,7 +13,7 @@ FAULTS = (
     Fault(
         "number_repeated", "two groups of the same ranks share a set's keys", GROUPS,
         "        shared.made[self._global_ranks] += 1\n", "",
-        tests=("c10d/test_lives.py", "c10d/test_groups.py::test_again_and_again"),
+        tests=("c10d/test_lives.py", "c10d/test_random_collectives.py"),
     ),
     Fault(
         "earlier_life", "a group meets one of an earlier life under its name", GROUPS,
