@@ -283,6 +283,7 @@ def train(
     if kind == "sharded" and hvd.size() > 1:  # on one host
         assert optimizer._shards.is_shared
         assert len(optimizer._shards._owners) == hvd.size()
+    assert stay or state.epoch == epochs
     assert state.batches == state.epoch * BATCHES
     saved = checkpoint.load(path)
     assert saved["epoch"] == state.epoch

@@ -74,7 +74,11 @@ def test_a_rank_that_is_done_does_not_end_the_others():
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:done" for rank in range(3)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+INT, TERM = signal.SIGINT, signal.SIGTERM
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+@pytest.mark.parametrize("number", [INT, TERM, signal.SIGHUP, USR1, USR2])
 def test_a_signal_is_passed_on(number):
     """By SIGUSR1 Slurm announces the end of a job's time, if the user asks for it."""
     job = LaunchedJob("-np", "3", sys.executable, "-S", "-c", told_signals(number, code=0))
@@ -83,7 +87,9 @@ def test_a_signal_is_passed_on(number):
     assert job.wait() == 0  # the ranks have chosen their exit code
     job.require_nothing_left()
     assert job.stdout.count(f"got {int(number)}") == 3
-    assert (f"{number.name} is passed on to the ranks" in job.stderr) == (number != signal.SIGUSR1)
+    assert (f"{number.name} is passed on to the ranks" in job.stderr) == (
+        number not in (USR1, USR2)
+    )
 
 
 def told_signals(number: int, code: int) -> str:
@@ -97,9 +103,6 @@ def told_signals(number: int, code: int) -> str:
     )
 
 
-USR1, TERM = signal.SIGUSR1, signal.SIGTERM
-
-
 @pytest.mark.parametrize(
     ("numbers", "script", "scontrol", "code", "said"),
     [
@@ -111,7 +114,14 @@ USR1, TERM = signal.SIGUSR1, signal.SIGTERM
         ),
         pytest.param([USR1], "trap - USR1;", 0, 128 + USR1, "", id="a rank is ended by it"),
         pytest.param([USR1], "trap 'exit 3' USR1;", 0, 3, "", id="a rank fails"),
-        pytest.param([USR1], "", 1, 1, "`scontrol requeue 42` has failed", id="scontrol fails"),
+        pytest.param(
+            [USR2],
+            "trap 'exit 0' USR2;",
+            1,
+            1,
+            "`scontrol requeue 42` has failed",
+            id="scontrol fails",
+        ),
     ],
 )
 def test_slurm_runs_a_job_again_whose_time_ends(tmp_path, numbers, script, scontrol, code, said):

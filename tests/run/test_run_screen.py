@@ -1,6 +1,6 @@
 """Lines of many ranks on one screen."""
 
-from __future__ import annotations
+from __future__ import re
 
 import os
 
@@ -128,3 +128,9 @@ def test_frames_come_in_any_pieces(step):
     frames = FrameReader()
     pieces = [data[begin : begin + step] for begin in range(0, len(data), step)]
     assert [each for piece in pieces for each in frames.feed(piece)] == sent
+
+
+def test_the_time_goes_first(out):
+    screen = Screen(out, Kept(), 1, with_time=True)
+    screen.write(0, "stdout", b"hi\n")
+    assert re.fullmatch(rb"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:hi\n", out.data)

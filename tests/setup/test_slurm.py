@@ -106,6 +106,21 @@ def test_two_steps_of_a_job_at_once(slurm):
     assert output.count("still 2.0") == 2
 
 
+def test_a_task_that_is_killed_ends_the_job(slurm):
+    (slurm.folder / "killed.py").write_text(
+        "import os, signal\nimport torch\nimport torch_ring as hvd\n"
+        "hvd.init()\nhvd.barrier()\n"
+        "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try:\n    hvd.allreduce(torch.ones(1), name='loss')\n"
+        "except hvd.PeerLostError as error:\n    print('told', hvd.rank(), error)\n    raise\n"
+    )
+    job = slurm.submit("srun python killed.py\n", "-N2", "-n3")
+    state, output = slurm.wait_for_end(job), slurm.output_of(job)
+    assert state.startswith("FAILED"), output
+    for rank in (0, 2):
+        assert re.search(f"^told {rank} .*rank 1", output, re.MULTILINE), output
+
+
 def test_a_job_whose_time_ends_is_run_again(slurm):
     """As in docs/clusters.md, with 2 ranks in place of 4: a signal a minute before the limit.
 

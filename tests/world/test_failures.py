@@ -76,8 +76,9 @@ def outlive(victim: int, how: str, passed: Path) -> tuple[str, str]:
     kind = "nothing"
     while kind == "nothing":
         kind, text = error_of(lambda: hvd.allreduce(tensor, name="doomed"))
-    again, _ = error_of(lambda: hvd.allreduce(tensor, name="later"))
+    again, ended = error_of(lambda: hvd.allreduce(tensor, name="later"))
     assert again == kind
+    assert ended.endswith(". Call shutdown() and init(), or exit"), ended
     begin = time.monotonic()
     hvd.shutdown()
     assert time.monotonic() - begin < 5
@@ -162,6 +163,7 @@ def test_a_rank_dies_at_a_place(place, transport):
     assert outcomes[1] is None
     for kind, text in (outcomes[0], outcomes[2]):
         assert kind == "PeerLostError", text
+        assert is_early or "rank 1 (pid " in text, text
         assert "rank 1" in text, text
         assert is_early or "died: its connection closed" in text, text
 
