@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import device_runs
 import pytest
 import torch
-from ahead_programs import Branches, batch_of, wrapped
 from pool import eventually
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
+from torch_ring.optimizer.planned_pass import PlannedPasses
 
 run_ahead_on_double = functools.partial(device_runs.run_on_double, TORCH_RING_RUN_AHEAD="1")
-on_worlds = pytest.mark.parametrize("size", [2, 3])
+SIZE = 3
+FEATURES = 5
 
 DEADLINE_S = 30.0
 PLANNED = 2  # the first pass of a plan
@@ -26,13 +31,57 @@ def wait_for(path: Path) -> None:
     assert eventually(path.exists, DEADLINE_S)
 
 
+@contextlib.contextmanager
+def planned_passes() -> Iterator[list[int]]:
+    """Yield the numbers of the planned passes that this rank runs in the block."""
+    numbers: list[int] = []
+    run = PlannedPasses._run
+
+    def counted(self: PlannedPasses, number: int, *arguments: object) -> object:
+        numbers.append(number)
+        return run(self, number, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedPasses, "_run", counted)
+        yield numbers
+
+
+class Branches(nn.Module):
+    """A trunk and three branches; a pass uses the given branches."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.trunk = nn.Linear(FEATURES, 4)
+        self.branches = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+        self.to(device)
+
+    def forward(self, batch: Tensor, used: Iterable[int] = (0,)) -> Tensor:
+        hidden = torch.tanh(self.trunk(batch))
+        return sum(self.branches[index](hidden).square().mean() for index in used)
+
+
+def batch_of(step: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * hvd.rank() + step)
+    return torch.randn(4, FEATURES, generator=generator).to(device)
+
+
+def wrapped(model: nn.Module, run_ahead: bool | None) -> Optimizer:
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), run_ahead=run_ahead)
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [weight.detach().cpu() for weight in model.parameters()]
+
+
 class Training:
     """A model on a device, and its steps."""
 
-    def __init__(self, device: str, **options: object) -> None:
+    def __init__(self, device: str, run_ahead: bool | None = True) -> None:
         self.device = device
         self.model = Branches(device)
-        self.optimizer = wrapped(self.model, True, **options)
+        self.optimizer = wrapped(self.model, run_ahead)
         self.done = 0
         self.batches = [batch_of(step, device) for step in range(100)]
 

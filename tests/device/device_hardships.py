@@ -20,7 +20,7 @@ from pathlib import Path
 import device_double
 import pytest
 import torch
-from ahead_programs import planned_passes
+from ahead_training import planned_passes
 from device_operations import busy
 from many_parameters import NUMEL, backward, make_parameters
 from pool import all_have_passed, error_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from random_programs import Group, Pass, Program
@@ -34,15 +35,21 @@ def dtype_of(program: Program, index: int) -> torch.dtype:
 
 
 def fresh_optimizers(program: Program, parameters: Sequence[nn.Parameter]) -> list[SGD]:
-    """Return the optimizers of a program. They have the parameters in descending order."""
-    return [
-        SGD(
-            [p for p, owner in zip(parameters, program.owners, strict=True) if owner == number],
-            lr=LR,
-            momentum=program.momentum,
-        )
-        for number in range(program.optimizers)
-    ]
+    """Return the optimizers of a program. Parameters that a group adds are not among theirs."""
+    late = {index for group in program.groups for index in group.adds}
+    mine = [[] for _ in range(program.optimizers)]
+    for index, (parameter, owner) in enumerate(zip(parameters, program.owners, strict=True)):
+        if index not in late:
+            mine[owner].append(parameter)
+    return [SGD(each, lr=LR, momentum=program.momentum) for each in mine]
+
+
+def add(
+    program: Program, group: Group, parameters: Sequence[nn.Parameter], optimizers: Any
+) -> None:
+    """Add the parameters that a group adds to their optimizers."""
+    for index in group.adds:
+        optimizers[program.owners[index]].add_param_group({"params": [parameters[index]]})
 
 
 def fresh_scaler(program: Program, device: str) -> torch.amp.GradScaler:
@@ -85,9 +92,10 @@ class Model:
         return [self._play(group) for group in self.program.groups]
 
     def _play(self, group: Group) -> Snapshot:
+        add(self.program, group, self.parameters, self.optimizers)
         for number, set_to_none in enumerate(group.clears):
             if set_to_none is not None:
-                self._clear(number, set_to_none)
+                self._clear(number, bool(set_to_none))
         # Each pass is averaged, and added to what was averaged before. That is rounded otherwise
         # than the average of a sum, and a sum may be finite where one of its passes is not.
         rounds_each = self.program.casts and self.program.passes_per_step == 1

@@ -14,8 +14,10 @@ import pytest
 import torch
 from device_operations import busy
 from program_model import (
+    LR,
     Model,
     Snapshot,
+    add,
     clip,
     dtype_of,
     fresh_optimizers,
@@ -23,13 +25,23 @@ from program_model import (
     fresh_scaler,
     pattern,
 )
-from random_programs import Group, Pass, Program
-from torch import Tensor
+from random_programs import Group, Pass, Program, Uses
+from torch import Tensor, nn
+from torch.optim import SGD
+from training import FailingBackward
 
 import torch_ring as hvd
 from torch_ring._C import GradientReport
 from torch_ring.optimizer.planned_pass import Entered, Gradients, PlannedPasses, without
 
+# Rank 1's misdeeds, and the error of all ranks: in agreed passes, and if hosts run ahead. Such a
+# host may find that another one has read the reports before it and left; only the timeout ends its
+# wait for its device.
+ENDINGS: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], ...]] = {
+    "leaves out a step": (hvd.MismatchError, (hvd.MismatchError, hvd.PeerLostError)),
+    "waits elsewhere": (hvd.MismatchError, hvd.TimeoutError),
+    "leaves": (hvd.PeerLostError, hvd.PeerLostError),
+}
 both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
 LATER_S = 0.02  # delay of a late rank
@@ -157,11 +169,10 @@ def check(program: Program, device: str, run_ahead: bool) -> tuple[dict[int, Pla
         assert "run_ahead=False" in error, error
         hvd.shutdown()
         hvd.init()
+    elif program.ending:
+        end(player, run_ahead)
     ranks = hvd.allgather_object(passes)
-    of_all = [
-        (number, [each[number] for each in ranks])
-        for number in sorted(set.intersection(*map(set, ranks)))
-    ]
+    of_all = [(number, list(found.values())) for number, found in entered_by_all(ranks, program)]
     refused = [
         number
         for number, passes_of_ranks in of_all
@@ -177,10 +188,45 @@ def check(program: Program, device: str, run_ahead: bool) -> tuple[dict[int, Pla
     right = len(wanted)
     if refused:
         assert len(refused) == 1, "a pass was refused, and the ranks went on"
-        (right,) = {each[refused[0]].group for each in ranks}
+        (right,) = {
+            each.group for number, of_ranks in of_all for each in of_ranks if number == refused[0]
+        }
     for number in range(right):
-        compare(found[number], wanted[number], f"the model after group {number}")
+        if hvd.rank() not in program.groups[number].absent:
+            compare(found[number], wanted[number], f"the model after group {number}")
     return passes, bool(refused)
+
+
+def entered_by_all(
+    ranks: Sequence[dict[int, PlannedPass]], program: Program
+) -> Iterator[tuple[int, dict[int, PlannedPass]]]:
+    """Yield the passes that all ranks have entered which had not joined, by rank."""
+    for number in sorted(set().union(*ranks)):
+        found = {rank: passes[number] for rank, passes in enumerate(ranks) if number in passes}
+        absent = program.groups[min(each.group for each in found.values())].absent
+        if found.keys() | set(absent) == set(range(program.size)):
+            yield number, found
+
+
+def end(player: Player, run_ahead: bool) -> None:
+    """Let rank 1 do the program's misdeed; all take steps until an error, which must come soon."""
+    ending, group, is_odd = player.program.ending, player.program.groups[-1], hvd.rank() == 1
+
+    def go_on() -> None:
+        if ending == "leaves out a step" and is_odd:
+            player.clear(group)
+            player.backward(group.passes[0])
+        if ending == "waits elsewhere" and is_odd:
+            hvd.barrier()
+        for _ in range(40):
+            player.play_group(group)[0].cpu()
+
+    if not (ending == "leaves" and is_odd):
+        match = r"step|has left|left: MismatchError" if ending == "leaves out a step" else ""
+        with pytest.raises(ENDINGS[ending][run_ahead], match=match):
+            go_on()
+    hvd.shutdown()
+    hvd.init()
 
 
 def compare(found: Snapshot, wanted: Snapshot, whose: str) -> None:
@@ -219,28 +265,49 @@ class Player:
         self.zero = torch.zeros((), device=device)
         self.number = -1  # the number of the group
         self._after: list[Snapshot] = []  # each group so far, on the device
+        self._kept: list[tuple[Tensor, Tensor]] = []  # gradients of steps, and copies of them
+        self.run_ahead = run_ahead
 
     def play(self) -> None:
         """Play all groups."""
-        for group in self.program.groups:
-            self._after.append(self._play(group))
+        for self.number, group in enumerate(self.program.groups):
+            is_absent = hvd.rank() in group.absent
+            self._after.append([] if is_absent else self.play_group(group))
+            if self.program.keeps and not is_absent:
+                self._keep(group)
+            if group.joins:
+                last = hvd.join()
+                assert last not in group.absent
+                hvd.broadcast_parameters(self.names, last)
+        for gradient, copy in self._kept:
+            assert torch.equal(gradient, copy), "a kept gradient has changed"
+
+    def _keep(self, group: Group) -> None:
+        """Keep the gradients of a step, if the next zero_grad() drops them."""
+        following = self.program.groups[self.number + 1 :][:1]
+        if not all(clear in (True, "by hand") for each in following for clear in each.clears):
+            return
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and self.program.owners[index] in group.steps:
+                self._kept.append((parameter.grad, parameter.grad.clone()))
 
     @property
     def snapshots(self) -> list[Snapshot]:
         """The weights after each group that was played, on the host."""
         return [[weight.cpu() for weight in snapshot] for snapshot in self._after]
 
-    def _play(self, group: Group) -> Snapshot:
-        self.number += 1
+    def play_group(self, group: Group) -> Snapshot:
+        add(self.program, group, self.parameters, self.optimizers)
         for rank, index, requires_grad in group.changes:
             if rank == hvd.rank():
                 self.parameters[index].requires_grad_(requires_grad)
-        for optimizer, set_to_none in zip(self.optimizers, group.clears, strict=True):
-            if set_to_none is not None:
-                optimizer.zero_grad(set_to_none=set_to_none)
+        self.clear(group)
+        if group.failing == hvd.rank():
+            self.fail(group.passes[0])
+            self.clear(group)
         pending = [self._call(what) for what in group.before]
         for each in group.passes:
-            self._pass(each)
+            self.backward(each)
         for what in group.after:
             self._call(what)
         if "host async" in group.before and hvd.rank() % 2:
@@ -251,16 +318,36 @@ class Player:
                 assert handle.wait().tolist() == [float(hvd.size())] * 3
         return [p.detach().clone() for p in self.parameters]
 
-    def _pass(self, each: Pass) -> None:
+    def clear(self, group: Group) -> None:
+        for optimizer, how in zip(self.optimizers, group.clears, strict=True):
+            if how == "by hand":
+                for parameter in (p for each in optimizer.param_groups for p in each["params"]):
+                    parameter.grad = None
+            elif how is not None:
+                optimizer.zero_grad(set_to_none=how)
+
+    def fail(self, each: Pass) -> None:
+        """Raise in backward(), before any gradient."""
+        uses = each.uses[hvd.rank()]
+        assert uses is not None
+        loss = FailingBackward.apply(self._loss(uses))
+        with pytest.raises(RuntimeError, match="out of luck"):
+            loss.backward()
+
+    def _loss(self, uses: Uses) -> Tensor:
+        loss = self.zero
+        for index, factor in uses.items():
+            loss = loss + (self.patterns[index] * factor * self.parameters[index]).sum().float()
+        return loss
+
+    def backward(self, each: Pass) -> None:
         if each.sleeper == hvd.rank():
             time.sleep(LATER_S)
             busy(self.device, int(1000 * LATER_S))
         uses = each.uses[hvd.rank()]
         if uses is None:
             return
-        loss = self.zero
-        for index, factor in uses.items():
-            loss = loss + (self.patterns[index] * factor * self.parameters[index]).sum().float()
+        loss = self._loss(uses)
         if each.overflowing == hvd.rank():
             loss = loss * torch.inf
         with contextlib.ExitStack() as stack:
@@ -305,9 +392,31 @@ class Player:
         elif what == "evaluate":
             with torch.no_grad():
                 sum(p.double().sum() for p in self.parameters).item()
+        elif what == "process set":
+            self._use_a_set()
+        elif what == "optimizer":
+            self._use_another_optimizer()
         else:
             assert hvd.broadcast_object(self.number, root_rank=0) == self.number
         return None
+
+    def _use_a_set(self) -> None:
+        added = hvd.add_process_set([0, hvd.size() - 1])
+        if added.included():
+            ones = torch.ones(3, device=self.device)
+            total = hvd.allreduce(ones, op=hvd.Sum, process_set=added)
+            assert total.tolist() == [float(len({0, hvd.size() - 1}))] * 3
+        hvd.remove_process_set(added)
+
+    def _use_another_optimizer(self) -> None:
+        """Train another weight for a while, on the device or on the host."""
+        weight = nn.Parameter(torch.zeros(3, device=self.device if self.number % 2 else "cpu"))
+        optimizer = hvd.DistributedOptimizer(SGD([weight], lr=LR), run_ahead=self.run_ahead)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (weight * hvd.size() * (hvd.rank() + 1)).sum().backward()
+            optimizer.step()
+        assert weight.tolist() == [-4 * LR * hvd.size() * (hvd.size() + 1) / 2] * 3
 
     def _start(self, ones: Tensor) -> hvd.Handle:
         """Start an allreduce; on the host some ranks do so before the passes, others after them."""

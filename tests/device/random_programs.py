@@ -21,7 +21,15 @@ SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (2, 5), (7, 3), (40,), (16, 8),
 FIRST_GROUPS = 4  # groups in which every gradient of a steady program exists on some rank
 # Additional calls of the user; after the passes only if all ranks have ended one: if a rank has
 # skipped it, the others wait for its step.
-BEFORE = ["host allreduce", "device allreduce", "device allgather", "evaluate", "host async"]
+BEFORE = [
+    "host allreduce",
+    "device allreduce",
+    "device allgather",
+    "evaluate",
+    "host async",
+    "process set",
+    "optimizer",
+]
 AFTER = ["host allreduce", "evaluate", "broadcast object"]
 
 Uses = dict[int, int]  # parameters, in the order of their use -> factors
@@ -50,41 +58,62 @@ class Group:
 
     Attributes:
         changes: (rank, parameter, requires_grad): parameters that are frozen and unfrozen.
-        clears: by optimizer, the argument of zero_grad(). None: it is not called.
+        clears: by optimizer, the argument of zero_grad(). None: it is not called. "by hand": the
+            program sets each `grad` to None.
         before: the user's calls before the passes, and `after` after them.
         passes: the passes of each rank.
         reduces: whether synchronize() comes before any read of gradients.
         clips: "value", "norm" or "".
         steps: the optimizers that take a step.
+        adds: the parameters that are added to their optimizers first.
+        failing: the rank whose first backward() fails before any gradient, and is repeated.
+        absent: the ranks that have called join(), and do nothing.
+        joins: whether all ranks call join() afterwards, and go on with the weights of the last.
     """
 
     changes: tuple[tuple[int, int, bool], ...]
-    clears: tuple[bool | None, ...]
+    clears: tuple[bool | str | None, ...]
     before: tuple[str, ...]
     passes: tuple[Pass, ...]
     after: tuple[str, ...]
     reduces: bool
     clips: str
     steps: tuple[int, ...]
+    adds: tuple[int, ...] = ()
+    failing: int | None = None
+    absent: tuple[int, ...] = ()
+    joins: bool = False
 
 
 @dataclass
 class Program:
-    """A program; `owners` has the optimizer of each parameter."""
+    """A program.
+
+    Attributes:
+        doubles: the parameters that are float64.
+        owners: the optimizer of each parameter.
+        casts: Compression.fp16.
+        scales: GradScaler.
+        bucket_groups: `groups` of DistributedOptimizer.
+        keeps: whether the program keeps gradients, which keep their values.
+        ending: rank 1's misdeed after all groups, of `program_runs.ENDINGS`: all get an error.
+    """
 
     seed: int
     size: int
     kind: str
     shapes: list[tuple[int, ...]]
-    doubles: set[int]  # the parameters that are float64
     owners: list[int]
-    passes_per_step: int
-    momentum: float
-    is_sum: bool
-    predivide: float
-    casts: bool  # Compression.fp16
-    scales: bool  # GradScaler
-    bucket_groups: int  # `groups` of DistributedOptimizer
+    doubles: set[int] = field(default_factory=set)
+    passes_per_step: int = 1
+    momentum: float = 0.0
+    is_sum: bool = False
+    predivide: float = 1.0
+    casts: bool = False
+    scales: bool = False
+    bucket_groups: int = 0
+    keeps: bool = False
+    ending: str = ""
     groups: list[Group] = field(default_factory=list)
 
     @property
@@ -111,8 +140,8 @@ def make_program(seed: int, size: int, kind: str | None = None) -> Program:
         size,
         kind,
         [rng.choice(SHAPES) for _ in range(count)],
-        {index for index in range(count) if rng.random() < 0.15},
         owners,
+        doubles={index for index in range(count) if rng.random() < 0.15},
         passes_per_step=rng.choice([1, 1, 1, 2]),
         momentum=rng.choice([0.0, 0.5]),
         is_sum=is_sum,
@@ -121,6 +150,8 @@ def make_program(seed: int, size: int, kind: str | None = None) -> Program:
         casts=rng.random() < 0.2 and size in (1, 2, 4),
         scales=rng.random() < 0.3,
         bucket_groups=rng.choice([0, 0, 0, 2]),
+        keeps=rng.random() < 0.2,
+        ending="leaves" if rng.random() < 0.1 else "",
     )
     program.groups = list(_Author(program, rng).groups())
     return program
@@ -153,6 +184,8 @@ class _Author:
             yield from self._steady_groups()
         else:
             yield from self._wild_groups()
+        if self.program.ending:
+            yield self._full_group(())
 
     def _steady_groups(self) -> Iterator[Group]:
         length = self.rng.choice([4, 8, 16])
@@ -168,7 +201,28 @@ class _Author:
     def _wild_groups(self) -> Iterator[Group]:
         for _ in range(self.rng.choice([5, 10, 10, 20])):
             yield self._any_group(self._changes(steady=False))
+            yield from self._joined_groups()
             yield from self._quiet_groups()
+
+    def _joined_groups(self) -> Iterator[Group]:
+        """Return, now and then, groups after which all ranks join, some of them earlier."""
+        program = self.program
+        simple = program.momentum == 0 and not program.scales and program.passes_per_step == 1
+        if not simple or self.rng.random() > 0.2:
+            return
+        number = self.rng.choice([1, 2, 4])
+        absent = tuple(self.rng.sample(self.ranks, self.rng.randrange(program.size)))
+        for left in reversed(range(number)):
+            group = self._full_group(())
+            passes = tuple(
+                replace(
+                    each, uses=tuple(None if r in absent else u for r, u in enumerate(each.uses))
+                )
+                for each in group.passes
+            )
+            clears = (True,) * program.optimizers
+            yield replace(group, passes=passes, clears=clears, absent=absent, joins=left == 0)
+        yield replace(self._full_group(()), clears=clears)
 
     def _quiet_groups(self) -> Iterator[Group]:
         """Return, now and then, identical groups, so that hosts begin to run ahead."""
@@ -247,6 +301,7 @@ class _Author:
         self.all_stepped = len(steps) == program.optimizers
         clips = rng.choice(["", "value", "norm"])
         reads = bool(clips) or program.scales
+        failing = rng.choice(self.ranks) if is_plain and all(clears) else None
         return Group(
             changes,
             clears,
@@ -256,15 +311,18 @@ class _Author:
             (reads and not is_plain) or rng.random() < 0.2,
             clips,
             tuple(steps),
+            failing=failing if rng.random() < 0.1 else None,
         )
 
-    def _clears(self) -> tuple[bool | None, ...]:
+    def _clears(self) -> tuple[bool | str | None, ...]:
         """Gradients are kept over a step if all optimizers have taken it."""
         program = self.program
         may_keep = self.all_stepped and not (program.scales or program.is_sum)
         may_keep = may_keep and program.passes_per_step == 1
         if may_keep and self.rng.random() < 0.15:
             return (None,) * program.optimizers
+        if self.rng.random() < 0.1:
+            return ("by hand",) * program.optimizers
         return tuple(self.rng.random() < 0.7 for _ in range(program.optimizers))
 
     def _passes(self) -> tuple[Pass, ...]:

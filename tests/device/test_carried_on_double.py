@@ -1,4 +1,7 @@
-"""Gradients that are added to averaged ones, on stand-ins for a GPU and for NCCL."""
+"""Gradients that are added to averaged ones, where hosts run ahead.
+
+On the host, `tests/optimizer/test_carried_gradients.py` has the same and more.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from pathlib import Path
 import device_double
 import pytest
 import torch
-from ahead_programs import planned_passes
-from carried_programs import add_exactly, train_at_random
+from ahead_training import planned_passes, run_ahead_on_double
+from carried_programs import add_exactly
 from device_runs import run_on_double
 from pool import all_have_passed, error_of
 from torch import nn
@@ -18,46 +21,30 @@ from torch.optim import SGD
 import torch_ring as hvd
 
 pytestmark = device_double.needed
-in_both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["agreed", "ahead"])
-both_ops = pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 PLANNED = 5  # steps, after which passes are planned
 
 
-def add(op: hvd.ReduceOp, how: str, ahead: bool, device: str) -> int:
-    with planned_passes() as numbers:
-        add_exactly(op, device, how, run_ahead=ahead)
-    return len(numbers)
+def add(device: str) -> None:
+    for op in (hvd.Average, hvd.Sum):
+        for how in ("", "in the program's memory"):
+            add_exactly(op, device, how, run_ahead=False)
+            with planned_passes() as numbers:
+                add_exactly(op, device, how, run_ahead=True)
+            assert len(numbers) > 8
 
 
-@in_both_ways
-@both_ops
-@pytest.mark.parametrize("how", ["", "in the program's memory"])
-def test_the_sum_of_passes_is_the_sum_of_their_averages(ahead, op, how):
-    for planned in run_on_double(functools.partial(add, op, how, ahead), 3):
-        assert planned > 8 if ahead else planned == 0
+def test_the_sum_of_passes_is_the_sum_of_their_averages():
+    run_on_double(add, 3)
 
 
-def train_programs(seeds: range, op: hvd.ReduceOp, device: str) -> None:
-    for seed in seeds:
-        train_at_random(seed, op, device, run_ahead=False)
-
-
-@both_ops
-def test_random_programs(op, full):
-    program = functools.partial(train_programs, range(1000 if full else 12), op)
-    run_on_double(program, 2, deadline_s=3600.0 if full else 120.0)
-
-
-def keep_on_some(
-    keeping: set[int], lacks: bool, ahead: bool, folder: Path, device: str
-) -> tuple[str, int]:
+def keep_on_some(keeping: set[int], lacks: bool, folder: Path, device: str) -> tuple[str, int]:
     """Some ranks add to an averaged gradient that others have dropped; rank 1 may add nothing.
 
     Returns:
         The gradient or an error, and the number of steps that all ranks took until then.
     """
     a, b = (nn.Parameter(torch.zeros(3, device=device)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0), [("a", a), ("b", b)], run_ahead=ahead)
+    optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0), [("a", a), ("b", b)])
     for _ in range(PLANNED):
         optimizer.zero_grad()
         (a + b).sum().backward()
@@ -82,29 +69,26 @@ def keep_on_some(
     found, steps = 0.0, 0
     with planned_passes() as numbers:
         _, text = error_of(go_on)
-    assert bool(numbers) == ahead
+    assert numbers
     return text or f"{found:.3f}", steps
 
 
-@in_both_ways
 @pytest.mark.parametrize(
-    ("keeping", "lacks", "gradient", "is_refused"),
+    ("keeping", "lacks", "gradient"),  # None: the pass is refused
     [
-        ({0, 1, 2}, False, 1 + 2, False),
-        ({0, 1, 2}, True, 1 + 4 / 3, False),
-        ({1}, True, 4 / 3, False),
-        ({1}, False, 1 / 3 + 2, True),
-        ({0, 2}, False, 2 / 3 + 2, True),
-        ({0, 2}, True, 2 / 3 + 4 / 3, True),
+        ({0, 1, 2}, False, 1 + 2),
+        ({0, 1, 2}, True, 1 + 4 / 3),
+        ({1}, True, 4 / 3),
+        ({1}, False, None),
+        ({0, 2}, False, None),
+        ({0, 2}, True, None),
     ],
 )
-def test_ranks_that_keep_an_averaged_gradient(
-    ahead, keeping, lacks, gradient, is_refused, tmp_path
-):
-    """Averages that not all ranks have are averaged once more, or refused where hosts run ahead."""
-    program = functools.partial(keep_on_some, keeping, lacks, ahead, tmp_path)
-    for text, steps in run_on_double(program, 3):
-        if ahead and is_refused:
+def test_ranks_that_keep_an_averaged_gradient(keeping, lacks, gradient, tmp_path):
+    """Averages that not all ranks have are refused if a rank has added to one."""
+    program = functools.partial(keep_on_some, keeping, lacks, tmp_path)
+    for text, steps in run_ahead_on_double(program, 3):
+        if gradient is None:
             assert steps == 0, "the ranks took a step with different gradients"
             adding, lacking = min(keeping - ({1} if lacks else set())), min({0, 1, 2} - keeping)
             assert f"rank {adding} has added the gradient of 'a' to one that was" in text, text
@@ -114,10 +98,10 @@ def test_ranks_that_keep_an_averaged_gradient(
             assert text == f"{gradient:.3f}"
 
 
-def change_an_average(ahead: bool, device: str) -> float:
+def change_an_average(device: str) -> float:
     """All ranks change an averaged gradient; the next pass has none of it on rank 1."""
     a, b = (nn.Parameter(torch.zeros(3, device=device)) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0), run_ahead=ahead)
+    optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0))
     for _ in range(PLANNED):
         optimizer.zero_grad()
         (a + b).sum().backward()
@@ -129,7 +113,6 @@ def change_an_average(ahead: bool, device: str) -> float:
     return a.grad[0].item()
 
 
-@in_both_ways
-def test_an_average_that_all_ranks_change(ahead):
-    found = run_on_double(functools.partial(change_an_average, ahead), 2)
+def test_an_average_that_all_ranks_change():
+    found = run_ahead_on_double(change_an_average, 2)
     assert found == [0.5 + 1] * 2

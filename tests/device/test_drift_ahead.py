@@ -6,8 +6,7 @@ import functools
 
 import device_double
 import pytest
-from ahead_programs import planned_passes
-from ahead_training import PLANNED, Training, on_worlds, run_ahead_on_double
+from ahead_training import PLANNED, SIZE, Training, planned_passes, run_ahead_on_double
 from logs import logged
 
 import torch_ring as hvd
@@ -26,19 +25,16 @@ def drift(device: str, odd: int | None) -> tuple[list[str], list[int]]:
     return messages, numbers
 
 
-@on_worlds
 @pytest.mark.parametrize("odd", [0, 1])
-def test_drift_is_told(odd, size):
-    (first, numbers), *others = run_ahead_on_double(functools.partial(drift, odd=odd), size)
+def test_drift_is_told(odd):
+    (first, numbers), *others = run_ahead_on_double(functools.partial(drift, odd=odd), SIZE)
     (message,) = first
-    usual = 1 if odd == 0 and size == 3 else 0
-    named = 1 if odd == 0 and size == 2 else odd
     assert message.startswith(
-        f"after step 10 the ranks train different weights: 'trunk.bias' on rank {named} is not "
-        f"that on rank {usual} (1 of "
+        f"after step 10 the ranks train different weights: 'trunk.bias' on rank {odd} is not "
+        f"that on rank {1 - odd} (1 of "
     )
     assert "after step 1 all had the same" in message
-    assert [messages for messages, _ in others] == [[]] * (size - 1)
+    assert [messages for messages, _ in others] == [[]] * (SIZE - 1)
     # The details are gathered in an agreed pass; then the passes are planned again.
     agreed = sorted(set(range(PLANNED, 40)).difference(numbers))
     assert agreed
@@ -46,9 +42,8 @@ def test_drift_is_told(odd, size):
     assert all(theirs == numbers for _, theirs in others)
 
 
-@on_worlds
-def test_equal_weights_end_no_plan(size):
-    for messages, numbers in run_ahead_on_double(functools.partial(drift, odd=None), size):
+def test_equal_weights_end_no_plan():
+    for messages, numbers in run_ahead_on_double(functools.partial(drift, odd=None), SIZE):
         assert messages == []
         # Before the plan, a step agrees on the branch that has no gradient, and counts as a pass.
         assert numbers == list(range(PLANNED + 1, 40 + 1))

@@ -1,4 +1,8 @@
-"""Gradients set by a program, and shared parameters, on stand-ins for a GPU and for NCCL."""
+"""Gradients set by a program, and shared parameters, where hosts run ahead.
+
+On the host, `tests/optimizer` has the same in `test_gradients_by_hand.py` and
+`test_shared_parameters.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,7 @@ from pathlib import Path
 import device_double
 import pytest
 import torch
-from ahead_programs import planned_passes
-from device_runs import run_on_double
+from ahead_training import planned_passes, run_ahead_on_double
 from pool import all_have_passed, error_of
 from slot_programs import train_programs_at_random
 from torch import Tensor, nn
@@ -19,7 +22,6 @@ import torch_ring as hvd
 
 pytestmark = device_double.needed
 STEPS = 9
-in_both_ways = pytest.mark.parametrize("ahead", [False, True], ids=["agreed", "ahead"])
 
 
 def scalars(device: str, *values: float) -> list[nn.Parameter]:
@@ -30,36 +32,31 @@ def assert_near(tensor: Tensor, value: float) -> None:
     assert abs(tensor.item() - value) < 1e-4, (tensor.item(), value)
 
 
-def set_in_each_step(ahead: bool, first: bool, everywhere: bool, device: str) -> None:
-    computed, by_hand, unused = parameters = scalars(device, 1, 2, 3)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), run_ahead=ahead)
-    ranks = range(hvd.size()) if everywhere else [0]
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        gradient = torch.full_like(by_hand, 1.0 + hvd.rank())
-        if first and hvd.rank() in ranks:
-            by_hand.grad = gradient
-        (computed * (1 + hvd.rank())).backward()
-        if not first and hvd.rank() in ranks:
-            by_hand.grad = gradient
-        optimizer.step()
-        mean = sum(1 + rank for rank in range(hvd.size())) / hvd.size()
-        assert_near(computed, 1 - 0.25 * mean * (step + 1))
-        mean = sum(1 + rank for rank in ranks) / hvd.size()
-        assert_near(by_hand, 2 - 0.25 * mean * (step + 1))
-    assert_near(unused, 3)
+def set_in_each_step(device: str) -> None:
+    for first, ranks in [(True, [0]), (False, [0]), (True, [0, 1]), (False, [0, 1])]:
+        computed, by_hand, unused = parameters = scalars(device, 1, 2, 3)
+        optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            gradient = torch.full_like(by_hand, 1.0 + hvd.rank())
+            if first and hvd.rank() in ranks:
+                by_hand.grad = gradient
+            (computed * (1 + hvd.rank())).backward()
+            if not first and hvd.rank() in ranks:
+                by_hand.grad = gradient
+            optimizer.step()
+            assert_near(computed, 1 - 0.25 * 1.5 * (step + 1))
+            assert_near(by_hand, 2 - 0.25 * sum(1 + rank for rank in ranks) / 2 * (step + 1))
+        assert_near(unused, 3)
 
 
-@in_both_ways
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_gradients_set_beside_backward(ahead, first, everywhere):
-    run_on_double(functools.partial(set_in_each_step, ahead, first, everywhere), 2)
+def test_gradients_set_beside_backward():
+    run_ahead_on_double(set_in_each_step, 2)
 
 
 def leave_one_unused(device: str) -> int:
     used, unused = parameters = scalars(device, 1, 2)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), run_ahead=True)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25))
     with planned_passes() as numbers:
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -71,13 +68,13 @@ def leave_one_unused(device: str) -> int:
 
 
 def test_an_unused_parameter_keeps_no_host_from_running_ahead():
-    for count in run_on_double(leave_one_unused, 2):
+    for count in run_ahead_on_double(leave_one_unused, 2):
         assert count >= STEPS - 4
 
 
 def set_in_a_planned_step(everywhere: bool, folder: Path, device: str) -> None:
     used, by_hand = parameters = scalars(device, 1, 2)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25), run_ahead=True)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.25))
 
     def take_steps(with_gradient: bool) -> None:
         for _ in range(STEPS):
@@ -102,13 +99,13 @@ def set_in_a_planned_step(everywhere: bool, folder: Path, device: str) -> None:
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_gradient_set_in_a_planned_step_is_averaged_or_refused(everywhere, tmp_path):
-    run_on_double(functools.partial(set_in_a_planned_step, everywhere, tmp_path), 2)
+    run_ahead_on_double(functools.partial(set_in_a_planned_step, everywhere, tmp_path), 2)
 
 
-def set_in_place_of_backward(ahead: bool, first: bool, device: str) -> None:
+def set_in_place_of_backward(first: bool, device: str) -> None:
     """In one step all ranks set a gradient that all passes before have computed."""
     computed, other = parameters = scalars(device, 0, 0)
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0), run_ahead=ahead)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=1.0))
     gradient = torch.full_like(other, 1.0 + hvd.rank())
     for step in range(STEPS):
         is_set = step == STEPS - 2
@@ -123,49 +120,13 @@ def set_in_place_of_backward(ahead: bool, first: bool, device: str) -> None:
     assert_near(other, -4 * (STEPS - 1) - (1 + hvd.size()) / 2)
 
 
-@in_both_ways
 @pytest.mark.parametrize("first", [True, False], ids=["before backward", "after backward"])
-def test_a_gradient_set_where_passes_had_one(ahead, first):
-    run_on_double(functools.partial(set_in_place_of_backward, ahead, first), 2)
+def test_a_gradient_set_where_passes_had_one(first):
+    run_ahead_on_double(functools.partial(set_in_place_of_backward, first), 2)
 
 
-def share_a_trunk(ahead: bool, op: hvd.ReduceOp, passes: int, device: str) -> None:
-    trunk, actor, critic = scalars(device, 1, 2, 3)
-    optimizers = [
-        hvd.DistributedOptimizer(SGD([own, trunk], lr=0.25), op=op, run_ahead=ahead)
-        for own in (actor, critic)
-    ]
-    expected = 1.0
-    for _ in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        gradient = 0.0
-        for number in range(passes):
-            ((actor + critic + trunk) * (1 + hvd.rank() + number)).backward()
-            total = sum(1 + rank + number for rank in range(hvd.size()))
-            gradient += total if op == hvd.Sum else total / hvd.size()
-            assert_near(trunk.grad, gradient)
-        for optimizer in optimizers:
-            optimizer.step()
-            expected -= 0.25 * gradient
-        assert_near(trunk, expected)
-
-
-@in_both_ways
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_shared_trunk(ahead, op, passes):
-    run_on_double(functools.partial(share_a_trunk, ahead, op, passes), 2)
-
-
-def come_and_go(seeds: range, op: hvd.ReduceOp, ahead: bool, device: str) -> None:
-    train_programs_at_random(seeds, op, device, run_ahead=ahead)
-
-
-@in_both_ways
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@pytest.mark.slow
-def test_optimizers_of_the_same_parameters_that_come_and_go(ahead, op, full):
+def test_optimizers_of_the_same_parameters_that_come_and_go(op, full):
     seeds = range(1000 if full else 15)
-    program = functools.partial(come_and_go, seeds, op, ahead)
-    run_on_double(program, 2, deadline_s=3600.0 if full else 120.0)
+    program = functools.partial(train_programs_at_random, seeds, op)
+    run_ahead_on_double(program, 2, deadline_s=3600.0 if full else 120.0)

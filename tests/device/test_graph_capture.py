@@ -12,7 +12,7 @@ import device_double
 import pool
 import pytest
 import torch
-from ahead_programs import planned_passes
+from ahead_training import planned_passes
 from device_double import captured
 from device_runs import call_on_double, run_on_double
 from torch.optim import SGD
@@ -101,18 +101,15 @@ def refuse_backward(device: str) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("program", [refuse_collectives, refuse_backward])
-def test_a_capture_is_refused(program, size):
-    run_on_double(program, size)
-
-
 def refuse_planned_backward(device: str) -> None:
     with planned_passes() as numbers:
         refuse_backward(device)
     assert numbers, "without a compressor, and with fp16"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_capture_is_refused_while_hosts_run_ahead(size):
-    run_on_double(refuse_planned_backward, size, TORCH_RING_RUN_AHEAD="1")
+@pytest.mark.parametrize(
+    ("program", "run_ahead"),
+    [(refuse_collectives, "0"), (refuse_backward, "0"), (refuse_planned_backward, "1")],
+)
+def test_a_capture_is_refused(program, run_ahead):
+    run_on_double(program, 3, TORCH_RING_RUN_AHEAD=run_ahead)

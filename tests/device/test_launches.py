@@ -9,7 +9,7 @@ from collections.abc import Callable
 import device_double
 import pytest
 import torch
-from ahead_programs import planned_passes
+from ahead_training import planned_passes
 from device_double import Counts
 from device_runs import run_on_double
 from many_parameters import NUMEL, backward, make_parameters

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import device_double
 import pytest
 import torch
-from ahead_training import on_worlds, run_ahead_on_double
+from ahead_training import SIZE, run_ahead_on_double
 from torch import Tensor, nn
 from training import assert_same_on_all_ranks
 
@@ -112,13 +112,12 @@ def count_a_step(depth: int, device: str) -> int:
     return rounds
 
 
-@on_worlds
-def test_a_step_of_many_layers_needs_few_agreements(size):
+def test_a_step_of_many_layers_needs_few_agreements():
     """As many layers as a ResNet-50 has: not 106 agreements and those of the gradients.
 
     One for forward, one for backward; that of the gradients' pass may fall into one of them.
     """
-    for rounds in run_ahead_on_double(functools.partial(count_a_step, 53), size):
+    for rounds in run_ahead_on_double(functools.partial(count_a_step, 53), SIZE):
         assert 2 <= rounds < 10
 
 
@@ -132,9 +131,8 @@ def skip_on_all_ranks(device: str) -> None:
     assert_same_on_all_ranks(*(value.cpu() for value in training.model.parameters()))
 
 
-@on_worlds
-def test_layers_that_all_ranks_leave_out(size):
-    run_ahead_on_double(skip_on_all_ranks, size)
+def test_layers_that_all_ranks_leave_out():
+    run_ahead_on_double(skip_on_all_ranks, SIZE)
 
 
 def warmed(device: str, depth: int = 5) -> Training:
@@ -163,7 +161,7 @@ def run_one_otherwise(gone: tuple[int, ...], match: str, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("gone", "match"),
-    [((1,), OTHER), ((7,), DIFFER), ((13,), DIFFER), ((4, 7), DIFFER), (range(1, 15, 3), OTHER)],
+    [((1,), OTHER), ((7,), DIFFER), (range(1, 15, 3), OTHER)],
 )
 def test_layers_that_one_rank_leaves_out(gone, match):
     run_ahead_on_double(functools.partial(run_one_otherwise, tuple(gone), match), 3)
@@ -229,6 +227,5 @@ def join_and_go_on(device: str) -> None:
     training.check()
 
 
-@on_worlds
-def test_join(size):
-    run_ahead_on_double(join_and_go_on, size)
+def test_join():
+    run_ahead_on_double(join_and_go_on, SIZE)

@@ -14,13 +14,13 @@ import device_double
 import pool
 import pytest
 from device_runs import run_on_double
-from hostile_programs import HOSTILE
-from program_runs import both_ways, run_programs
+from hostile_programs import HOSTILE, ends
+from program_runs import ENDINGS, both_ways, run_programs
 from random_programs import Program, make_program
 
 pytestmark = [device_double.needed, pytest.mark.slow]
 
-PROGRAMS, ALL_PROGRAMS = 20, 1000
+PROGRAMS, ALL_PROGRAMS = 30, 1000
 ALONE = os.environ.get("RANDOM_PROGRAM")
 A_PROGRAM_S = 5.0  # average on a slow machine; the deadline of each one is in program_runs
 
@@ -62,3 +62,16 @@ def test_random_programs(size, bucket_bytes, part, run_ahead, tmp_path, full):
 def test_hostile_programs(run_ahead, tmp_path):
     _, refused = run_all(HOSTILE, 3, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES="64")
     assert (0 < refused < len(HOSTILE)) == run_ahead
+
+
+@both_ways
+def test_a_misdeed_is_an_error_on_all_ranks(run_ahead, tmp_path):
+    # Of hosts that run ahead, only the timeout ends one of them.
+    programs = [
+        functools.partial(ends, ending, first_groups)
+        for ending in ENDINGS
+        for first_groups in (2, 9)
+    ]
+    env = {"TORCH_RING_BUCKET_BYTES": "1", "TORCH_RING_TIMEOUT": "5"}
+    _, refused = run_all(programs, 3, tmp_path, run_ahead, **env)
+    assert refused == 0

@@ -9,20 +9,19 @@ from typing import Any
 import device_double
 import pytest
 import torch
-from ahead_programs import Branches, planned_passes, weights_of
 from ahead_training import (
     AHEAD,
     DEADLINE_S,
     PLANNED,
+    SIZE,
     Quiet,
     Training,
     is_planned,
-    on_worlds,
     run_ahead_on_double,
     wait_for,
+    weights_of,
 )
 from pool import error_of, eventually
-from torch.optim import SGD
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
@@ -30,28 +29,6 @@ from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.planned_pass import Entered
 
 pytestmark = device_double.needed
-
-
-def be_late(folder: Path, device: str) -> None:
-    """The last rank begins its next pass after the others have finished `AHEAD` more."""
-    training = Quiet(device)
-    training.steps(PLANNED + 2)
-    late = hvd.size() - 1
-    with planned_passes() as numbers:
-        if hvd.rank() == late:
-            for rank in range(late):
-                wait_for(folder / str(rank))
-        training.steps(AHEAD)
-        if hvd.rank() != late:
-            (folder / str(hvd.rank())).touch()
-        training.steps(3)
-    assert len(numbers) == AHEAD + 3
-    training.check()
-
-
-@on_worlds
-def test_a_late_rank_delays_no_other_host(size, tmp_path):
-    run_ahead_on_double(functools.partial(be_late, tmp_path), size)
 
 
 def run_into_the_bound(folder: Path, device: str) -> None:
@@ -71,92 +48,36 @@ def run_into_the_bound(folder: Path, device: str) -> None:
 
 
 def test_a_host_runs_so_far_ahead_and_no_further(tmp_path):
-    run_ahead_on_double(functools.partial(run_into_the_bound, tmp_path), 2)
+    run_ahead_on_double(functools.partial(run_into_the_bound, tmp_path), SIZE)
 
 
-class Trunk:
-    """Steps with a gradient of 2 for `x` in each pass, and of 6 for a branch where ranks say so."""
-
-    def __init__(self, device: str, set_to_none: bool = True) -> None:
-        torch.manual_seed(1)
-        self.x, *self.branches = (
-            torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(3)
-        )
-        named = [("x", self.x), *((f"y{i}", y) for i, y in enumerate(self.branches))]
-        self.optimizer = hvd.DistributedOptimizer(SGD([p for _, p in named], lr=1.0), named)
-        self.set_to_none = set_to_none
-        self.done = 0
-
-    def backward(self, *used: int) -> None:
-        self.optimizer.zero_grad(set_to_none=self.set_to_none)
-        loss = (2 * self.x).sum() + sum((6 * self.branches[i]).sum() for i in used)
-        loss.backward()
-
-    def step(self, *used: int) -> None:
-        self.backward(*used)
-        self.optimizer.step()
-        self.done += 1
-
-    def plan(self) -> None:
-        """Take steps until passes with `x` alone are planned."""
-        self.step(0, 1)
-        for _ in range(PLANNED + 2):
-            self.step()
-        assert is_planned()
-
-
-def use_a_branch_alone(set_to_none: bool, device: str) -> tuple[int, str, str, str]:
+def use_a_branch_alone(device: str) -> tuple[int, str, str, str]:
     """Rank 0 alone uses a branch in one pass, while the others run ahead."""
-    trunk = Trunk(device, set_to_none)
-    trunk.plan()
-    first = trunk.done
+    training = Training(device)
+    training.steps(PLANNED + 2)
+    assert is_planned()
+    first = training.done
 
     def go_on() -> None:
         for step in range(AHEAD + 4):
-            trunk.step(*[1] * (step == 0 and hvd.rank() == 0))
+            training.step(0, *[1] * (step == 0 and hvd.rank() == 0))
 
     kind, text = error_of(go_on)
-    done = trunk.done - first
-    return done, kind, text, error_of(trunk.optimizer.step)[0]
+    done = training.done - first
+    return done, kind, text, error_of(training.optimizer.step)[0]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_worlds
-def test_a_gradient_that_only_some_ranks_have_is_refused(size, set_to_none):
-    results = run_ahead_on_double(functools.partial(use_a_branch_alone, set_to_none), size)
+def test_a_gradient_that_only_some_ranks_have_is_refused():
+    results = run_ahead_on_double(use_a_branch_alone, SIZE)
     for rank, (done, kind, text, later) in enumerate(results):
         assert kind in ("RingError", "PeerLostError"), text
         assert (
-            "rank 0 has a gradient of 'y1', which the passes before did not have, and which "
-            "rank 1 does not have"
+            "rank 0 has a gradient of 'branches.1.weight' and 1 other parameter, which the passes "
+            "before did not have, and which rank 1 does not have"
         ) in text
         assert "run_ahead=False" in text
         assert done <= (AHEAD + 1 if rank else 0)
         assert later in ("RingError", "PeerLostError"), "it has stepped after the error"
-
-
-def differ_everywhere(device: str) -> list[tuple[float, float, float]]:
-    """In one pass each rank has another branch, or no data: all average all branches at once."""
-    trunk = Trunk(device)
-    trunk.plan()
-    found = []
-    for step in range(AHEAD + 4):
-        if step == 1 and hvd.rank() > 1:
-            trunk.optimizer.zero_grad()
-            trunk.optimizer.step()
-        else:
-            trunk.step(*[hvd.rank()] * (step == 1))
-        weights = (trunk.x, *trunk.branches)
-        found.append(tuple(0 if w.grad is None else w.grad[0].item() for w in weights))
-    return found
-
-
-@on_worlds
-def test_gradients_of_ranks_that_all_differ_count_at_once(size):
-    share = 6 / size
-    usual = (2, 0, 0)
-    expected = [usual, (pytest.approx(4 / size), share, share), *[usual] * (AHEAD + 2)]
-    assert run_ahead_on_double(differ_everywhere, size) == [expected] * size
 
 
 def step_too_often(device: str) -> tuple[str, str]:
@@ -170,9 +91,8 @@ def step_too_often(device: str) -> tuple[str, str]:
     return error_of(lambda: training.steps(AHEAD + 1))
 
 
-@on_worlds
-def test_a_rank_that_steps_more_often(size):
-    for kind, text in run_ahead_on_double(step_too_often, size):
+def test_a_rank_that_steps_more_often():
+    for kind, text in run_ahead_on_double(step_too_often, SIZE):
         assert kind == "MismatchError"
         assert "rank 0 has taken 4 optimizer steps, rank 1 5" in text
 
@@ -205,68 +125,12 @@ def hear_of_it_late(folder: Path, device: str) -> tuple[str, str]:
     return failure
 
 
-@on_worlds
-def test_a_rank_that_leaves_has_told_the_others_why(size, tmp_path):
-    failures = run_ahead_on_double(functools.partial(hear_of_it_late, tmp_path), size)
+def test_a_rank_that_leaves_has_told_the_others_why(tmp_path):
+    failures = run_ahead_on_double(functools.partial(hear_of_it_late, tmp_path), SIZE)
     for rank, (kind, text) in enumerate(failures):
         if rank != 1 or kind != "nothing":
             assert kind == "MismatchError", text
             assert "rank 0 has taken 4 optimizer steps, rank 1 5" in text
-
-
-def run_out_of_data(device: str) -> None:
-    """Ranks have different numbers of batches, and join; afterwards they train on."""
-    rank, size = hvd.rank(), hvd.size()
-    training = Training(device)
-    reference = Branches(device)
-    optimizer = SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    for epoch in range(2):
-        counts = [PLANNED + 3 + 7 * r * (1 - epoch) for r in range(size)]
-        for step in range(max(counts)):
-            optimizer.zero_grad()
-            for r in range(size):
-                if step < counts[r]:
-                    generator = torch.Generator().manual_seed(100 * r + training_step(epoch, step))
-                    batch = torch.randn(4, 5, generator=generator).to(device)
-                    (reference(batch) / size).backward()
-            optimizer.step()
-        for step in range(counts[rank]):
-            training.done = training_step(epoch, step)
-            training.step()
-            metric = hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum)
-            assert metric[0].item() == sum(step < count for count in counts)
-        last = hvd.join()
-        assert counts[last] == max(counts)
-        hvd.broadcast_parameters(training.model.state_dict(), last)
-        hvd.broadcast_optimizer_state(training.optimizer, last)
-        assert_same_on_all_ranks(*weights_of(training.model))
-        for mine, other in zip(weights_of(training.model), weights_of(reference), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
-
-
-def training_step(epoch: int, step: int) -> int:
-    return 40 * epoch + step
-
-
-@on_worlds
-def test_join(size):
-    run_ahead_on_double(run_out_of_data, size)
-
-
-def join_at_once(device: str) -> None:
-    """All ranks join after the same pass, and train on."""
-    training = Training(device)
-    for _ in range(3):
-        training.steps(PLANNED + 2)
-        assert is_planned()
-        hvd.join()
-        assert not is_planned()
-    assert_same_on_all_ranks(*weights_of(training.model))
-
-
-@on_worlds
-def test_join_after_equally_many_passes(size):
-    run_ahead_on_double(join_at_once, size)
 
 
 def join_with_a_pending_collective(device: str) -> None:
@@ -289,9 +153,8 @@ def join_with_a_pending_collective(device: str) -> None:
         assert training.weights[0].tolist() == [pytest.approx(expected)] * 5
 
 
-@on_worlds
-def test_join_with_a_pending_collective(size):
-    run_ahead_on_double(join_with_a_pending_collective, size)
+def test_join_with_a_pending_collective():
+    run_ahead_on_double(join_with_a_pending_collective, SIZE)
 
 
 def call_during_a_pass(folder: Path, device: str) -> tuple[str, str]:
@@ -316,10 +179,9 @@ def call_during_a_pass(folder: Path, device: str) -> tuple[str, str]:
     return error_of(go_on)
 
 
-@on_worlds
-def test_a_collective_during_a_pass_after_a_join_is_refused(size, tmp_path):
+def test_a_collective_during_a_pass_after_a_join_is_refused(tmp_path):
     program = functools.partial(call_during_a_pass, tmp_path)
-    failures = run_ahead_on_double(program, size, TORCH_RING_BUCKET_BYTES="1")
+    failures = run_ahead_on_double(program, SIZE, TORCH_RING_BUCKET_BYTES="1")
     for rank, (kind, text) in enumerate(failures):
         assert kind == ("RingError" if rank == 0 else "PeerLostError"), text
         assert "allreduce 'm' float32 [3]" in text
@@ -346,7 +208,7 @@ def use_process_sets(device: str) -> None:
         assert not is_planned(), "passes in turn are no equal ones"
     training.steps(PLANNED)
     assert is_planned()
-    assert_same_on_all_ranks(*weights_of(training.model, other.model))
+    assert_same_on_all_ranks(*weights_of(training.model), *weights_of(other.model))
 
 
 def test_process_sets_and_new_optimizers():

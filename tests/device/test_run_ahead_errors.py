@@ -14,17 +14,19 @@ import device_double
 import pool
 import pytest
 import torch
-from ahead_programs import Branches, weights_of, wrapped
 from ahead_training import (
     AHEAD,
     DEADLINE_S,
     PLANNED,
+    SIZE,
+    Branches,
     Quiet,
     Training,
     is_planned,
-    on_worlds,
     run_ahead_on_double,
     wait_for,
+    weights_of,
+    wrapped,
 )
 from device_runs import call_on_double
 from pool import all_have_passed, error_of, eventually
@@ -47,11 +49,10 @@ def die(folder: Path, device: str) -> tuple[str, str] | None:
     return error_of(lambda: training.steps(AHEAD + 4))
 
 
-@on_worlds
-def test_a_dead_rank(size, tmp_path):
+def test_a_dead_rank(tmp_path):
     results = pool.run(
         call_on_double,
-        size,
+        SIZE,
         args=(functools.partial(die, tmp_path),),
         env={
             "TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY),
@@ -61,7 +62,7 @@ def test_a_dead_rank(size, tmp_path):
         kind=device_double.DEVICE,
         may_die=[1],
     )
-    for rank in {*range(size)} - {1}:
+    for rank in {*range(SIZE)} - {1}:
         kind, text = results[rank]
         assert kind == "PeerLostError"
         assert "rank 1" in text
@@ -110,9 +111,8 @@ def interrupt_a_rank_without_data(folder: Path, device: str) -> None:
     assert_same_on_all_ranks(*weights_of(training.model))
 
 
-@on_worlds
-def test_an_interrupt_of_a_rank_without_data(size, tmp_path):
-    run_ahead_on_double(functools.partial(interrupt_a_rank_without_data, tmp_path), size)
+def test_an_interrupt_of_a_rank_without_data(tmp_path):
+    run_ahead_on_double(functools.partial(interrupt_a_rank_without_data, tmp_path), SIZE)
 
 
 def fail_in_backward(before: int, where: str, folder: Path, device: str) -> tuple[str, str]:
@@ -149,10 +149,9 @@ def refusing(parameter: torch.Tensor) -> Iterator[None]:
 
 @pytest.mark.parametrize("before", [1, PLANNED + 2], ids=["agreed", "planned"])
 @pytest.mark.parametrize("where", ["branches.0.weight", "trunk.weight"], ids=["unsent", "sent"])
-@on_worlds
-def test_an_exception_that_one_rank_catches(size, where, before, tmp_path):
+def test_an_exception_that_one_rank_catches(where, before, tmp_path):
     program = functools.partial(fail_in_backward, before, where, tmp_path)
-    failures = run_ahead_on_double(program, size, TORCH_RING_BUCKET_BYTES="1")
+    failures = run_ahead_on_double(program, SIZE, TORCH_RING_BUCKET_BYTES="1")
     for rank, (kind, text) in enumerate(failures):
         assert kind == ("RingError" if rank == 1 else "PeerLostError")
         assert "has failed (ValueError: bad batch)" in text
@@ -236,10 +235,10 @@ def test_ranks_that_agree_on_a_failure():
 class Reentrant:
     """Steps with a weight that is used in a segment of a reentrant checkpoint and after it."""
 
-    def __init__(self, device: str, **options: object) -> None:
+    def __init__(self, device: str) -> None:
         self.device = device
         self.weight = torch.nn.Parameter(torch.ones(3, device=device))
-        self.optimizer = hvd.DistributedOptimizer(SGD([self.weight], lr=0.0), **options)
+        self.optimizer = hvd.DistributedOptimizer(SGD([self.weight], lr=0.0))
 
     def step(self, in_segment: bool) -> None:
         self.optimizer.zero_grad()
@@ -258,20 +257,18 @@ class Reentrant:
         self.optimizer.step()
 
 
-def come_again(run_ahead: bool, device: str) -> None:
+def come_again(device: str) -> None:
     """A gradient arrives again after it has been sent; from then on it is sent at the end."""
-    training = Reentrant(device, run_ahead=run_ahead)
-    for step in range(12):
-        training.step(step != 4 or run_ahead)
+    training = Reentrant(device)
+    for _ in range(12):
+        training.step(True)
         expected = 2 + (1 + hvd.size()) / 2
         assert training.weight.grad.tolist() == [pytest.approx(expected)] * 3
-    assert is_planned() == run_ahead
+    assert is_planned()
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-@on_worlds
-def test_a_gradient_that_comes_again(size, run_ahead):
-    run_ahead_on_double(functools.partial(come_again, run_ahead), size)
+def test_a_gradient_that_comes_again():
+    run_ahead_on_double(come_again, SIZE)
 
 
 def come_again_unforeseen(folder: Path, device: str) -> tuple[str, str]:
@@ -289,9 +286,8 @@ def come_again_unforeseen(folder: Path, device: str) -> tuple[str, str]:
     return error_of(go_on)
 
 
-@on_worlds
-def test_a_gradient_that_comes_again_in_a_planned_pass_is_refused(size, tmp_path):
-    for kind, text in run_ahead_on_double(functools.partial(come_again_unforeseen, tmp_path), size):
+def test_a_gradient_that_comes_again_in_a_planned_pass_is_refused(tmp_path):
+    for kind, text in run_ahead_on_double(functools.partial(come_again_unforeseen, tmp_path), SIZE):
         assert kind in ("RingError", "PeerLostError")
         assert "got another gradient in a backward pass that had already sent" in text
 
@@ -312,9 +308,8 @@ def leave_late(folder: Path, device: str) -> None:
     assert training.weights[0][0].item() == pytest.approx(expected)
 
 
-@on_worlds
-def test_shutdown_with_passes_under_way(size, tmp_path):
-    run_ahead_on_double(functools.partial(leave_late, tmp_path), size)
+def test_shutdown_with_passes_under_way(tmp_path):
+    run_ahead_on_double(functools.partial(leave_late, tmp_path), SIZE)
 
 
 def differ(device: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Planned passes of models that move, change their dtype, or lie partly on the host."""
+"""Planned passes of models that move, or change their dtype."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import gc
 import device_double
 import pytest
 import torch
-from ahead_programs import Branches, batch_of, planned_passes, wrapped
-from ahead_training import AHEAD, PLANNED, Training, is_planned, on_worlds, run_ahead_on_double
+from ahead_training import (
+    AHEAD,
+    PLANNED,
+    SIZE,
+    Branches,
+    Training,
+    batch_of,
+    is_planned,
+    planned_passes,
+    run_ahead_on_double,
+    wrapped,
+)
 from pool import error_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 from training import assert_same_on_all_ranks
 
@@ -55,9 +65,8 @@ def compare_moved(clears_first: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("clears_first", [True, False])
-@on_worlds
-def test_a_model_moves_while_hosts_run_ahead(size, clears_first):
-    run_ahead_on_double(functools.partial(compare_moved, clears_first), size)
+def test_a_model_moves_while_hosts_run_ahead(clears_first):
+    run_ahead_on_double(functools.partial(compare_moved, clears_first), SIZE)
 
 
 def move_to_a_second_device(device: str) -> tuple[str, str]:
@@ -73,10 +82,9 @@ def move_to_a_second_device(device: str) -> tuple[str, str]:
     return error_of(lambda: training.steps(AHEAD + 2))
 
 
-@on_worlds
-def test_a_second_device_while_hosts_run_ahead(size):
-    errors = run_ahead_on_double(move_to_a_second_device, size)
-    assert [kind for kind, _ in errors] == ["PeerLostError"] * (size - 1) + ["RingError"]
+def test_a_second_device_while_hosts_run_ahead():
+    errors = run_ahead_on_double(move_to_a_second_device, SIZE)
+    assert [kind for kind, _ in errors] == ["PeerLostError"] * (SIZE - 1) + ["RingError"]
     for _, text in errors:
         assert "a model has moved: " in text
         assert "one process drives one device" in text
@@ -103,29 +111,8 @@ def change_the_dtype(device: str) -> tuple[str, str]:
     return error
 
 
-@on_worlds
-def test_another_dtype_while_hosts_run_ahead(size):
-    for kind, text in run_ahead_on_double(change_the_dtype, size):
+def test_another_dtype_while_hosts_run_ahead():
+    for kind, text in run_ahead_on_double(change_the_dtype, SIZE):
         assert kind == "ValueError"
         assert "has changed its dtype from Float to Double" in text
         assert "make a new optimizer and wrap that" in text
-
-
-def train_on_both(device: str) -> None:
-    """Parameters on the host and on the device in one optimizer: the hosts agree on each pass."""
-    host, there = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device=device))
-    optimizer = hvd.DistributedOptimizer(SGD([host, there], lr=1.0))
-    with planned_passes() as numbers:
-        for _ in range(PLANNED + 5):
-            optimizer.zero_grad()
-            (host.sum() + 2 * there.sum().cpu()).mul(hvd.rank() + 1).backward()
-            optimizer.step()
-    assert numbers == []
-    mean = (hvd.size() + 1) / 2 * (PLANNED + 5)
-    assert host.tolist() == [-mean] * 3
-    assert there.tolist() == [-2 * mean] * 3
-
-
-@on_worlds
-def test_models_on_the_host_and_on_the_device_are_agreed_on(size):
-    run_ahead_on_double(train_on_both, size)

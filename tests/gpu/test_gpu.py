@@ -17,7 +17,6 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
-from ahead_programs import PROGRAMS as AHEAD_PROGRAMS
 from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
@@ -39,13 +38,14 @@ from device_launches import LAUNCHES
 from device_operations import OPERATIONS, busy
 from device_places import PLACES
 from device_training import TRAINING
+from hostile_programs import HOSTILE
 from oracle import play_on
+from program_runs import run_programs
 from test_elastic_devices import PLACES as PLACES_OF_DEATH
 from test_elastic_devices import check_survivors, lose_one
 from test_hardships import check_failures
 from test_process_set_order import SUMS, train_with_two_optimizers
 from test_programs import AGREED, AHEAD, name_of
-from test_run_ahead import compare
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from training import (
@@ -320,11 +320,10 @@ def test_in_a_group_on_gpu(size, program):
     run_in_group(program, size)
 
 
-@pytest.mark.parametrize("program", AHEAD_PROGRAMS, ids=lambda program: program.__name__)
-def test_planned_passes_on_gpu(program):
-    # Of two ranks, whose sums have the same bits in any order.
-    env = ENVIRONMENT | {"TORCH_RING_RUN_AHEAD": "1"}
-    run(functools.partial(compare, program), 2, env=env)
+@pytest.mark.parametrize("program", HOSTILE, ids=lambda program: program.__name__)
+def test_planned_passes_on_gpu(program, tmp_path):
+    options = {"programs": [program], "reports": str(tmp_path), "run_ahead": True}
+    run(functools.partial(run_programs, **options), 2)
 
 
 @pytest.mark.parametrize(

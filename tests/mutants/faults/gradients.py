@@ -26,6 +26,7 @@ SLOTS = (
     "model/test_programs.py::test_one_of_two_optimizers",
 )
 ON_DOUBLE = ("device/test_carried_on_double.py",)
+RANDOM = ("device/test_random_device_programs.py",)
 
 # fmt: off
 FAULTS = (
@@ -224,7 +225,7 @@ FAULTS = (
     Fault(
         "launched_early", "a bucket is sent before its last gradient", HOOKS,
         "--bucket.missing > 0", "--bucket.missing > 1",
-        tests=("optimizer/test_distributed_optimizer.py", "device/test_run_ahead.py"),
+        tests=("optimizer/test_distributed_optimizer.py", *RANDOM),
     ),
     Fault(
         "sent_in_no_sync", "a bucket is sent in no_sync()", HOOKS,
@@ -460,44 +461,44 @@ FAULTS = (
     Fault(
         "ready_ignored", "a bucket is launched on a stream that does not wait for it", AHEAD,
         "written.begin();",
-        tests=("device/test_gradient_streams.py", "device/test_run_ahead.py"),
+        tests=("device/test_gradient_streams.py", *RANDOM),
     ),
     Fault(
         "no_stand_in", "a joined rank launches nothing for the others", AHEAD,
         "launch_plain(engine_, state.runs[i], run, run, ready);",
-        tests=("device/test_run_ahead_apart.py",),
+        tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     Fault(
         "not_restored", "a planned gradient that no rank had is not restored", HOOKS,
         "if (nowhere.get(index)) restore_one(parameters_[index], before);",
-        tests=("device/test_run_ahead.py", "device/test_run_ahead_apart.py"),
+        tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     Fault(
         "unplanned_lost", "a gradient that only some ranks have is not refused", PLANNED,
         "if not self._all_deviate(ranks):", "if False:",
-        tests=("device/test_run_ahead_apart.py",),
+        tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     Fault(
         "unplanned_refused", "a gradient is refused although all ranks know of it", PLANNED,
         "if not self._all_deviate(ranks):",
         "if decision.out_of_step is None:",
-        tests=("device/test_run_ahead_apart.py",),
+        tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     Fault(
         "old_report", "the reports of the pass before are not read", PLANNED,
         "ends = any(self._judge(entered) for entered in before)", "ends = False",
-        tests=("device/test_run_ahead_apart.py",),
+        tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     Fault(
         "plan_any", "a pass with sparse gradients goes on as planned", PLANNED,
         "is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)",
         "is_dense = True",
-        tests=("device/test_run_ahead_apart.py",),
+        tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     Fault(
         "rest_unreduced", "gradients that are new on all ranks stay each rank's own", PLANNED,
         "self._reducers.reduce(decision, gradients, number, len(entered.ranks), planned)", "pass",
-        tests=("device/test_run_ahead_apart.py",),
+        tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     # --- the decision
     Fault(
