@@ -112,15 +112,13 @@ def continue_with_a_state_of_the_host(device: str) -> None:
         compressors[1].load_state_dict(
             {name: {key: value.cpu() for key, value in state.items()} for name, state in states}
         )
-        optimizer.zero_grad()
-        kept = wrapped(copy, compressors[1])
-        for each in (model, copy):
-            loss_of(each, last).backward()
+        for network, its in ((model, optimizer), (copy, wrapped(copy, compressors[1]))):
+            its.zero_grad()
+            loss_of(network, last).backward()
         for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
         for state in compressors[1].states.values():
             assert {value.device.type for value in state.values()} <= {device}
-        kept.zero_grad()
 
 
 COMPRESSION: list[Callable[[str], None]] = [

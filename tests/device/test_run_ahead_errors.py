@@ -312,6 +312,31 @@ def test_shutdown_with_passes_under_way(tmp_path):
     run_ahead_on_double(functools.partial(leave_late, tmp_path), SIZE)
 
 
+def call_in_another_order(device: str) -> tuple[str, str]:
+    """A rank without data calls a collective on the device before the others' pass, in step()."""
+    training = Training(device)
+    training.steps(PLANNED + 2)
+    assert is_planned()
+    training.optimizer.zero_grad()
+    if hvd.rank() != 1:
+        training.backward()
+
+    def go_on() -> None:
+        pending = hvd.allreduce_async(torch.ones(3, device=device), name="m")
+        training.optimizer.step()
+        pending.wait()
+
+    return error_of(go_on)
+
+
+def test_a_collective_before_a_pass_on_one_rank():
+    # PeerLostError: a rank whose peer got the error first.
+    for kind, text in run_ahead_on_double(call_in_another_order, SIZE):
+        assert kind in ("MismatchError", "PeerLostError")
+        assert "the ranks have run ahead of it differently" in text
+        assert "run_ahead=False" in text
+
+
 def differ(device: str) -> tuple[str, str]:
     return error_of(lambda: wrapped(Branches(device), hvd.rank() == 0))
 

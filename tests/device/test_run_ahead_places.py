@@ -1,4 +1,4 @@
-"""Planned passes of models that move, or change their dtype."""
+"""Planned passes of models that move, change their dtype, or lie partly on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ahead_training import (
     wrapped,
 )
 from pool import error_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 from training import assert_same_on_all_ranks
 
@@ -116,3 +116,22 @@ def test_another_dtype_while_hosts_run_ahead():
         assert kind == "ValueError"
         assert "has changed its dtype from Float to Double" in text
         assert "make a new optimizer and wrap that" in text
+
+
+def train_on_both(device: str) -> None:
+    """Parameters on the host and on the device in one optimizer: the hosts agree on each pass."""
+    host, there = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, device=device))
+    optimizer = hvd.DistributedOptimizer(SGD([host, there], lr=1.0))
+    with planned_passes() as numbers:
+        for _ in range(PLANNED + 5):
+            optimizer.zero_grad()
+            (host.sum() + 2 * there.sum().cpu()).mul(hvd.rank() + 1).backward()
+            optimizer.step()
+    assert numbers == []
+    mean = (hvd.size() + 1) / 2 * (PLANNED + 5)
+    assert host.tolist() == [-mean] * 3
+    assert there.tolist() == [-2 * mean] * 3
+
+
+def test_models_on_the_host_and_on_the_device_are_agreed_on():
+    run_ahead_on_double(train_on_both, SIZE)

@@ -1,8 +1,9 @@
 """Lines of many ranks on one screen."""
 
-from __future__ import re
+from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
