@@ -167,7 +167,7 @@ $(STAMPS)/test: $(STAMPS)/torch
 # $(TORCH) again: open_clip needs the torchvision of that torch. PyTorch-Ignite's own tests are in its
 # source archive. MPICH has a folder of its own, since its mpirun has the same name as Open MPI's.
 $(STAMPS)/integrations: $(STAMPS)/torch
-	@for package in lightning accelerate transformers "ray[train]" pytorch-optimizer wandb torchdata \
+	@for package in lightning accelerate transformers "ray[train]" wandb torchdata \
 	  torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite; do \
 	  $(PIP) "$$package" "$(TORCH)" || \
 	    echo "make: $$package is not installed: its test will be skipped"; \

@@ -244,11 +244,6 @@ class Cache {
     collect();
   }
 
-  void limit(std::size_t bytes) {
-    const std::scoped_lock lock(mutex_);
-    limit_ = bytes;
-  }
-
   static Cache& of(c10::DeviceIndex device) {
     static auto* const caches = new std::array<Cache, kDevices>;
     return caches->at(static_cast<std::size_t>(device));
@@ -292,7 +287,7 @@ class Cache {
   std::map<std::pair<Queue, std::size_t>, std::vector<std::byte*>> free_;
   std::vector<Used> used_;
   std::size_t held_ = 0;  // bytes, also free ones
-  std::size_t limit_ = std::size_t{2} << 30;
+  const std::size_t limit_ = std::size_t{2} << 30;
 };
 
 void release(void* context) {
@@ -414,8 +409,6 @@ void synchronize() {
 }
 
 void fail(bool fails) { failed = fails; }
-
-void limit_memory(std::size_t bytes) { Cache::of(current_index).limit(bytes); }
 
 c10::Allocator& device_memory() { return memory; }
 

@@ -24,9 +24,6 @@ void synchronize();
 /// Whether all calls fail from now on, as after an error in a kernel. Thread: any.
 void fail(bool fails);
 
-/// The most bytes of the current device, with those of freed memory.
-void limit_memory(std::size_t bytes);
-
 c10::Allocator& device_memory();
 
 }  // namespace device_double

@@ -283,8 +283,6 @@ TORCH_LIBRARY(ringdouble, library) {
   library.def("close_gate() -> int", close_gate);
   library.def("host_waits() -> int", [] { return counts.host_waits.load(); });
   library.def("set_failed(bool fails) -> ()", fail);
-  library.def("limit_memory(int bytes) -> ()",
-              [](std::int64_t bytes) { limit_memory(static_cast<std::size_t>(bytes)); });
   library.def("open_gate(int gate) -> ()", open_gate);
   library.def("counts() -> int[]", all_counts);
   library.def("set_data(Tensor tensor, Tensor data) -> ()", set_data);

@@ -47,6 +47,38 @@ def test_too_few_are_ended(tmp_path: Path):
     ]
 
 
+WATCHING = """
+import os, time
+import torch_ring as hvd
+
+hvd.preemption.watch()
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    print(f"agent {os.getppid()} of rank {hvd.rank()}", flush=True)
+    while not hvd.preemption.requested():
+        time.sleep(0.02)
+        state.commit()
+
+train(hvd.elastic.ObjectState())
+print("stops", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_watches_signals_stops_when_a_host_gets_sigterm(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(WATCHING)
+    command = (sys.executable, str(program))
+    job = LaunchedJob("--min-np", "1", "-H", f"localhost,{OTHER}", *command)
+    job.wait_for("of rank 1")
+    os.kill(int(re.search(r"agent (\d+) of rank 1", job.stdout)[1]), signal.SIGTERM)
+    assert job.wait() == 0, job.stderr
+    assert job.stdout.count("stops") == 2
+    job.require_nothing_left()
+
+
 @pytest.mark.slow
 def test_a_program_for_horovods_elastic_goes_on_after_a_kill() -> None:
     program = str(ROOT / "tests/horovod/programs/elastic.py")

@@ -256,3 +256,19 @@ def test_an_ignored_sigint_stays_ignored(tmp_path):
     (tmp_path / "go").touch()
     assert job.wait() == 0
     job.require_nothing_left()
+
+
+def test_no_secret_is_on_a_command_line():
+    secret = "a-secret-of-the-user-4711"
+    script = (
+        'test "$TORCH_RING_SECRET" = a-secret-of-the-user-$((4700 + 11)) && echo up; sleep 1000'
+    )
+    job = LaunchedJob("-np", "2", "sh", "-c", script, TORCH_RING_SECRET=secret)
+    job.wait_for("up", 2)
+    processes = job.processes()
+    assert len(processes) >= 4  # the launcher's is this test process, or a new one
+    assert not [command for command in processes.values() if secret in command]
+    job.signal(signal.SIGTERM)
+    job.wait()
+    job.require_nothing_left()
+    assert secret not in job.stdout + job.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -283,6 +284,38 @@ def init_fails() -> tuple[str, str]:
     return error
 
 
+def train_and_die() -> int:
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    name = hvd.rank()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for state.step in range(state.step, 6):
+            optimizer.zero_grad()
+            if (name, state.step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        state.step = 6
+
+    train(state)
+    return hvd.rank()
+
+
+@on_both_transports
+def test_elastic_training_goes_on_to_write(tmp_path: Path, transport: str) -> None:
+    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom")}
+    results = run(train_and_die, 3, transport=transport, env=env, may_die=[1])
+    assert results == [0, None, 1]
+    # Rank 2 has taken the place of rank 1, whose process is dead.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.rank0.prom", "a.rank1.prom"]
+    for rank in range(2):
+        samples, _ = parsed((tmp_path / f"a.rank{rank}.prom").read_text())
+        assert value(samples, "torch_ring_world_size", rank=rank) == 2
+
+
 def test_a_port_or_a_file_that_cannot_be_had_is_an_error_on_all_ranks() -> None:
     port = free_ports(2)
     taken = (
@@ -301,8 +334,11 @@ def test_a_port_or_a_file_that_cannot_be_had_is_an_error_on_all_ranks() -> None:
             ("FILE", "/nowhere/torch_ring.prom", no_file),
         ):
             env = {f"TORCH_RING_METRICS_{name}": setting}
-            for kind, text in run(init_fails, 2, initialized=False, env=env):
-                assert kind in ("InvalidArgumentError", "RingError")
+            errors = run(init_fails, 2, initialized=False, env=env)
+            kinds = [kind for kind, _ in errors]
+            assert kinds[1] == "InvalidArgumentError"  # that rank's own
+            assert name == "FILE" or kinds[0] == "RingError"
+            for _, text in errors:
                 assert all(word in text for word in words), text
 
 

@@ -12,7 +12,7 @@ import torch_ring as hvd
 def start_over(rounds: int) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     for i in range(rounds):
-        hvd.init()
+        hvd.init(process_sets=[[0]] if i % 2 else None)
         assert hvd.allreduce(torch.full((3,), float(i))).tolist() == [float(i)] * 3
         hvd.shutdown()
         hvd.shutdown()
