@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dtype_checks import MOVED, patterned
+from closed_form import MOVED, patterned
 from pool import error_of, run
 from torch import nn
 from torch.optim import SGD, Adam

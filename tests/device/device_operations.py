@@ -225,9 +225,9 @@ def check_dtypes(device: str) -> None:
     dtype_checks.check_integer_averages(device)
     dtype_checks.check_factors_of_integers(device)
     dtype_checks.check_complex(device)
-    dtype_checks.check_complex_gradients(device)
+    dtype_checks.check_gradients(device)
     dtype_checks.check_moves(device)
-    dtype_checks.check_averages_with_a_joined_rank(device)
+    dtype_checks.check_a_joined_rank(device)
 
 
 OPERATIONS: list[Callable[[str], None]] = [

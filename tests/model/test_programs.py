@@ -105,9 +105,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", SHARDED, ids=lambda case: "-".join(str(getattr(e, "__name__", e)) for e in case)
-)
+@pytest.mark.parametrize("case", SHARDED, ids=name_of)
 @on_both_transports
 def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:
     expect_one_process(*case, size=3, transport=transport, door="sharded")

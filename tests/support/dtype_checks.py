@@ -9,13 +9,9 @@ from closed_form import (
     BITWISE,
     COLLECTIVES,
     COMPLEX,
-    FLOAT8,
     INTEGERS,
     MOVED,
-    MOVED_ONLY,
-    SHAPES,
     Collective,
-    patterned,
     reduced,
     same,
     shapes_of,
@@ -25,19 +21,14 @@ from torch import Tensor
 import torch_ring as hvd
 
 __all__ = [
-    "COMPLEX",
-    "FLOAT8",
-    "INTEGERS",
-    "MOVED",
-    "MOVED_ONLY",
-    "SHAPES",
     "check_a_joined_rank",
+    "check_complex",
     "check_factors_of_integers",
     "check_gradients",
+    "check_integer_averages",
     "check_layouts",
+    "check_moves",
     "check_results",
-    "patterned",
-    "same",
 ]
 
 # Ways for a tensor to lie in memory, by a tensor of its values.
@@ -195,7 +186,3 @@ def check_integer_averages(device: str = "cpu") -> None:
 
 def check_complex(device: str = "cpu") -> None:
     check_results(device, dtypes=COMPLEX)
-
-
-check_complex_gradients = check_gradients
-check_averages_with_a_joined_rank = check_a_joined_rank

@@ -19,7 +19,7 @@ from torch_ring.setup.frames import Frame, FrameSocket, Kind
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline, close_in_child, require_same_user
 
-__all__ = ["HELLO", "TELL_S", "HostFollower", "Watch", "connect", "leader_name"]
+__all__ = ["HELLO", "SLICE_S", "TELL_S", "HostFollower", "Watch", "connect", "leader_name"]
 
 _log = logging.getLogger("torch_ring")
 
@@ -35,7 +35,7 @@ Returns a reason not to wait for missing ranks, or None.
 """
 
 _PATIENCE_S = 5.0  # seconds beyond the deadline in which failures travel
-_SLICE_S = 1.0  # longest single wait; longer waits are made of several
+SLICE_S = 1.0  # longest single wait; longer waits are made of several
 
 
 class HostFollower:
@@ -97,7 +97,7 @@ class HostFollower:
                 raise TimeoutError(f"{self.leader} has not answered {self._deadline}")
             if self.left:
                 raise gone(self.leader)
-            self._watch(min(_SLICE_S, self._deadline.left_s() or patience.left_s()))
+            self._watch(min(SLICE_S, self._deadline.left_s() or patience.left_s()))
         return self._data.popleft()
 
     def poll(self, wait_s: float) -> None:
@@ -125,7 +125,7 @@ class HostFollower:
             EOFError: the leader has closed its listener.
         """
         while not self._welcome and not until.passed():
-            for frame in self.connection.receive(min(_SLICE_S, until.left_s())):
+            for frame in self.connection.receive(min(SLICE_S, until.left_s())):
                 self._take(frame)
             if self.failure is not None:
                 raise self.failure.error()

@@ -36,6 +36,7 @@ from torch_ring.setup.frames import Frame, FrameSocket, Kind
 from torch_ring.setup.host_door import Door
 from torch_ring.setup.host_follower import (
     HELLO,
+    SLICE_S,
     TELL_S,
     HostFollower,
     Watch,
@@ -50,7 +51,6 @@ __all__ = ["HostLeader", "meet_on_host"]
 
 _log = logging.getLogger("torch_ring")
 
-_SLICE_S = 1.0  # longest single wait; longer waits are made of several
 _JUDGE_EVERY_S = 0.05  # between two checks for processes that are still starting
 _QUIET_S = 0.5  # after it no more ranks are expected, if their number is unknown
 
@@ -127,12 +127,12 @@ class HostLeader:
             is_quiet = expected is None and time.monotonic() > self.newest + _QUIET_S
             if grace.passed() or is_quiet or (self._grace is not None and gives_up):
                 break
-            gives_up = self._watch(min(_SLICE_S, grace.left_s(), _QUIET_S))
+            gives_up = self._watch(min(SLICE_S, grace.left_s(), _QUIET_S))
         if self._grace is not None:
             self.close_door()  # a late rank leads a group of its own
         # Wait for the value of each rank that was let in: it first makes its memory and listeners.
         while not self.followers.keys() <= self.values.keys() and not self._deadline.passed():
-            self._watch(min(_SLICE_S, self._deadline.left_s()))
+            self._watch(min(SLICE_S, self._deadline.left_s()))
         late = self.followers.keys() - self.values.keys()
         if late or (self._grace is None and len(self.values) < self._size):
             here, advice = set(range(self._size)) - late, ""

@@ -6,6 +6,7 @@ both halves, `c10d` the one of Python, and `ring_backend` that of `csrc/c10d/`.
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib import import_module
 
 from faults.fault import Fault, Room
@@ -40,3 +41,8 @@ _OF_CPP = (
 ROOMS: dict[str, Room] = {
     name: import_module(f"faults.{name}").ROOM for name in ("gradients", *_OF_PYTHON, *_OF_CPP)
 }
+
+# One build may hold the faults of several rooms, where a name switches on its fault.
+_named = Counter(fault.name for room in ROOMS.values() for fault in room.faults)
+if _twice := [name for name, count in _named.items() if count > 1]:
+    raise ValueError(f"faults of the same name: {', '.join(_twice)}")

@@ -20,7 +20,7 @@ FAULTS = (
         tests=("cpp:ring with checksums x3",),
     ),
     Fault(
-        "own_order", "each rank adds the inputs in an order of its own", RING,
+        "own_order_of_inputs", "each rank adds the inputs in an order of its own", RING,
         "(i + ranks - static_cast<std::size_t>(rank())) % ranks * bytes", "i * bytes",
         tests=("cpp:ring with checksums x3",),
     ),

@@ -48,7 +48,7 @@ FAULTS = (
         tests=("compression/test_compressor_state.py",),
     ),
     Fault(
-        "last_rank_only", "the codes of the last rank are the sum", INT8,
+        "last_codes_only", "the codes of the last rank are the sum", INT8,
         "dequantize(codes, scales, gradient.shape).add_(total)",
         "dequantize(codes, scales, gradient.shape)",
         tests=("compression/test_compressors.py", "compression/test_compressed_training.py"),
