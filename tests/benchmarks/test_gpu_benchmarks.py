@@ -126,10 +126,11 @@ class Count:
         self.names = [item.name for item in session.items]
 
 for part in PARTS:
-    if "pytest" in part.command:
-        options, count = part.command[part.command.index("pytest") + 1:], Count()
-        assert pytest.main(["--collect-only", "-qq", *options], plugins=[count]) == 0, part
-        print("#", part.name, len(count.names))
+    for command in (part.command, part.on_stand_in):
+        if "pytest" in command:
+            options, count = command[command.index("pytest") + 1:], Count()
+            assert pytest.main(["--collect-only", "-qq", *options], plugins=[count]) == 0, part
+            print("#", part.name, len(count.names))
 """
 
 
@@ -139,22 +140,26 @@ def test_each_part_selects_tests():
     )
     counted = [line.split()[1:] for line in output.splitlines() if line.startswith("# ")]
     assert {name for name, _ in counted} > {"one-rank", "four-ranks", "deaths"}, output
-    counts = {name: int(count) for name, count in counted}
-    assert counts["four-ranks"] > 50, counts
+    counts = [int(count) for name, count in counted if name == "four-ranks"]
+    assert counts[0] > 50, counted  # on a GPU
 
 
 @pytest.mark.slow
 @pytest.mark.launcher
 @device_double.needed
-def test_all_parts_on_the_stand_ins(tmp_path):
+def test_parts_of_each_kind_on_the_stand_ins(tmp_path):
+    """The other ones are tests of tests/device, which run there."""
+    parts = {
+        "build": "passed",
+        "two-ranks": "passed",
+        "buckets": "passed",
+        "graphs": "skipped",
+        "resnet50": "passed",
+    }
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--device", "stand-in"]
     command += ["--output", str(tmp_path), "--patience", "5", "--seconds", "3000"]
-    process = start_program(command)
-    output = output_of(process, jobs=len(PARTS))
+    process = start_program([*command, "--parts", *parts])
+    output = output_of(process, jobs=len(parts))
     results = [json.loads(x) for x in (tmp_path / "results.jsonl").read_text().splitlines()]
-    verdicts = {result["part"]: result["verdict"] for result in results}
-    no_stand_in = {each.name for each in PARTS if isinstance(each.on_stand_in, str)}
-    assert verdicts == {
-        each.name: "skipped" if each.name in no_stand_in else "passed" for each in PARTS
-    }, output
+    assert {result["part"]: result["verdict"] for result in results} == parts, output
     assert process.returncode == 0
