@@ -44,6 +44,9 @@ def nccl_version(library: str) -> int:
     Errors: InvalidArgumentError if there is no NCCL, or it is too old.
     """
 
+def openssl_version() -> str:
+    """Return the version of OpenSSL, which this loads. Raises InvalidArgumentError: none."""
+
 def ucx_found(library: str) -> tuple[str, str, list[str]]:
     """Load UCX, and return its version, path and the transports by which it reaches other hosts.
 
@@ -198,6 +201,7 @@ class ControlPlane:
         launcher: a pidfd of the process that has started this one, taken over; -1 for none.
         launcher_died: the line for stderr when that has ended; then this process ends, too.
         claim: the listening socket of this rank's claim, duplicated; -1 for none.
+        tls: whether connections over TCP are encrypted.
     """
 
     def __init__(
@@ -213,6 +217,7 @@ class ControlPlane:
         launcher: int,
         launcher_died: str,
         claim: int,
+        tls: bool,
     ) -> None: ...
     def missing(self) -> list[int]:
         """Return the ranks with which a connection is still being made.
@@ -274,6 +279,9 @@ class ControlPlane:
         It gets whether it is a question, from which rank, the question's number, and the
         answer: "" of a question, which is for the operations of this rank.
         """
+
+    def cipher(self) -> str:
+        """Return the cipher between hosts, "AES-128-GCM"; empty: they send in the clear."""
 
     def connections(self) -> int:
         """Return how many data connections this rank has made or accepted."""

@@ -499,6 +499,11 @@ std::unique_ptr<Device> make_accelerator(DeviceChoice& choice, c10::DeviceType t
       throw Error(ErrorKind::kInvalidArgument,
                   "NCCL_COMM_BLOCKING is set: NCCL would wait without a deadline; unset it");
     }
+    if (settings.in_clear) {
+      throw Error(ErrorKind::kInvalidArgument,
+                  "TORCH_RING_TLS=1, and NCCL sends tensors between hosts in the clear: move them "
+                  "to the CPU, or accept that with TORCH_RING_TLS=cpu (docs/security.md)");
+    }
     try {
       const c10::Device device = choice.get(type);
       stream = c10::impl::VirtualGuardImpl(type).getStreamFromGlobalPool(device, true);

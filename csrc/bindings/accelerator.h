@@ -148,6 +148,7 @@ class DeviceChoice {
 struct NcclSettings {
   std::string library;    // its path, or empty
   bool blocking = false;  // NCCL_COMM_BLOCKING is set, which cannot be used here
+  bool in_clear = false;  // it would send data between hosts that the settings want encrypted
 };
 
 /// How long the ranks' devices wait for one another, and the log for warnings.

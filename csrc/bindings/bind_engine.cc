@@ -36,8 +36,9 @@ std::unique_ptr<PyEngine> make_engine(
   const EngineConfig read = engine_config_of(config);
   World world = world_of(rank, members, std::move(host_of), std::move(labels), may_spin, control,
                          set, memory, slots, ucx_library, read);
+  const bool in_clear = read.tls == "1" && world.topology.host_count() > 1;
   return std::make_unique<PyEngine>(std::move(world), control, set, std::move(members), read,
-                                    NcclSettings{read.nccl_library, nccl_blocking},
+                                    NcclSettings{read.nccl_library, nccl_blocking, in_clear},
                                     std::move(launch_order), std::move(log));
 }
 

@@ -110,7 +110,7 @@ std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
                                            const py::bytes& key, int unix_listener,
                                            const std::vector<int>& tcp_listeners,
                                            double heartbeat_timeout_s, int launcher,
-                                           std::string launcher_died, int claim) {
+                                           std::string launcher_died, int claim, bool tls) {
   ControlPlane::Options options;
   options.launcher = Fd(launcher);  // first: owned, so closed on errors
   options.unix_listener = copy_of(unix_listener);
@@ -130,6 +130,7 @@ std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
   const std::string bytes = key;
   if (bytes.size() != options.key.size()) throw py::value_error("a key has 32 bytes");
   std::memcpy(options.key.data(), bytes.data(), bytes.size());
+  if (tls) options.tls = std::make_shared<TlsContext>(options.key);
   options.heartbeat_timeout =
       std::chrono::milliseconds(static_cast<std::int64_t>(heartbeat_timeout_s * 1000.0));
   return std::make_unique<PyControlPlane>(std::move(options));
@@ -140,7 +141,7 @@ class OwningSource final : public SocketSource {
   OwningSource(std::shared_ptr<ControlPlane> plane, std::unique_ptr<SocketSource> source)
       : plane_(std::move(plane)), source_(std::move(source)) {}
 
-  std::vector<Fd> take(int peer, bool needed) override { return source_->take(peer, needed); }
+  std::vector<Socket> take(int peer, bool needed) override { return source_->take(peer, needed); }
   std::string trouble(int peer) const override { return source_->trouble(peer); }
 
  private:
@@ -214,7 +215,7 @@ void bind_control_plane(py::module_& module) {
       .def(py::init(&make_plane), py::arg("rank"), py::arg("host_of"), py::arg("labels"),
            py::arg("addresses"), py::arg("key"), py::arg("unix_listener"), py::arg("tcp_listeners"),
            py::arg("heartbeat_timeout_s"), py::arg("launcher"), py::arg("launcher_died"),
-           py::arg("claim"))
+           py::arg("claim"), py::arg("tls"))
       .def("missing", &PyControlPlane::missing)
       .def("trouble", &PyControlPlane::trouble)
       .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))
@@ -230,6 +231,7 @@ void bind_control_plane(py::module_& module) {
       .def("pass_point", &PyControlPlane::pass_point)
       .def("why_stop", [](const PyControlPlane& plane) { return as_text(plane.why_stop()); })
       .def("connections", &PyControlPlane::connections)
+      .def("cipher", &PyControlPlane::cipher)
       .def(
           "stop",
           [](PyControlPlane& plane, double patience_s, std::string why) {
@@ -281,7 +283,7 @@ World world_of(int rank, const std::vector<int>& members, std::vector<int> host_
   world.labels = std::move(labels);
   world.may_spin = may_spin;
   world.width = static_cast<std::size_t>(config.width);
-  world.checksums = config.checksum != 0;
+  world.checksums = config.checksum != 0 && config.tls == "0";
   if (memory) memory->use(world, members, slots);
   if (plane) {
     world.sockets = sockets_of(plane, set, members, config.width);

@@ -92,6 +92,8 @@ class PyControlPlane {
   std::string why_stop() const { return plane_ ? plane_->why_stop() : ""; }
   /// The number of data connections so far.
   std::uint64_t connections() const { return plane_->connections(); }
+  /// The cipher of TLS; empty: no connection has any.
+  std::string cipher() const { return plane_ ? plane_->cipher() : std::string(); }
   void stop(std::chrono::milliseconds patience = kGoodbyePatience, std::string why = {});
 
   /// In a forked child: leaks the parent's plane.

@@ -37,8 +37,8 @@ std::size_t room() {
 }  // namespace
 
 Acceptor::Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener,
-                   std::vector<Fd> tcp_listeners)
-    : rank_(rank), key_(key), room_(room()) {
+                   std::vector<Fd> tcp_listeners, std::shared_ptr<const TlsContext> tls)
+    : rank_(rank), key_(key), tls_(std::move(tls)), room_(room()) {
   if (unix_listener) listeners_.push_back({std::move(unix_listener), true});
   for (Fd& listener : tcp_listeners) listeners_.push_back({std::move(listener), false});
   for (const Listener& listener : listeners_) {
@@ -83,7 +83,8 @@ void Acceptor::accept(Listener& listener, Clock::time_point now) {
     if (failpoint("handshake.accepting", static_cast<int>(rank_))) continue;
     if (listener.unix && !is_this_users(socket.get())) continue;
     strangers_.push_back(
-        {std::move(socket), Handshake::accepting(key_, rank_), listener.unix, now});
+        {Authentication::accepting(std::move(socket), key_, listener.unix ? nullptr : tls_, rank_),
+         listener.unix, now});
   }
 }
 
@@ -98,13 +99,14 @@ bool Acceptor::make_room(Clock::time_point now) {
 
 bool Acceptor::advance(Stranger& stranger, std::vector<Arrival>& arrivals) {
   try {
-    if (advance_handshake(stranger.handshake, stranger.socket.get()) != 0) return true;
+    if (stranger.authentication.advance() != 0) return true;
   } catch (const Error&) {
     return true;  // not a rank of this world
   }
   stranger.has_spoken = true;
-  if (!stranger.handshake.done()) return false;
-  arrivals.push_back({stranger.handshake.hello(), std::move(stranger.socket), stranger.unix});
+  if (!stranger.authentication.done()) return false;
+  const Hello hello = stranger.authentication.hello();
+  arrivals.push_back({hello, stranger.authentication.take(), stranger.unix});
   return true;
 }
 
@@ -116,8 +118,8 @@ void Acceptor::add_to(PollSet& polls, Clock::time_point now) {
     listener.slot = listens_ ? polls.add(listener.socket.get(), POLLIN) : PollSet::kNone;
   }
   for (Stranger& stranger : strangers_) {
-    const bool sends = !stranger.handshake.outgoing().empty();
-    stranger.slot = polls.add(stranger.socket.get(), sends ? POLLOUT : POLLIN);
+    const Authentication& authentication = stranger.authentication;
+    stranger.slot = polls.add(authentication.fd(), authentication.sends() ? POLLOUT : POLLIN);
   }
 }
 
@@ -138,7 +140,7 @@ std::optional<Error> Acceptor::trouble(Clock::time_point now) const {
 
 void Acceptor::append_descriptors(std::vector<int>& fds) const {
   for (const Listener& listener : listeners_) fds.push_back(listener.socket.get());
-  for (const Stranger& stranger : strangers_) fds.push_back(stranger.socket.get());
+  for (const Stranger& stranger : strangers_) fds.push_back(stranger.authentication.fd());
 }
 
 void Acceptor::close() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <list>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -9,7 +10,7 @@
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/fd.h"
-#include "transport/handshake.h"
+#include "transport/authentication.h"
 
 namespace torch_ring {
 
@@ -34,11 +35,13 @@ class Acceptor {
 
   struct Arrival {
     Hello hello;
-    Fd socket;
+    Socket socket;
     bool unix;  // it came over the Unix socket, from a process of this user
   };
 
-  Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, std::vector<Fd> tcp_listeners);
+  /// `tls`: of the connections over TCP; null: they are in the clear.
+  Acceptor(std::uint32_t rank, const Key& key, Fd unix_listener, std::vector<Fd> tcp_listeners,
+           std::shared_ptr<const TlsContext> tls = nullptr);
 
   /// Accepts and authenticates as far as possible now; returns the authenticated connections.
   std::vector<Arrival> admit(const PollSet& polls, Clock::time_point now);
@@ -60,8 +63,7 @@ class Acceptor {
     std::size_t slot = PollSet::kNone;
   };
   struct Stranger {
-    Fd socket;
-    Handshake handshake;
+    Authentication authentication;
     bool unix;
     Clock::time_point since;
     bool has_spoken = false;
@@ -79,6 +81,7 @@ class Acceptor {
 
   const std::uint32_t rank_;
   const Key key_;
+  const std::shared_ptr<const TlsContext> tls_;
   const std::size_t room_;
   std::vector<Listener> listeners_;
   std::list<Stranger> strangers_;  // the oldest first

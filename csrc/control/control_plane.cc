@@ -107,6 +107,7 @@ ControlPlane::ControlPlane(Options options)
                                         std::move(options.labels),
                                         std::move(options.addresses),
                                         options.key,
+                                        options.tls,
                                         {},
                                         {},
                                         options.heartbeat_timeout,
@@ -119,7 +120,7 @@ ControlPlane::ControlPlane(Options options)
       news_(options_.size()),
       neighbourhood_(rank_, options_.host_of),
       acceptor_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
-                std::move(options.tcp_listeners)),
+                std::move(options.tcp_listeners), options_.tls),
       launcher_(std::move(options.launcher), std::move(options.launcher_died)),
       claim_(std::move(options.claim)),
       dials_(options_),
@@ -167,7 +168,7 @@ class ControlPlane::Sockets : public SocketSource {
   Sockets(ControlPlane& plane, std::uint64_t set, std::vector<int> members, int width)
       : plane_(plane), set_(set), members_(std::move(members)), width_(width) {}
 
-  std::vector<Fd> take(int peer, bool needed) override {
+  std::vector<Socket> take(int peer, bool needed) override {
     return plane_.take(set_, at(members_, peer), width_, needed);
   }
   std::string trouble(int peer) const override {
@@ -348,7 +349,7 @@ std::string ControlPlane::why_stop() const {
   return first == nullptr ? "" : at(options_.labels, first->rank) + " got " + first->text;
 }
 
-std::vector<Fd> ControlPlane::take(std::uint64_t set, int peer, int width, bool needed) {
+std::vector<Socket> ControlPlane::take(std::uint64_t set, int peer, int width, bool needed) {
   const std::scoped_lock lock(mutex_);
   if (farewell_) throw Error(ErrorKind::kInternal, "the control plane has been stopped");
   auto sockets = data_.take(set, peer, width);
@@ -364,6 +365,12 @@ std::vector<Fd> ControlPlane::take(std::uint64_t set, int peer, int width, bool 
     ::eventfd_write(wake_.get(), 1);
   }
   return {};
+}
+
+std::string ControlPlane::cipher() const {
+  const std::scoped_lock lock(mutex_);
+  const auto encrypted = std::ranges::find_if(links_, &ControlLink::tls);
+  return encrypted == links_.end() ? "" : encrypted->tls()->cipher();
 }
 
 std::vector<int> ControlPlane::open_descriptors() const {
@@ -597,7 +604,7 @@ std::list<ControlLink> ControlPlane::say_goodbye() {
   return std::exchange(links_, {});
 }
 
-void ControlPlane::add_link(int peer, Fd socket, Clock::time_point now) {
+void ControlPlane::add_link(int peer, Socket socket, Clock::time_point now) {
   if (!news_.alive(peer)) return;
   // A peer that connects again has given up its former connection.
   links_.remove_if([&](const ControlLink& link) { return link.peer() == peer; });

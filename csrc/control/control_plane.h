@@ -131,6 +131,9 @@ class ControlPlane {
   /// The key of the world. Thread: any.
   const Key& key() const noexcept { return options_.key; }
 
+  /// The cipher of connections between hosts, "AES-128-GCM"; empty: this rank has none with TLS.
+  std::string cipher() const;
+
   /// The number of data connections that SocketSources of this rank have taken so far.
   std::uint64_t connections() const {
     const std::scoped_lock lock(mutex_);
@@ -227,7 +230,7 @@ class ControlPlane {
   void end(Farewell farewell, std::chrono::milliseconds patience, std::string why);
   std::string reason(std::string why) const;
   /// SocketSource::take() for a peer of a set.
-  std::vector<Fd> take(std::uint64_t set, int peer, int width, bool needed);
+  std::vector<Socket> take(std::uint64_t set, int peer, int width, bool needed);
   /// Sends news of this rank, which make() builds under the lock.
   template <class Make>
   void tell(Make&& make);
@@ -245,7 +248,7 @@ class ControlPlane {
   void send(Clock::time_point now);
   std::list<ControlLink> say_goodbye();
 
-  void add_link(int peer, Fd socket, Clock::time_point now);
+  void add_link(int peer, Socket socket, Clock::time_point now);
   void forget_probes(std::uint64_t answered);
   ControlLink* link_to(int peer);
   void lose(int peer, const std::string& how, Clock::time_point now);

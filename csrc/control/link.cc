@@ -6,12 +6,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <span>
 #include <string_view>
 #include <utility>
 
 namespace torch_ring {
 
-ControlLink::ControlLink(int peer, Fd socket, int size, Clock::time_point now)
+ControlLink::ControlLink(int peer, Socket socket, int size, Clock::time_point now)
     : peer_(peer), socket_(std::move(socket)), parser_(size), heard_(now) {
   // Fails for Unix sockets, which do not need it.
   const int on = 1;
@@ -29,8 +30,7 @@ void ControlLink::flush(Clock::time_point now) {
   std::size_t done = 0;
   blocked_ = false;
   while (done < outgoing_.size() && !blocked_) {
-    const auto sent = ::send(socket_.get(), outgoing_.data() + done, outgoing_.size() - done,
-                             MSG_DONTWAIT | MSG_NOSIGNAL);
+    const auto sent = socket_.send(std::as_bytes(std::span(outgoing_)).subspan(done));
     if (sent >= 0) {
       done += static_cast<std::size_t>(sent);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -51,7 +51,7 @@ std::vector<Message> ControlLink::receive(Clock::time_point now) {
   char buffer[16u << 10];
   // A bound, for a peer that sends faster than this rank parses.
   for (int i = 0; i < 64 && !ended_; ++i) {
-    const auto bytes = ::recv(socket_.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+    const auto bytes = socket_.receive(std::as_writable_bytes(std::span(buffer)));
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
     if (bytes <= 0) {
@@ -74,14 +74,14 @@ void ControlLink::end_sending() noexcept {
 void ControlLink::drain() noexcept {
   char buffer[16u << 10];
   while (!ended_) {
-    const auto bytes = ::recv(socket_.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+    const auto bytes = socket_.receive(std::as_writable_bytes(std::span(buffer)));
     if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (bytes == 0 || (bytes < 0 && errno != EINTR)) close();
   }
 }
 
 void ControlLink::close() noexcept {
-  socket_.reset();
+  socket_ = Socket();
   outgoing_.clear();
   due_ = Clock::time_point::max();
   ended_ = true;

@@ -11,7 +11,7 @@
 
 #include "control/message.h"
 #include "core/clock.h"
-#include "core/fd.h"
+#include "transport/socket.h"
 
 namespace torch_ring {
 
@@ -55,10 +55,11 @@ class ControlLink {
   static constexpr std::size_t kQueueBytes = 16u << 20;
 
   /// `size`: the number of ranks.
-  ControlLink(int peer, Fd socket, int size, Clock::time_point now);
+  ControlLink(int peer, Socket socket, int size, Clock::time_point now);
 
   int peer() const noexcept { return peer_; }
   int fd() const noexcept { return socket_.get(); }
+  const TlsStream* tls() const noexcept { return socket_.tls(); }
   /// The time of the last received bytes.
   Clock::time_point heard() const noexcept { return heard_; }
 
@@ -68,8 +69,12 @@ class ControlLink {
   void flush(Clock::time_point now);
   /// Whether something waits in the queue.
   bool pending() const noexcept { return !outgoing_.empty(); }
-  /// The time to call flush(), unless the socket takes no more: then poll() tells.
-  Clock::time_point due() const noexcept { return blocked_ ? Clock::time_point::max() : due_; }
+  /// The time to call flush(), unless the socket takes no more: then poll() tells. The past if
+  /// ready() does not need poll().
+  Clock::time_point due() const {
+    if (socket_.has_received()) return heard_;
+    return blocked_ ? Clock::time_point::max() : due_;
+  }
   /// Whether kQueueBytes have been passed: the peer does not read.
   bool overflown() const noexcept { return outgoing_.size() > kQueueBytes; }
 
@@ -90,11 +95,13 @@ class ControlLink {
   void close() noexcept;
 
   void add_to(PollSet& polls);
-  bool ready(const PollSet& polls) const { return polls.ready(slot_); }
+  bool ready(const PollSet& polls) const {
+    return polls.ready(slot_) || socket_.has_received();
+  }
 
  private:
   const int peer_;
-  Fd socket_;
+  Socket socket_;
   MessageParser parser_;
   Clock::time_point heard_;
   std::string outgoing_;

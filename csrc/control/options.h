@@ -5,11 +5,13 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "core/fd.h"
 #include "transport/handshake.h"
+#include "transport/tls.h"
 
 namespace torch_ring {
 
@@ -43,6 +45,7 @@ struct ControlOptions {
   std::vector<std::string> labels;  // rank -> "rank 2 (10.0.0.7, pid 4711)"
   std::vector<Address> addresses;   // by rank
   Key key{};
+  std::shared_ptr<const TlsContext> tls;  // of connections between hosts; null: in the clear
   Fd unix_listener;               // bound and listening; none where no rank shares the host
   std::vector<Fd> tcp_listeners;  // one per network interface; none on one host
   std::chrono::milliseconds heartbeat_timeout{60'000};

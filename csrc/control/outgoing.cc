@@ -39,6 +39,7 @@ Way way_to(const ControlOptions& options, int peer, std::uint32_t channel) {
 Outgoing::Outgoing(const ControlOptions& options, const Hello& hello)
     : way_(way_to(options, static_cast<int>(hello.to), hello.channel)),
       key_(options.key),
+      tls_(way_.to.family() == AF_UNIX ? nullptr : options.tls),
       hello_(hello) {}
 
 Outgoing::Outgoing(const ControlOptions& options, int peer, std::chrono::milliseconds interval,
@@ -46,8 +47,8 @@ Outgoing::Outgoing(const ControlOptions& options, int peer, std::chrono::millise
     : way_(way_to(options, peer, Hello::kControl)), probe_(interval), retry_(first) {}
 
 Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
-  if (socket_ ? !polls.ready(slot_) : now < retry_) return State::kPending;
-  if (!handshake_) {
+  if (fd() < 0 ? now < retry_ : !polls.ready(slot_)) return State::kPending;
+  if (!authentication_) {
     const State state = connect(now);
     if (state != State::kDone) return state;
     if (probe_) {
@@ -58,7 +59,7 @@ Outgoing::State Outgoing::advance(const PollSet& polls, Clock::time_point now) {
     if (failpoint("handshake.connecting", static_cast<int>(hello_.from))) {
       return fail("failpoint", ECONNRESET, now);
     }
-    handshake_ = Handshake::connecting(key_, hello_);
+    authentication_ = Authentication::connecting(std::move(socket_), key_, tls_, hello_);
   }
   return shake_hands(now);
 }
@@ -88,7 +89,7 @@ Outgoing::State Outgoing::connect(Clock::time_point now) {
 
 Outgoing::State Outgoing::shake_hands(Clock::time_point now) {
   try {
-    const int error = advance_handshake(*handshake_, socket_.get());
+    const int error = authentication_->advance();
     if (error != 0) return fail("handshake", error, now);
   } catch (const Error& error) {
     fail("handshake", ECONNRESET, now);
@@ -97,13 +98,13 @@ Outgoing::State Outgoing::shake_hands(Clock::time_point now) {
     if (error.kind() != ErrorKind::kPeerLost) throw;
     return State::kPending;
   }
-  return handshake_->done() ? State::kDone : State::kPending;
+  return authentication_->done() ? State::kDone : State::kPending;
 }
 
 Outgoing::State Outgoing::fail(const char* call, int error, Clock::time_point now) {
-  const bool refused = error == ECONNREFUSED && !handshake_;
+  const bool refused = error == ECONNREFUSED && !authentication_;
   socket_.reset();
-  handshake_.reset();
+  authentication_.reset();
   retry_ = now + probe_.value_or(kRetry);
   trouble_ = call + way_.text + ": " + message_of(error);
   if (is_local(error)) throw Error(ErrorKind::kInternal, trouble_);
@@ -112,28 +113,9 @@ Outgoing::State Outgoing::fail(const char* call, int error, Clock::time_point no
 
 void Outgoing::add_to(PollSet& polls) {
   slot_ = PollSet::kNone;
-  if (!socket_) return;
-  const bool sends = !handshake_ || !handshake_->outgoing().empty();
-  slot_ = polls.add(socket_.get(), sends ? POLLOUT : POLLIN);
-}
-
-int advance_handshake(Handshake& handshake, int fd) {
-  while (true) {
-    if (const auto outgoing = handshake.outgoing(); !outgoing.empty()) {
-      const auto sent = ::send(fd, outgoing.data(), outgoing.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-      if (sent > 0) handshake.sent(static_cast<std::size_t>(sent));
-      if (sent >= 0 || errno == EINTR) continue;
-      return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : errno;
-    }
-    if (handshake.done()) return 0;
-    const auto incoming = handshake.incoming();
-    if (incoming.empty()) return ECONNRESET;  // this end has refused the other
-    const auto received = ::recv(fd, incoming.data(), incoming.size(), MSG_DONTWAIT);
-    if (received == 0) return ECONNRESET;
-    if (received > 0) handshake.received(static_cast<std::size_t>(received));
-    if (received > 0 || errno == EINTR) continue;
-    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : errno;
-  }
+  if (fd() < 0) return;
+  const bool sends = !authentication_ || authentication_->sends();
+  slot_ = polls.add(fd(), sends ? POLLOUT : POLLIN);
 }
 
 bool is_local(int error) {
@@ -237,7 +219,7 @@ bool DataConnections::connect(std::uint64_t set, int peer, int width) {
   return true;
 }
 
-bool DataConnections::accept(const Hello& hello, Fd socket) {
+bool DataConnections::accept(const Hello& hello, Socket socket) {
   if (hello.channel > kChannels || closed_.contains(hello.set)) return false;
   auto& ready = pairs_[{hello.set, static_cast<int>(hello.from)}].ready;
   // A second connection of a name replaces the first, which the peer has given up.
@@ -246,7 +228,7 @@ bool DataConnections::accept(const Hello& hello, Fd socket) {
   return true;
 }
 
-std::vector<Fd> DataConnections::take(std::uint64_t set, int peer, int width) {
+std::vector<Socket> DataConnections::take(std::uint64_t set, int peer, int width) {
   const auto found = pairs_.find({set, peer});
   if (found == pairs_.end()) return {};
   Pair& pair = found->second;
@@ -256,7 +238,7 @@ std::vector<Fd> DataConnections::take(std::uint64_t set, int peer, int width) {
     throw error;
   }
   if (pair.ready.size() < static_cast<std::size_t>(width)) return {};
-  std::vector<Fd> sockets;
+  std::vector<Socket> sockets;
   for (auto& [channel, socket] : pair.ready) sockets.push_back(std::move(socket));
   if (!connects(set, options_.rank, peer)) untaken_ -= sockets.size();
   taken_ += sockets.size();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <list>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,7 +16,7 @@
 #include "control/options.h"
 #include "core/clock.h"
 #include "core/fd.h"
-#include "transport/handshake.h"
+#include "transport/authentication.h"
 
 namespace torch_ring {
 
@@ -55,14 +56,14 @@ class Outgoing {
   State advance(const PollSet& polls, Clock::time_point now);
 
   const Hello& hello() const noexcept { return hello_; }
-  Fd take() { return std::move(socket_); }
-  int fd() const noexcept { return socket_.get(); }
+  Socket take() { return authentication_->take(); }
+  int fd() const noexcept { return authentication_ ? authentication_->fd() : socket_.get(); }
   /// Why the last attempt failed; empty if none has.
   const std::string& trouble() const noexcept { return trouble_; }
 
   void add_to(PollSet& polls);
   /// The time to call advance() although nothing is ready.
-  Clock::time_point due() const { return socket_ ? Clock::time_point::max() : retry_; }
+  Clock::time_point due() const { return fd() < 0 ? retry_ : Clock::time_point::max(); }
 
  private:
   State connect(Clock::time_point now);
@@ -71,18 +72,15 @@ class Outgoing {
 
   const Way way_;
   const Key key_{};
+  const std::shared_ptr<const TlsContext> tls_;
   const Hello hello_{};
   const std::optional<std::chrono::milliseconds> probe_;
   Clock::time_point retry_{};  // the clock's beginning: at once
-  Fd socket_;
-  std::optional<Handshake> handshake_;  // once it is connected
+  Fd socket_;                                     // until it is connected
+  std::optional<Authentication> authentication_;  // from then on
   std::string trouble_;
   std::size_t slot_ = PollSet::kNone;
 };
-
-/// Advances a handshake as far as the socket allows. Returns 0, or the errno with which the
-/// connection ended (ECONNRESET if it was closed). Errors: those of the handshake.
-int advance_handshake(Handshake& handshake, int fd);
 
 /// Whether an errno says that this process, and not the peer, is in trouble.
 bool is_local(int error);
@@ -101,7 +99,7 @@ class DialRequests {
   static constexpr std::chrono::seconds kSetupProbe{2};  // many ranks wait for one another
 
   struct Outcome {
-    std::vector<std::pair<int, Fd>> connected;   // by rank
+    std::vector<std::pair<int, Socket>> connected;  // by rank
     std::vector<int> refused;                    // nobody listens there
     std::vector<int> gone;                       // the same, after renew()
     std::vector<int> silent;                     // no connection for the heartbeat timeout
@@ -166,11 +164,11 @@ class DataConnections {
   bool connect(std::uint64_t set, int peer, int width);
 
   /// Keeps an accepted connection. Returns false if it refuses it.
-  bool accept(const Hello& hello, Fd socket);
+  bool accept(const Hello& hello, Socket socket);
 
   /// The `width` sockets in the order of their channels, once; none before all are there.
   /// Errors: the one that prevents them, once; then connect() may try again.
-  std::vector<Fd> take(std::uint64_t set, int peer, int width);
+  std::vector<Socket> take(std::uint64_t set, int peer, int width);
 
   /// The sockets that have been taken so far.
   std::uint64_t taken() const { return taken_; }
@@ -202,7 +200,7 @@ class DataConnections {
 
  private:
   struct Pair {
-    std::map<std::uint32_t, Fd> ready;  // by channel
+    std::map<std::uint32_t, Socket> ready;  // by channel
     std::list<Outgoing> outgoing;
     std::optional<Error> error;
     bool gone = false;  // no new attempts

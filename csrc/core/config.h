@@ -42,6 +42,7 @@ struct EngineConfig {
   std::size_t arena_bytes = 0;  // a rank's address space for buckets; 0: the host's memory
   int width = 1;                // TCP connections between two ranks
   int checksum = 0;             // 1: data between hosts carry checksums
+  std::string tls = "0";        // 1: connections between hosts are encrypted; cpu: but not NCCL's
   std::string nccl_library;     // its path; empty: that of torch, or of the system
   Words words;
 
@@ -56,6 +57,7 @@ struct EngineConfig {
     visit("fusion_threshold_bytes", fusion_threshold_bytes);
     visit("width", width);
     visit("checksum", checksum);
+    visit("tls", tls);
     visit("nccl_library", nccl_library);
     visit("words", words);
   }

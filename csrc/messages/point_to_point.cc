@@ -25,7 +25,7 @@ class MessageSockets final : public SocketSource {
     down_ = plane.sockets(set | kMessagesDown, members_, static_cast<int>(width));
   }
 
-  std::vector<Fd> take(int peer, bool needed) override {
+  std::vector<Socket> take(int peer, bool needed) override {
     const bool is_higher = at(members_, peer) > own_;
     return (is_higher == sends_ ? up_ : down_)->take(peer, needed);
   }

@@ -108,13 +108,13 @@ Connection::Connection(SocketSource& source, int rank, std::size_t width, std::s
 /// Takes the sockets from the source; returns false if there are none yet.
 bool Connection::open(bool needed) {
   if (!sockets_.empty()) return true;
-  std::vector<Fd> sockets = source_.take(rank_, needed);
+  std::vector<Socket> sockets = source_.take(rank_, needed);
   if (sockets.empty()) return false;
   if (sockets.size() != width_) {
     throw Error(ErrorKind::kInternal, std::to_string(sockets.size()) + " sockets lead to " + peer_ +
                                           ", and not " + std::to_string(width_));
   }
-  for (const Fd& socket : sockets) {
+  for (const Socket& socket : sockets) {
     make_non_blocking(socket.get());
     const int on = 1;
     if (is_tcp(socket.get()) &&
@@ -150,7 +150,7 @@ std::size_t Connection::move(std::span<Byte> bytes, Position& position, Move&& m
   while (done < bytes.size()) {
     const auto rest = bytes.subspan(done);
     const auto part = stripes ? rest.first(std::min(rest.size(), position.left)) : rest;
-    const std::size_t moved = move_part(sockets_[position.socket].get(), part);
+    const std::size_t moved = move_part(sockets_[position.socket], part);
     done += moved;
     if (stripes && (position.left -= moved) == 0) {
       position = {(position.socket + 1) % sockets_.size(), kStripeBytes};
@@ -242,21 +242,27 @@ pollfd Connection::receive_poll() const {
 }
 
 std::size_t Connection::send(std::span<const std::byte> bytes) {
-  return move(bytes, outgoing_, [&](int fd, std::span<const std::byte> part) -> std::size_t {
-    const auto sent = ::send(fd, part.data(), part.size(), MSG_NOSIGNAL);
+  return move(bytes, outgoing_, [&](Socket& socket, std::span<const std::byte> part) {
+    const auto sent = socket.send(part);
     if (sent >= 0) return static_cast<std::size_t>(sent);
     if (!try_later(errno)) throw_failed(rank_, peer_, errno);
-    return 0;
+    return std::size_t{0};
   });
 }
 
 std::size_t Connection::receive(std::span<std::byte> bytes) {
-  return move(bytes, incoming_, [&](int fd, std::span<std::byte> part) -> std::size_t {
-    const auto received = ::recv(fd, part.data(), part.size(), 0);
+  return move(bytes, incoming_, [&](Socket& socket, std::span<std::byte> part) {
+    const auto received = socket.receive(part);
     if (received > 0) return static_cast<std::size_t>(received);
     if (received == 0) throw ConnectionLost(rank_, "connection to " + peer_ + " closed");
+    if (errno == EBADMSG) {
+      throw Error(ErrorKind::kInternal, "data from " + peer_ +
+                                            " arrived damaged or forged: TLS does not accept it. A "
+                                            "network card, a switch or the memory of one of the "
+                                            "two hosts is broken, or somebody changes the traffic");
+    }
     if (!try_later(errno)) throw_failed(rank_, peer_, errno);
-    return 0;
+    return std::size_t{0};
   });
 }
 
@@ -267,6 +273,7 @@ bool Connection::readable() {
   } catch (const ConnectionLost&) {
     return true;  // try_receive() throws the cause
   }
+  if (sockets_[incoming_.socket].has_received()) return true;
   pollfd socket{receive_fd(), POLLIN, 0};
   return ::poll(&socket, 1, 0) > 0;
 }

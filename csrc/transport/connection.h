@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "core/fd.h"
 #include "transport/checked_stream.h"
 #include "transport/network.h"
+#include "transport/socket.h"
 #include "transport/socket_source.h"
 #include "transport/waiter.h"
 
@@ -117,7 +117,7 @@ class Connection {
   const bool is_checked_;
   const std::shared_ptr<Network> network_;
   Frames frames_;            // of the sockets
-  std::vector<Fd> sockets_;  // none before they are needed
+  std::vector<Socket> sockets_;  // none before they are needed
   Position outgoing_;
   Position incoming_;
   Frames data_frames_;                     // of the network

@@ -77,6 +77,12 @@ std::string name_of(std::uint32_t rank) { return "rank " + std::to_string(rank);
 
 }  // namespace
 
+Error other_secret(const Hello& hello) {
+  return {ErrorKind::kMismatch, name_of(hello.to) + " does not know the secret that " +
+                                    name_of(hello.from) +
+                                    " knows: is TORCH_RING_SECRET the same on all ranks?"};
+}
+
 Handshake Handshake::connecting(const Key& key, const Hello& hello) {
   Handshake handshake(key, hello);
   const HelloMessage message{magic(),       hello.from, hello.to,      hello.set,
@@ -162,9 +168,8 @@ void Handshake::take_verdict() {
     refuse(ErrorKind::kPeerLost, name_of(hello_.to) + " does not welcome the connection");
   }
   if (message.verdict == kRefusal || !equal_in_constant_time(message.proof, proof_of(kAccepts))) {
-    refuse(ErrorKind::kMismatch, name_of(hello_.to) + " does not know the secret that " +
-                                     name_of(hello_.from) +
-                                     " knows: is TORCH_RING_SECRET the same on all ranks?");
+    const Error error = other_secret(hello_);
+    refuse(error.kind(), error.what());
   }
   await(Awaited::kNothing, 0);
 }

@@ -26,6 +26,9 @@ struct Hello {
   bool operator==(const Hello&) const = default;
 };
 
+/// The Error(kMismatch) of a connecting rank whose peer has another key.
+Error other_secret(const Hello& hello);
+
 /// One end of a handshake, as a state machine: the owner sends outgoing(), and receives into
 /// incoming(), until done(). It never asks for a byte beyond the handshake.
 ///

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "core/fd.h"
+#include "transport/socket.h"
 
 namespace torch_ring {
 
@@ -21,7 +21,7 @@ class SocketSource {
   /// The connected and authenticated sockets to `peer` (its rank in the set), in the peer's order,
   /// once; none as long as there is no connection. `needed`: this rank has to send or receive now,
   /// so it connects if that is its part; otherwise it only takes sockets that the peer has made.
-  virtual std::vector<Fd> take(int peer, bool needed) = 0;
+  virtual std::vector<Socket> take(int peer, bool needed) = 0;
 
   /// Why there is no connection to `peer` yet, if this rank connects and an attempt has failed.
   virtual std::string trouble(int /*peer*/) const { return {}; }

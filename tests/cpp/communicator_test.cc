@@ -24,6 +24,8 @@ namespace {
         {"ring of 3 connections", one_rank_a_host, {3}, Sockets::kTcp, false, 3}),
     add_communicator_suite(
         {"ring with checksums", one_rank_a_host, {3}, Sockets::kTcp, false, 2, {}, true}),
+    add_communicator_suite({"ring over TLS", one_rank_a_host, {3}, Sockets::kTls, false, 2}),
+    add_communicator_suite({"two hosts over TLS", two_hosts, {4}, Sockets::kTls}),
     add_communicator_suite({"two hosts", two_hosts, {3, 4}}),
     add_communicator_suite({"two hosts in turns", two_hosts_in_turns, {4}, Sockets::kTcp}),
     add_communicator_suite({"three hosts", three_hosts, {4, 5}}),

@@ -32,7 +32,7 @@ TEST(waiter_takes_what_has_come_even_after_an_abort) {
 
 /// One of two ranks, with its connection to the other and its Waiter.
 struct End {
-  End(std::vector<Fd> sockets, int peer, std::chrono::milliseconds timeout, bool slow,
+  End(std::vector<Socket> sockets, int peer, std::chrono::milliseconds timeout, bool slow,
       const std::shared_ptr<Network>& network)
       : waiting(timeout),
         link(std::move(sockets), "rank " + std::to_string(peer) + " (a thread)", slow, network) {}
@@ -51,7 +51,7 @@ struct End {
 struct Pair {
   explicit Pair(Sockets sockets, std::chrono::milliseconds timeout = patient().timeout,
                 int connections = 1, bool slow = false) {
-    std::vector<Fd> of_end[2];
+    std::vector<Socket> of_end[2];
     for (int i = 0; i < connections; ++i) {
       auto [zero, one] = socket_pair(sockets);
       of_end[0].push_back(std::move(zero));
@@ -69,6 +69,7 @@ struct Pair {
 bool on_all_ways(const std::string& name, const std::function<void(Sockets)>& body) {
   add_test("connection over Unix sockets: " + name, [=] { body(Sockets::kUnix); });
   add_test("connection over TCP: " + name, [=] { body(Sockets::kTcp); });
+  add_test("connection over TLS: " + name, [=] { body(Sockets::kTls); });
   return add_ucx_test("connection over UCX: " + name, [=] { body(Sockets::kUcx); });
 }
 
@@ -93,7 +94,9 @@ void exchange_both_ways(Sockets sockets, int connections = 1, bool slow = false)
 [[maybe_unused]] const bool added_both_ways =
     on_all_ways("exchange both ways", [](Sockets sockets) { exchange_both_ways(sockets); });
 
-TEST(connection_exchange_both_ways_over_three_sockets) { exchange_both_ways(Sockets::kTcp, 3); }
+TEST(connection_exchange_both_ways_over_three_sockets) {
+  for (const Sockets sockets : {Sockets::kTcp, Sockets::kTls}) exchange_both_ways(sockets, 3);
+}
 
 TEST(connection_exchange_begins_when_the_sockets_are_there) {
   exchange_both_ways(Sockets::kUnix, 2, true);

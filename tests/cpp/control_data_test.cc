@@ -20,20 +20,21 @@ namespace {
 
 constexpr std::uint64_t kSet = 5;
 
-std::vector<Fd> take_all(SocketSource& source, int peer, bool needed) {
-  std::vector<Fd> sockets;
+std::vector<Socket> take_all(SocketSource& source, int peer, bool needed) {
+  std::vector<Socket> sockets;
   wait_until([&] { return !(sockets = source.take(peer, needed)).empty(); }, "a data connection");
   return sockets;
 }
 
 /// Checks that the sockets of both ranks have the same order, by a byte over each.
-void check_same_order(const std::vector<Fd>& one, const std::vector<Fd>& other) {
+void check_same_order(std::vector<Socket>& one, std::vector<Socket>& other) {
   CHECK_EQ(one.size(), other.size());
   for (std::size_t i = 0; i < one.size(); ++i) {
     const char sent = static_cast<char>('a' + i);
-    CHECK_EQ(::send(one[i].get(), &sent, 1, MSG_NOSIGNAL), 1);
+    CHECK_EQ(one[i].send(std::as_bytes(std::span(&sent, 1))), 1);
     char received = 0;
-    wait_until([&] { return ::recv(other[i].get(), &received, 1, MSG_DONTWAIT) == 1; }, "a byte");
+    const auto room = std::as_writable_bytes(std::span(&received, 1));
+    wait_until([&] { return other[i].receive(room) == 1; }, "a byte");
     CHECK_EQ(received, sent);
   }
 }
@@ -47,8 +48,8 @@ TEST(control_plane_makes_data_connections_from_both_sides) {
       const auto low = planes[0]->sockets(kSet, members, width);
       CHECK(low->take(0, true).empty());
       CHECK(high->take(1, false).empty());
-      std::vector<Fd> ours;
-      std::vector<Fd> theirs;
+      std::vector<Socket> ours;
+      std::vector<Socket> theirs;
       wait_until(
           [&] {
             if (ours.empty()) ours = high->take(1, true);
@@ -192,7 +193,7 @@ TEST(control_plane_keeps_the_last_data_of_a_rank_that_has_left) {
     const auto from = at(planes, sender)->sockets(kSet, {0, 1}, 1);
     const auto to = at(planes, receiver)->sockets(kSet, {0, 1}, 1);
     if (receiver == 1) CHECK(to->take(sender, true).empty());  // begins to connect
-    const std::vector<Fd> ours = take_all(*from, receiver, true);
+    const std::vector<Socket> ours = take_all(*from, receiver, true);
     CHECK_EQ(::send(ours[0].get(), "x", 1, MSG_NOSIGNAL), 1);
     at(planes, sender)->stop();
     const std::string departed = "departed " + std::to_string(sender);

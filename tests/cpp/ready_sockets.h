@@ -17,9 +17,9 @@ class ReadySockets final : public SocketSource {
   explicit ReadySockets(std::size_t size, bool slow = false)
       : sockets_(size), refusals_(size, slow ? 2 : 0) {}
 
-  void add(int peer, Fd socket) { at(sockets_, peer).push_back(std::move(socket)); }
+  void add(int peer, Socket socket) { at(sockets_, peer).push_back(std::move(socket)); }
 
-  std::vector<Fd> take(int peer, bool needed) override {
+  std::vector<Socket> take(int peer, bool needed) override {
     int& refusals = at(refusals_, peer);
     if (refusals > 0) {
       refusals -= needed ? 1 : 0;
@@ -29,16 +29,16 @@ class ReadySockets final : public SocketSource {
   }
 
  private:
-  std::vector<std::vector<Fd>> sockets_;  // by peer
+  std::vector<std::vector<Socket>> sockets_;  // by peer
   std::vector<int> refusals_;
 };
 
 /// A connection that is its own source of sockets.
 struct Link {
-  Link(std::vector<Fd> sockets, const std::string& peer, bool slow = false,
+  Link(std::vector<Socket> sockets, const std::string& peer, bool slow = false,
        std::shared_ptr<Network> network = nullptr)
       : source(1, slow), connection(source, 0, sockets.size(), peer, false, std::move(network)) {
-    for (Fd& socket : sockets) source.add(0, std::move(socket));
+    for (Socket& socket : sockets) source.add(0, std::move(socket));
   }
 
   ReadySockets source;

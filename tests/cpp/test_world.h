@@ -18,6 +18,7 @@
 #include "core/at.h"
 #include "harness.h"
 #include "ready_sockets.h"
+#include "tls_pair.h"
 #include "transport/doorbell.h"
 #include "transport/host_memory.h"
 #include "transport/waiter.h"
@@ -25,8 +26,8 @@
 
 namespace torch_ring::test {
 
-/// The kind of connection between two ranks. kUcx: UCX, beside TCP sockets.
-enum class Sockets { kUnix, kTcp, kUcx };
+/// The kind of connection between two ranks. kTls: TCP with TLS. kUcx: UCX, beside TCP sockets.
+enum class Sockets { kUnix, kTcp, kTls, kUcx };
 
 /// Two ends of one stream.
 inline std::pair<Fd, Fd> unix_pair() {
@@ -55,14 +56,16 @@ inline std::pair<Fd, Fd> tcp_pair() {
   return {std::move(one), std::move(other)};
 }
 
-inline std::pair<Fd, Fd> socket_pair(Sockets sockets) {
-  return sockets == Sockets::kUnix ? unix_pair() : tcp_pair();
+inline std::pair<Socket, Socket> socket_pair(Sockets sockets) {
+  if (sockets == Sockets::kTls) return with_tls(tcp_pair());
+  auto [one, other] = sockets == Sockets::kUnix ? unix_pair() : tcp_pair();
+  return {Socket(std::move(one)), Socket(std::move(other))};
 }
 
 /// One socket as the vector that Connection takes.
-inline std::vector<Fd> alone(Fd socket) {
-  std::vector<Fd> sockets;
-  sockets.push_back(std::move(socket));
+inline std::vector<Socket> alone(Fd socket) {
+  std::vector<Socket> sockets;
+  sockets.emplace_back(std::move(socket));
   return sockets;
 }
 

@@ -232,6 +232,7 @@ class Config:
     interface: str = ""
     connections: int = 1
     checksum: int = 0
+    tls: str = "0"
     network: str = "tcp"
     ucx_library: str = ""
     nccl_library: str = ""
@@ -351,6 +352,14 @@ _CONNECTIONS = (
         "TORCH_RING_CHECKSUM",
         count(0, 1),
         "1: data between hosts carry a CRC-32C, and damaged ones are an error on all ranks",
+        common=True,
+    ),
+    Setting(
+        "tls",
+        "TORCH_RING_TLS",
+        one_of("0", "1", "cpu"),
+        "1: all TCP connections between hosts are encrypted, by TLS 1.3 with the job's secret, and "
+        "NCCL between hosts is refused; cpu: it is not (docs/security.md)",
         common=True,
     ),
     Setting(

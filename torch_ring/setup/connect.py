@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import importlib
 import logging
 import os
 import resource
@@ -33,6 +34,7 @@ from torch_ring._C import (
     make_memory,
     mappable_bytes,
     memory_table,
+    openssl_version,
 )
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
@@ -186,9 +188,13 @@ class Connections:
 
     @property
     def network(self) -> str:
-        """The network between hosts, as the log names it: "TCP", "UCX 1.22.0 (rc_mlx5, tcp)"."""
+        """The network between hosts, as the log names it.
+
+        "TCP"; "TCP, TLS 1.3 (AES-128-GCM),"; "UCX 1.22.0 (rc_mlx5, tcp)".
+        """
         if self.ucx_library is None:
-            return "TCP"
+            cipher = self.plane.cipher() if self.plane is not None else ""
+            return f"TCP, TLS 1.3 ({cipher})," if cipher else "TCP"
         version, *transports = self.peers[self.rank].ucx.split()
         return f"UCX {version} ({', '.join(transports)})"
 
@@ -256,6 +262,10 @@ def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[
         InvalidArgumentError, RingError: the settings do not allow it, or a resource is missing.
     """
     _raise_descriptor_limit()
+    if config.tls != "0":
+        with contextlib.suppress(ImportError):
+            importlib.import_module("ssl")  # its OpenSSL, which may lie in Python's own folder
+        openssl_version()
     shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
     name = f"\0torch_ring/{secrets.token_hex(8)}"
     addresses = own_addresses(config.interface, towards, one_host=identity.on_one_node())
@@ -303,6 +313,12 @@ def connect(
             _log.log(logging.DEBUG if rank else logging.WARNING, "all ranks use TCP: %s", lack)
         labels = topology.labels(peers)
         is_ucx = len(set(host_of)) > 1 and uses_ucx(config, peers, labels)
+        tls = config.tls != "0" and len(set(host_of)) > 1
+        if tls and not is_private:
+            raise InvalidArgumentError(
+                f"TORCH_RING_TLS={config.tls} needs a secret: set TORCH_RING_SECRET to the same "
+                "random text on all ranks (`openssl rand -hex 32`; docs/security.md)"
+            )
         token = hmac.digest(secret, b"token", hashlib.sha256).hex()[:32]
         connections = Connections(rank, peers, host_of, labels, token, is_private=is_private)
         connections.ucx_library = ucx_library(config) if is_ucx else None
@@ -328,6 +344,7 @@ def connect(
                 config.heartbeat_timeout_s,
                 *watched,
                 claim.fileno() if claim else -1,
+                tls,
             )
             _wait_for_neighbours(connections, connections.plane, path)
             connections.queries = Queries(connections.plane, connections.labels)

@@ -1,0 +1,331 @@
+// TLS between two ranks: both ends against each other, and strangers on the way.
+#include "transport/tls.h"
+
+#include <cerrno>
+#include <deque>
+#include <functional>
+#include <random>
+#include <string_view>
+
+#include "test_world.h"
+#include "tls_pair.h"
+
+namespace torch_ring::test::tls_test {
+
+namespace {
+
+constexpr std::size_t kHeaderBytes = 5;  // of a record: its kind, a version, its length
+constexpr int kUp = 0;                   // from the connecting end
+constexpr int kDown = 1;
+
+/// Changes the records of a direction on their way; `number` counts them from 0.
+using OnTheWay = std::function<std::vector<Bytes>(int direction, int number, Bytes record)>;
+
+std::vector<Bytes> as_they_are(int /*direction*/, int /*number*/, Bytes record) {
+  return {std::move(record)};
+}
+
+/// Two ends of TLS, and somebody on the way between them.
+struct Way {
+  explicit Way(OnTheWay on_the_way = as_they_are, int accepting_key = 1,
+               std::uint32_t accepting_rank = kHello.to)
+      : on_the_way_(std::move(on_the_way)) {
+    auto [one, up] = unix_pair();
+    auto [other, down] = unix_pair();
+    ends_[kUp] = std::move(up);
+    ends_[kDown] = std::move(down);
+    connecting.emplace(
+        Authentication::connecting(std::move(one), key_of(1), tls_of(1), kHello));
+    accepting.emplace(Authentication::accepting(std::move(other), key_of(accepting_key),
+                                                tls_of(accepting_key), accepting_rank));
+  }
+
+  /// Moves the bytes that have come.
+  void carry() {
+    for (const int direction : {kUp, kDown}) {
+      Bytes& come = come_[direction];
+      std::byte room[4096];
+      ssize_t bytes = 0;
+      while ((bytes = ::recv(ends_[direction].get(), room, sizeof room, MSG_DONTWAIT)) > 0) {
+        come.insert(come.end(), room, room + bytes);
+      }
+      while (come.size() >= kHeaderBytes) {
+        const std::size_t length = kHeaderBytes + 256 * std::to_integer<std::size_t>(come[3]) +
+                                   std::to_integer<std::size_t>(come[4]);
+        if (come.size() < length) break;
+        Bytes record(come.begin(), come.begin() + static_cast<std::ptrdiff_t>(length));
+        come.erase(come.begin(), come.begin() + static_cast<std::ptrdiff_t>(length));
+        seen[direction].push_back(record);
+        for (const Bytes& each : on_the_way_(direction, numbers_[direction]++, record)) {
+          CHECK_EQ(::send(ends_[1 - direction].get(), each.data(), each.size(), MSG_NOSIGNAL),
+                   static_cast<ssize_t>(each.size()));
+        }
+      }
+    }
+  }
+
+  /// Advances both ends until nothing moves any more. Returns the error of an end; "" if none has
+  /// one.
+  std::string shake_hands() {
+    std::string errors;
+    bool ended[2] = {};
+    for (int idle = 0; idle < 3; ++idle) {
+      const auto before = numbers_[kUp] + numbers_[kDown];
+      for (const int end : {kUp, kDown}) {
+        if (ended[end]) continue;
+        try {
+          ended[end] = (end == kUp ? connecting : accepting)->advance() != 0;
+        } catch (const Error& error) {
+          ended[end] = true;
+          errors += error.kind() == ErrorKind::kMismatch ? "mismatch: " : "";
+          errors += error.what();
+        }
+        carry();
+      }
+      if (numbers_[kUp] + numbers_[kDown] > before) idle = -1;
+    }
+    return errors;
+  }
+
+  /// Sends from the connecting end, and returns the bytes that arrive, or the error's number.
+  std::pair<Bytes, int> pass(std::span<const std::byte> sent) {
+    Socket from = connecting->take();
+    Socket to = accepting->take();
+    Bytes arrived(sent.size() + 1);
+    std::size_t done = 0;
+    std::size_t gone = 0;
+    for (int idle = 0; idle < 3; ++idle) {
+      if (gone < sent.size()) {
+        const ssize_t bytes = from.send(sent.subspan(gone));
+        if (bytes > 0) gone += static_cast<std::size_t>(bytes);
+        if (bytes > 0) idle = -1;
+      }
+      carry();
+      const ssize_t bytes = to.receive(std::span(arrived).subspan(done));
+      if (bytes > 0) idle = -1;
+      if (bytes > 0) done += static_cast<std::size_t>(bytes);
+      if (bytes < 0 && errno != EAGAIN) {
+        const int error = errno;
+        arrived.resize(done);
+        return {arrived, error};
+      }
+    }
+    arrived.resize(done);
+    return {arrived, 0};
+  }
+
+  std::optional<Authentication> connecting;
+  std::optional<Authentication> accepting;
+  std::vector<Bytes> seen[2];
+
+ private:
+  const OnTheWay on_the_way_;
+  Fd ends_[2];
+  Bytes come_[2];
+  int numbers_[2] = {};
+};
+
+Bytes random_bytes(std::size_t count) {
+  std::mt19937 random(1);
+  Bytes bytes(count);
+  for (std::byte& each : bytes) each = static_cast<std::byte>(random());
+  return bytes;
+}
+
+Bytes bytes_of(std::string_view text) {
+  const auto bytes = std::as_bytes(std::span(text));
+  return {bytes.begin(), bytes.end()};
+}
+
+}  // namespace
+
+TEST(tls_names_the_connection_and_carries_bytes_that_nobody_can_read) {
+  Way way;
+  CHECK_EQ(way.shake_hands(), "");
+  CHECK(way.connecting->done() && way.accepting->done());
+  CHECK(way.accepting->hello() == kHello);
+  const Bytes secret = random_bytes(300'000);
+  const auto [arrived, error] = way.pass(secret);
+  CHECK_EQ(error, 0);
+  CHECK(arrived == secret);
+  const auto part = std::span(secret).first(16);
+  for (const Bytes& record : way.seen[kUp]) CHECK(std::ranges::search(record, part).empty());
+}
+
+TEST(tls_tells_of_received_bytes_that_poll_does_not_see) {
+  auto [one, other] = with_tls(unix_pair());
+  const Bytes bytes = random_bytes(100);
+  CHECK_EQ(one.send(bytes), 100);
+  Bytes room(60);
+  CHECK(!other.has_received());
+  CHECK_EQ(other.receive(room), 60);
+  pollfd polled{other.get(), POLLIN, 0};
+  CHECK_EQ(::poll(&polled, 1, 0), 0);
+  CHECK(other.has_received());
+  CHECK_EQ(other.receive(room), 40);
+  CHECK(!other.has_received());
+  CHECK_EQ(other.receive(room), -1);
+  CHECK_EQ(errno, EAGAIN);
+}
+
+/// The peer reads nothing, and then all: what was not sent is sent by later calls, once.
+TEST(tls_sends_more_than_the_socket_takes) {
+  auto [one, other] = with_tls(tcp_pair());
+  const Bytes bytes = random_bytes(20'000'000);
+  std::size_t sent = 0;
+  for (int full = 0; full < 3;) {
+    const ssize_t part = one.send(std::span(bytes).subspan(sent));
+    full += part <= 0;
+    if (part > 0) sent += static_cast<std::size_t>(part);
+  }
+  CHECK(sent < bytes.size());
+  Bytes arrived(bytes.size());
+  std::size_t done = 0;
+  while (done < bytes.size()) {
+    if (sent < bytes.size()) {
+      const ssize_t part = one.send(std::span(bytes).subspan(sent));
+      if (part > 0) sent += static_cast<std::size_t>(part);
+    }
+    const ssize_t part = other.receive(std::span(arrived).subspan(done));
+    if (part > 0) done += static_cast<std::size_t>(part);
+  }
+  CHECK(arrived == bytes);
+}
+
+TEST(tls_takes_new_keys_on_the_way) {
+  for (const std::uint64_t update_bytes : {std::uint64_t{1} << 16, std::uint64_t{1} << 60}) {
+    std::vector<Bytes> records;
+    auto [here, there] = unix_pair();
+    const auto context = std::make_shared<TlsContext>(key_of(1), update_bytes);
+    auto one = Authentication::connecting(std::move(here), key_of(1), context, kHello);
+    auto other = Authentication::accepting(std::move(there), key_of(1), context, kHello.to);
+    shake_hands(one, other);
+    Socket from = one.take();
+    Socket to = other.take();
+    const Bytes bytes = random_bytes(50'000);
+    for (int round = 0; round < 10; ++round) {
+      CHECK_EQ(from.send(bytes), 50'000);
+      Bytes arrived(bytes.size());
+      CHECK_EQ(to.receive(arrived), 50'000);
+      CHECK(arrived == bytes);
+    }
+  }
+}
+
+TEST(tls_refuses_another_key_and_another_rank) {
+  Way other_key(as_they_are, 2);
+  const std::string error = other_key.shake_hands();
+  CHECK(error.find("mismatch: rank 1 does not know the secret that rank 3 knows") !=
+        std::string::npos);
+  CHECK(!other_key.connecting->done() && !other_key.accepting->done());
+
+  Way other_rank(as_they_are, 1, kHello.to + 1);
+  other_rank.shake_hands();
+  CHECK(!other_rank.connecting->done() && !other_rank.accepting->done());
+}
+
+/// Each bit matters: of the handshake's records, one is flipped in each byte.
+TEST(tls_refuses_a_changed_handshake) {
+  Way plain;
+  plain.shake_hands();
+  std::mt19937 random(2);
+  for (const int direction : {kUp, kDown}) {
+    for (std::size_t number = 0; number < plain.seen[direction].size(); ++number) {
+      const std::size_t length = plain.seen[direction][number].size();
+      for (std::size_t place = kHeaderBytes; place < length; place += kSanitized ? 23 : 7) {
+        Way way([&](int to, int which, Bytes record) {
+          if (to == direction && which == static_cast<int>(number) && place < record.size()) {
+            record[place] ^= static_cast<std::byte>(1u << (random() % 8));
+          }
+          return std::vector{record};
+        });
+        way.shake_hands();
+        // The last record may be the one that was changed, after the connecting end is done.
+        if (plain.seen[direction][number][0] == std::byte{20}) continue;  // of no meaning
+        CHECK(!way.accepting->done() || direction == kDown);
+        CHECK(!way.connecting->done() || direction == kUp);
+      }
+    }
+  }
+}
+
+TEST(tls_notices_changed_lost_repeated_and_swapped_records) {
+  const Bytes bytes = random_bytes(200'000);
+  const std::vector<std::function<std::vector<Bytes>(Bytes, Bytes)>> deeds{
+      [](Bytes one, Bytes other) {
+        one[one.size() / 2] ^= std::byte{1};
+        return std::vector{one, other};
+      },
+      [](Bytes /*one*/, Bytes other) { return std::vector{other}; },
+      [](Bytes one, Bytes other) { return std::vector{one, one, other}; },
+      [](Bytes one, Bytes other) { return std::vector{other, one}; },
+  };
+  for (const auto& deed : deeds) {
+    Bytes first;
+    int records = 0;
+    bool is_open = false;
+    Way way([&](int direction, int /*number*/, Bytes record) -> std::vector<Bytes> {
+      if (!is_open || direction == kDown) return {record};
+      ++records;
+      if (records == 2) first = record;
+      if (records == 2) return {};
+      if (records == 3) return deed(first, record);
+      return {record};
+    });
+    CHECK_EQ(way.shake_hands(), "");
+    is_open = true;
+    const auto [arrived, error] = way.pass(bytes);
+    CHECK_EQ(error, EBADMSG);
+    CHECK(arrived.size() <= 2 * 16'384u);
+    CHECK(std::ranges::equal(arrived, std::span(bytes).first(arrived.size())));
+  }
+}
+
+TEST(tls_stream_that_is_cut_off_ends) {
+  auto [one, other] = with_tls(unix_pair());
+  CHECK_EQ(one.send(random_bytes(10)), 10);
+  one = Socket();
+  Bytes room(100);
+  CHECK_EQ(other.receive(room), 10);
+  CHECK_EQ(other.receive(room), 0);
+}
+
+/// A recording of all that a rank has sent is of no use against the same rank.
+TEST(tls_refuses_a_recording) {
+  Way way;
+  CHECK_EQ(way.shake_hands(), "");
+  auto [stranger, end] = unix_pair();
+  auto accepting = Authentication::accepting(std::move(end), key_of(1), tls_of(1), kHello.to);
+  for (const Bytes& record : way.seen[kUp]) {
+    ::send(stranger.get(), record.data(), record.size(), MSG_NOSIGNAL);
+  }
+  try {
+    for (int i = 0; i < 5; ++i) accepting.advance();
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::kPeerLost);
+  }
+  CHECK(!accepting.done());
+}
+
+TEST(tls_ends_strangers_and_waits_for_the_silent) {
+  const Handshake plain = Handshake::connecting(key_of(1), kHello);
+  const Bytes hello(plain.outgoing().begin(), plain.outgoing().end());
+  for (const Bytes& said : {bytes_of("GET / HTTP/1.1\r\n\r\n"), hello, random_bytes(64)}) {
+    for (const bool accepts : {true, false}) {
+      auto [stranger, end] = unix_pair();
+      auto rank =
+          accepts ? Authentication::accepting(std::move(end), key_of(1), tls_of(1), kHello.to)
+                  : Authentication::connecting(std::move(end), key_of(1), tls_of(1), kHello);
+      CHECK_EQ(rank.advance(), 0);
+      CHECK(!rank.done() && !rank.sends());
+      ::send(stranger.get(), said.data(), said.size(), MSG_NOSIGNAL);
+      CHECK_THROWS(rank.advance(), ErrorKind::kPeerLost, "no rank of this job");
+    }
+  }
+  auto [stranger, end] = unix_pair();
+  auto rank = Authentication::accepting(std::move(end), key_of(1), tls_of(1), kHello.to);
+  stranger.reset();
+  CHECK_EQ(rank.advance(), ECONNRESET);
+}
+
+}  // namespace torch_ring::test::tls_test

@@ -1,0 +1,155 @@
+"""TORCH_RING_TLS: the data between hosts are encrypted, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import on_ring
+from pool import all_have_passed, error_of, run
+
+import torch_ring as hvd
+from torch_ring.world import current
+
+TLS = {"TORCH_RING_TLS": "1"}
+MARK = 1.2345678e20  # in no other data
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root sees all packets")
+
+
+def everything() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for count in (1, 3_000, 300_000):
+        assert hvd.allreduce(torch.full((count,), rank + 1.0), op=hvd.Sum).eq(6).all()
+        rows = hvd.allgather(torch.full((rank + 1, count), rank))
+        assert [len(rows[rows[:, 0] == each]) for each in range(size)] == [1, 2, 3]
+    assert hvd.broadcast_object({"of": rank}, 1) == {"of": 1}
+    pair = hvd.add_process_set([0, 2])
+    if pair.included():
+        assert hvd.allreduce(torch.tensor(float(rank)), process_set=pair).item() == 1
+    assert current.world().plane.cipher() in ("AES-128-GCM", "ChaCha20-Poly1305")
+
+
+@pytest.mark.parametrize("more", [{}, {"TORCH_RING_CONNECTIONS": "3", "TORCH_RING_CHECKSUM": "1"}])
+def test_collectives(more: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    run(everything, 3, transport="tcp", env={**TLS, **more}, is_fresh=True)
+    assert "3 ranks, by TCP, TLS 1.3 (" in capfd.readouterr().err
+
+
+def messages() -> None:
+    rank = dist.get_rank()
+    for count in (3, 100_000):
+        sent, got = torch.full((count,), float(rank)), torch.empty(count)
+        works = [dist.isend(sent, 1 - rank), dist.irecv(got, 1 - rank)]
+        for work in works:
+            work.wait()
+        assert got.eq(1 - rank).all()
+        dist.all_reduce(sent)
+        assert sent.eq(1).all()
+
+
+def test_groups_of_torch_distributed() -> None:
+    on_ring(messages, 2, transport="tcp", env=TLS)
+
+
+@contextmanager
+def packets() -> Iterator[bytearray]:
+    """Collect all packets of the loopback interface."""
+    seen, done = bytearray(), threading.Event()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as sniffer:
+        sniffer.bind(("lo", 0))
+        sniffer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
+        sniffer.settimeout(0.1)
+
+        def collect() -> None:
+            while not done.is_set():
+                try:
+                    seen.extend(sniffer.recv(1 << 17))
+                except TimeoutError:
+                    continue
+
+        thread = threading.Thread(target=collect)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            done.set()
+            thread.join()
+
+
+def reduce_marks() -> None:
+    for count in (2, 20_000):  # with the agreement, and by the ring
+        hvd.allreduce(torch.full((count,), MARK), op=hvd.Max)
+    hvd.broadcast(torch.full((20_000,), MARK), 0)
+
+
+@needs_root
+@pytest.mark.parametrize("is_encrypted", [True, False])
+def test_nobody_on_the_way_can_read(is_encrypted: bool) -> None:
+    with packets() as seen:
+        run(reduce_marks, 2, transport="tcp", env=TLS if is_encrypted else None, is_fresh=True)
+    mark = torch.full((2,), MARK).numpy().tobytes()
+    assert (mark in seen) != is_encrypted
+
+
+def die(passed: Path) -> str:
+    hvd.allreduce(torch.ones(3))
+    all_have_passed(passed, 3)
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind, text = error_of(lambda: hvd.allreduce(torch.ones(100_000), name="after"))
+    assert "rank 1 (pid " in text
+    return kind
+
+
+def test_a_death_is_told_at_once(tmp_path: Path) -> None:
+    kinds = run(die, 3, args=(tmp_path,), transport="tcp", env=TLS, may_die=[1])
+    assert kinds == ["PeerLostError", None, "PeerLostError"]
+
+
+def join_with(settings: list[dict[str, str]]) -> tuple[str, str]:
+    os.environ.update(settings[int(os.environ["RANK"])])
+    return error_of(hvd.init)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "reason"),
+    [
+        ([TLS, {}], "MismatchError", "TORCH_RING_TLS"),
+        (
+            [{**TLS, "TORCH_RING_NETWORK": "ucx"}] * 2,
+            "InvalidArgumentError",
+            "UCX encrypts nothing; use tcp",
+        ),
+    ],
+)
+def test_refused(settings: list[dict[str, str]], kind: str, reason: str) -> None:
+    outcomes = run(join_with, 2, args=(settings,), transport="tcp", initialized=False)
+    for found, text in outcomes:
+        assert found == kind, text
+        assert reason in text
+
+
+def lack_openssl() -> tuple[str, str]:
+    if os.environ["RANK"] == "1":
+
+        def missing() -> str:
+            raise hvd.InvalidArgumentError("TORCH_RING_TLS=1 needs OpenSSL 1.1.1 or newer")
+
+        from torch_ring.setup import connect
+
+        connect.openssl_version = missing
+    return error_of(hvd.init)
+
+
+def test_a_rank_without_openssl_ends_the_start_of_all() -> None:
+    outcomes = run(lack_openssl, 2, transport="tcp", initialized=False, env=TLS, is_fresh=True)
+    for _, text in outcomes:
+        assert "needs OpenSSL 1.1.1 or newer" in text
