@@ -72,14 +72,9 @@ FAULTS = (
         tests=("c10d/test_entry_points.py::test_the_end_of_a_program_is_told_in_all_groups",),
     ),
     Fault(
-        "group_in_child", "a forked process uses its parent's groups", GROUPS,
-        """        self._left = ""\n        self._home = None\n""", "        self._home = None\n",
-        tests=("c10d/test_forks.py::test_a_forked_process_has_no_part_in_the_groups",),
-    ),
-    Fault(
         "split_rank", "a rank of a split group has its old rank", GROUPS,
         "rank = list(ranks).index(self.rank)", "rank = self.rank",
-        tests=("c10d/test_reconfigure.py::test_split_group",),
+        tests=("c10d/test_reconfigure.py::test_a_part_of_a_group_has_the_order_given",),
     ),
     Fault(
         "handles_unsorted", "the ranks of a set of handles have different orders", RECONFIGURE,
