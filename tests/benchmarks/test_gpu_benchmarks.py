@@ -10,7 +10,7 @@ from pathlib import Path
 
 import device_double
 import pytest
-from gpu_check import PARTS, Part
+from gpu_check import Part
 from launcher_commands import clean_environment, output_of, start_program
 from scripts import DEADLINE_S, ROOT
 

@@ -404,6 +404,36 @@ def all_have_left() -> bool:
     return not shared.left
 
 
+def keys_of_a_group() -> None:
+    before = set(groups._groups)
+    made = dist.new_group([0, 1])
+    total(made)
+    (group,) = groups._groups - before
+    key = f"member/{dist.get_rank()}"
+    assert group._store.check([key])
+    dist.destroy_process_group(made)
+    assert eventually(all_have_left)
+    assert not group._store.check([key])
+
+
+def test_a_group_that_all_have_left_has_no_keys_in_the_store() -> None:
+    on_ring(keys_of_a_group, 2)
+
+
+def held_after_each_life() -> list[dict[str, int]]:
+    found = []
+    for _ in range(3):
+        with default_group():
+            total()
+        found.append(held())
+    return found
+
+
+def test_a_world_ends_with_its_last_group() -> None:
+    for first, *later in run(held_after_each_life, 2, initialized=False, kind="c10d"):
+        assert later == [first] * 2
+
+
 class _LostStore:
     def check(self, keys: list[str]) -> bool:
         raise RuntimeError("Connection reset by peer")

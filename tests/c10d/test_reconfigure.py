@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from tests.support.groups import TIMEOUT_S, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, eventually, run
+from torch_ring.c10d import registration
+from torch_ring.c10d.reconfiguration import ReconfigureHandle, in_order
 
 
 def total() -> float:
@@ -104,9 +106,11 @@ def begin_without_ranks() -> list[float]:
     for uuid in (1, 2):
         reconfigure(uuid, set(exchange(store, f"round {uuid}", rank, [0, 1])))
         sums.append(total())
-    kind, text = error_of(lambda: reconfigure(3, ["nonsense"]))
-    assert kind == "InvalidArgumentError"
-    assert "is no handle" in text
+    own = dist.distributed_c10d._get_reconfigure_handle()
+    for handles, reason in ((["nonsense"], "is no handle"), ([own, own], "none twice")):
+        kind, text = error_of(lambda handles=handles: reconfigure(3, handles))
+        assert kind == "InvalidArgumentError"
+        assert reason in text
     dist.destroy_process_group()
     return sums
 
@@ -114,6 +118,11 @@ def begin_without_ranks() -> list[float]:
 @needs_torch_2_14
 def test_a_group_that_begins_without_ranks() -> None:
     assert run(begin_without_ranks, 2, initialized=False) == [[2.0, 2.0]] * 2
+
+
+def test_the_ranks_of_a_set_of_handles_have_the_order_of_their_texts() -> None:
+    texts = {ReconfigureHandle(f"{n:x}", "10.0.0.7", 5000 + n).text() for n in range(16)}
+    assert [each.text() for each in in_order(texts)] == sorted(texts)
 
 
 def abort_and_begin_anew() -> list[float]:
@@ -144,6 +153,22 @@ def split() -> tuple[int, float] | None:
     tensor = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(tensor, group=part)
     return dist.get_rank(part), tensor.item()
+
+
+def parts() -> tuple[int, int] | None:
+    """As torch 2.15 splits a group of CPUs."""
+    group = registration._default_group()
+    assert group is not None
+    if group.rank not in (1, 3):
+        return None
+    part = group.among([3, 1], dist.PrefixStore("part", group_store()), TIMEOUT_S)
+    part.connect()
+    part.leave()
+    return part.rank, part.size
+
+
+def test_a_part_of_a_group_has_the_order_given() -> None:
+    assert on_ring(parts, 4) == [None, (1, 2), None, (0, 2)]
 
 
 @pytest.mark.skipif(

@@ -140,9 +140,12 @@ def change_world() -> None:
             compiled(x)
     copied = torch.compile(lambda y: hvd.broadcast(y * 2, 0), backend="aot_eager", fullgraph=True)
     assert gradient_of(copied, x)[1].eq(0).all() == (hvd.rank() != 0)
+    of_old_world = copied(x.clone().requires_grad_())
     old = hvd.rank()
     hvd.shutdown()
     hvd.init([old])  # each rank alone
+    with pytest.raises(ValueError, match=r"no longer there: call torch.compiler.reset\(\)"):
+        of_old_world.sum().backward()
     assert not gradient_of(copied, x)[1].eq(0).any()
     hvd.shutdown()
     hvd.init()

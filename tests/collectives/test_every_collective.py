@@ -155,11 +155,16 @@ def check_version_counter() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         square.sum().backward()
     parameter = torch.nn.Parameter(torch.full((3,), float(hvd.rank())))
+    for begin in (hvd.allreduce_async_, lambda each: hvd.broadcast_async_(each, 0)):
+        version = parameter._version
+        handle = begin(parameter.detach())
+        assert parameter._version > version  # at once: it may change at any time from now on
+        hvd.synchronize(handle)
     version = parameter._version
     assert hvd.allreduce_(parameter, op=hvd.Max) is parameter
     assert parameter._version > version
     assert hvd.broadcast_(parameter, root_rank=0) is parameter
-    assert parameter.tolist() == [hvd.size() - 1] * 3
+    assert parameter.tolist() == [(hvd.size() - 1) / 2] * 3
     assert parameter.requires_grad
 
 

@@ -39,7 +39,7 @@ TINY_CLIP = {
     "preprocess_cfg": {},
 }
 # Of ignite's own tests of a backend: how Python is started, their files, which of them, and how
-# many pass with ignite 0.5.5, daily and with --full. A test that cannot have its backend is skipped.
+# many pass with ignite 0.5.5, daily and with --full. Tests that cannot have their backend skip.
 IGNITES = {
     "horovod": (  # but for one that wants an error's text to begin with "Horovod"
         PYTHON,

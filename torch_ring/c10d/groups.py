@@ -361,7 +361,6 @@ class Group:
         global _changing
         _changing = threading.RLock()
         _groups.clear()
-        self._left = ""
         self._home = None
         if self._shared is not None:
             self._shared.world.process_sets.abandon()

@@ -54,17 +54,17 @@ FAULTS = (
         "memory_stays", "the memory of a group that all have left is not freed", GROUPS,
         "        process_sets.release_slot(self.slot)\n        with contextlib",
         "        with contextlib",
-        tests=("c10d/test_groups.py::test_groups_that_have_ended_are_freed",),
+        tests=("c10d/test_groups.py::test_groups_leave_nothing_behind",),
     ),
     Fault(
         "keys_of_group_stay", "a group leaves its keys in the store", GROUPS,
         """self.store.delete_key(f"member/{self.rank}")""", "pass",
-        tests=("c10d/test_groups.py::test_groups_leave_nothing_behind",),
+        tests=("c10d/test_groups.py::test_a_group_that_all_have_left_has_no_keys_in_the_store",),
     ),
     Fault(
         "world_kept", "a world outlives its last group", GROUPS,
         "            self.world.process_sets.close(why)\n", "            pass\n",
-        tests=("c10d/test_groups.py",),
+        tests=("c10d/test_groups.py::test_a_world_ends_with_its_last_group",),
     ),
     Fault(
         "reason_of_group_lost", "the others do not hear why a program has left its groups", GROUPS,
@@ -72,14 +72,9 @@ FAULTS = (
         tests=("c10d/test_entry_points.py::test_the_end_of_a_program_is_told_in_all_groups",),
     ),
     Fault(
-        "group_in_child", "a forked process uses its parent's groups", GROUPS,
-        """        self._left = ""\n        self._home = None\n""", "        self._home = None\n",
-        tests=("c10d/test_forks.py::test_a_forked_process_has_no_part_in_the_groups",),
-    ),
-    Fault(
         "split_rank", "a rank of a split group has its old rank", GROUPS,
         "rank = list(ranks).index(self.rank)", "rank = self.rank",
-        tests=("c10d/test_reconfigure.py::test_split_group",),
+        tests=("c10d/test_reconfigure.py::test_a_part_of_a_group_has_the_order_given",),
     ),
     Fault(
         "handles_unsorted", "the ranks of a set of handles have different orders", RECONFIGURE,
