@@ -95,9 +95,7 @@ class ControlLink {
   void close() noexcept;
 
   void add_to(PollSet& polls);
-  bool ready(const PollSet& polls) const {
-    return polls.ready(slot_) || socket_.has_received();
-  }
+  bool ready(const PollSet& polls) const { return polls.ready(slot_) || socket_.has_received(); }
 
  private:
   const int peer_;

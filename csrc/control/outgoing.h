@@ -75,7 +75,7 @@ class Outgoing {
   const std::shared_ptr<const TlsContext> tls_;
   const Hello hello_{};
   const std::optional<std::chrono::milliseconds> probe_;
-  Clock::time_point retry_{};  // the clock's beginning: at once
+  Clock::time_point retry_{};                     // the clock's beginning: at once
   Fd socket_;                                     // until it is connected
   std::optional<Authentication> authentication_;  // from then on
   std::string trouble_;
@@ -100,10 +100,10 @@ class DialRequests {
 
   struct Outcome {
     std::vector<std::pair<int, Socket>> connected;  // by rank
-    std::vector<int> refused;                    // nobody listens there
-    std::vector<int> gone;                       // the same, after renew()
-    std::vector<int> silent;                     // no connection for the heartbeat timeout
-    std::optional<std::pair<int, Error>> error;  // of this process, or its key
+    std::vector<int> refused;                       // nobody listens there
+    std::vector<int> gone;                          // the same, after renew()
+    std::vector<int> silent;                        // no connection for the heartbeat timeout
+    std::optional<std::pair<int, Error>> error;     // of this process, or its key
   };
 
   /// `options` must outlive it.

@@ -21,8 +21,8 @@ int advance_handshake(Handshake& handshake, int fd);
 class Authentication {
  public:
   /// `tls`: null for a connection in the clear. Errors: those of the handshakes.
-  static Authentication connecting(Fd socket, const Key& key,
-                                   std::shared_ptr<const TlsContext> tls, const Hello& hello);
+  static Authentication connecting(Fd socket, const Key& key, std::shared_ptr<const TlsContext> tls,
+                                   const Hello& hello);
   static Authentication accepting(Fd socket, const Key& key, std::shared_ptr<const TlsContext> tls,
                                   std::uint32_t rank);
 

@@ -116,7 +116,7 @@ class Connection {
   const std::string peer_;
   const bool is_checked_;
   const std::shared_ptr<Network> network_;
-  Frames frames_;            // of the sockets
+  Frames frames_;                // of the sockets
   std::vector<Socket> sockets_;  // none before they are needed
   Position outgoing_;
   Position incoming_;

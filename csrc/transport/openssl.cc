@@ -26,7 +26,8 @@ void* open() {
   }
   throw Error(ErrorKind::kInvalidArgument,
               std::string("TORCH_RING_TLS=1 needs OpenSSL 1.1.1 or newer, and it cannot be "
-                          "loaded: ") + why);
+                          "loaded: ") +
+                  why);
 }
 
 Api loaded() {

@@ -28,25 +28,25 @@ using BioMethod = bio_method_st;
 
 /// Constants of <openssl/ssl.h>, <openssl/tls1.h> and <openssl/bio.h>, the same in 1.1.1 and 3;
 /// tests/cpp/openssl_test.cc compares them with the headers.
-inline constexpr int kTls13 = 0x0304;                 // TLS1_3_VERSION
-inline constexpr int kErrorSsl = 1;                   // SSL_ERROR_SSL
-inline constexpr int kErrorWantRead = 2;              // SSL_ERROR_WANT_READ
-inline constexpr int kErrorWantWrite = 3;             // SSL_ERROR_WANT_WRITE
-inline constexpr int kErrorZeroReturn = 6;            // SSL_ERROR_ZERO_RETURN
-inline constexpr int kVerifyPeer = 1;                 // SSL_VERIFY_PEER
-inline constexpr int kKeyUpdateNotRequested = 0;      // SSL_KEY_UPDATE_NOT_REQUESTED
-inline constexpr int kControlMode = 33;               // SSL_CTRL_MODE
-inline constexpr int kControlReadAhead = 41;          // SSL_CTRL_SET_READ_AHEAD
-inline constexpr int kControlLeastVersion = 123;      // SSL_CTRL_SET_MIN_PROTO_VERSION
-inline constexpr int kControlGroups = 92;             // SSL_CTRL_SET_GROUPS_LIST
-inline constexpr long kModeReleaseBuffers = 0x10;     // SSL_MODE_RELEASE_BUFFERS
+inline constexpr int kTls13 = 0x0304;                           // TLS1_3_VERSION
+inline constexpr int kErrorSsl = 1;                             // SSL_ERROR_SSL
+inline constexpr int kErrorWantRead = 2;                        // SSL_ERROR_WANT_READ
+inline constexpr int kErrorWantWrite = 3;                       // SSL_ERROR_WANT_WRITE
+inline constexpr int kErrorZeroReturn = 6;                      // SSL_ERROR_ZERO_RETURN
+inline constexpr int kVerifyPeer = 1;                           // SSL_VERIFY_PEER
+inline constexpr int kKeyUpdateNotRequested = 0;                // SSL_KEY_UPDATE_NOT_REQUESTED
+inline constexpr int kControlMode = 33;                         // SSL_CTRL_MODE
+inline constexpr int kControlReadAhead = 41;                    // SSL_CTRL_SET_READ_AHEAD
+inline constexpr int kControlLeastVersion = 123;                // SSL_CTRL_SET_MIN_PROTO_VERSION
+inline constexpr int kControlGroups = 92;                       // SSL_CTRL_SET_GROUPS_LIST
+inline constexpr long kModeReleaseBuffers = 0x10;               // SSL_MODE_RELEASE_BUFFERS
 inline constexpr std::uint64_t kServerPreference = 0x00400000;  // SSL_OP_CIPHER_SERVER_PREFERENCE
 inline constexpr std::uint64_t kPrioritizeChacha = 0x00200000;  // SSL_OP_PRIORITIZE_CHACHA
-inline constexpr int kBioSourceSink = 0x0400;         // BIO_TYPE_SOURCE_SINK
-inline constexpr int kBioFlush = 11;                  // BIO_CTRL_FLUSH
-inline constexpr int kBioRead = 0x01;                 // BIO_FLAGS_READ
-inline constexpr int kBioRetry = 0x08;                // BIO_FLAGS_SHOULD_RETRY
-inline constexpr int kAlertReasons = 1000;            // SSL_AD_REASON_OFFSET
+inline constexpr int kBioSourceSink = 0x0400;                   // BIO_TYPE_SOURCE_SINK
+inline constexpr int kBioFlush = 11;                            // BIO_CTRL_FLUSH
+inline constexpr int kBioRead = 0x01;                           // BIO_FLAGS_READ
+inline constexpr int kBioRetry = 0x08;                          // BIO_FLAGS_SHOULD_RETRY
+inline constexpr int kAlertReasons = 1000;                      // SSL_AD_REASON_OFFSET
 
 using FindSession = int (*)(Ssl*, const unsigned char* identity, std::size_t bytes, Session**);
 using UseSession = int (*)(Ssl*, const evp_md_st*, const unsigned char** identity,

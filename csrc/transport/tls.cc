@@ -51,8 +51,8 @@ static_assert(sizeof(Identity) == 32);
 
 [[noreturn]] void fail(const openssl::Api& api, const char* call) {
   const char* reason = api.err_reason_error_string(api.err_peek_error());
-  throw Error(ErrorKind::kInternal,
-              std::string(call) + " of " + api.version + (reason ? std::string(": ") + reason : ""));
+  throw Error(ErrorKind::kInternal, std::string(call) + " of " + api.version +
+                                        (reason ? std::string(": ") + reason : ""));
 }
 
 }  // namespace
@@ -206,8 +206,8 @@ bool TlsStream::has_received() const { return api_.has_pending(ssl_) == 1; }
 /// Sends the records that the socket takes; returns whether none is left.
 bool TlsStream::flush() {
   while (sent_ < records_.size() && failed_ == 0) {
-    const auto taken = ::send(fd_, records_.data() + sent_, records_.size() - sent_,
-                              MSG_DONTWAIT | MSG_NOSIGNAL);
+    const auto taken =
+        ::send(fd_, records_.data() + sent_, records_.size() - sent_, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (taken >= 0) {
       sent_ += static_cast<std::size_t>(taken);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {

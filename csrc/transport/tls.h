@@ -107,12 +107,12 @@ class TlsStream {
   std::vector<std::byte> identity_;  // on the connecting side
   openssl::Ssl* ssl_ = nullptr;
   bool is_open_ = false;
-  bool has_ended_ = false;           // the peer sends no more
-  int failed_ = 0;                   // errno of the socket
-  std::vector<std::byte> records_;   // to be sent
-  std::size_t sent_ = 0;             // of records_
-  std::size_t sealed_ = 0;           // bytes of the caller in records_
-  std::uint64_t since_update_ = 0;   // bytes encrypted with the present key
+  bool has_ended_ = false;          // the peer sends no more
+  int failed_ = 0;                  // errno of the socket
+  std::vector<std::byte> records_;  // to be sent
+  std::size_t sent_ = 0;            // of records_
+  std::size_t sealed_ = 0;          // bytes of the caller in records_
+  std::uint64_t since_update_ = 0;  // bytes encrypted with the present key
 };
 
 }  // namespace torch_ring

@@ -34,8 +34,7 @@ struct Way {
     auto [other, down] = unix_pair();
     ends_[kUp] = std::move(up);
     ends_[kDown] = std::move(down);
-    connecting.emplace(
-        Authentication::connecting(std::move(one), key_of(1), tls_of(1), kHello));
+    connecting.emplace(Authentication::connecting(std::move(one), key_of(1), tls_of(1), kHello));
     accepting.emplace(Authentication::accepting(std::move(other), key_of(accepting_key),
                                                 tls_of(accepting_key), accepting_rank));
   }
@@ -313,9 +312,9 @@ TEST(tls_ends_strangers_and_waits_for_the_silent) {
   for (const Bytes& said : {bytes_of("GET / HTTP/1.1\r\n\r\n"), hello, random_bytes(64)}) {
     for (const bool accepts : {true, false}) {
       auto [stranger, end] = unix_pair();
-      auto rank =
-          accepts ? Authentication::accepting(std::move(end), key_of(1), tls_of(1), kHello.to)
-                  : Authentication::connecting(std::move(end), key_of(1), tls_of(1), kHello);
+      auto rank = accepts
+                      ? Authentication::accepting(std::move(end), key_of(1), tls_of(1), kHello.to)
+                      : Authentication::connecting(std::move(end), key_of(1), tls_of(1), kHello);
       CHECK_EQ(rank.advance(), 0);
       CHECK(!rank.done() && !rank.sends());
       ::send(stranger.get(), said.data(), said.size(), MSG_NOSIGNAL);
