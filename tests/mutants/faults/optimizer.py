@@ -131,7 +131,10 @@ FAULTS = (
     Fault(
         "lost_parts", "ranks go on without the parts of the state that are lost", SHARDED,
         "if any(told.has_lost for told in every.values()):", "if False:",
-        tests=("elastic/test_sharded_survivors.py", "optimizer/test_sharded_state.py"),
+        tests=(
+            "elastic/test_sharded_survivors.py"
+            "::test_parts_outside_shared_memory_are_lost_with_their_world",
+        ),
     ),
     Fault(
         "checkpoint_of_part", "a checkpoint has one rank's part of the state", SHARDED,
