@@ -1,13 +1,11 @@
 """Groups of gradients, which the user chooses: each group has a bucket of its own."""
 
-import contextlib
-
 import pytest
 import torch
 from pool import run
 from torch import nn
 from torch.optim import SGD, Optimizer
-from training import assert_same_weights, joined_batches, make_model, part, train
+from training import assert_same_on_all_ranks, joined_batches, make_model, part, train
 
 import torch_ring as hvd
 
@@ -20,33 +18,27 @@ def buckets_of(optimizer: Optimizer) -> list[list[int]]:
     return sorted(sorted(slot.parameter for slot in bucket.slots) for bucket in plan)
 
 
-def train_in_groups(how: str, expected: list[list[int]]) -> None:
-    alone, together = make_model(), make_model()
-    parameters = list(together.parameters())
-    options = {
-        "number": {"groups": 4},
-        "alias": {"num_groups": 4},
-        "more than parameters": {"groups": 100},
-        "lists": {"groups": [[parameters[5], parameters[0]], [], [parameters[2]]]},
-        "none": {"groups": 0},
-    }[how]
-    warns = pytest.warns(DeprecationWarning, match="use groups")
-    with warns if how == "alias" else contextlib.nullcontext():
-        optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), **options)
+def train_in_groups(
+    groups: int | list[list[int]], expected: list[list[int]], name: str = "groups"
+) -> None:
+    model = make_model()
+    parameters = list(model.parameters())
+    if isinstance(groups, list):
+        groups = [[parameters[index] for index in group] for group in groups]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), **{name: groups})
     assert buckets_of(optimizer) == expected
-    batches = joined_batches(steps=3)
-    train(alone, SGD(alone.parameters(), lr=0.1), batches)
-    train(together, optimizer, map(part, batches))
-    assert_same_weights(together, alone)
+    train(model, optimizer, map(part, joined_batches(steps=3)))
     assert buckets_of(optimizer) == expected, "also in the order of readiness"
+    assert_same_on_all_ranks(*parameters)
 
 
 def train_in_all_groups() -> None:
-    train_in_groups("number", [[0, 1], [2, 3], [4], [5]])
-    train_in_groups("alias", [[0, 1], [2, 3], [4], [5]])
-    train_in_groups("more than parameters", [[0], [1], [2], [3], [4], [5]])
-    train_in_groups("lists", [[0, 5], [1, 3, 4], [2]])
-    train_in_groups("none", [[0, 1, 2, 3, 4, 5]])
+    train_in_groups(4, [[0, 1], [2, 3], [4], [5]])
+    with pytest.warns(DeprecationWarning, match="use groups"):
+        train_in_groups(4, [[0, 1], [2, 3], [4], [5]], "num_groups")
+    train_in_groups(100, [[0], [1], [2], [3], [4], [5]])
+    train_in_groups([[5, 0], [], [2]], [[0, 5], [1, 3, 4], [2]])
+    train_in_groups(0, [[0, 1, 2, 3, 4, 5]])
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pool import error_of, run
+from pool import run
 from torch import nn
 from worlds import on_both_transports
 
@@ -58,16 +58,6 @@ def test_ranks_decide_together(transport, size):
     results = run(train_until_it_gets_worse, size, transport=transport)
     assert results == [results[0]] * size
     assert results[0][0] <= 3
-
-
-def ask_alone() -> None:
-    _, text = error_of(hvd.barrier if hvd.rank() else lambda: hvd.any_rank(False))
-    assert "allreduce 'any_rank' bool [] Max" in text
-    assert "barrier" in text
-
-
-def test_a_question_that_only_one_rank_asks():
-    run(ask_alone, 2)
 
 
 def ask() -> list[bool]:

@@ -106,6 +106,19 @@ def leave_a_part_of_a_bucket() -> None:
     assert grads(parameters) == [3 * hvd.size(), hvd.size()]
 
 
+def end_in_python_on_one_rank() -> None:
+    """Both ways to end a pass send the same names and bytes."""
+    a, b = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
+    for step in range(4):
+        if step == 2 and hvd.rank() == 1:  # then no digests of weights are sent
+            optimizer._reducer.plain = None
+        optimizer.zero_grad()
+        ((a * 2 + b * 4) * (1 + hvd.rank())).backward()
+        assert grads(parameters) == [6, 12]
+        optimizer.step()
+
+
 ONE_EACH = {"TORCH_RING_BUCKET_BYTES": "64"}
 
 
@@ -116,6 +129,7 @@ ONE_EACH = {"TORCH_RING_BUCKET_BYTES": "64"}
         (leave_one_to_the_step, (False,), ONE_EACH),
         (leave_one_to_the_step, (True,), ONE_EACH),
         (leave_a_part_of_a_bucket, (), {}),
+        (end_in_python_on_one_rank, (), {}),
     ],
 )
 def test_plain_passes(check, args, env):
