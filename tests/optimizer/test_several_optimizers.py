@@ -2,9 +2,11 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+from oracle import Play, Program, expect_one_process
 from pool import error_of, run
 from torch import nn
 from torch.optim import SGD
@@ -15,33 +17,36 @@ import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import BackwardSync
 
 
-def train_another(parameter: nn.Parameter) -> None:
-    """Take three steps of 1.5 with an optimizer of its own."""
+def train_another(parameter: nn.Parameter, steps: int = 3) -> None:
+    """Take steps of 1.5 with an optimizer of its own."""
     optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0))
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.zero_grad()
         ((hvd.rank() + 1) * parameter).backward()
         optimizer.step()
 
 
-def drop_on_one_rank_first(accumulated_on: int) -> None:
-    """Two ranks drop an optimizer with accumulated gradients; rank 0 collects it later."""
+def drop_on_one_rank_first(accumulated_on: int, steps: int) -> None:
+    """Two ranks drop an optimizer with accumulated gradients; rank 0 collects it later.
+
+    After some steps its buckets are in final order, in which the autotuner would replace them.
+    """
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
+    for _ in range(steps):
+        dropped.zero_grad()
+        for _ in range(2):
+            a.backward()
+        dropped.step()
     if hvd.rank() <= accumulated_on:
         a.backward()
     garbage = dropped if hvd.rank() == 0 else None
     del dropped
-    train_another(b)
-    assert (a.item(), b.item()) == (1, 1 - 3 * 1.5)
+    train_another(b, 12)
+    assert (a.item(), b.item()) == (1 - 2 * steps, 1 - 12 * 1.5)
     del garbage
     train_another(b)
-    assert b.item() == 1 - 6 * 1.5
-
-
-def drop_on_rank_0_or_both() -> None:
-    drop_on_one_rank_first(accumulated_on=0)
-    drop_on_one_rank_first(accumulated_on=1)
+    assert b.item() == 1 - 15 * 1.5
 
 
 def drop_what_something_else_holds() -> None:
@@ -71,106 +76,75 @@ def drop_on_one_rank_only() -> None:
     del kept, optimizer
 
 
-def drop_a_trained_one_on_one_rank_first() -> None:
-    """As the first, with buckets in final order, which the autotuner would replace."""
-    (a,), (b,) = weights(1), weights(1)
-    dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
-    for _ in range(2):
-        dropped.zero_grad()
-        for _ in range(2):
-            a.backward()
-        dropped.step()
-    a.backward()
-    garbage = dropped if hvd.rank() == 0 else None
-    del dropped
-    optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
-    for _ in range(12):
-        optimizer.zero_grad()
-        b.backward()
-        optimizer.step()
-    assert (a.item(), b.item()) == (1 - 4, 1 - 12)
-    del garbage
-
-
 AUTOTUNE = {"TORCH_RING_AUTOTUNE": "1"}
 
 
 @pytest.mark.parametrize(
-    ("drop", "transport", "env"),
+    ("drop", "args", "transport", "env"),
     [
-        (drop_on_rank_0_or_both, "shm", {}),
-        (drop_what_something_else_holds, "shm", {}),
-        (drop_on_one_rank_only, "shm", {}),
-        (drop_a_trained_one_on_one_rank_first, "shm", AUTOTUNE),
-        (drop_a_trained_one_on_one_rank_first, "tcp", AUTOTUNE),
+        (drop_on_one_rank_first, (0, 0), "shm", {}),
+        (drop_on_one_rank_first, (1, 0), "shm", {}),
+        (drop_what_something_else_holds, (), "shm", {}),
+        (drop_on_one_rank_only, (), "shm", {}),
+        (drop_on_one_rank_first, (1, 2), "shm", AUTOTUNE),
+        (drop_on_one_rank_first, (1, 2), "tcp", AUTOTUNE),
     ],
 )
-def test_dropped_optimizers(drop, transport, env):
-    run(drop, 2, transport=transport, env=env)
+def test_dropped_optimizers(drop, args, transport, env):
+    run(drop, 2, args=args, transport=transport, env=env)
 
 
-def leave_backward_out_after_one_that_was_not_stepped() -> None:
+def left_out(play: Play) -> Program:
     """A pass touches three optimizers, and one of them steps; one rank leaves out the next pass."""
-    lr = 0.25
-    a, b, c = weights(1, 2, 3)
-    optimizers = [hvd.DistributedOptimizer(SGD([each], lr=lr)) for each in (a, b, c)]
-    expected = [1.0, 2.0, 3.0]
+    parameters = [nn.Parameter(torch.tensor([value]).double()) for value in (1.0, 2.0, 3.0)]
+    optimizers = [
+        play.wrap(nn.ParameterList([each]), SGD([each], lr=0.25))[1] for each in parameters
+    ]
     for step in range(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (a + b + c).backward()
+        sum(parameters).backward()
         optimizers[0].step()
-        if hvd.rank() == step % hvd.size():
-            (b * 2).backward()
+        if step % play.size in play.ranks:
+            (parameters[1] * 2 / (play.size if play.is_alone else 1)).backward()
         for optimizer in optimizers[1:]:
             optimizer.step()
-        gradients = (1, 1 + 2 / hvd.size(), 1)
-        expected = [e - lr * g for e, g in zip(expected, gradients, strict=True)]
-        found = [a.item(), b.item(), c.item()]
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+        yield parameters
 
 
 @on_both_transports
 def test_a_rank_leaves_out_a_pass_after_one_that_was_not_stepped(transport):
-    run(leave_backward_out_after_one_that_was_not_stepped, 3, transport=transport)
+    expect_one_process(left_out, size=3, transport=transport)
 
 
 def collect_during_the_end_of_a_pass(how: str) -> None:
     """Python collects a dropped optimizer with accumulated gradients while another's pass ends."""
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
-    optimizer = hvd.DistributedOptimizer(SGD([b], lr=1.0))
     a.backward()
     kept = [dropped]
     kept.append(kept)
     watched = weakref.ref(dropped)
     del dropped
     gc.disable()
-    with pytest.MonkeyPatch.context() as patch:
-        original = getattr(BackwardSync, how)
+    original = getattr(BackwardSync, how)
 
-        def collect(*args: object, **named: object) -> object:
-            kept.clear()
-            gc.collect()
-            return original(*args, **named)
+    def collect(*args: object, **named: object) -> object:
+        kept.clear()
+        gc.collect()
+        return original(*args, **named)
 
-        patch.setattr(BackwardSync, how, collect)
-        optimizer.zero_grad()
-        b.backward()
-        optimizer.step()
+    with mock.patch.object(BackwardSync, how, collect):
+        train_another(b, 1)
     assert not kept
     gc.collect()
     assert watched() is None
     gc.enable()
     train_another(b)
-    assert (a.item(), b.item()) == (1, 1 - 1 - 3 * 1.5)
+    assert (a.item(), b.item()) == (1, 1 - 4 * 1.5)
 
 
-def collect_at_each_point() -> None:
-    for how in ("_agree", "_conclude", "_note"):
-        collect_during_the_end_of_a_pass(how)
-
-
+@pytest.mark.parametrize("how", ["_agree", "_conclude", "_note"])
 @on_both_transports
-def test_an_optimizer_is_collected_during_the_end_of_a_pass(transport):
-    run(collect_at_each_point, 2, transport=transport)
+def test_an_optimizer_is_collected_during_the_end_of_a_pass(transport, how):
+    run(collect_during_the_end_of_a_pass, 2, args=(how,), transport=transport)

@@ -138,7 +138,7 @@ FAULTS = (
     Fault(
         "parts_as_whole", "collected parts are placed in memory of a part's size", SHARDED,
         "rank: told._replace(things=own.things, homes=own.homes)", "rank: told",
-        tests=("optimizer/test_sharded_writes.py::test_a_divided_state_takes_new_parameters",),
+        tests=("optimizer/test_sharded_writes.py::test_unusual_surroundings",),
     ),
     # --- reducers that disappear
     Fault(
