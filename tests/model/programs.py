@@ -9,14 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 from oracle import Play, Program, loss_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
-from training import FailingBackward
 from zoo import WORDS, Quantised, Reader, Segments, Towers, linear, net
 
 import torch_ring as hvd
@@ -437,20 +435,6 @@ def contrastive(play: Play, loss: Callable[..., Tensor], way: str) -> Program:
         optimizer.zero_grad()
         own = model(rows)
         loss(model, own, gather(own), play.ranks[0] * len(rows)).backward()
-        optimizer.step()
-        yield model.parameters()
-
-
-def recovered(play: Play) -> Program:
-    """Before each pass another one fails half-way; zero_grad() is enough to go on."""
-    model = net()
-    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1))
-    for rows in play.batches(2):
-        if not play.is_alone:
-            with pytest.raises(RuntimeError, match="out of luck"):
-                loss_of(model[1:], FailingBackward.apply(model[0](rows))).backward()
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
         optimizer.step()
         yield model.parameters()
 

@@ -111,14 +111,8 @@ def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:
     expect_one_process(*case, size=3, transport=transport, door="sharded")
 
 
-@on_both_transports
-def test_a_bucket_for_each_gradient(transport: str) -> None:
-    """Buckets are planned again after the first step."""
-    env = {"TORCH_RING_BUCKET_BYTES": "64"}
-    expect_one_process(programs.plain, "adam", transport=transport, env=env)
-
-
 HABITS = [
+    (programs.plain, "adam"),
     *[(programs.plain, "momentum", make) for make in (Tied, Strided)],
     *[(programs.by_closures, kind) for kind in programs.BY_CLOSURES],
     *[
@@ -215,10 +209,6 @@ def test_a_layer_outside_of_segments_and_inside(
 ) -> None:
     program, args = programs.in_segments_and_outside, (how, op, passes)
     expect_one_process(program, *args, size=size, transport=transport, env=SMALL_BUCKETS)
-
-
-def test_training_recovers_from_a_failed_backward() -> None:
-    expect_one_process(programs.recovered)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from logs import logged
 from pool import run
+from training import take_step
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -216,9 +217,7 @@ def train(passes_of_rank: list[int]) -> tuple[bool, list[int], bytes]:
 
     def take_steps(count: int) -> None:
         for _ in range(count):
-            optimizer.zero_grad()
-            model(torch.randn(4, 96)).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(4, 96)).square().sum())
 
     take_steps(passes_of_rank[hvd.rank()])
     if len(set(passes_of_rank)) > 1:

@@ -7,16 +7,10 @@ import torch
 from logs import told
 from torch import nn
 from torch.optim import SGD
-from training import grads, make_model, weights
+from training import grads, make_model, take_step, weights
 
 import torch_ring as hvd
 from torch_ring.collectives.compare import digests_of, find_difference
-
-
-def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def forget_to_broadcast(broadcast: str, op: hvd.ReduceOp = hvd.Average) -> None:
@@ -30,7 +24,7 @@ def forget_to_broadcast(broadcast: str, op: hvd.ReduceOp = hvd.Average) -> None:
     if broadcast == "last":
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for _ in range(3):
-        step(optimizer, model(torch.ones(2, 8)).sum())
+        take_step(optimizer, model(torch.ones(2, 8)).sum())
 
 
 @pytest.mark.parametrize(
@@ -62,7 +56,7 @@ def change_one_of_many(change: int | None) -> None:
         parameters[change].data.copy_(torch.tensor(2.0 if change == 0 else -0.0))
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
     for _ in range(2):
-        step(optimizer, sum(parameters))
+        take_step(optimizer, sum(parameters))
 
 
 @pytest.mark.parametrize("change", [0, 2, None])
@@ -93,8 +87,8 @@ def start_late(kind: str, differs: bool) -> None:
         first.step()
         second.step()
     elif kind == "one after the other":
-        step(first, a * 2)
-        step(second, b * 2)
+        take_step(first, a * 2)
+        take_step(second, b * 2)
     else:
         b.backward()
         b.backward()
@@ -129,7 +123,7 @@ def train_in_a_set() -> None:
         SGD(words.parameters(), lr=0.1), words.named_parameters(), process_set=pair
     )
     for _ in range(2):
-        step(optimizer, words(torch.tensor([1, 3])).sum())
+        take_step(optimizer, words(torch.tensor([1, 3])).sum())
 
 
 def test_a_process_set_warns_for_itself():
@@ -144,7 +138,7 @@ def join_and_go_on(broadcast: bool, fewer: int = 1, op: hvd.ReduceOp = hvd.Avera
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), op=op)
     for epoch in range(4):
         for _ in range(fewer if hvd.rank() == 1 and epoch < 3 else 3):
-            step(optimizer, model(torch.ones(2, 8)).sum())
+            take_step(optimizer, model(torch.ones(2, 8)).sum())
         last = hvd.join()
         if broadcast:
             hvd.broadcast_parameters(model.state_dict(), last)
@@ -168,7 +162,7 @@ def join_before_the_first_step() -> None:
     model = make_model(seed=hvd.rank())
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
     if hvd.rank() > 0:
-        step(optimizer, model(torch.ones(2, 8)).sum())
+        take_step(optimizer, model(torch.ones(2, 8)).sum())
     hvd.join()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from logs import logged, told
 from pool import run
 from torch import nn
 from torch.optim import SGD, Adam
-from training import assert_same_on_all_ranks, make_model, weights
+from training import assert_same_on_all_ranks, make_model, take_step, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -30,10 +31,17 @@ def wrapped(model: nn.Module, **arguments: object) -> torch.optim.Optimizer:
     )
 
 
+def own_loss(model: nn.Module) -> torch.Tensor:
+    """Return a loss of this rank's own."""
+    return model(torch.full((2, 8), hvd.rank() + 1.0)).sum()
+
+
+def beginnings(messages: list[str]) -> list[str]:
+    return [message.partition(": ")[0] for message in messages]
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
-    optimizer.step()
+    take_step(optimizer, own_loss(model))
 
 
 def drift(op: hvd.ReduceOp) -> None:
@@ -71,16 +79,13 @@ def drift_late() -> None:
     """The odd rank is the lowest; a difference that disappears and returns is reported again."""
     (weight,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0), [("w", weight)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_comparison, "_EVERY", 20)
+    with mock.patch.object(weight_comparison, "_EVERY", 20):
         for number in range(1, 83):
             if hvd.rank() == 0 and number in (15, 75):
                 weight.data += 1
             if number == 45:
                 hvd.broadcast_parameters([weight], 1)
-            (weight * 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, weight * 2)
 
 
 @on_both_transports
@@ -125,9 +130,8 @@ def test_hyper_parameters_are_told_with_both_values(change_at, transport):
         "have, such as a loss that allreduce() has averaged, or call broadcast_optimizer_state("
         "optimizer, root_rank=0)"
     )
-    assert [message.partition(": ")[0] for message in drifted] == [
-        f"after step {10 if change_at else 1} the ranks train different weights"
-    ]
+    step_of_drift = 10 if change_at else 1
+    assert beginnings(drifted) == [f"after step {step_of_drift} the ranks train different weights"]
 
 
 def replace_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -150,7 +154,7 @@ def train_privately(is_around: bool) -> None:
     optimizer = hvd.DistributedOptimizer(cls(model.parameters(), lr=0.1), model.named_parameters())
     for _ in range(2):
         optimizer.zero_grad()
-        model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+        own_loss(model).backward()
         if is_around:
             replace_gradients(optimizer)
         optimizer.step()
@@ -159,25 +163,22 @@ def train_privately(is_around: bool) -> None:
 @pytest.mark.parametrize(("transport", "is_around"), [("shm", True), ("shm", False), ("tcp", True)])
 def test_gradients_replaced_after_the_average_are_told_at_the_first_step(transport, is_around):
     messages = told(train_privately, 2, is_around, transport=transport)
-    assert [message.partition(": ")[0] for message in messages] == [
-        "after step 1 the ranks train different weights"
-    ]
+    assert beginnings(messages) == ["after step 1 the ranks train different weights"]
 
 
 def sharpness_aware() -> None:
     """SAM with a first step on local gradients: weights differ in the middle of a step."""
     model = make_model()
     optimizer = wrapped(model)
+    parameters = list(model.parameters())
     for _ in range(12):
-        loss = model(torch.full((2, 8), hvd.rank() + 1.0)).sum()
-        parameters = list(model.parameters())
         with optimizer.no_sync():
-            loss.backward()
+            own_loss(model).backward()
         ascent = [0.1 * parameter.grad for parameter in parameters]
         optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_add_(parameters, ascent)
-        model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+        own_loss(model).backward()
         with torch.no_grad():
             torch._foreach_sub_(parameters, ascent)
             torch._foreach_mul_(parameters, 0)  # exactly the others' values
@@ -192,7 +193,7 @@ def train_alone_and_average() -> None:
     for number in range(1, 103):
         optimizer.zero_grad()
         with optimizer.no_sync():
-            model(torch.full((2, 8), hvd.rank() + 1.0)).sum().backward()
+            own_loss(model).backward()
         with optimizer.skip_synchronize():
             optimizer.step()
         if number % 10 == 0:
@@ -210,7 +211,7 @@ def test_weights_that_may_differ_for_a_while(train):
 def train_in_turns() -> None:
     """Two optimizers that step in turn; a rank leaves out backward now and then."""
     rank = hvd.rank()
-    (a,), (b,) = weights(1), weights(2)
+    a, b = weights(1, 2)
     first = hvd.DistributedOptimizer(SGD([a], lr=0.1), [("a", a)])
     second = hvd.DistributedOptimizer(SGD([b], lr=0.1), [("b", b)], backward_passes_per_step=2)
     for number in range(130):
@@ -257,8 +258,7 @@ def drift_and_join() -> None:
 
 @on_both_transports
 def test_ranks_that_have_joined_take_no_part(transport):
-    messages = told(drift_and_join, 3, transport=transport)
-    assert [message.partition(": ")[0] for message in messages] == [
+    assert beginnings(told(drift_and_join, 3, transport=transport)) == [
         "after step 10 the ranks train different weights",
         "after step 10 since join() the ranks train different weights",
     ]
@@ -290,23 +290,19 @@ AVERAGED = (
 
 def set_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> None:
     """Backward averages some gradients, or all; others are left to the step."""
-    rows = torch.full((2, 8), hvd.rank() + 1.0)
     optimizer.zero_grad()
     if way == "backward":
-        model(rows).sum().backward()
+        own_loss(model).backward()
         return
-    hidden = model[:2](rows)
+    hidden = model[:2](torch.full((2, 8), hvd.rank() + 1.0))
     hidden.sum().backward()
-    loss = model[2:](hidden.detach()).sum()
+    loss, parameters = model[2:](hidden.detach()).sum(), list(model[2:].parameters())
     if way == "no_sync":
         with optimizer.no_sync():
             loss.backward()
-    else:
-        parameters = list(model[2:].parameters())
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(loss, parameters), strict=True
-        ):
-            parameter.grad = gradient
+        return
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
 
 
 def clip_own_gradients(way: str, clips: str) -> tuple[list[list[str]], list[int]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pool import run
 from torch import nn
+from training import take_step
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -33,9 +34,7 @@ def train_until_it_gets_worse() -> tuple[int, float, float]:
         for _ in range(3):
             # Each rank has other data, so its running statistics differ from the others'.
             x = torch.randn(8, 4, generator=data) * (1 + 4 * hvd.rank())
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
-            optimizer.step()
+            take_step(optimizer, nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)))
         hvd.broadcast_buffers(model)
         model.eval()
         loss = Mean()

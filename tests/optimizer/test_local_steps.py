@@ -9,7 +9,7 @@ import torch
 from logs import logged, told
 from pool import expect_error, run
 from torch.optim import SGD
-from training import assert_same_on_all_ranks, weights
+from training import assert_same_on_all_ranks, take_step, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -81,9 +81,7 @@ NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 def take_steps(parameters, optimizer, count: int = 1) -> None:
     target = TARGETS[hvd.rank()]
     for _ in range(count):
-        optimizer.zero_grad()
-        sum((p - target).square().sum() / 2 for p in parameters).backward()
-        optimizer.step()
+        take_step(optimizer, sum((p - target).square().sum() / 2 for p in parameters))
 
 
 def step_with(optimizer, *gradients: float) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pool import error_of, run
 from torch.optim import SGD
-from training import grads, weights
+from training import grads, take_step, weights
 
 import torch_ring as hvd
 from torch_ring._C import GradientReport
@@ -61,9 +61,7 @@ def step_once_more() -> tuple[str, str]:
     parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
     for _ in range(3):
-        optimizer.zero_grad()
-        sum(parameters).backward()
-        optimizer.step()
+        take_step(optimizer, sum(parameters))
     if hvd.rank() == 1:
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -98,9 +96,7 @@ def leave_a_part_of_a_bucket() -> None:
     a, b = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
     for _ in range(3):
-        optimizer.zero_grad()
-        (a + b).backward()
-        optimizer.step()
+        take_step(optimizer, a + b)
     a.grad = None
     (a * 3).backward()
     assert grads(parameters) == [3 * hvd.size(), hvd.size()]

@@ -10,7 +10,7 @@ from oracle import Play, Program, expect_one_process
 from pool import error_of, run
 from torch import nn
 from torch.optim import SGD
-from training import weights
+from training import take_step, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -21,9 +21,7 @@ def train_another(parameter: nn.Parameter, steps: int = 3) -> None:
     """Take steps of 1.5 with an optimizer of its own."""
     optimizer = hvd.DistributedOptimizer(SGD([parameter], lr=1.0))
     for _ in range(steps):
-        optimizer.zero_grad()
-        ((hvd.rank() + 1) * parameter).backward()
-        optimizer.step()
+        take_step(optimizer, (hvd.rank() + 1) * parameter)
 
 
 def drop_on_one_rank_first(accumulated_on: int, steps: int) -> None:

@@ -12,6 +12,7 @@ from pool import error_of, eventually, run
 from slot_programs import train_programs_at_random
 from torch import Tensor, nn
 from torch.optim import SGD
+from training import take_step
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -104,12 +105,10 @@ def lack_the_head() -> None:
     for step in range(4):
         for optimizer in (first, later):
             optimizer.zero_grad()
-        loss = trunk * 2
-        if step % 2 or hvd.rank() == 0:
-            loss = loss + head * 4
-        loss.backward()
+        is_on_all = step % 2
+        (trunk * 2 + (head * 4 if is_on_all or hvd.rank() == 0 else 0)).backward()
         assert_near(trunk.grad, 2)
-        assert_near(head.grad, 4 if step % 2 else 2)
+        assert_near(head.grad, 4 if is_on_all else 2)
         first.step()
 
 
@@ -190,9 +189,7 @@ def wrap_in_a_pass() -> None:
         (between * 2 + own * 2).backward()
     handle.remove()
     for _ in range(2):
-        first.zero_grad()
-        (trunk * (1 + hvd.rank()) + own * 4).backward()
-        first.step()
+        take_step(first, trunk * (1 + hvd.rank()) + own * 4)
     assert_near(trunk, -2 * 1.5)
     assert_near(own, -2 * 4)
 
@@ -249,9 +246,7 @@ def keep_what_the_program_did() -> None:
     first, second = (hvd.DistributedOptimizer(SGD([trunk], lr=1.0)) for _ in range(2))
     for optimizer, other in ((first, second), (second, first)):
         trunk.data.zero_()
-        optimizer.zero_grad()
-        (trunk * 2).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (trunk * 2).sum())
         trunk.grad.mul_(10 + hvd.rank())
         other.step()
         assert_near(trunk, -2 - 2 * (10 + hvd.rank()))
@@ -268,9 +263,7 @@ def find_nan() -> None:
     assert kind == "NonFiniteGradientError", text
     assert "rank 1: the gradient of 'trunk' has a NaN, step 1" in text
     assert trunk.item() == 1
-    first.zero_grad()
-    (trunk + head).sum().backward()
-    first.step()
+    take_step(first, (trunk + head).sum())
     later.step()
     assert_near(trunk, -1)
 

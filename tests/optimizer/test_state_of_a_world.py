@@ -8,7 +8,7 @@ import os
 import pytest
 from pool import FORKS, run
 from torch.optim import SGD
-from training import grads, weights
+from training import grads, take_step, weights
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
@@ -29,9 +29,9 @@ def train_in_a_world(kind: str) -> None:
     other = hvd.DistributedOptimizer(SGD(weights(4), lr=0.0))
     for _ in range(3):
         for each in (optimizer, other):
-            each.zero_grad()
-            sum((p**2).sum() for group in each.param_groups for p in group["params"]).backward()
-            each.step()
+            take_step(
+                each, sum((p**2).sum() for group in each.param_groups for p in group["params"])
+            )
     if kind == "joined":
         hvd.join()
 
@@ -66,11 +66,15 @@ def end_a_process_set() -> None:
     old_id = pair.process_set_id
     parameters = weights(1)
     old = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), process_set=pair)
+    beside = hvd.DistributedOptimizer(SGD(weights(4), lr=0.0))
     (parameters[0] * 2).backward()
     hvd.remove_process_set(pair)
     if hvd.rank() < 2:
-        with pytest.raises(hvd.RingError, match="shut down"):  # gradients that are never averaged
-            (parameters[0] * 2).backward()
+        for call in ((parameters[0] * 2).backward, old.step):  # gradients are never averaged
+            with pytest.raises(hvd.RingError, match="shut down"):
+                call()
+    for group in beside.param_groups:  # the job goes on
+        take_step(beside, group["params"][0] * 2)
     pair = hvd.add_process_set([0, 1])
     assert pair.process_set_id == old_id
     if not pair.included():
@@ -83,7 +87,6 @@ def end_a_process_set() -> None:
     (parameters[0] * hvd.rank()).backward()  # beside the old optimizer, which takes no part
     assert grads(parameters) == [0.5]
     new.step()
-    del old
 
 
 def test_synchronisation_ends_with_its_process_set():

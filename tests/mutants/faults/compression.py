@@ -45,7 +45,7 @@ FAULTS = (
     Fault(
         "state_shared", "state_dict() has the states themselves", STATEFUL,
         "return {name: dict(state) for name, state in self.states.items()}", "return self.states",
-        tests=("compression/test_compressor_state.py",),
+        tests=("compression/test_compressed_training.py",),
     ),
     Fault(
         "last_codes_only", "the codes of the last rank are the sum", INT8,

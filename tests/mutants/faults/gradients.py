@@ -156,7 +156,7 @@ FAULTS = (
     Fault(
         "carried_not_taken_over", "an averaged part stays in the slot before", PARAMETER,
         "averaged = other.averaged;",
-        tests=("optimizer/test_shared_parameters.py", "optimizer/test_added_parameters.py"),
+        tests=("optimizer/test_shared_parameters.py", "optimizer/test_changed_parameters.py"),
     ),
     Fault(
         "plain_rejoined_sent", "a plain pass sends averaged parts that were put back", END,
@@ -220,7 +220,7 @@ FAULTS = (
     Fault(
         "no_order", "a hook does not note when the gradient came", HOOKS,
         "pass_.arrived.push_back(index);",
-        tests=("optimizer/test_bucket_groups.py", "optimizer/test_distributed_optimizer.py"),
+        tests=("optimizer/test_buckets.py", "optimizer/test_distributed_optimizer.py"),
     ),
     Fault(
         "launched_early", "a bucket is sent before its last gradient", HOOKS,
@@ -292,12 +292,12 @@ FAULTS = (
     Fault(
         "writes_missed", "a write into an averaged gradient is not reduced", HOOKS,
         "everything && !was_reduced && parameter.written_by_hand()", "false",
-        tests=("optimizer/test_gradients_by_hand.py",),
+        tests=("optimizer/test_given_gradients.py",),
     ),
     Fault(
         "by_hand_missed", "a gradient set by hand is not reduced", HOOKS,
         "everything && parameter.may_be_by_hand(was_reduced)", "false",
-        tests=("optimizer/test_gradients_by_hand.py",),
+        tests=("optimizer/test_given_gradients.py",),
     ),
     Fault(
         "not_written_back", "the program's own gradient memory does not get the average", HOOKS,
@@ -366,7 +366,7 @@ FAULTS = (
     Fault(
         "complete_lies", "a missing gradient is not reported before a step", HOOKS,
         "pending.complete = false;",
-        tests=("optimizer/test_gradients_by_hand.py", "model/test_programs.py"),
+        tests=("optimizer/test_given_gradients.py", "model/test_programs.py"),
     ),
     Fault(
         "accumulating_untold", "accumulated gradients are not reported", HOOKS,
@@ -552,12 +552,12 @@ FAULTS = (
     Fault(
         "own_order", "each rank plans its buckets by its own order", REDUCER,
         "layout.set_order(order)", "layout.set_order(self.hooks.ready_order())",
-        tests=("optimizer/test_uneven_batches.py", "optimizer/test_bucket_groups.py"),
+        tests=("optimizer/test_uneven_batches.py", "optimizer/test_buckets.py"),
     ),
     Fault(
         "incomplete_untold", "the report leaves out that gradients are missing", REPORT,
         "if (report.incomplete) flags |= kIncomplete;",
-        tests=("optimizer/test_decide.py", "optimizer/test_gradients_by_hand.py"),
+        tests=("optimizer/test_decide.py", "optimizer/test_given_gradients.py"),
     ),
     Fault(
         "sparse_not_coalesced", "rows of a sparse gradient count several times", REDUCER,
