@@ -35,7 +35,7 @@ FAULTS = (
     Fault(
         "two_served", "a compressor serves two parameters of one name", STATEFUL,
         "if self._served.get(name, parameter) is not parameter:", "if False:",
-        tests=("compression/test_compressor_errors.py::test_wrong_use_of_compressors",),
+        tests=("compression/test_compressed_training.py::test_wrong_use_of_compressors",),
     ),
     Fault(
         "copy_serves", "a copy of a compressor serves the parameters of the first one", STATEFUL,

@@ -292,17 +292,17 @@ FAULTS = (
     Fault(
         "writes_missed", "a write into an averaged gradient is not reduced", HOOKS,
         "everything && !was_reduced && parameter.written_by_hand()", "false",
-        tests=("optimizer/test_given_gradients.py",),
+        tests=("optimizer/test_gradients_by_hand.py",),
     ),
     Fault(
         "by_hand_missed", "a gradient set by hand is not reduced", HOOKS,
         "everything && parameter.may_be_by_hand(was_reduced)", "false",
-        tests=("optimizer/test_given_gradients.py",),
+        tests=("optimizer/test_gradients_by_hand.py",),
     ),
     Fault(
         "not_written_back", "the program's own gradient memory does not get the average", HOOKS,
         "parameter.write_back(copies);",
-        tests=("optimizer/test_given_gradients.py",),
+        tests=("optimizer/test_gradients_by_hand.py",),
     ),
     # --- one slot a parameter
     Fault(
@@ -366,7 +366,7 @@ FAULTS = (
     Fault(
         "complete_lies", "a missing gradient is not reported before a step", HOOKS,
         "pending.complete = false;",
-        tests=("optimizer/test_given_gradients.py", "model/test_programs.py"),
+        tests=("optimizer/test_gradients_by_hand.py", "model/test_programs.py"),
     ),
     Fault(
         "accumulating_untold", "accumulated gradients are not reported", HOOKS,
@@ -393,7 +393,7 @@ FAULTS = (
     Fault(
         "kept_overwritten", "a gradient tensor that the program keeps is overwritten", HOOKS,
         "if (!parameters_[index].would_overwrite_kept()) return;", "return;",
-        tests=("optimizer/test_kept_gradients.py",),
+        tests=("optimizer/test_gradients_by_hand.py",),
     ),
     Fault(
         "zero_missing", "a missing gradient counts as the bucket's old content", PARAMETER,
@@ -547,7 +547,7 @@ FAULTS = (
     Fault(
         "other_stepped", "a step of one optimizer leaves the other without an agreement", SYNC,
         "                other.nothing_pending = False", "                pass",
-        tests=("optimizer/test_several_optimizers.py",),
+        tests=("optimizer/test_shared_parameters.py",),
     ),
     Fault(
         "own_order", "each rank plans its buckets by its own order", REDUCER,
@@ -557,7 +557,7 @@ FAULTS = (
     Fault(
         "incomplete_untold", "the report leaves out that gradients are missing", REPORT,
         "if (report.incomplete) flags |= kIncomplete;",
-        tests=("optimizer/test_decide.py", "optimizer/test_given_gradients.py"),
+        tests=("optimizer/test_decide.py", "optimizer/test_gradients_by_hand.py"),
     ),
     Fault(
         "sparse_not_coalesced", "rows of a sparse gradient count several times", REDUCER,
@@ -606,7 +606,7 @@ FAULTS = (
     Fault(
         "digest_once", "weights are compared at the first gradients only", WEIGHTS,
         "return steps in _FIRST_STEPS or (steps > 0 and steps % _EVERY == 0)", "return False",
-        tests=("optimizer/test_drifting_weights.py",),
+        tests=("optimizer/test_different_weights.py",),
     ),
 )
 # fmt: on
