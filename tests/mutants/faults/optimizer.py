@@ -69,10 +69,7 @@ FAULTS = (
         "first_weights", "the ranks may begin with different weights", LOCAL,
         "        if problem is None:\n            self._agree_on_present()",
         "        if True:\n            self._agree_on_present()",
-        tests=(
-            "optimizer/test_local_steps.py::test_errors",
-            "optimizer/test_local_steps.py::test_other_weights_on_another_host_are_an_error_on_every_rank",
-        ),
+        tests=("optimizer/test_local_steps.py::test_errors",),
     ),
     # --- the divided state
     Fault(
@@ -115,7 +112,7 @@ FAULTS = (
         "write_of_one", "a write of one rank alone is taken", SHARDED,
         "if any(total * total != len(ranks) * square for ranks, total, square in sums):",
         "if False:",
-        tests=("optimizer/test_sharded_writes.py::test_a_write_of_one_rank_is_an_error_on_all",),
+        tests=("optimizer/test_sharded_state.py::test_a_write_of_one_rank_is_an_error_on_all",),
     ),
     Fault(
         "own_copies_stay", "a rank keeps its own copies of the pages that it has written", SHARDED,
@@ -144,7 +141,7 @@ FAULTS = (
     Fault(
         "parts_as_whole", "collected parts are placed in memory of a part's size", SHARDED,
         "rank: told._replace(things=own.things, homes=own.homes)", "rank: told",
-        tests=("optimizer/test_sharded_writes.py::test_a_divided_state_takes_new_parameters",),
+        tests=("optimizer/test_sharded_state.py::test_unusual_surroundings",),
     ),
     # --- reducers that disappear
     Fault(
@@ -156,7 +153,7 @@ FAULTS = (
     Fault(
         "pinned_for_ever", "a dropped optimizer stays after a pass", REDUCER,
         "        self._pinned = {}\n", "        pass\n",
-        tests=("optimizer/test_several_optimizers.py",),
+        tests=("optimizer/test_shared_parameters.py",),
     ),
     # --- the autotuner
     Fault(
