@@ -16,7 +16,6 @@ from exchanges import (
     ranks_met,
 )
 from pool import eventually
-from slow import slow
 from threads import run_on_ranks
 from torch.distributed import HashStore
 
@@ -125,15 +124,13 @@ def test_different_settings_are_named_on_all_ranks(hosts):
         )
 
 
-@pytest.mark.parametrize(
-    ("with_store", "ranks"), [(False, (0, 0, 1)), (False, (0, 1, 1)), slow(True, (0, 1, 1))]
-)
-def test_two_processes_of_one_rank_are_refused(with_store, ranks):
-    name, store = new_name(), HashStore() if with_store else None
+@pytest.mark.parametrize("ranks", [(0, 0, 1), (0, 1, 1)])
+def test_two_processes_of_one_rank_are_refused(ranks):
+    name = new_name()
 
     def on_process(index):
         time.sleep(0.1 * index)
-        return ranks_met(ranks[index], 3, name=name, store=store, timeout_s=5.0)
+        return ranks_met(ranks[index], 3, name=name, timeout_s=5.0)
 
     errors = run_on_ranks(3, on_process)
     assert all(f"two processes are rank {ranks[1]} of 3" in str(e) for e in errors), errors
