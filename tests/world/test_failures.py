@@ -92,7 +92,7 @@ def outlive(victim: int, how: str, passed: Path) -> tuple[str, str]:
         ("dies", "shm", 3, 2),
         ("dies", "tcp", 3, 0),
         ("is stopped", "shm", 2, 1),
-        ("is stopped", "tcp", 2, 1),
+        slow("is stopped", "tcp", 2, 1),
         ("leaves", "shm", 3, 2),
         ("leaves with an error", "shm", 2, 1),
         ("dies after its goodbye", "shm", 3, 1),
@@ -137,7 +137,8 @@ def error_of_init() -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("place", "transport"),
     [
-        *[(f"collective:1:{nth}", "shm") for nth in (4, 5, 7, 10)],
+        *[(f"collective:1:{nth}", "shm") for nth in (4, 10)],
+        *[slow(f"collective:1:{nth}", "shm") for nth in (5, 7)],
         slow("collective:1:5", "tcp"),
         ("handshake.connecting:1:1", "tcp"),
         ("handshake.accepting:1:1", "tcp"),

@@ -7,6 +7,7 @@ import torch
 from pool import RanksFailed, error_of, run
 from ports import free_port
 from process_set_use import check_process_set
+from slow import slow
 
 import torch_ring as hvd
 
@@ -59,7 +60,7 @@ def join_halves(turns: int) -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("store_of", ["agent", "rank 0", "host"])
+@pytest.mark.parametrize("store_of", ["agent", slow("rank 0"), "host"])
 def test_lists_of_ranks(store_of):
     env = {}
     if store_of != "agent":
