@@ -30,11 +30,7 @@ def raise_on_one(kind: str) -> None:
         raise LookupError("nothing there")
     if kind == "own":
         raise OwnError("a", "b")
-    if kind == "exit":
-        sys.exit(3)
-    if kind == "leave":
-        os._exit(9)
-    os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
 
 
 def fail_on_one() -> int:
@@ -70,17 +66,6 @@ def leave_quietly() -> None:
 
 def variables() -> tuple[str, str]:
     return os.environ["GREETING"], os.environ["TORCH_RING_SECRET"]
-
-
-def averages() -> tuple[int, float]:
-    import torch
-
-    import torch_ring as hvd
-
-    hvd.init()
-    mean = hvd.allreduce(torch.tensor(float(hvd.rank())))
-    hvd.shutdown()
-    return hvd.is_initialized(), mean.item()
 
 
 def horovods_version() -> str:
