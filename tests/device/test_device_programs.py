@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import device_double
+import functools
+
 import pytest
+import torch
 from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
@@ -15,7 +17,8 @@ from device_places import PLACES
 from device_runs import run_on_double
 from device_training import TRAINING
 
-pytestmark = device_double.needed
+import torch_ring as hvd
+from tests.collectives.test_default_device import call_all
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,16 @@ def test_on_a_stand_in(program):
 @pytest.mark.parametrize("program", OPERATIONS, ids=lambda program: program.__name__)
 def test_alone_on_a_stand_in(program):
     run_on_double(program, 1)  # ... except on a single rank, which sends nothing
+
+
+def call_all_anew(manner: str, device: str) -> None:
+    hvd.shutdown()  # init() is called with the default device, too
+    call_all(device, torch.float32, manner)
+
+
+@pytest.mark.parametrize("manner", ["default", "context"])
+def test_public_functions_where_a_gpu_is_the_default_device(manner):
+    run_on_double(functools.partial(call_all_anew, manner), 2)
 
 
 def test_adasum_on_a_stand_in():
