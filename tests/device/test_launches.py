@@ -17,8 +17,6 @@ from torch import nn
 
 import torch_ring as hvd
 
-pytestmark = device_double.needed
-
 TENSORS_OF_LAUNCH = 64  # as CUDA's, in tests/doubles/device_operators.cc
 GRADIENT_BYTES = 4 * NUMEL  # 16 KiB
 BUCKET_BYTES = 128 * GRADIENT_BYTES  # 2 MiB

@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import device_double
 import pytest
 import torch
 from ahead_training import (
@@ -27,8 +26,6 @@ from training import assert_same_on_all_ranks
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.planned_pass import Entered
-
-pytestmark = device_double.needed
 
 
 def run_into_the_bound(folder: Path, device: str) -> None:

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import device_double
-import pool
 import pytest
 import torch
 from ahead_training import (
@@ -28,7 +26,6 @@ from ahead_training import (
     weights_of,
     wrapped,
 )
-from device_runs import call_on_double
 from pool import all_have_passed, error_of, eventually
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -36,8 +33,6 @@ from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
-
-pytestmark = device_double.needed
 
 
 def die(folder: Path, device: str) -> tuple[str, str] | None:
@@ -50,18 +45,7 @@ def die(folder: Path, device: str) -> tuple[str, str] | None:
 
 
 def test_a_dead_rank(tmp_path):
-    results = pool.run(
-        call_on_double,
-        SIZE,
-        args=(functools.partial(die, tmp_path),),
-        env={
-            "TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY),
-            "TORCH_RING_RUN_AHEAD": "1",
-        },
-        initialized=False,
-        kind=device_double.DEVICE,
-        may_die=[1],
-    )
+    results = run_ahead_on_double(functools.partial(die, tmp_path), SIZE, may_die=[1])
     for rank in {*range(SIZE)} - {1}:
         kind, text = results[rank]
         assert kind == "PeerLostError"
