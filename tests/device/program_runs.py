@@ -67,7 +67,7 @@ def run_programs(
     for make in programs:
         program = make(hvd.size())
         hvd.join()  # hosts forget that earlier programs did not repeat themselves
-        with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
+        with told(str(program), Path(reports)):
             passes, is_refused = check(program, device, run_ahead)
         planned += len(passes)
         refused += is_refused

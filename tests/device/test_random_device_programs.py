@@ -13,7 +13,7 @@ from pathlib import Path
 import pool
 import pytest
 from device_runs import run_on_double
-from hostile_programs import HOSTILE, ends
+from hostile_programs import HOSTILE, ends, hostile
 from program_runs import ENDINGS, run_programs
 from random_programs import Program, make_program
 
@@ -57,7 +57,8 @@ def test_random_programs(size, bucket_bytes, part, run_ahead, tmp_path, full):
 
 
 def test_hostile_programs(tmp_path):
-    _, refused = run_all(HOSTILE, 3, tmp_path, True, TORCH_RING_BUCKET_BYTES="64")
+    programs = [functools.partial(hostile, name) for name in HOSTILE]
+    _, refused = run_all(programs, 3, tmp_path, True, TORCH_RING_BUCKET_BYTES="64")
     assert 0 < refused < len(HOSTILE)
 
 
