@@ -14,7 +14,7 @@ from ahead_training import (
     Branches,
     Training,
     batch_of,
-    is_planned,
+    in_a_plan,
     planned_passes,
     run_ahead_on_double,
     wrapped,
@@ -68,9 +68,7 @@ def test_a_model_moves_while_hosts_run_ahead(clears_first):
 
 def change_the_dtype(device: str) -> tuple[str, str]:
     """All ranks make the model float64 in a plan: refused, and a new optimizer trains it."""
-    training = Training(device)
-    training.steps(PLANNED + 2)
-    assert is_planned()
+    training = in_a_plan(Training(device))
     training.optimizer.zero_grad()
     training.model.double()
     batch = training.batches[0].double()
