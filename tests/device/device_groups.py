@@ -51,7 +51,7 @@ def do_everything_in_a_group(device: str) -> None:
     cases += [(begin, "", dtype) for dtype in DTYPES for begin in moves]
     own = random.Random(group.rank)
     for number, (begin, operator, dtype) in enumerate(cases):
-        for turn, shape in enumerate([(), (0,), (7, 11), (30_011,)]):
+        for turn, shape in enumerate([(), (0,), (30_011,)]):
             options = {"operator": operator, "dtype": dtype, "shape": shape, "device": device}
             draw = Draw(10 * number + turn, number, own, **options)
             for pending in begin(draw, group):
@@ -85,7 +85,7 @@ def follow_streams_in_a_group(device: str) -> None:
     """An operation reads after earlier work of its stream; wait() does not block the host."""
     size, count = dist.get_world_size(), 5000
     dist.all_reduce(torch.ones(count, device=device))  # NCCL starts
-    for i in range(4):
+    for i in range(2):
         source = torch.full((count,), float(i + dist.get_rank())).to(device)
         own, other = torch.Stream(device), torch.Stream(device)
         want = torch.full((count,), i * size + size * (size - 1) / 2)

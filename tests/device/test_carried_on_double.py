@@ -23,11 +23,10 @@ PLANNED = 5  # steps, after which passes are planned
 
 
 def add(device: str) -> None:
-    for op in (hvd.Average, hvd.Sum):
-        for how in ("", "in the program's memory"):
-            with planned_passes() as numbers:
-                add_exactly(op, device, how, run_ahead=True)
-            assert len(numbers) > 8
+    for op, how in ((hvd.Average, "in the program's memory"), (hvd.Sum, "")):
+        with planned_passes() as numbers:
+            add_exactly(op, device, how, run_ahead=True)
+        assert len(numbers) > 8
 
 
 def test_the_sum_of_passes_is_the_sum_of_their_averages():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from device_compression import COMPRESSION
@@ -45,16 +43,11 @@ def test_alone_on_a_stand_in(program):
     run_on_double(program, 1)  # ... except on a single rank, which sends nothing
 
 
-def call_all_anew(manner: str, device: str) -> None:
+def call_all_anew(device: str) -> None:
     hvd.shutdown()  # init() is called with the default device, too
-    call_all(device, torch.float32, manner)
+    call_all(device, torch.float32, "default")
 
 
-@pytest.mark.parametrize("manner", ["default", "context"])
-def test_public_functions_where_a_gpu_is_the_default_device(manner):
-    run_on_double(functools.partial(call_all_anew, manner), 2)
-
-
-def test_adasum_on_a_stand_in():
-    """Adasum needs a power of two of ranks."""
-    run_on_double(mix_host_and_device, 2)
+@pytest.mark.parametrize("program", [call_all_anew, mix_host_and_device])
+def test_by_two_on_a_stand_in(program):
+    run_on_double(program, 2)

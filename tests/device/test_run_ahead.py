@@ -34,7 +34,6 @@ def count_planned(device: str) -> list[int]:
 @pytest.mark.parametrize(
     ("env", "planned"),
     [
-        ({"TORCH_RING_RUN_AHEAD": "1"}, range(PLANNED, STEPS)),
         ({"TORCH_RING_RUN_AHEAD": "0"}, ()),
         ({}, range(PLANNED, STEPS)),
     ],
