@@ -141,7 +141,7 @@ PARTS = [
         180,
         "4 ranks: all device programs",
         suite("[4"),
-        suite("check_booleans or init_again", place="tests/device/test_device_programs.py"),
+        suite("init_again", place="tests/device/test_device_programs.py"),
     ),
     Part(
         "deaths",

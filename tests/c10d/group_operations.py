@@ -91,6 +91,7 @@ class Draw:
         number: of the operation.
         own: draws that each rank makes for itself.
         operator, dtype, shape: in place of drawn ones.
+        device: of the tensors of torch.distributed's operations.
     """
 
     def __init__(
@@ -102,12 +103,13 @@ class Draw:
         operator: str = "",
         dtype: torch.dtype | None = None,
         shape: tuple[int, ...] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.random, self.own = random.Random(seed), own
         self.number = number
         self.is_async = self.random.random() < 0.6
         self.shape = self.random.choice(SHAPES) if shape is None else shape
-        self.seed = seed
+        self.seed, self.device = seed, device
         self._operator, self._dtype = operator, dtype
 
     def dtype(self, dtypes: Sequence[torch.dtype] = MOVED) -> torch.dtype:
@@ -141,8 +143,9 @@ class Draw:
 
     def laid_out(self, tensor: Tensor) -> Tensor:
         """Return a copy, which may have gaps between its elements."""
+        tensor = tensor.to(self.device)
         if self.own.random() < 0.25:
-            return torch.empty(*tensor.shape, 2, dtype=tensor.dtype)[..., 0].copy_(tensor)
+            return tensor.new_empty(*tensor.shape, 2)[..., 0].copy_(tensor)
         return tensor.clone()
 
     def room(self, tensor: Tensor) -> Tensor:
@@ -228,7 +231,7 @@ def all_gather(draw: Draw, group: Group) -> list[Pending]:
         parts = [draw.room(own) for _ in group.ranks]
         work = dist.all_gather(parts, own, group=group.handle, async_op=draw.is_async)
         return [pending("all_gather", work, parts, values)]
-    whole = torch.empty((group.size, *draw.shape), dtype=dtype)
+    whole = own.new_empty(group.size, *draw.shape)
     work = dist.all_gather_into_tensor(whole, own, group=group.handle, async_op=draw.is_async)
     return [pending("all_gather_into_tensor", work, list(whole), values)]
 
@@ -258,12 +261,12 @@ def all_to_all(draw: Draw, group: Group) -> list[Pending]:
     parts = [part.split(splits[i]) for i, part in enumerate(rows)]
     want = [parts[i][group.rank] for i in range(group.size)]
     own = draw.laid_out(rows[group.rank])
-    got = [torch.empty_like(part) for part in want]
+    got = [own.new_empty(part.shape) for part in want]
     if draw.random.random() < 0.5:
         given = list(own.split(splits[group.rank]))
         work = dist.all_to_all(got, given, group=group.handle, async_op=draw.is_async)
         return [pending("all_to_all", work, got, want)]
-    output = torch.empty(sum(map(len, got)), 3, dtype=dtype)
+    output = own.new_empty(sum(map(len, got)), 3)
     sizes = [len(part) for part in want], splits[group.rank]
     work = dist.all_to_all_single(output, own, *sizes, group.handle, async_op=draw.is_async)
     return [pending("all_to_all_single", work, output.split(sizes[0]), want)]

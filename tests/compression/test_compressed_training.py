@@ -1,4 +1,4 @@
-"""Training with stateful compressors on several ranks."""
+"""Training with stateful compressors: its results, their state in a resumed run, their errors."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -10,7 +10,17 @@ from oracle import Play, Program, expect_one_process
 from pool import run
 from torch import Tensor, nn
 from torch.optim import SGD
-from training import assert_same_on_all_ranks, grads, joined_batches, loss_of, part, weights
+from training import (
+    assert_same_on_all_ranks,
+    grads,
+    joined_batches,
+    loss_of,
+    make_model,
+    part,
+    take_step,
+    train,
+    weights,
+)
 from training_compressors import COMPRESSORS, Exact, Ragged
 from zoo import Strided, net
 
@@ -35,9 +45,7 @@ def check_convergence() -> None:
             compression=make(),
         )
         for _ in range(30):
-            optimizer.zero_grad()
-            loss_function(model(part(inputs)), part(labels)).backward()
-            optimizer.step()
+            take_step(optimizer, loss_function(model(part(inputs)), part(labels)))
         assert_same_on_all_ranks(*model.parameters())
         losses[name] = loss_function(model(inputs), labels).item()
     assert losses["none"] < 0.2, "it starts at 1.1"
@@ -175,9 +183,7 @@ def trained(
         model, SGD(model.parameters(), lr=0.05), compression=compression, **options
     )
     for rows in play.batches(3):
-        optimizer.zero_grad()
-        (play.share(options.get("op", hvd.Average)) * loss_of(model, rows)).backward()
-        optimizer.step()
+        take_step(optimizer, play.share(options.get("op", hvd.Average)) * loss_of(model, rows))
         yield model.parameters()
     if play.size == 1:
         assert compression.state_dict() == {}, "one rank does not compress"
@@ -200,3 +206,164 @@ def test_exact_compressors_equal_no_compression(transport, size, env, compressor
 
 def test_one_rank_loses_nothing():
     expect_one_process(trained, net, functools.partial(hvd.Compression.powersgd, 1), {}, size=1)
+
+
+def check_resumed_run(name: str) -> None:
+    batches = [part(batch) for batch in joined_batches(steps=6)]
+
+    def start(model: nn.Module, compressor: Any) -> torch.optim.Optimizer:
+        return hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            compression=compressor,
+        )
+
+    whole, begun, forgetful = make_model(), make_model(), make_model()
+    train(whole, start(whole, COMPRESSORS[name]()), batches)
+    compressor = COMPRESSORS[name]()
+    train(begun, start(begun, compressor), batches[:3])
+    saved = compressor.state_dict()
+    assert saved["0.weight"]["error"].any()
+    ended, resumed = make_model(), COMPRESSORS[name]()
+    for model, state in ((ended, saved), (forgetful, {})):
+        model.load_state_dict(begun.state_dict())
+        resumed = COMPRESSORS[name]()
+        resumed.load_state_dict(state)
+        train(model, start(model, resumed), batches[3:])
+    for left, right in zip(whole.parameters(), ended.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert not torch.equal(whole[0].weight, forgetful[0].weight)
+
+
+def skip_a_step(name: str) -> None:
+    """A step that GradScaler skips on all ranks leaves the state unchanged."""
+    model = make_model()
+    compressor = COMPRESSORS[name]()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compressor)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, batch in enumerate(joined_batches(steps=4)):
+        optimizer.zero_grad()
+        before = compressor.state_dict()
+        overflow = torch.inf if step == 2 and hvd.rank() == 1 else 1.0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scaler.scale(loss_of(model, part(batch)) * overflow).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        is_unchanged = all(
+            torch.equal(compressor.states[parameter][key], value)
+            for parameter, state in before.items()
+            for key, value in state.items()
+        )
+        assert is_unchanged == (step in (0, 2)), "before the first step there is no state"
+    assert scaler.get_scale() == 512.0
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert_same_on_all_ranks(*model.parameters())
+
+
+@pytest.mark.parametrize("name", ["int8", "powersgd", "topk"])
+@pytest.mark.parametrize("check", [check_resumed_run, skip_a_step])
+def test_the_state(check, name):
+    run(check, 2, args=(name,))
+
+
+class Faulty(hvd.StatefulCompressor):
+    """Does something wrong on rank 1, in the second round of a matrix."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Iterator[Any]:
+        mean = yield hvd.Reduce(gradient)
+        if gradient.dim() < 2:
+            return mean
+        here = hvd.rank() == 1
+        if self.fault == "asks for less" and here:
+            return mean
+        if self.fault == "asks for more" and not here:
+            return mean
+        if self.fault == "raises" and here:
+            raise KeyError("a secret")
+        if self.fault == "returns nothing" and here:
+            return None
+        if self.fault == "asks nonsense" and here:
+            yield gradient
+        if self.fault == "another shape" and here:
+            yield hvd.Reduce(gradient[0])
+        if self.fault == "another kind" and here:
+            yield hvd.Gather(gradient)
+        yield hvd.Reduce(gradient)
+        return mean
+
+
+FAULTS = {  # the messages of the other ranks, and of rank 1
+    "asks for less": [r"rank 0: reduce for '0.weight'.*; rank 1: nothing more"] * 2,
+    "asks for more": [r"rank 0: nothing more; rank 1: reduce for '0.weight'"] * 2,
+    "another shape": [r"float32 \[16, 8\]; rank 1: reduce for '0.weight' float32 \[8\]"] * 2,
+    "another kind": [r"rank 0: reduce for '0.weight'.*; rank 1: gather for '0.weight'"] * 2,
+    "raises": [r"failed on rank 1: KeyError: 'a secret'", r"^'a secret'$"],
+    "returns nothing": [
+        r"failed on rank 1: ValueError: '0.weight'.* None",
+        r"^'0.weight': reduce\(\) returned None, not a tensor of shape \[16, 8\]",
+    ],
+    "asks nonsense": [
+        r"failed on rank 1: TypeError: '0.weight'",
+        r"^'0.weight': yield Gather or Reduce, not tensor",
+    ],
+}
+
+
+def check_faults() -> None:
+    kinds = {"raises": KeyError, "returns nothing": ValueError, "asks nonsense": TypeError}
+    for fault, messages in FAULTS.items():
+        model = nn.Sequential(nn.Linear(8, 16))
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            compression=Faulty(fault),
+        )
+        kind: type[Exception] = hvd.MismatchError
+        if fault in kinds:
+            kind = kinds[fault] if hvd.rank() == 1 else hvd.RingError
+        with pytest.raises(kind, match=messages[hvd.rank() == 1]):
+            model(torch.ones(2, 8)).sum().backward()
+        del optimizer
+    assert hvd.allreduce(torch.tensor([2.0 * hvd.rank()])).item() == hvd.size() - 1
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
+def test_a_faulty_compressor_is_an_error_on_all_ranks(transport, size):
+    run(check_faults, size, transport=transport)
+
+
+class NoGenerator(hvd.StatefulCompressor):
+    """Forgets to yield."""
+
+    def reduce(self, gradient: Tensor, state: dict[str, Any]) -> Any:
+        return gradient
+
+
+def check_refusals() -> None:
+    model, other = make_model(), make_model()
+
+    def wrap(model: nn.Module, compression: Any) -> torch.optim.Optimizer:
+        return hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compression)
+
+    with pytest.raises(ValueError, match=r"an instance, Int8Compressor\(\), not the class"):
+        wrap(model, hvd.Compression.int8)
+    for compression in (hvd.Compression.int8(), hvd.Compression.int8):
+        with pytest.raises(ValueError, match=r"Int8Compressor .* in DistributedOptimizer only"):
+            hvd.allreduce(torch.ones(2), compression=compression)
+    with pytest.raises(hvd.MismatchError, match=r"rank=1, seed=0.*rank=2, seed=0"):
+        wrap(model, hvd.Compression.powersgd(rank=hvd.rank() + 1))
+    shared = hvd.Compression.powersgd()
+    optimizer = wrap(model, shared)
+    with pytest.raises(ValueError, match="already serves another parameter"):
+        wrap(other, shared)
+    train(model, optimizer, map(part, joined_batches(steps=1)))
+    optimizer = wrap(other, NoGenerator())
+    with pytest.raises(TypeError, match=r"reduce\(\) of NoGenerator\(\) is no generator"):
+        loss_of(other, torch.ones(2, 8)).backward()
+
+
+def test_wrong_use_of_compressors():
+    run(check_refusals, 2)

@@ -6,10 +6,12 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import device_runs
 import pytest
 import torch
+from many_parameters import backward
 from pool import eventually
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -75,6 +77,9 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [weight.detach().cpu() for weight in model.parameters()]
 
 
+AnyTraining = TypeVar("AnyTraining", "Training", "Quiet")
+
+
 class Training:
     """A model on a device, and its steps."""
 
@@ -99,19 +104,6 @@ class Training:
             self.step()
 
 
-class Given(torch.autograd.Function):
-    """A loss whose gradient is a given number."""
-
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor, number: float) -> torch.Tensor:
-        ctx.gradient = functools.partial(torch.full_like, weight, number)
-        return torch.zeros((), device="cpu")
-
-    @staticmethod
-    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.gradient(), None
-
-
 class Assigning(torch.optim.Optimizer):
     """Sets weights to their gradients."""
 
@@ -134,7 +126,7 @@ class Quiet:
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
-        sum(Given.apply(weight, self.done + hvd.rank()) for weight in self.weights).backward()
+        backward(self.weights, self.done + hvd.rank())
 
     def step(self) -> None:
         self.backward()
@@ -153,3 +145,10 @@ class Quiet:
 
 def is_planned() -> bool:
     return bool(backward_sync_of(hvd.global_process_set).run_ahead._plan)
+
+
+def in_a_plan(training: AnyTraining) -> AnyTraining:
+    """Take steps until passes are planned."""
+    training.steps(PLANNED + 2)
+    assert is_planned()
+    return training

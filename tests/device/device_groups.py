@@ -6,8 +6,8 @@ the device's type.
 
 from __future__ import annotations
 
-import functools
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +20,10 @@ from device_operations import busy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.c10d.group_operations import MOVES, OPERATORS, REDUCTIONS, Draw, Group, shift
 from tests.support.groups import default_group
 from tests.support.pool import all_have_passed, error_of
 
-SHAPES: list[tuple[int, ...]] = [(), (0,), (3,), (7, 11), (30_011,)]
 DTYPES = [torch.float32, torch.float16, torch.int64, torch.uint8]
 
 
@@ -34,42 +34,44 @@ def group_on(device: str) -> Iterator[None]:
         yield
 
 
-def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return small numbers, on the host, that identify the rank and the element."""
-    count = int(torch.Size(shape).numel())
-    return ((torch.arange(count) * 3 + rank * 5) % 11).to(dtype).reshape(shape)
-
-
-def everyone(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [values(rank, shape, dtype) for rank in range(dist.get_world_size())]
-
-
 def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
 
 
-def reduce_in_a_group(device: str) -> None:
+def do_everything_in_a_group(device: str) -> None:
+    """Do each operation but messages with some dtypes, each operator and some shapes."""
+    group = Group(list(range(dist.get_world_size())), dist.group.WORLD, dist.get_rank())
+    cases = [
+        (begin, operator, dtype)
+        for operator, (_, _, dtypes) in OPERATORS.items()
+        for dtype in DTYPES
+        for begin in (REDUCTIONS if dtype in dtypes and operator != "AVG" else [])
+    ]
+    moves = [move for move in MOVES if move is not shift]
+    cases += [(begin, "", dtype) for dtype in DTYPES for begin in moves]
+    own = random.Random(group.rank)
+    for number, (begin, operator, dtype) in enumerate(cases):
+        for turn, shape in enumerate([(), (0,), (30_011,)]):
+            options = {"operator": operator, "dtype": dtype, "shape": shape, "device": device}
+            draw = Draw(10 * number + turn, number, own, **options)
+            for pending in begin(draw, group):
+                pending.wait()
+                try:
+                    pending.check()
+                except AssertionError as error:
+                    raise AssertionError(f"{pending.what} {options}: {error}") from error
+
+
+def share_memory_and_join_calls_in_a_group(device: str) -> None:
+    """A part of the output is the input, as FSDP has it; a mean; coalesced operations."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            stack = torch.stack(everyone(shape, dtype))
-            for op, want in (
-                (dist.ReduceOp.SUM, stack.sum(0, dtype=dtype)),
-                (dist.ReduceOp.MIN, stack.amin(0)),
-                (dist.ReduceOp.MAX, stack.amax(0)),
-            ):
-                tensor = values(rank, shape, dtype).to(device)
-                dist.all_reduce(tensor, op)
-                same(tensor, want)
-    mean = values(rank, (7,)).to(device) * size
+    gathered = torch.full((5000 * size,), -1.0, device=device)
+    part = gathered.narrow(0, rank * 5000, 5000).fill_(rank)
+    dist.all_gather_into_tensor(gathered, part)
+    same(gathered, torch.arange(float(size)).repeat_interleave(5000))
+    mean = torch.full((7,), float(size * rank), device=device)  # others a device may round
     dist.all_reduce(mean, dist.ReduceOp.AVG)
-    same(mean, torch.stack(everyone((7,))).sum(0))
-    bits = values(rank, (5,), torch.int32).to(device)
-    dist.all_reduce(bits, dist.ReduceOp.BOR)
-    same(bits, functools.reduce(Tensor.bitwise_or, everyone((5,), torch.int32)))
-    halved = torch.full((4,), 2.0, device=device)
-    dist.all_reduce(halved, dist._make_nccl_premul_sum(0.5))
-    same(halved, torch.full((4,), float(size)))
+    same(mean, torch.full((7,), size * (size - 1) / 2))
     tensors = [torch.full((n,), float(rank), device=device) for n in (1, 5, 0, 300)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for tensor in tensors:
@@ -79,61 +81,11 @@ def reduce_in_a_group(device: str) -> None:
         same(tensor, torch.full(tensor.shape, float(size * (size - 1) // 2)))
 
 
-def move_in_a_group(device: str) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own, all_values = values(rank, (5000,)).to(device), everyone((5000,))
-    total, last = torch.stack(all_values).sum(0), size - 1
-    parts = [torch.empty_like(own) for _ in range(size)]
-
-    tensor = own.clone()
-    dist.broadcast(tensor, last)
-    same(tensor, all_values[last])
-    tensor = own.clone()
-    dist.reduce(tensor, last)
-    same(tensor, total if rank == last else all_values[rank])
-    dist.gather(own, parts if rank == last else None, last)
-    if rank == last:
-        for part, want in zip(parts, all_values, strict=True):
-            same(part, want)
-    output = torch.empty_like(own)
-    dist.scatter(output, [v.to(device) for v in all_values] if rank == last else None, last)
-    same(output, all_values[rank])
-    dist.all_gather(parts, own)
-    for part, want in zip(parts, all_values, strict=True):
-        same(part, want)
-    gathered = torch.full((5000 * size,), -1.0, device=device)
-    place = gathered.narrow(0, rank * 5000, 5000).copy_(own)
-    dist.all_gather_into_tensor(gathered, place)
-    same(gathered, torch.cat(all_values))
-
-    stack = torch.stack(everyone((size, 3)))
-    joined, scattered = values(rank, (size, 3)).to(device), torch.empty(3, device=device)
-    dist.reduce_scatter_tensor(scattered, joined.flatten())
-    same(scattered, stack.sum(0)[rank])
-    dist.reduce_scatter(scattered, list(joined), dist.ReduceOp.MAX)
-    same(scattered, stack.amax(0)[rank])
-
-    sent = (torch.arange(size * 2) + 100 * rank).to(device)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    want = [100 * other + 2 * rank + i for other in range(size) for i in range(2)]
-    assert received.tolist() == want
-    splits = [rank + other for other in range(size)]
-    inputs = [torch.full((n, 3), float(rank), device=device) for n in splits]
-    outputs = [torch.empty(n, 3, device=device) for n in splits]
-    dist.all_to_all(outputs, inputs)
-    rows = torch.empty(sum(splits), 3, device=device)
-    dist.all_to_all_single(rows, torch.cat(inputs), splits, splits)
-    for other, part in enumerate(outputs):
-        same(part, torch.full((splits[other], 3), float(other)))
-    assert torch.equal(rows, torch.cat(outputs))
-
-
 def follow_streams_in_a_group(device: str) -> None:
     """An operation reads after earlier work of its stream; wait() does not block the host."""
     size, count = dist.get_world_size(), 5000
     dist.all_reduce(torch.ones(count, device=device))  # NCCL starts
-    for i in range(4):
+    for i in range(2):
         source = torch.full((count,), float(i + dist.get_rank())).to(device)
         own, other = torch.Stream(device), torch.Stream(device)
         want = torch.full((count,), i * size + size * (size - 1) / 2)
@@ -291,8 +243,8 @@ def lose_a_rank_of_a_group(passed: Path, device: str) -> str:
 
 
 GROUPS: list[Callable[[str], None]] = [
-    reduce_in_a_group,
-    move_in_a_group,
+    do_everything_in_a_group,
+    share_memory_and_join_calls_in_a_group,
     follow_streams_in_a_group,
     gather_from_a_busy_stream,
     use_futures_in_a_group,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import device_double
@@ -23,21 +23,27 @@ def call_on_double(program: Callable[[str], object]) -> object:
 def run_on_double(
     program: Callable[[str], object],
     size: int,
-    transport: str = "shm",
     deadline_s: float = pool.DEADLINE_S,
+    may_die: Collection[int] = (),
+    is_fresh: bool = False,
     **env: str,
 ) -> Any:
     """Call ``program(device)`` on `size` ranks that had the device before they used autograd.
 
     Autograd counts devices only once in a process.
+
+    Args:
+        may_die: ranks that may die without a failure.
+        is_fresh: whether to use new processes.
+        env: environment variables.
     """
     return pool.run(
         call_on_double,
         size,
         args=(program,),
-        transport=transport,
         env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY), **env},
         deadline_s=deadline_s,
         initialized=False,
-        kind=DEVICE,
+        kind=None if is_fresh else DEVICE,
+        may_die=may_die,
     )

@@ -39,10 +39,9 @@ from torch_ring.optimizer.planned_pass import Entered, Gradients, PlannedPasses,
 # wait for its device.
 ENDINGS: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], ...]] = {
     "leaves out a step": (hvd.MismatchError, (hvd.MismatchError, hvd.PeerLostError)),
-    "waits elsewhere": (hvd.MismatchError, hvd.TimeoutError),
+    "waits elsewhere": (hvd.TimeoutError, hvd.TimeoutError),
     "leaves": (hvd.PeerLostError, hvd.PeerLostError),
 }
-both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
 LATER_S = 0.02  # delay of a late rank
 
@@ -68,7 +67,7 @@ def run_programs(
     for make in programs:
         program = make(hvd.size())
         hvd.join()  # hosts forget that earlier programs did not repeat themselves
-        with told(f"{getattr(make, '__name__', 'random')} {program}", Path(reports)):
+        with told(str(program), Path(reports)):
             passes, is_refused = check(program, device, run_ahead)
         planned += len(passes)
         refused += is_refused

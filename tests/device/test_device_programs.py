@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import device_double
 import pytest
+import torch
 from device_compression import COMPRESSION
 from device_data import DATA
 from device_float16 import FLOAT16
@@ -15,7 +15,8 @@ from device_places import PLACES
 from device_runs import run_on_double
 from device_training import TRAINING
 
-pytestmark = device_double.needed
+import torch_ring as hvd
+from tests.collectives.test_default_device import call_all
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,11 @@ def test_alone_on_a_stand_in(program):
     run_on_double(program, 1)  # ... except on a single rank, which sends nothing
 
 
-def test_adasum_on_a_stand_in():
-    """Adasum needs a power of two of ranks."""
-    run_on_double(mix_host_and_device, 2)
+def call_all_anew(device: str) -> None:
+    hvd.shutdown()  # init() is called with the default device, too
+    call_all(device, torch.float32, "default")
+
+
+@pytest.mark.parametrize("program", [call_all_anew, mix_host_and_device])
+def test_by_two_on_a_stand_in(program):
+    run_on_double(program, 2)

@@ -1,35 +1,26 @@
 """The stand-ins behave as a device with streams, and as NCCL among processes."""
 
 import contextlib
-import ctypes
-import itertools
-import os
-import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import device_double
-import pool
 import pytest
 import torch
 from device_double import DEVICE, delay, held_stream
-from pool import run
+from device_runs import run_on_double
 
 import torch_ring as hvd
 
-pytestmark = device_double.needed
 
-
-def test_device() -> None:
-    run(check_device, 1, initialized=False)  # a new process: autograd counts devices only once
-
-
-def check_device() -> None:
-    device_double.load()
+def check_device(_: str) -> None:
     check_streams()
     check_freed_memory()
     check_failed_device()
+
+
+def test_device() -> None:
+    run_on_double(check_device, 1)
 
 
 def check_streams() -> None:
@@ -116,102 +107,21 @@ def check_failed_device() -> None:
         call()
 
 
-# --- NCCL
-
-
-class UniqueId(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 128)]
-
-
-class Config(ctypes.Structure):
-    """The Config of csrc/nccl/api.h."""
-
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-        ("others", ctypes.c_int * 7),
-    ]
-
-
-IN_PROGRESS = 7
-FLOAT32, SUM = 7, 0
-
-
-def test_nccl_among_processes() -> None:
-    run(check_nccl, 3)
-
-
-def check_nccl() -> None:
-    device_double.load()
-    library = device_double.nccl()
-    comm = new_communicator(library)
+def check_nccl(device: str) -> None:
+    """A reduction waits for the streams of all ranks."""
     rank, size = hvd.rank(), hvd.size()
-    default, stream = torch.accelerator.current_stream(), torch.Stream(DEVICE)
-    queue = ctypes.c_void_p(stream.native_handle)
-
-    count = 300_000  # does not fit in a mailbox
-    data = torch.full((count,), float(rank), device=DEVICE)
+    hvd.allreduce(torch.ones(1, device=device))
+    default, stream = torch.accelerator.current_stream(), torch.Stream(device)
+    data = torch.full((300_000,), float(rank), device=device)  # does not fit in a mailbox
     torch.accelerator.synchronize()
     with stream, held_stream() if rank == 0 else contextlib.nullcontext():
-        library.ncclAllReduce(*pointers(data, data), count, FLOAT32, SUM, comm, queue)
-        await_launch(library, comm)
+        handle = hvd.allreduce_async_(data, op=hvd.Sum)
         hvd.barrier()
         with default:
             assert data.eq(rank).all()  # rank 0's stream has not reached it
         hvd.barrier()
-    stream.synchronize()
-    assert data.eq(sum(range(size))).all()
-
-    with device_double.faults() as faults:
-        faults.hang = 1
-        library.ncclAllReduce(*pointers(data, data), count, FLOAT32, SUM, comm, queue)
-        await_launch(library, comm)
-        assert not stream.query()
-        library.ncclCommAbort(comm)
-        stream.synchronize()
-        assert faults.aborted == 1
+    assert hvd.synchronize(handle).eq(sum(range(size))).all()
 
 
-def new_communicator(library: ctypes.CDLL) -> ctypes.c_void_p:
-    library.ncclCommInitRankConfig.argtypes = [
-        ctypes.c_void_p, ctypes.c_int, UniqueId, ctypes.c_int, ctypes.c_void_p,
-    ]  # fmt: skip
-    unique = UniqueId()
-    if hvd.rank() == 0:
-        library.ncclGetUniqueId(ctypes.byref(unique))
-    unique.bytes = hvd.broadcast_object(unique.bytes, 0)
-    comm = ctypes.c_void_p()
-    library.ncclCommInitRankConfig(
-        ctypes.byref(comm), hvd.size(), unique, hvd.rank(), ctypes.byref(Config())
-    )
-    await_launch(library, comm)
-    return comm
-
-
-def await_launch(library: ctypes.CDLL, comm: ctypes.c_void_p) -> None:
-    state = ctypes.c_int(IN_PROGRESS)
-    for _ in itertools.takewhile(lambda _: state.value == IN_PROGRESS, range(10_000)):
-        library.ncclCommGetAsyncError(comm, ctypes.byref(state))
-        time.sleep(0.001)
-    assert state.value == 0
-
-
-def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-
-
-def test_nccl_ends_without_a_rank_that_has_died(tmp_path):
-    results = pool.run(end_beside_a_death, 2, args=(tmp_path,), may_die={1})
-    assert results[0] == 0
-
-
-def end_beside_a_death(passed: Path) -> int:
-    device_double.load()
-    library = device_double.nccl()
-    comm = new_communicator(library)
-    pool.all_have_passed(passed, 2)
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return library.ncclCommDestroy(comm)
+def test_nccl_among_processes() -> None:
+    run_on_double(check_nccl, 3)

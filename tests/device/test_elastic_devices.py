@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from typing import Any
@@ -12,13 +13,10 @@ import pytest
 import torch
 from arrivals import run_with_arrivals
 from device_double import DEVICE, NCCL_LIBRARY
-from device_runs import call_on_double
+from device_runs import run_on_double
 
 import torch_ring as hvd
 
-pytestmark = device_double.needed
-
-ON_DOUBLE = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)}
 STEPS, DEATH = 8, 4
 RATE, MOMENTUM = 0.5, 0.5
 
@@ -105,10 +103,7 @@ PLACES = ["before the backward pass", "between two groups", "before step()"]
 
 @pytest.mark.parametrize("place", PLACES)
 def test_survivors_go_on_with_the_step(place: str) -> None:
-    results = pool.run(
-        call_with, 3, args=(lose_one, place), env=ON_DOUBLE, initialized=False, may_die=[0]
-    )
-    check_survivors(results, place)
+    check_survivors(run_on_double(functools.partial(lose_one, place=place), 3, may_die=[0]), place)
 
 
 def check_survivors(results: list[Any], place: str) -> None:
@@ -121,10 +116,6 @@ def check_survivors(results: list[Any], place: str) -> None:
     assert sizes[-1] == other_sizes[-1] == 2
     assert end == other_end
     assert end[0] == end[1] == expected([3] * of_three + [2] * (STEPS - of_three))
-
-
-def call_with(program: Any, *args: Any) -> object:
-    return call_on_double(lambda device: program(device, *args))
 
 
 def let_one_in() -> tuple[list[float], float]:
@@ -156,7 +147,8 @@ def let_one_in() -> tuple[list[float], float]:
 
 
 def test_a_newcomer_gets_the_state_on_its_device() -> None:
-    results = run_with_arrivals(let_one_in, 2, 1, before=device_double.load, env=ON_DOUBLE)
+    env = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)}
+    results = run_with_arrivals(let_one_in, 2, 1, before=device_double.load, env=env)
     (first, second, *_), steps = results[0]
     assert first == second == pytest.approx(expected([2] * (steps - 3) + [3] * 3))
     assert results == [results[0]] * 3

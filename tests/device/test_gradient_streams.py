@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import device_double
 import pytest
 import torch
 from ahead_training import Quiet
@@ -17,8 +16,6 @@ from device_runs import run_on_double
 from torch import Tensor, nn
 
 import torch_ring as hvd
-
-pytestmark = device_double.needed
 
 
 class _Produce(torch.autograd.Function):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import device_double
 import pytest
 import torch
 from ahead_training import planned_passes, run_ahead_on_double
@@ -20,7 +19,6 @@ from torch.optim import SGD
 
 import torch_ring as hvd
 
-pytestmark = device_double.needed
 STEPS = 9
 
 

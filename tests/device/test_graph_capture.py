@@ -8,20 +8,15 @@ import functools
 import subprocess
 from pathlib import Path
 
-import device_double
-import pool
 import pytest
 import torch
 from ahead_training import planned_passes
 from device_double import captured
-from device_runs import call_on_double, run_on_double
+from device_runs import run_on_double
 from torch.optim import SGD
 from training import assert_same_on_all_ranks, loss_of, make_model
 
 import torch_ring as hvd
-
-pytestmark = device_double.needed
-
 
 # A library that counts in place of AMD's runtime.
 AMD = """
@@ -52,13 +47,8 @@ def test_polls_beside_a_capture_on_amds_gpus(tmp_path):
     source.write_text(AMD)
     command = ["gcc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libamd.so")]
     subprocess.run(command, check=True, timeout=60)
-    pool.run(  # new processes, which have not looked for AMD's runtime yet
-        call_on_double,
-        2,
-        args=(functools.partial(poll_on_amd, tmp_path),),
-        env={"TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY)},
-        initialized=False,
-    )
+    # New processes, which have not looked for AMD's runtime yet.
+    run_on_double(functools.partial(poll_on_amd, tmp_path), 2, is_fresh=True)
 
 
 def refuse_collectives(device: str) -> None:

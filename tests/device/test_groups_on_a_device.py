@@ -19,9 +19,6 @@ from device_double import DEVICE, NCCL_LIBRARY
 from device_groups import GROUPS, group_on, lose_a_rank_of_a_group
 from pool import error_of, run
 
-pytestmark = device_double.needed
-
-
 ENVIRONMENT = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)}
 
 

@@ -6,8 +6,6 @@ import ctypes
 import functools
 import os
 
-import device_double
-import pool
 import pytest
 from device_double import NCCL_LIBRARY, Counts
 from device_hardships import (
@@ -23,9 +21,7 @@ from device_hardships import (
     stop_and_lose_ranks,
     try_bucket_sizes,
 )
-from device_runs import call_on_double, run_on_double
-
-pytestmark = device_double.needed
+from device_runs import run_on_double
 
 
 def count_polls_on_double(device):
@@ -41,8 +37,7 @@ def test_polls(tmp_path):
         "TORCH_RING_NCCL_LIBRARY": str(counting_nccl(NCCL_LIBRARY, tmp_path)),
         "TORCH_RING_BUCKET_BYTES": str(BUCKET_BYTES),
     }
-    options = {"args": (count_polls_on_double,), "env": env, "initialized": False}
-    for polls in pool.run(call_on_double, 2, **options):
+    for polls in run_on_double(count_polls_on_double, 2, is_fresh=True, **env):
         print(f"# polls on the stand-in: {polls}")
         assert min(polls.values()) >= 1
 
@@ -60,7 +55,7 @@ def test_an_assertion_in_a_kernel(size, tmp_path):
 def check_failures(failures):
     """The error of the rank whose device has failed reaches all."""
     last = len(failures) - 1
-    for rank, (kind, text, _) in enumerate(failures):
+    for rank, (kind, text) in enumerate(failures):
         assert "device-side assert" in text
         assert rank == last or kind == "PeerLostError"
         assert rank == last or f"rank {last} (" in text
@@ -68,8 +63,7 @@ def check_failures(failures):
 
 def test_stopped_and_killed_ranks(tmp_path):
     program = functools.partial(stop_and_lose_ranks, tmp_path, (1.0, 0.2))
-    options = {"args": (program,), "env": {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)}}
-    results = pool.run(call_on_double, 4, **options, initialized=False, may_die={2, 3})
+    results = run_on_double(program, 4, may_die={2, 3})
     assert results == [[4, 3, 2], [4, 3, 2], None, None]
 
 

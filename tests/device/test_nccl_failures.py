@@ -1,7 +1,8 @@
-"""Failures of NCCL, produced by its stand-in: each is an error on all ranks in time."""
+"""Failures of NCCL and of a device, produced by stand-ins: an error on all ranks in time."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -15,8 +16,7 @@ import device_double
 import pool
 import pytest
 import torch
-from device_double import NCCL_LIBRARY
-from device_runs import call_on_double, run_on_double
+from device_runs import run_on_double
 from logs import logged
 from pool import error_of
 
@@ -24,7 +24,11 @@ import torch_ring as hvd
 from torch_ring._C import launch_allreduce
 from torch_ring.world import current
 
-pytestmark = device_double.needed
+
+def until_noticed() -> None:
+    while True:
+        hvd.allreduce(torch.ones(3))
+        time.sleep(0.01)
 
 
 def run_without_nccl(device: str) -> tuple[str, str]:
@@ -180,20 +184,6 @@ def test_an_error_inside_nccl_ends_the_job_and_another_can_begin(hangs, timeout,
     assert "the double's error" in text
 
 
-def lose_a_rank(passed: Path, device: str) -> tuple[str, str]:
-    """Rank 1 dies while the streams of all ranks wait for one another."""
-    hvd.allreduce(torch.ones(3, device=device))
-    mine = torch.ones(3, device=device)
-    with device_double.faults() as faults:
-        faults.hang = 1
-        result = hvd.allreduce(mine, op=hvd.Sum)  # enqueued: the host goes on
-        pool.all_have_passed(passed, hvd.size())
-        if hvd.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result.cpu()  # would hang if the communicator were not aborted
-        return error_of(lambda: hvd.allreduce(mine, name="next"))
-
-
 def lose_a_rank_that_has_not_launched(passed: Path, device: str) -> tuple[str, str]:
     """Rank 1 dies while the others have launched without it, and make no calls."""
     mine = torch.ones(3, device=device)
@@ -211,15 +201,10 @@ def lose_a_rank_that_has_not_launched(passed: Path, device: str) -> tuple[str, s
     return error_of(lambda: launch_allreduce(engine, mine, hvd.Sum, 1.0, 1.0))
 
 
-@pytest.mark.parametrize("lose", [lose_a_rank, lose_a_rank_that_has_not_launched])
-def test_streams_do_not_wait_for_a_dead_rank(lose, tmp_path):
-    results = pool.run(
-        call_on_double,
-        3,
-        args=(functools.partial(lose, tmp_path),),
-        env={"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)},
-        may_die={1},
-    )
+def test_streams_do_not_wait_for_a_dead_rank(tmp_path):
+    # test_hardships.py has a death after all have launched.
+    program = functools.partial(lose_a_rank_that_has_not_launched, tmp_path)
+    results = run_on_double(program, 3, may_die={1})
     for rank in (0, 2):
         kind, text = results[rank]
         assert kind == "PeerLostError"
@@ -286,3 +271,50 @@ def remove_a_set(device: str) -> None:
 
 def test_a_removed_set_ends_its_communicator():
     run_on_double(remove_a_set, 3)
+
+
+# --- a device on which every call fails, as after an assertion in a kernel
+
+
+def fail_while_work_is_pending(passed: Path, device: str) -> tuple[str, str]:
+    """Rank 1's device fails while a collective waits there; the engine's thread finds it."""
+    mine = torch.ones(3, device=device)
+    hvd.allreduce(mine)
+    with device_double.faults() as faults:
+        faults.hang = 1
+        hvd.allreduce_async_(mine)
+        pool.all_have_passed(passed, hvd.size())
+        with device_double.failed_device(hvd.rank() == 1):
+            failure = error_of(until_noticed)
+            hvd.shutdown()
+    return failure
+
+
+def test_a_failed_device_is_told_to_all_ranks(tmp_path):
+    failures = run_on_double(functools.partial(fail_while_work_is_pending, tmp_path), 3)
+    for rank, (kind, text) in enumerate(failures):
+        assert kind == ("RingError" if rank == 1 else "PeerLostError"), text
+        assert "device-side assert triggered" in text
+        assert "frame #" not in text  # of C++
+        assert "Exception raised from" not in text
+        assert rank == 1 or "rank 1 (" in text
+
+
+def look_after_the_end(passed: Path, device: str) -> None:
+    """The division of an Average stands behind an aborted collective, and takes long."""
+    torch.set_num_threads(1)
+    mine = torch.ones(32 << 20, device=device)
+    last = ctypes.c_float.from_address(mine.data_ptr() + mine.nbytes - mine.element_size())
+    hvd.allreduce(torch.ones(3, device=device))
+    with device_double.faults() as faults:
+        faults.hang = 1
+        hvd.allreduce_async_(mine, op=hvd.Average)
+        pool.all_have_passed(passed, hvd.size())
+        assert error_of(until_noticed)[0] != "nothing"
+        hvd.shutdown()
+    value = last.value
+    assert not pool.eventually(lambda: last.value != value, 0.5)
+
+
+def test_a_device_has_no_work_when_its_memory_is_freed(tmp_path):
+    run_on_double(functools.partial(look_after_the_end, tmp_path), 2, TORCH_RING_TIMEOUT="2")

@@ -1,6 +1,11 @@
-"""The declarations in csrc/nccl agree with NCCL's own header and library. No GPU is needed."""
+"""The declarations in csrc/nccl agree with NCCL's own header and library. No GPU is needed.
 
-import ctypes
+RCCL's has the same numbers and places: src/nccl.h.in of ROCm/rccl 8de1783, newer than 2.21.5. There
+ncclConfig_t ends with trafficClass, and has 48 bytes; in NCCL 2.18.1, which the loader refuses, it
+ends before splitShare. New fields are only appended, and the version in a Config, 2.18.5, tells a
+library the fields that are set.
+"""
+
 import importlib.util
 import os
 import re
@@ -12,29 +17,6 @@ from device_double import NCCL_LIBRARY
 
 ROOT = Path(__file__).parents[2]
 
-# Values that csrc/nccl/api.h assumes for every version, as in the headers named below.
-CONSTANTS = {
-    "NCCL_UNIQUE_ID_BYTES": 128,
-    **{"ncclSuccess": 0, "ncclRemoteError": 6, "ncclInProgress": 7},
-    **{"ncclSum": 0, "ncclProd": 1, "ncclMax": 2, "ncclMin": 3, "ncclAvg": 4},
-    **{"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclInt64": 4},
-    **{"ncclFloat16": 6, "ncclFloat32": 7, "ncclFloat64": 8, "ncclBfloat16": 9},
-}
-PLACES = {
-    **{"size": 0, "magic": 8, "version": 12, "blocking": 16, "cgaClusterSize": 20},
-    **{"minCTAs": 24, "maxCTAs": 28, "netName": 32, "splitShare": 40, "trafficClass": 44},
-}
-# The size of ncclConfig_t, and the last field of it in api.h. New fields are only appended, and the
-# version in a Config, 2.18.5, tells a library the fields that are set.
-CONFIGS = {
-    # src/nccl.h.in of NVIDIA/nccl 5d3ab08: lacks splitShare, and the loader refuses that version.
-    "NCCL 2.18.1": (40, "netName"),
-    # The header in the wheel nvidia-nccl-cu13.
-    "NCCL 2.30.7": (96, "trafficClass"),
-    # src/nccl.h.in of ROCm/rccl 8de1783, newer than 2.21.5: the file does not name its version.
-    "RCCL": (48, "trafficClass"),
-}
-
 
 def nccl_wheel() -> Path:
     """Return the folder of the wheel with NCCL, or skip: CPU builds of torch have none."""
@@ -45,15 +27,24 @@ def nccl_wheel() -> Path:
     pytest.skip("the wheel with NCCL is not installed")
 
 
-def test_header_and_library(tmp_path: Path) -> None:
+def compile_it(*arguments: str, folder: Path = ROOT) -> None:
+    command = ["g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([*command, *arguments], check=True, cwd=folder, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the compiled files of the loader."""
+    folder = tmp_path_factory.mktemp("loader")
+    sources = ["nccl/loader.cc", "core/error.cc", "core/limits.cc"]
+    compile_it("-c", *(str(ROOT / "csrc" / source) for source in sources), folder=folder)
+    return [str(path) for path in folder.iterdir()]
+
+
+def test_header_and_library(loader: list[str], tmp_path: Path) -> None:
     nccl, program = nccl_wheel(), str(tmp_path / "nccl_check")
-    core = ["csrc/core/error.cc", "csrc/core/limits.cc"]
-    sources = ["tests/device/nccl_check.cc", "csrc/nccl/loader.cc", *core]
-    includes = ["-Icsrc", "-isystem", "tests/cpp/doubles/cuda", "-isystem", str(nccl / "include")]
-    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run(
-        ["g++", *flags, *includes, *sources, "-o", program], check=True, cwd=ROOT, timeout=120
-    )
+    includes = ["-isystem", "tests/cpp/doubles/cuda", "-isystem", str(nccl / "include")]
+    compile_it(*includes, "tests/device/nccl_check.cc", *loader, "-o", program)
     library = nccl / "lib" / "libnccl.so.2"
     done = subprocess.run(
         [program, str(library)],
@@ -67,37 +58,7 @@ def test_header_and_library(tmp_path: Path) -> None:
     assert re.fullmatch(r"2\.\d+\.\d+ 0", done.stdout.splitlines()[-1]), done.stdout
 
 
-def constants_of(header: str) -> dict[str, int]:
-    """Return the numbers of `CONSTANTS` in a header."""
-    found = re.findall(r"\b(nccl\w+)\s*=\s*(\d+)|#define (NCCL_\w+) (\d+)", header)
-    numbers = {name or macro: int(value or number) for name, value, macro, number in found}
-    return {name: numbers[name] for name in CONSTANTS}
-
-
-def config_of(header: str) -> type[ctypes.Structure]:
-    """Return a header's declaration of ncclConfig_t."""
-    (body,) = re.findall(r"struct ncclConfig_v\d+ \{(.*?)\} ncclConfig_t;", header, re.DOTALL)
-    kinds = {"size_t": ctypes.c_size_t, "int": ctypes.c_int, "unsigned int": ctypes.c_uint}
-    fields = re.findall(r"^ +([\w ]+?) ?(\*?)(\w+);", body, re.MULTILINE)
-    return type(
-        "Config",
-        (ctypes.Structure,),
-        {"_fields_": [(name, ctypes.c_void_p if at else kinds[kind]) for kind, at, name in fields]},
-    )
-
-
-def test_the_header_has_what_the_table_says() -> None:
-    header = (nccl_wheel() / "include/nccl.h").read_text()
-    version = ".".join(re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) (\d+)", header))
-    assert constants_of(header) == CONSTANTS
-    config = config_of(header)
-    for name, place in PLACES.items():
-        assert getattr(config, name).offset == place, name
-    if f"NCCL {version}" in CONFIGS:
-        assert (ctypes.sizeof(config), "trafficClass") == CONFIGS[f"NCCL {version}"]
-
-
-def test_rccl_is_loaded_where_there_is_no_nccl(tmp_path: Path) -> None:
+def test_rccl_is_loaded_where_there_is_no_nccl(loader: list[str], tmp_path: Path) -> None:
     """On a stand-in: the double of NCCL, under RCCL's name."""
     if not NCCL_LIBRARY.exists():
         pytest.skip("`make doubles` builds the stand-in")
@@ -115,9 +76,7 @@ int main() try {
 }
 """
     )
-    sources = ["csrc/nccl/loader.cc", "csrc/core/error.cc", "csrc/core/limits.cc", str(source)]
-    compile_it = ["g++", "-std=c++20", "-Icsrc", *sources, "-o", str(program)]
-    subprocess.run(compile_it, check=True, cwd=ROOT, timeout=120)
+    compile_it(str(source), *loader, "-o", str(program))
 
     def loaded(folder: Path) -> str:
         environment = {"LD_LIBRARY_PATH": str(folder)}

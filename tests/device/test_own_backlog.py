@@ -16,8 +16,6 @@ from pool import all_have_passed, error_of, eventually
 
 import torch_ring as hvd
 
-pytestmark = device_double.needed
-
 TIMEOUT_S, WARNING_S = 2.0, 0.25
 OWN = "this rank's device has not got to it yet"
 OTHER = "another rank's device does not get to it"

@@ -14,13 +14,11 @@ import device_double
 import pytest
 import torch
 from device_runs import run_on_double
+from many_parameters import make_parameters, zero_loss
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from training import assert_same_weights
 
 import torch_ring as hvd
-
-pytestmark = device_double.needed
 
 TIMEOUT_S = "30"  # ends an endless wait of a device
 
@@ -37,7 +35,8 @@ def one_at_a_time(device: str) -> Iterator[None]:
 
 
 def run_serially(program: Callable[[str], object], size: int) -> None:
-    run_on_double(program, size, TORCH_RING_TIMEOUT=TIMEOUT_S)
+    env = {"TORCH_RING_TIMEOUT": TIMEOUT_S, "TORCH_RING_BUCKET_BYTES": "16384"}
+    run_on_double(program, size, **env)
 
 
 def sum_in_random_orders(device: str, sets: Sequence[hvd.ProcessSet], steps: int) -> None:
@@ -96,61 +95,35 @@ def test_sums_of_overlapping_sets(program, size):
     run_serially(program, size)
 
 
-class TwoPaths(nn.Module):
-    """A trunk that all ranks train, and a branch that some of them do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        self.branch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        out: Tensor = self.branch(self.trunk(batch).tanh())
-        return out
-
-
 def train_with_two_optimizers(device: str) -> None:
     """All ranks average the trunk, ranks 0 and 1 the branch; one pass fills the buckets of both."""
     with one_at_a_time(device):
+        size, rank, steps = hvd.size(), hvd.rank(), 12
         pair = hvd.add_process_set([0, 1])
-        model = TwoPaths().to(device)
-        trunk, branch = (SGD(part.parameters(), lr=0.1) for part in (model.trunk, model.branch))
+        trunk, branch = make_parameters(device, 8), make_parameters(device, 8)
         optimizers: list[Optimizer] = [
-            hvd.DistributedOptimizer(trunk, named("trunk", model.trunk)),
-            hvd.DistributedOptimizer(branch, named("branch", model.branch), process_set=pair)
+            hvd.DistributedOptimizer(SGD(trunk, lr=1.0), named("trunk", trunk)),
+            hvd.DistributedOptimizer(SGD(branch, lr=1.0), named("branch", branch), process_set=pair)
             if pair.included()
-            else branch,
+            else SGD(branch, lr=1.0),
         ]
-        alone = [TwoPaths() for _ in range(hvd.size())]
-        for step in range(12):
-            batches = torch.randn(hvd.size(), 4, 8, generator=torch.Generator().manual_seed(step))
-            model.zero_grad()
-            model(batches[hvd.rank()].to(device)).square().mean().backward()
+        for step in range(steps):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            pairs = zip(branch, trunk, strict=True)
+            losses = [zero_loss([each], float(step * (rank + 1))) for two in pairs for each in two]
+            sum(losses).backward()
             for optimizer in optimizers:
                 optimizer.step()
-            train_alone(alone, batches)
-        assert_same_weights(model.cpu(), alone[hvd.rank()])
+        total = sum(range(steps))
+        assert all((each.cpu() == -total * (size + 1) / 2).all() for each in trunk)
+        mine = 1.5 if pair.included() else rank + 1
+        assert all((each.cpu() == -total * mine).all() for each in branch)
         hvd.shutdown()
 
 
-def named(prefix: str, part: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(f"{prefix}.{name}", parameter) for name, parameter in part.named_parameters()]
-
-
-def train_alone(models: list[TwoPaths], batches: Tensor) -> None:
-    """Take the step of the models of all ranks in one process."""
-    for model, batch in zip(models, batches, strict=True):
-        model.zero_grad()
-        model(batch).square().mean().backward()
-    by_rank = [dict(model.named_parameters()) for model in models]
-    with torch.no_grad():
-        for name in by_rank[0]:
-            together = len(models) if name.startswith("trunk") else 2
-            grads = [weights[name].grad for weights in by_rank]
-            mean = sum(grad for grad in grads[:together] if grad is not None) / together
-            for rank, weights in enumerate(by_rank):
-                weights[name] -= 0.1 * (mean if rank < together else grads[rank])
+def named(prefix: str, parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{prefix}.{index}", each) for index, each in enumerate(parameters)]
 
 
 def test_two_optimizers_on_overlapping_sets():

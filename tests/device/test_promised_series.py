@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-import device_double
 import pytest
 import torch
 from ahead_training import SIZE, run_ahead_on_double
@@ -15,10 +14,8 @@ from training import assert_same_on_all_ranks
 import torch_ring as hvd
 from torch_ring.world import current
 
-pytestmark = device_double.needed
-
 WIDTH = 4
-STEPS = 12  # of which the last ones are promised
+STEPS = 6  # of which the last ones are promised
 
 
 def layers_of(depth: int) -> nn.Sequential:
@@ -164,7 +161,9 @@ def run_one_otherwise(gone: tuple[int, ...], match: str, device: str) -> None:
     [((1,), OTHER), ((7,), DIFFER), (range(1, 15, 3), OTHER)],
 )
 def test_layers_that_one_rank_leaves_out(gone, match):
-    run_ahead_on_double(functools.partial(run_one_otherwise, tuple(gone), match), 3)
+    # Without any layer, rank 1 waits elsewhere, which is an error after 10 s.
+    program = functools.partial(run_one_otherwise, tuple(gone), match)
+    run_ahead_on_double(program, 3, TORCH_RING_TIMEOUT="15")
 
 
 def order_otherwise(device: str) -> None:

@@ -10,17 +10,15 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import device_double
 import pool
 import pytest
 from device_runs import run_on_double
-from hostile_programs import HOSTILE, ends
-from program_runs import ENDINGS, both_ways, run_programs
+from hostile_programs import HOSTILE, ends, hostile
+from program_runs import ENDINGS, run_programs
 from random_programs import Program, make_program
 
-pytestmark = [device_double.needed, pytest.mark.slow]
-
 PROGRAMS, ALL_PROGRAMS = 30, 1000
+both_ways = pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
 ALONE = os.environ.get("RANDOM_PROGRAM")
 A_PROGRAM_S = 5.0  # average on a slow machine; the deadline of each one is in program_runs
 
@@ -58,10 +56,10 @@ def test_random_programs(size, bucket_bytes, part, run_ahead, tmp_path, full):
     assert ALONE or bool(planned) == run_ahead, "no pass was planned, or one that should not be"
 
 
-@both_ways
-def test_hostile_programs(run_ahead, tmp_path):
-    _, refused = run_all(HOSTILE, 3, tmp_path, run_ahead, TORCH_RING_BUCKET_BYTES="64")
-    assert (0 < refused < len(HOSTILE)) == run_ahead
+def test_hostile_programs(tmp_path):
+    programs = [functools.partial(hostile, name) for name in HOSTILE]
+    _, refused = run_all(programs, 3, tmp_path, True, TORCH_RING_BUCKET_BYTES="64")
+    assert 0 < refused < len(HOSTILE)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -69,8 +67,7 @@ def test_hostile_programs(run_ahead, tmp_path):
 def test_a_misdeed_is_an_error_on_all_ranks(ending, run_ahead, tmp_path):
     # Before the first planned pass, and after it.
     programs = [functools.partial(ends, ending, first) for first in ((2, 9) if run_ahead else (2,))]
-    # If hosts run ahead, only the timeout ends one of them. Hosts that agree see it before 20 s.
-    timeout = "5" if run_ahead and ending == "waits elsewhere" else "20"
+    timeout = "3" if ending == "waits elsewhere" else "20"
     env = {"TORCH_RING_BUCKET_BYTES": "1", "TORCH_RING_TIMEOUT": timeout}
     _, refused = run_all(programs, 3, tmp_path, run_ahead, **env)
     assert refused == 0

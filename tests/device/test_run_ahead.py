@@ -1,4 +1,4 @@
-"""Planned passes on stand-ins for a GPU and for NCCL: which ones they are, and their records.
+"""Planned passes: which ones they are, their records, and weights that drift apart in them.
 
 `test_random_device_programs.py` has their results.
 """
@@ -9,10 +9,10 @@ import functools
 import pickle
 from pathlib import Path
 
-import device_double
 import pytest
 from ahead_training import PLANNED, SIZE, Training, planned_passes, run_ahead_on_double
 from device_runs import run_on_double
+from logs import logged
 from pool import eventually
 
 import torch_ring as hvd
@@ -20,7 +20,6 @@ from tests.tracing.test_flight_recorder import analysed, entries
 from torch_ring import tracing
 from torch_ring.world import current
 
-pytestmark = device_double.needed
 STEPS = 14
 
 
@@ -35,7 +34,6 @@ def count_planned(device: str) -> list[int]:
 @pytest.mark.parametrize(
     ("env", "planned"),
     [
-        ({"TORCH_RING_RUN_AHEAD": "1"}, range(PLANNED, STEPS)),
         ({"TORCH_RING_RUN_AHEAD": "0"}, ()),
         ({}, range(PLANNED, STEPS)),
     ],
@@ -95,3 +93,38 @@ def test_launches_are_in_the_flight_recorder(tmp_path: Path) -> None:
             content["entries"].remove(max(content["entries"], key=lambda e: e["collective_seq_id"]))
         path.write_bytes(pickle.dumps(content))
     assert "Not all ranks joining collective" in analysed(tmp_path)
+
+
+def drift(device: str, odd: int | None) -> tuple[list[str], list[int]]:
+    """Rank `odd` writes into a weight in step 5."""
+    training = Training(device)
+    with logged() as messages, planned_passes() as numbers:
+        for step in range(40):
+            if step == 5 and hvd.rank() == odd:
+                training.model.trunk.bias.data += 1
+            training.step()
+    return messages, numbers
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_drift_is_told(odd):
+    (first, numbers), *others = run_ahead_on_double(functools.partial(drift, odd=odd), SIZE)
+    (message,) = first
+    assert message.startswith(
+        f"after step 10 the ranks train different weights: 'trunk.bias' on rank {odd} is not "
+        f"that on rank {1 - odd} (1 of "
+    )
+    assert "after step 1 all had the same" in message
+    assert [messages for messages, _ in others] == [[]] * (SIZE - 1)
+    # The details are gathered in an agreed pass; then the passes are planned again.
+    agreed = sorted(set(range(PLANNED, 40)).difference(numbers))
+    assert agreed
+    assert len(agreed) < 10
+    assert all(theirs == numbers for _, theirs in others)
+
+
+def test_equal_weights_end_no_plan():
+    for messages, numbers in run_ahead_on_double(functools.partial(drift, odd=None), SIZE):
+        assert messages == []
+        # Before the plan, a step agrees on the branch that has no gradient, and counts as a pass.
+        assert numbers == list(range(PLANNED + 1, 40 + 1))

@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import device_double
 import pytest
 import torch
 from ahead_training import (
@@ -16,6 +15,7 @@ from ahead_training import (
     SIZE,
     Quiet,
     Training,
+    in_a_plan,
     is_planned,
     run_ahead_on_double,
     wait_for,
@@ -28,13 +28,10 @@ import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
 from torch_ring.optimizer.planned_pass import Entered
 
-pytestmark = device_double.needed
-
 
 def run_into_the_bound(folder: Path, device: str) -> None:
     """The others wait for the last rank after `AHEAD` passes, and not before."""
-    training = Quiet(device)
-    training.steps(PLANNED + 2)
+    training = in_a_plan(Quiet(device))
     late = hvd.size() - 1
     mine = folder / str(hvd.rank())
     if hvd.rank() == late:
@@ -53,9 +50,7 @@ def test_a_host_runs_so_far_ahead_and_no_further(tmp_path):
 
 def use_a_branch_alone(device: str) -> tuple[int, str, str, str]:
     """Rank 0 alone uses a branch in one pass, while the others run ahead."""
-    training = Training(device)
-    training.steps(PLANNED + 2)
-    assert is_planned()
+    training = in_a_plan(Training(device))
     first = training.done
 
     def go_on() -> None:
@@ -82,9 +77,7 @@ def test_a_gradient_that_only_some_ranks_have_is_refused():
 
 def step_too_often(device: str) -> tuple[str, str]:
     """Rank 1 calls step() once more than the others, between two passes: all get an error."""
-    training = Training(device)
-    training.steps(PLANNED + 2)
-    assert is_planned()
+    training = in_a_plan(Training(device))
     if hvd.rank() == 1:
         with training.optimizer.skip_synchronize():
             training.optimizer.step()
@@ -99,8 +92,7 @@ def test_a_rank_that_steps_more_often():
 
 def hear_of_it_late(folder: Path, device: str) -> tuple[str, str]:
     """Rank 1 has stepped once more, and leaves while the others end the pass after that."""
-    training = Quiet(device)
-    training.steps(PLANNED + 2)
+    training = in_a_plan(Quiet(device))
     run_ahead = backward_sync_of(hvd.global_process_set).run_ahead
     send = run_ahead._send
 
@@ -135,8 +127,7 @@ def test_a_rank_that_leaves_has_told_the_others_why(tmp_path):
 
 def join_with_a_pending_collective(device: str) -> None:
     """Rank 0 has called 'm' when it joins; the others call it after passes that they run ahead."""
-    training = Quiet(device)
-    training.steps(PLANNED + 2)
+    training = in_a_plan(Quiet(device))
     mine = torch.full((3,), hvd.rank() + 1.0, device=device)
     if hvd.rank() == 0:
         handle = hvd.allreduce_async(mine, name="m", op=hvd.Sum)
@@ -159,8 +150,7 @@ def test_join_with_a_pending_collective():
 
 def call_during_a_pass(folder: Path, device: str) -> tuple[str, str]:
     """Rank 0 has joined; the others call a collective between two launches of a planned pass."""
-    training = Quiet(device)
-    training.steps(PLANNED + 2)
+    training = in_a_plan(Quiet(device))
     call = functools.partial(hvd.allreduce_async, torch.ones(3, device=device), name="m")
     called: list[hvd.Handle] = []
 
@@ -190,9 +180,7 @@ def test_a_collective_during_a_pass_after_a_join_is_refused(tmp_path):
 
 def use_process_sets(device: str) -> None:
     """While there is another set, the ranks agree; then they plan again."""
-    training = Training(device)
-    training.steps(PLANNED + 2)
-    assert is_planned()
+    training = in_a_plan(Training(device))
     added = hvd.add_process_set([0, 1])
     assert not is_planned()
     training.steps(PLANNED + 2)

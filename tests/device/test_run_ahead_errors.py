@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import device_double
-import pool
 import pytest
 import torch
 from ahead_training import (
@@ -22,13 +20,13 @@ from ahead_training import (
     Branches,
     Quiet,
     Training,
+    in_a_plan,
     is_planned,
     run_ahead_on_double,
     wait_for,
     weights_of,
     wrapped,
 )
-from device_runs import call_on_double
 from pool import all_have_passed, error_of, eventually
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -37,12 +35,9 @@ from training import assert_same_on_all_ranks
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
 
-pytestmark = device_double.needed
-
 
 def die(folder: Path, device: str) -> tuple[str, str] | None:
-    training = Training(device)
-    training.steps(PLANNED + 2)
+    training = in_a_plan(Training(device))
     all_have_passed(folder, hvd.size())
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -50,18 +45,7 @@ def die(folder: Path, device: str) -> tuple[str, str] | None:
 
 
 def test_a_dead_rank(tmp_path):
-    results = pool.run(
-        call_on_double,
-        SIZE,
-        args=(functools.partial(die, tmp_path),),
-        env={
-            "TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY),
-            "TORCH_RING_RUN_AHEAD": "1",
-        },
-        initialized=False,
-        kind=device_double.DEVICE,
-        may_die=[1],
-    )
+    results = run_ahead_on_double(functools.partial(die, tmp_path), SIZE, may_die=[1])
     for rank in {*range(SIZE)} - {1}:
         kind, text = results[rank]
         assert kind == "PeerLostError"
@@ -89,8 +73,7 @@ def pressing_ctrl_c(when: Callable[[], bool], pressed: Path) -> Iterator[None]:
 
 def interrupt_a_rank_without_data(folder: Path, device: str) -> None:
     """Ctrl-C arrives while rank 1 waits for rank 0's report; the pass ends, and rank 1 goes on."""
-    training = Training(device)
-    training.steps(PLANNED + 2)
+    training = in_a_plan(Training(device))
     pressed = folder / "pressed"
     agreement = backward_sync_of(hvd.global_process_set).agreement
     if hvd.rank() == 0:
@@ -206,21 +189,15 @@ def agree_on_failures(device: str) -> None:
     """All ranks leave out a batch with which one of them fails; the plan is made anew."""
     training = Training(device)
     for batch in range(2 * PLANNED + 6):
-        training.optimizer.zero_grad()
-        failed = False
-        try:
+        fails = batch == PLANNED + 2 and hvd.rank() == 1
+        with contextlib.ExitStack() as stack:
             if batch == PLANNED + 2:
-                with training.optimizer.no_sync():
-                    if hvd.rank() == 1:
-                        with refusing(training.model.trunk.weight):
-                            training.backward()
-                    else:
-                        training.backward()
-            else:
-                training.backward()
-        except ValueError:
-            failed = True
-        if hvd.any_rank(failed):
+                stack.enter_context(training.optimizer.no_sync())
+            if fails:
+                stack.enter_context(pytest.raises(ValueError, match="bad batch"))
+                stack.enter_context(refusing(training.model.trunk.weight))
+            training.backward()
+        if hvd.any_rank(fails):
             training.optimizer.zero_grad()
         else:
             training.optimizer.step()
@@ -294,8 +271,7 @@ def test_a_gradient_that_comes_again_in_a_planned_pass_is_refused(tmp_path):
 
 def leave_late(folder: Path, device: str) -> None:
     """Rank 0 leaves while the others still have passes to enter."""
-    training = Quiet(device)
-    training.steps(PLANNED + 2)
+    training = in_a_plan(Quiet(device))
     if hvd.rank() == 0:
         training.steps(AHEAD)
         (folder / "finished").touch()
@@ -314,9 +290,7 @@ def test_shutdown_with_passes_under_way(tmp_path):
 
 def call_in_another_order(device: str) -> tuple[str, str]:
     """A rank without data calls a collective on the device before the others' pass, in step()."""
-    training = Training(device)
-    training.steps(PLANNED + 2)
-    assert is_planned()
+    training = in_a_plan(Training(device))
     training.optimizer.zero_grad()
     if hvd.rank() != 1:
         training.backward()

@@ -10,6 +10,7 @@ import pool
 import pytest
 import torch
 from arrivals import run_with_arrivals
+from slow import slow_after
 
 import torch_ring as hvd
 from torch_ring.collectives import objects
@@ -135,7 +136,7 @@ def test_a_newcomer_that_gets_something_else_is_an_error_on_all_ranks(part: str)
         assert "on rank 2" in text
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", slow_after(3, sorted(PARTS, reverse=True)))
 def test_what_is_damaged_once_is_sent_again(part: str) -> None:
     results = run_with_arrivals(let_one_in, 2, 1, args=(part, 1))
     kind, text, tensors = results[0]

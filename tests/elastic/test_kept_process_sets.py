@@ -180,22 +180,6 @@ def test_sets_that_nobody_has_an_object_of_end_with_the_world() -> None:
     assert pool.run(forget_sets, 3, may_die=[0])[1:] == [wanted] * 2
 
 
-def outside_of_elastic() -> None:
-    """Worlds made by the program itself do not know the ranks of earlier worlds."""
-    pair = hvd.add_process_set([0, 1])
-    hvd.shutdown()
-    hvd.init()
-    assert (pair.process_set_id, pair.ranks, pair.included()) == (None, [0, 1], False)
-    kind, text = pool.error_of(lambda: hvd.barrier(pair))
-    assert (kind, "has not been added" in text) == ("InvalidArgumentError", True)
-    hvd.add_process_set(pair)
-    check_process_set(pair, [0, 1])
-
-
-def test_init_makes_no_set_again() -> None:
-    pool.run(outside_of_elastic, 3)
-
-
 def use_a_second_hierarchy() -> tuple[list[int] | None, list[int] | None]:
     """The objects of the first call are gone."""
     for _ in range(2):
@@ -332,7 +316,6 @@ def expected_weights(
     ("transport", "size", "ranks", "deaths", "early"),
     [
         ("shm", 3, [1, 2], [(0, 3)], False),  # the set then has all ranks, and is no other world
-        ("tcp", 4, [0, 2, 3], [(1, 0)], False),
         ("shm", 4, [1, 3], [(2, 2), (0, 5)], False),
         ("shm", 4, [0, 2, 3], [(1, 0)], True),
         ("tcp", 4, [0, 2, 3], [(1, 0)], True),

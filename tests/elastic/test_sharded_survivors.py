@@ -14,6 +14,7 @@ import torch
 
 import torch_ring as hvd
 from torch_ring.errors import PeerLostError
+from torch_ring.optimizer.distributed_optimizer import follow_world
 
 STEPS = 8
 TORN = ("in its part", "after its part", "unheard")
@@ -147,3 +148,19 @@ def test_a_rank_dies_on_one_of_several_hosts(
         env={"MASTER_ADDR": f"{namespaces.NETWORK}.1", "MASTER_PORT": "29517"},
         namespaces=[hosts[host] for host in layout],
     )
+
+
+def follow_without_shared_memory() -> tuple[str, str]:
+    """As the elastic state does when ranks have come that share no memory, and one has died."""
+    model, optimizer = make()
+    optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+    gradients(model, 0).backward()
+    optimizer.step()
+    hvd.shutdown()
+    hvd.init()
+    return pool.error_of(lambda: follow_world(optimizer))
+
+
+def test_parts_outside_shared_memory_are_lost_with_their_world() -> None:
+    for kind, text in pool.run(follow_without_shared_memory, 3, transport="tcp"):
+        assert (kind, "begin again from a checkpoint" in text) == ("InvalidArgumentError", True)

@@ -38,7 +38,7 @@ from device_launches import LAUNCHES
 from device_operations import OPERATIONS, busy
 from device_places import PLACES
 from device_training import TRAINING
-from hostile_programs import HOSTILE
+from hostile_programs import HOSTILE, hostile
 from oracle import play_on
 from program_runs import run_programs
 from test_elastic_devices import PLACES as PLACES_OF_DEATH
@@ -320,9 +320,10 @@ def test_in_a_group_on_gpu(size, program):
     run_in_group(program, size)
 
 
-@pytest.mark.parametrize("program", HOSTILE, ids=lambda program: program.__name__)
-def test_planned_passes_on_gpu(program, tmp_path):
-    options = {"programs": [program], "reports": str(tmp_path), "run_ahead": True}
+@pytest.mark.parametrize("name", HOSTILE)
+def test_planned_passes_on_gpu(name, tmp_path):
+    programs = [functools.partial(hostile, name)]
+    options = {"programs": programs, "reports": str(tmp_path), "run_ahead": True}
     run(functools.partial(run_programs, **options), 2)
 
 

@@ -18,6 +18,7 @@ as it has joined, yields None in their place:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -93,22 +94,16 @@ def _wrap_optimizer(model: nn.Module, optimizer: Optimizer, **options: Any) -> t
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
-def _wrap_sharded(model: nn.Module, optimizer: Optimizer, **options: Any) -> tuple[Any, Any]:
-    return _wrap_optimizer(model, optimizer, shard_state=True, **options)
-
-
 def _wrap_for_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
     return DistributedDataParallel(model, bucket_cap_mb=0.001), optimizer
 
 
-def play_by_optimizer(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
-    """Play a program on this rank of torch_ring, and alone."""
-    _compare(program, args, Play(hvd.rank(), hvd.size(), _wrap_optimizer), hvd.allgather_object)
-
-
-def play_sharded(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
-    """Play a program on this rank of torch_ring with shard_state=True, and alone."""
-    _compare(program, args, Play(hvd.rank(), hvd.size(), _wrap_sharded), hvd.allgather_object)
+def play_by_optimizer(
+    program: Callable[..., Program], args: tuple[Any, ...], **options: Any
+) -> None:
+    """Play a program on this rank of torch_ring, and alone; its optimizers get the options, too."""
+    wrap = functools.partial(_wrap_optimizer, **options)
+    _compare(program, args, Play(hvd.rank(), hvd.size(), wrap), hvd.allgather_object)
 
 
 def play_on_device(program: Callable[..., Program], args: tuple[Any, ...]) -> None:
@@ -213,5 +208,5 @@ def expect_one_process(
             kind=DEVICE,  # torch counts devices only once in a process
         )
     else:
-        play = play_sharded if door == "sharded" else play_by_optimizer
+        play = functools.partial(play_by_optimizer, shard_state=door == "sharded")
         run(play, size, args=(program, args), transport=transport, env=env)

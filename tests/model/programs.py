@@ -9,14 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 from oracle import Play, Program, loss_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
-from training import FailingBackward
 from zoo import WORDS, Quantised, Reader, Segments, Towers, linear, net
 
 import torch_ring as hvd
@@ -88,10 +86,19 @@ def scheduled(play: Play, attach_first: bool) -> Program:
     assert abs(optimizer.param_groups[0]["lr"] - 0.002) < 1e-12
 
 
-def by_closures(play: Play) -> Program:
-    """Steps that compute the loss, and return that of all ranks."""
+BY_CLOSURES: dict[str, Callable[..., Optimizer]] = {
+    "momentum": OPTIMIZERS["momentum"],
+    "lbfgs": lambda parameters: LBFGS(parameters, lr=0.2, max_iter=6),
+    "lbfgs with a search": lambda parameters: LBFGS(
+        parameters, lr=0.2, max_iter=6, line_search_fn="strong_wolfe"
+    ),
+}
+
+
+def by_closures(play: Play, kind: str) -> Program:
+    """Steps that compute the loss, and return that of all ranks: by it, a line search decides."""
     model = net()
-    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    _, optimizer = play.wrap(model, BY_CLOSURES[kind](model.parameters()))
     for rows in play.batches(3):
 
         def closure(rows: Tensor = rows) -> Tensor:
@@ -118,24 +125,6 @@ def overflowing(play: Play, fused: bool) -> Program:
         scaler.update()
         yield model.parameters()
     assert scaler.get_scale() == 2.0**19
-
-
-def lbfgs(play: Play, line_search: str | None) -> Program:
-    """The decisions of a line search, by the loss of all ranks."""
-    model = net()
-    _, optimizer = play.wrap(
-        model, LBFGS(model.parameters(), lr=0.2, max_iter=6, line_search_fn=line_search)
-    )
-    for rows in play.batches(3):
-
-        def closure(rows: Tensor = rows) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, rows)
-            loss.backward()
-            return loss
-
-        loss = optimizer.step(closure)
-        yield [loss, *model.parameters()]
 
 
 def scaled_sparse_losses(play: Play) -> Program:
@@ -450,20 +439,6 @@ def contrastive(play: Play, loss: Callable[..., Tensor], way: str) -> Program:
         yield model.parameters()
 
 
-def recovered(play: Play) -> Program:
-    """Before each pass another one fails half-way; zero_grad() is enough to go on."""
-    model = net()
-    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1))
-    for rows in play.batches(2):
-        if not play.is_alone:
-            with pytest.raises(RuntimeError, match="out of luck"):
-                loss_of(model[1:], FailingBackward.apply(model[0](rows))).backward()
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        optimizer.step()
-        yield model.parameters()
-
-
 def there_and_back(model: nn.Module) -> None:
     model.float().double()
 
@@ -704,6 +679,9 @@ def with_holes(flat: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def in_numpys_memory(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     return torch.from_numpy(in_a_row(flat, parameter).numpy())
+
+
+LAYS = (in_a_row, transposed, with_holes, in_numpys_memory)
 
 
 def flat(play: Play, lay: Lay, op: hvd.ReduceOp, passes: int) -> Program:

@@ -55,7 +55,7 @@ AGREED = [
     *AHEAD,
     (programs.clipped, "synchronize"),
     (programs.accumulated, "synchronize"),
-    (programs.lbfgs, "strong_wolfe"),
+    (programs.by_closures, "lbfgs with a search"),
     (programs.skipped,),
     (programs.checkpointed, True),
     *[
@@ -94,7 +94,7 @@ SHARDED = [
     (programs.clipped, "synchronize"),
     (programs.scheduled, True),
     (programs.scheduled, False),
-    (programs.by_closures,),
+    (programs.by_closures, "momentum"),
     (programs.overflowing, False),
     (programs.overflowing, True),
     (programs.skipped,),
@@ -111,40 +111,64 @@ def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:
     expect_one_process(*case, size=3, transport=transport, door="sharded")
 
 
+HABITS = [
+    (programs.plain, "adam"),
+    *[(programs.plain, "momentum", make) for make in (Tied, Strided)],
+    *[(programs.by_closures, kind) for kind in programs.BY_CLOSURES],
+    *[
+        (programs.clipped, how)
+        for how in ("step", "synchronize", "synchronize twice", "skip_synchronize")
+    ],
+    *[(programs.scheduled, attach_first) for attach_first in (True, False)],
+    (programs.scaled_sparse_losses,),
+    (programs.skipped,),
+    (programs.frozen_and_thawed,),
+    *[(programs.quantised, groups) for groups in (None, "all", 1)],
+    *[(programs.checkpointed, use_reentrant) for use_reentrant in (True, False)],
+    (programs.contrastive, programs.clip, "grouped"),
+    (programs.contrastive, programs.simclr, "one by one"),
+    (programs.contrastive, programs.clip, "as in Horovod"),
+    (programs.contrastive, programs.clip_of_own_rows, "grouped"),
+    *[
+        (programs.converted, convert, op)
+        for convert in (programs.there_and_back, programs.by_data)
+        for op in OPS
+    ],
+    *[(programs.accumulated, how) for how in ("passes", "no_sync", "synchronize")],
+    (programs.adversaries,),
+    (programs.compiled, "aot_eager"),
+    slow((programs.compiled, "inductor")),
+    (programs.added_later,),
+    (programs.run_out, 0, {"groups": 2}),
+    (programs.penalised,),
+    *[(programs.looking_ahead, "momentum", set_to_none) for set_to_none in (True, False)],
+    *[slow((programs.looking_ahead, "adam", set_to_none)) for set_to_none in (True, False)],
+]
+
+
+@pytest.mark.parametrize("case", HABITS, ids=name_of)
+@pytest.mark.parametrize(
+    ("transport", "size", "env"), [("shm", 2, {}), ("tcp", 3, SMALL_BUCKETS)], ids=["shm", "tcp"]
+)
+def test_habits(transport: str, size: int, env: dict[str, str], case: tuple[Any, ...]) -> None:
+    expect_one_process(*case, size=size, transport=transport, env=env)
+
+
+OWN_MEMORY = [
+    *[
+        (programs.on_other_memory, how)
+        for how in ("data", "data before zero_grad", "share_memory", "by a hook", "in the pass")
+    ],
+    *[(programs.on_other_memory, how) for how in ("between passes", "by halves")],
+    *[(programs.on_given_memory, how) for how in ("assigned", "data", "by hand")],
+    *[(programs.flat, lay, op, n) for lay in programs.LAYS for op in OPS for n in (1, 2, 0)],
+]
+
+
+@pytest.mark.parametrize("case", OWN_MEMORY, ids=name_of)
 @on_both_transports
-def test_a_bucket_for_each_gradient(transport: str) -> None:
-    """Buckets are planned again after the first step."""
-    env = {"TORCH_RING_BUCKET_BYTES": "64"}
-    expect_one_process(programs.plain, "adam", transport=transport, env=env)
-
-
-def test_steps_that_compute_the_loss() -> None:
-    expect_one_process(programs.by_closures)
-
-
-@pytest.mark.parametrize("make", [Tied, Strided])
-def test_unusual_parameters(make: Any) -> None:
-    expect_one_process(programs.plain, "momentum", make)
-
-
-@pytest.mark.parametrize("how", ["step", "synchronize", "synchronize twice", "skip_synchronize"])
-def test_clipping_sees_averaged_gradients(how: str) -> None:
-    expect_one_process(programs.clipped, how)
-
-
-@pytest.mark.parametrize("attach_first", [True, False])
-def test_learning_rate_schedulers(attach_first: bool) -> None:
-    expect_one_process(programs.scheduled, attach_first)
-
-
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_lbfgs_takes_the_decisions_of_one_process(size: int, line_search: str | None) -> None:
-    expect_one_process(programs.lbfgs, line_search, size=size)
-
-
-def test_loss_scaling_with_accumulation_and_sparse_gradients() -> None:
-    expect_one_process(programs.scaled_sparse_losses)
+def test_gradients_in_memory_of_the_program(transport: str, case: tuple[Any, ...]) -> None:
+    expect_one_process(*case, transport=transport, env=SOME_DIRECT)
 
 
 @pytest.mark.parametrize(
@@ -157,32 +181,11 @@ def test_loss_scaling_with_accumulation_and_sparse_gradients() -> None:
         {"backward_passes_per_step": 2},
         {"gradient_predivide_factor": 2.0},
     ],
-    ids=lambda options: ",".join(options),
+    ids=",".join,
 )
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
 def test_sparse_gradients(transport: str, size: int, options: dict[str, Any]) -> None:
     expect_one_process(programs.sparse, options, size=size, transport=transport)
-
-
-@on_both_transports
-def test_a_rank_may_skip_backward(transport: str) -> None:
-    expect_one_process(programs.skipped, size=3, transport=transport)
-
-
-@on_both_transports
-def test_freeze_and_thaw(transport: str) -> None:
-    expect_one_process(programs.frozen_and_thawed, transport=transport)
-
-
-@pytest.mark.parametrize("groups", [None, "all", 1])
-def test_frozen_parameters_without_gradients(groups: str | int | None) -> None:
-    expect_one_process(programs.quantised, groups)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@on_both_transports
-def test_checkpointing(transport: str, use_reentrant: bool) -> None:
-    expect_one_process(programs.checkpointed, use_reentrant, transport=transport)
 
 
 @on_both_transports
@@ -208,41 +211,6 @@ def test_a_layer_outside_of_segments_and_inside(
     expect_one_process(program, *args, size=size, transport=transport, env=SMALL_BUCKETS)
 
 
-@pytest.mark.parametrize(
-    ("transport", "size", "loss", "way"),
-    [
-        ("shm", 2, programs.clip, "grouped"),
-        ("tcp", 3, programs.simclr, "one by one"),
-        ("shm", 2, programs.clip, "as in Horovod"),
-        ("shm", 2, programs.clip_of_own_rows, "grouped"),
-    ],
-)
-def test_contrastive_losses(transport: str, size: int, loss: Any, way: str) -> None:
-    expect_one_process(programs.contrastive, loss, way, size=size, transport=transport)
-
-
-def test_training_recovers_from_a_failed_backward() -> None:
-    expect_one_process(programs.recovered)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("convert", [programs.there_and_back, programs.by_data])
-@on_both_transports
-def test_a_converted_model(transport: str, convert: Any, op: hvd.ReduceOp) -> None:
-    expect_one_process(programs.converted, convert, op, transport=transport)
-
-
-@pytest.mark.parametrize("how", ["passes", "no_sync", "synchronize"])
-@on_both_transports
-def test_accumulation(transport: str, how: str) -> None:
-    expect_one_process(programs.accumulated, how, transport=transport)
-
-
-@on_both_transports
-def test_adversaries(transport: str) -> None:
-    expect_one_process(programs.adversaries, transport=transport)
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     ("transport", "passes", "synchronised"),
@@ -264,41 +232,10 @@ def test_one_of_two_optimizers(
     expect_one_process(programs.wrapped_twice, *args, size=3, transport=transport)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-def test_a_compiled_model(backend: str) -> None:
-    expect_one_process(programs.compiled, backend)
-
-
-def test_parameters_added_later() -> None:
-    expect_one_process(programs.added_later)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "data",
-        "data before zero_grad",
-        "share_memory",
-        "by a hook",
-        "in the pass",
-        "between passes",
-        "by halves",
-    ],
-)
-def test_gradients_on_other_memory(how: str) -> None:
-    expect_one_process(programs.on_other_memory, how, env=SOME_DIRECT)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
 def test_ranks_run_out_of_batches(transport: str, size: int, first: int) -> None:
     expect_one_process(programs.run_out, first, {}, size=size, transport=transport)
-
-
-@on_both_transports
-def test_ranks_run_out_of_batches_with_groups(transport: str) -> None:
-    args = 0, {"groups": 2}
-    expect_one_process(programs.run_out, *args, transport=transport, env=SMALL_BUCKETS)
 
 
 NEW, WRITTEN = (
@@ -334,17 +271,12 @@ def test_gradients_set_beside_backward(
         {"groups": 2},
         {"sparse_as_dense": True},
     ],
-    ids=lambda options: ",".join(options),
+    ids=",".join,
 )
 @on_both_transports
 def test_gradients_set_beside_backward_with(transport: str, options: dict[str, Any]) -> None:
     args = programs.assigned, True, (0, 1), "to none", options
     expect_one_process(programs.set_by_hand, *args, transport=transport)
-
-
-@on_both_transports
-def test_penalties_made_of_gradients(transport: str) -> None:
-    expect_one_process(programs.penalised, transport=transport, env=SMALL_BUCKETS)
 
 
 @pytest.mark.parametrize("first", range(10))
@@ -353,33 +285,3 @@ def test_habits_at_random(first: int, full: bool) -> None:
     for seed in range(first, 4000 if full else 40, 10):
         size, transport = (3, "tcp") if seed % 2 else (2, "shm")
         expect_one_process(habits.at_random, seed, size=size, transport=transport)
-
-
-@pytest.mark.parametrize("how", ["assigned", "data", "by hand"])
-@on_both_transports
-def test_memory_that_is_given_in_each_step(transport: str, how: str) -> None:
-    expect_one_process(programs.on_given_memory, how, transport=transport, env=SOME_DIRECT)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    "lay",
-    [
-        programs.in_a_row,
-        programs.transposed,
-        programs.with_holes,
-        programs.in_numpys_memory,
-    ],
-)
-@on_both_transports
-def test_a_step_of_the_programs_own(transport: str, lay: programs.Lay, op: hvd.ReduceOp) -> None:
-    for passes in (1, 2, 0):
-        args = lay, op, passes
-        expect_one_process(programs.flat, *args, transport=transport, env=SOME_DIRECT)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("kind", ["momentum", slow("adam")])
-@on_both_transports
-def test_lookahead(transport: str, kind: str, set_to_none: bool) -> None:
-    expect_one_process(programs.looking_ahead, kind, set_to_none, transport=transport)

@@ -1,4 +1,5 @@
-"""Autotuner: all ranks try the same bucket sizes in turns, and keep them only if they win."""
+"""Autotuner: a model of a step chooses bucket sizes, which all ranks try in turns, and keep only
+if they win."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from logs import logged
 from pool import run
+from training import take_step
 from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer import autotuner
-from torch_ring.optimizer.autotuner import Autotuner, BucketLimits
+from torch_ring.optimizer.autotuner import Autotuner, BucketLimits, Transfer, exposed_s, predict
 from torch_ring.optimizer.buckets import TensorSpec, plan_buckets
 
 MIB = 1 << 20
@@ -152,6 +154,57 @@ def test_a_tuner_that_is_stopped_goes_back(monkeypatch, tmp_path):
         assert is_default(job.limits)
 
 
+# --- the model of a step
+
+SPECS = [TensorSpec(MIB // 4, torch.float32, torch.device("cpu"))] * 32  # 1 MiB each
+READY_S = [(31 - index) / 31 for index in range(32)]  # one after the other, the last one first
+SMALL_LAST = BucketLimits(25 * MIB, MIB)
+
+
+def plan_of(limits):
+    return plan_buckets(SPECS, range(31, -1, -1), limits.capacity_bytes, limits.last_bytes)
+
+
+def test_two_measurements_give_latency_and_bandwidth():
+    true = Transfer(2e-3, 1e9)
+    found = Transfer.through((4096, true.time_s(4096)), (8 * MIB, true.time_s(8 * MIB)))
+    assert found == pytest.approx(true)
+    # Measurements that make no sense give no negative time.
+    found = Transfer.through((4096, 2e-3), (8 * MIB, 1e-3))
+    assert found.latency_s >= 0
+    assert found.bytes_per_s > 0
+    assert found.time_s(100) < 1
+
+
+def test_what_is_left_when_backward_ends():
+    """25 MiB are ready after 24/31 s and are sent in 0.25 s, 6 MiB then in 0.06, 1 MiB in 0.01."""
+    plan = plan_of(SMALL_LAST)
+    assert [bucket.numel * 4 // MIB for bucket in plan] == [25, 6, 1]
+    left = exposed_s(plan, READY_S, Transfer(0.0, 100 * MIB))
+    assert left == pytest.approx(max(24 / 31 + 0.25, 30 / 31) + 0.06 + 0.01 - 1)
+    assert exposed_s(plan, READY_S, Transfer(0.0, 1e15)) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_slow_network_wants_small_buckets_and_a_late_one_large_ones():
+    def best(transfer):
+        predicted = predict(SMALL_LAST, plan_of, READY_S, transfer)
+        return min(predicted.items(), key=lambda each: each[1])
+
+    network = Transfer(1e-5, 40 * MIB)  # 32 MiB in 0.8 s: sending should begin early
+    limits, left_s = best(network)
+    assert limits.capacity_bytes < 8 * MIB
+    assert left_s < exposed_s(plan_of(SMALL_LAST), READY_S, network) / 2
+    limits, left_s = best(Transfer(1.0, 1e12))  # a bucket costs a second: two are the fewest
+    assert len(plan_of(limits)) == 2
+    assert left_s == pytest.approx(15 / 31 + 2 - 1, abs=1e-3)
+
+
+def test_where_all_are_equal_the_default_stays():
+    found = predict(SMALL_LAST, plan_of, [0.0] * 32, Transfer(0.0, 1e18))
+    assert next(iter(found)) == SMALL_LAST
+    assert len({f"{left_s:.9f}" for left_s in found.values()}) == 1
+
+
 # --- real ranks
 
 
@@ -159,42 +212,37 @@ def train(passes_of_rank: list[int]) -> tuple[bool, list[int], bytes]:
     """Train; return whether there is a tuner, the sizes of buckets, and the weights."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4)))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     torch.manual_seed(1 + hvd.rank())
-    for _ in range(passes_of_rank[hvd.rank()]):
-        optimizer.zero_grad()
-        model(torch.randn(4, 96)).square().sum().backward()
-        optimizer.step()
+
+    def take_steps(count: int) -> None:
+        for _ in range(count):
+            take_step(optimizer, model(torch.randn(4, 96)).square().sum())
+
+    take_steps(passes_of_rank[hvd.rank()])
     if len(set(passes_of_rank)) > 1:
         hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 96)).square().sum().backward()
-            optimizer.step()
-    reducer = optimizer._reducer
-    sizes = [bucket.numel for bucket in reducer.layout.plan]
+        take_steps(3)
+    layout = optimizer._reducer.layout
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-    return reducer.layout.tuner is not None, sizes, weights
+    return layout.tuner is not None, [bucket.numel for bucket in layout.plan], weights
 
 
-AUTOTUNE = {"TORCH_RING_AUTOTUNE": "1", "TORCH_RING_BUCKET_BYTES": "50000"}
+SMALL = {"TORCH_RING_BUCKET_BYTES": "50000"}
+AUTOTUNE = SMALL | {"TORCH_RING_AUTOTUNE": "1"}
 
 
 @on_both_transports
 def test_ranks_tune_alike_and_train_the_same(transport, tmp_path):
-    plain_env = {"TORCH_RING_BUCKET_BYTES": "50000"}
-    env = AUTOTUNE | {"TORCH_RING_AUTOTUNE_LOG": str(tmp_path / "tuned.csv")}
+    log = tmp_path / "tuned.csv"
+    env = AUTOTUNE | {"TORCH_RING_AUTOTUNE_LOG": str(log)}
     tuned = run(train, 3, args=([30] * 3,), transport=transport, env=env)
-    plain = run(train, 3, args=([30] * 3,), transport=transport, env=plain_env)
+    plain = run(train, 3, args=([30] * 3,), transport=transport, env=SMALL)
     assert tuned[0] == tuned[1] == tuned[2]
     assert tuned[0][2] == plain[0][2]
-    assert tuned[0][0] == (transport == "tcp")
-    assert not plain[0][0]
-    assert (tmp_path / "tuned.csv").exists() == (transport == "tcp")
+    assert (tuned[0][0], plain[0][0]) == (transport == "tcp", False)
+    assert log.exists() == (transport == "tcp")
 
 
 def train_and_listen() -> list[str]:

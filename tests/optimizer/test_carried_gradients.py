@@ -12,7 +12,7 @@ from namespaces import NETWORK
 from pool import error_of, run
 from torch import nn
 from torch.optim import SGD
-from training import assert_same_on_all_ranks
+from training import assert_same_on_all_ranks, take_step
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -200,9 +200,7 @@ def carry_in_plain_passes(op: hvd.ReduceOp) -> None:
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=op)
     share = hvd.size() if op == hvd.Average else 1
     for _ in range(5):
-        optimizer.zero_grad()
-        (a + b).backward()
-        optimizer.step()
+        take_step(optimizer, a + b)
     with optimizer.no_sync():
         (a + b * 2).backward()
     (a * 3).backward()

@@ -170,6 +170,7 @@ def test_averaged_parts_that_not_all_ranks_report_are_averaged_again(reports, ca
 
 
 bitmaps = st.integers(0, 2**20 - 1)
+NOT_FINITE = [NotFinite(0, 5, Worst.nan, True), NotFinite(19, 1, Worst.infinite, False)]
 
 
 @st.composite
@@ -186,6 +187,8 @@ def gradient_reports(draw: st.DrawFn, optimizer: int) -> GradientReport:
         carried=carried,
         unsure=carried & draw(bitmaps),
         order=draw(st.lists(st.integers(0, 19), max_size=4)),
+        digest=draw(st.sampled_from([b"", b"12345678"])),
+        not_finite=draw(st.lists(st.sampled_from(NOT_FINITE), max_size=2)),
     )
 
 
@@ -198,6 +201,15 @@ def pass_reports(draw: st.DrawFn) -> list[PassReport]:
         reports.append((draw(st.integers(0, 1)), gradients, draw(st.booleans())))
     plan = draw(st.integers(0, 1))
     return [PassReport(steps, each, gave_up=up, plan=plan) for steps, each, up in reports]
+
+
+def test_other_bytes_are_no_reports():
+    report = rank(of(due=A, order=(2, 0), digest=b"12345678", not_finite=NOT_FINITE), plan=9)
+    encoded = report.encode()
+    longer = (len(encoded) + 1).to_bytes(4, "little") + encoded[4:] + b"\0"
+    for other in (longer, *(encoded[:size] for size in range(1, len(encoded)))):
+        with pytest.raises(RingError, match="other bytes than its parts"):
+            PassReport.decode_all(other)
 
 
 def values(decision: PassDecision) -> list[object]:

@@ -11,6 +11,7 @@ from training import (
     loss_of,
     make_model,
     part,
+    take_step,
     train,
     weights,
 )
@@ -46,9 +47,7 @@ def refuse_a_graph() -> None:
         loss = model(rows).sum(1).mean()  # the last layer's gradients have no graph
         with pytest.raises(RuntimeError, match=r"create_graph.*'\d.*' would lose its graph"):
             (loss + model(rows).square().mean()).backward(create_graph=True)
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        optimizer.step()
+        take_step(optimizer, loss_of(model, rows))
     assert_same_on_all_ranks(*model.parameters())
     x, one = weights(3, 1)
     optimizer = hvd.DistributedOptimizer(SGD([x, one], lr=0.0))

@@ -10,7 +10,7 @@ import torch
 from pool import error_of, run
 from torch import Tensor, nn
 from torch.optim import SGD
-from training import FailingBackward, grads, weights
+from training import FailingBackward, grads, take_step, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -195,9 +195,7 @@ def go_on_after_a_failure(then: str) -> None:
             except ValueError:
                 if then == "join":
                     break
-                other.zero_grad()
-                z.backward()
-                other.step()
+                take_step(other, z)
             one.step()
             one.zero_grad()
         if then == "join":

@@ -19,7 +19,7 @@ from pool import error_of, eventually, run
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
-from training import grads, weights
+from training import grads, take_step, weights
 from zoo import Segments
 
 import torch_ring as hvd
@@ -108,9 +108,7 @@ def interrupt_an_addition(folder: Path, steps_before: int, then: str) -> None:
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
     for _ in range(steps_before):
-        optimizer.zero_grad()
-        x.backward()
-        optimizer.step()
+        take_step(optimizer, x)
     (9 * x).backward()
     before = x.grad.item()
     interrupt_rank_1(folder, (6 * x).backward)
@@ -278,9 +276,7 @@ def interrupt_after_the_reduction(then: str) -> None:
         first.step(closure)
         assert grads(parameters) == [4, 3]
     first.step()
-    first.zero_grad()
-    (parameters[0] * (1 + hvd.rank())).backward()
-    first.step()
+    take_step(first, parameters[0] * (1 + hvd.rank()))
     assert grads(parameters[:1]) == [1.5]
 
 
@@ -301,9 +297,7 @@ def interrupt_the_preparation() -> None:
         patch.setattr(BucketLayout, "new_memory", interrupted)
         optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
         for _ in range(3):
-            optimizer.zero_grad()
-            (a + b).backward()
-            optimizer.step()
+            take_step(optimizer, a + b)
         kept = b.grad
         interrupts = 0
         a.grad = b.grad = None

@@ -7,7 +7,7 @@ import torch
 from pool import run
 from torch import nn
 from torch.optim import SGD
-from training import assert_same_on_all_ranks, make_model, weights
+from training import assert_same_on_all_ranks, make_model, take_step, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -159,9 +159,7 @@ def train_on_an_equal_set() -> None:
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), process_set=everyone)
     for epoch in range(2):
         for step in range(1 + 2 * hvd.rank() + epoch):
-            optimizer.zero_grad()
-            (model(torch.ones(4, 8)) * (step + hvd.rank())).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, (model(torch.ones(4, 8)) * (step + hvd.rank())).square().mean())
         hvd.broadcast_parameters(model.state_dict(), hvd.join())
     assert_same_on_all_ranks(*model.parameters())
 

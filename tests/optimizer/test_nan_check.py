@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import error_of, eventually, run
+from pool import error_of, eventually, expect_error, run
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
-from training import weights
+from training import take_step, weights
 
 import torch_ring as hvd
 from torch_ring.world import current
@@ -46,8 +46,7 @@ def expect(optimizer: Optimizer, *words: str) -> str:
     """Expect an error with these words from step() on all ranks, without any change."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in parameters]
-    kind, text = error_of(optimizer.step)
-    assert kind == ERROR, (kind, text)
+    text = expect_error(ERROR, "", optimizer.step)
     assert all(map(torch.equal, before, parameters))
     assert set(hvd.allgather_object(text)) == {text}
     assert all(word in text for word in words), text
@@ -184,8 +183,7 @@ def spoil_kinds_of_gradients() -> None:
         loss.backward()
         return loss
 
-    kind, text = error_of(lambda: optimizer.step(closure))
-    assert kind == ERROR
+    text = expect_error(ERROR, named, lambda: optimizer.step(closure))
     assert text.startswith(named)
 
 
@@ -236,17 +234,16 @@ def join_and_spoil() -> None:
     """The remaining ranks have other positions among themselves, but errors keep their ranks."""
     (x,) = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.1), [("x", x)], nan_check=True)
-    (x * 1).backward()
+    x.backward()
     optimizer.step()
     if hvd.rank() > 0:
         optimizer.zero_grad()
         (x * (float("nan") if hvd.rank() == 2 else 1.0)).backward()
-        kind, text = error_of(optimizer.step)
-        assert kind == ERROR
-        assert text.startswith("rank 2: the gradient of 'x' has a NaN, step 2")
+        text = expect_error(ERROR, "rank 2: the gradient of 'x' has a NaN, step 2", optimizer.step)
+        assert text.startswith("rank 2")
         optimizer.zero_grad()
     hvd.join()
-    (x * 1).backward()
+    x.backward()
     optimizer.step()
 
 
@@ -257,9 +254,9 @@ def spoil_in_a_set() -> None:
         SGD([x], lr=0.1), [("x", x)], nan_check=True, process_set=members
     )
     (x * (float("nan") if hvd.rank() != 1 else 1.0)).backward()
-    kind, text = error_of(optimizer.step)  # rank 0 steps alone
-    assert kind == ERROR
-    assert text.startswith(f"rank {0 if hvd.rank() == 0 else 2}: the gradient of 'x' has a NaN")
+    odd = f"rank {0 if hvd.rank() == 0 else 2}: "  # rank 0 steps alone
+    text = expect_error(ERROR, odd + "the gradient of 'x' has a NaN", optimizer.step)
+    assert text.startswith(odd)
 
 
 def leave_it_to_a_scaler(enabled: bool, unscales: bool, fused: bool) -> None:
@@ -294,24 +291,20 @@ def train_elastically() -> None:
     @hvd.elastic.run
     def train(_: hvd.elastic.TorchState) -> None:
         calls.append(hvd.rank())
-        (layer(torch.ones(1, 2)).sum() * float("nan")).backward()
-        optimizer.step()
+        take_step(optimizer, layer(torch.ones(1, 2)).sum() * float("nan"))
 
-    kind, _ = error_of(lambda: train(hvd.elastic.TorchState(layer, optimizer)))
-    assert kind == ERROR
+    expect_error(ERROR, "", lambda: train(hvd.elastic.TorchState(layer, optimizer)))
     assert len(calls) == 1
 
 
 def differ_when_wrapping() -> None:
-    (x,) = weights(1)
-    kind, text = error_of(
-        lambda: hvd.DistributedOptimizer(SGD([x], lr=0.1), nan_check=hvd.rank() == 1)
-    )
-    assert kind == "MismatchError"
-    assert "nan_check=False" in text
+    def wrap(nan_check: bool, op: hvd.ReduceOp = hvd.Average) -> None:
+        hvd.DistributedOptimizer(SGD(weights(1), lr=0.1), nan_check=nan_check, op=op)
+
+    text = expect_error("MismatchError", "nan_check=False", lambda: wrap(hvd.rank() == 1))
     assert "nan_check=True" in text
     with pytest.raises(ValueError, match=r"nan_check .* needs op=Average or Sum"):
-        hvd.DistributedOptimizer(SGD([x], lr=0.1), nan_check=True, op=hvd.Adasum)
+        wrap(True, hvd.Adasum)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from training import make_model
+from training import make_model, take_step
 
 import torch_ring as hvd
 
@@ -42,9 +42,7 @@ def train_beside_ddp(which: str) -> None:
         trained = ddp if which == "same" else model
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
         for _ in range(3):
-            optimizer.zero_grad()
-            trained(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, trained(torch.ones(2, 8)).sum())
     finally:
         dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pool import error_of, run
 from torch.optim import SGD
-from training import grads, weights
+from training import grads, take_step, weights
 
 import torch_ring as hvd
 from torch_ring._C import GradientReport
@@ -61,9 +61,7 @@ def step_once_more() -> tuple[str, str]:
     parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
     for _ in range(3):
-        optimizer.zero_grad()
-        sum(parameters).backward()
-        optimizer.step()
+        take_step(optimizer, sum(parameters))
     if hvd.rank() == 1:
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -98,12 +96,23 @@ def leave_a_part_of_a_bucket() -> None:
     a, b = parameters = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
     for _ in range(3):
-        optimizer.zero_grad()
-        (a + b).backward()
-        optimizer.step()
+        take_step(optimizer, a + b)
     a.grad = None
     (a * 3).backward()
     assert grads(parameters) == [3 * hvd.size(), hvd.size()]
+
+
+def end_in_python_on_one_rank() -> None:
+    """Both ways to end a pass send the same names and bytes."""
+    a, b = parameters = weights(1, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
+    for step in range(4):
+        if step == 2 and hvd.rank() == 1:  # then no digests of weights are sent
+            optimizer._reducer.plain = None
+        optimizer.zero_grad()
+        ((a * 2 + b * 4) * (1 + hvd.rank())).backward()
+        assert grads(parameters) == [6, 12]
+        optimizer.step()
 
 
 ONE_EACH = {"TORCH_RING_BUCKET_BYTES": "64"}
@@ -116,6 +125,7 @@ ONE_EACH = {"TORCH_RING_BUCKET_BYTES": "64"}
         (leave_one_to_the_step, (False,), ONE_EACH),
         (leave_one_to_the_step, (True,), ONE_EACH),
         (leave_a_part_of_a_bucket, (), {}),
+        (end_in_python_on_one_rank, (), {}),
     ],
 )
 def test_plain_passes(check, args, env):

@@ -12,39 +12,10 @@ from typing import Any
 import pytest
 from launched_jobs import LaunchedJob, run_job
 from scripts import ROOT
+from slow import slow
 
 pytestmark = pytest.mark.launcher
 EPOCHS = 40
-
-
-WHEN_TOLD = "until [ -e go ]; do sleep 0.05; done"
-
-
-def test_the_others_go_on(tmp_path: Path):
-    script = f"if [ $RANK = 1 ]; then exit 3; fi; {WHEN_TOLD}; echo $TORCH_RING_MIN_RANKS"
-    job = LaunchedJob("-np", "3", "--min-np", "2", "sh", "-c", script, folder=tmp_path)
-    job.wait_for_error("the other 2 go on")
-    (tmp_path / "go").touch()
-    assert job.wait() == 0
-    job.require_nothing_left()
-    assert sorted(job.stdout.splitlines()) == ["[0]<stdout>:2", "[2]<stdout>:2"]
-    assert said(job) == ["rank 1 on localhost failed with exit code 3: the other 2 go on"]
-
-
-def test_too_few_are_ended(tmp_path: Path):
-    script = (
-        f"if [ $RANK = 0 ]; then exec sleep 1000; fi; if [ $RANK = 2 ]; then {WHEN_TOLD}; fi; "
-        "exit $RANK"
-    )
-    job = LaunchedJob("-np", "3", "--min-np", "2", "sh", "-c", script, folder=tmp_path)
-    job.wait_for_error("the other 2 go on")
-    (tmp_path / "go").touch()
-    assert job.wait() == 2
-    job.require_nothing_left()
-    assert said(job) == [
-        "rank 1 on localhost failed with exit code 1: the other 2 go on",
-        "rank 2 on localhost failed with exit code 2: the other ranks are ended",
-    ]
 
 
 WATCHING = """
@@ -196,7 +167,7 @@ def test_a_lost_host_is_left_out_for_a_time(tmp_path):
     assert f"{OTHER} is left out for 0.5 s" in said(job)
 
 
-@pytest.mark.parametrize("signals", ["agent", "agent and ranks"])
+@pytest.mark.parametrize("signals", [slow("agent"), "agent and ranks"])
 def test_the_ranks_of_a_host_that_gets_sigterm_leave_in_peace(tmp_path, signals):
     options = ("--min-np", "1", "--max-np", "5", "--standby", "1", "--grace-period", "60")
     job = ElasticJob(tmp_path, *options, hosts=f"localhost {OTHER}:3")

@@ -11,7 +11,6 @@ import threading
 
 import pytest
 from rank_functions import (
-    averages,
     fail_on_one,
     leave_quietly,
     place,
@@ -63,7 +62,6 @@ def test_the_arguments_of_horovods_run(capsys):
     [
         ({"num_proc": 2, "np": 3}, "num_proc=2 and np=3: give one of them"),
         ({"network_interface": "no0"}, "no network interface 'no0'"),
-        ({"np": 2, "max_num_proc": 3}, "--max-np 3 needs --min-np"),
         ({"np": 2, "cooldown_range": (1, 2)}, "--blacklist-cooldown-range needs --max-np"),
         ({"hosts": "a:1", "hostfile": "b"}, "give hosts or a host file, and not both"),
     ],
@@ -138,16 +136,13 @@ def test_a_full_disk_ends_no_job(capsys, monkeypatch):
         ("value", "LookupError: nothing there", LookupError),
         ("own", "OwnError: a", None),
         ("exit", "SystemExit: 3", SystemExit),
-        ("leave", "rank 1 on localhost failed with exit code 9", None),
-        ("kill", "rank 1 on localhost was ended by SIGKILL", None),
     ],
 )
 def test_an_error_has_the_traceback_of_its_rank(kind, message, cause):
-    with pytest.raises(RuntimeError, match=f"rank 1 on localhost (?s:.*){message}|{message}") as it:
-        run(raise_on_one, (kind,), np=3)
+    with pytest.raises(RuntimeError, match=f"rank 1 on localhost (?s:.*){message}") as it:
+        run(raise_on_one, (kind,), np=2)
     assert type(it.value.__cause__) is (cause or type(None))
-    if kind in ("value", "own"):
-        assert "in raise_on_one" in str(it.value)
+    assert kind == "exit" or "in raise_on_one" in str(it.value)
 
 
 def test_a_rank_without_a_result():
@@ -167,7 +162,3 @@ def test_variables_and_a_secret_of_each_start():
     assert first[0] == first[1]
     assert first[0][0] == "hi"
     assert first[0] != second[0]
-
-
-def test_a_function_that_trains():
-    assert run(averages, np=2) == [(False, 0.5)] * 2

@@ -200,14 +200,6 @@ def test_no_secret_is_on_a_command_line(cluster):
     assert secret not in job.stdout + job.stderr
 
 
-def test_a_secret_is_made_where_the_user_has_none(cluster):
-    code, out, _ = cluster.run(*on(cluster, 1, 1), "sh", "-c", "echo $TORCH_RING_SECRET")
-    assert code == 0
-    secrets = {line.partition(":")[2] for line in out.splitlines()}
-    assert len(secrets) == 1
-    assert len(secrets.pop()) == 64
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -9,8 +9,9 @@ from exchanges import exchange_on, new_name, path_on_host, place_of
 from torch.distributed import HashStore
 
 from torch_ring.errors import RingError, TimeoutError
+from torch_ring.setup import host_socket
 from torch_ring.setup.exchange import FailurePath, failing_together
-from torch_ring.setup.failure import Failure, missing_ranks, two_of_a_rank
+from torch_ring.setup.failure import Failure, missing_ranks
 from torch_ring.setup.host_socket import HostLeader
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
@@ -23,7 +24,8 @@ def is_asked(path: FailurePath) -> bool:
     return bool(path.host._selector.select(0))
 
 
-def test_an_interrupt_before_the_welcome_is_told():
+def test_an_interrupt_before_the_welcome_is_told(monkeypatch):
+    monkeypatch.setattr(host_socket, "TELL_S", 0.05)  # there is nobody left to tell
     name = new_name()
     busy = path_on_host(Identity(0, 3), 30.0, None, name)  # leads, but does not look yet
     with a_signal_after(0.3, once=lambda: is_asked(busy)), pytest.raises(Bell):
@@ -74,6 +76,7 @@ PLAIN = "and do they call init()?"
 def test_the_error_of_a_missing_rank_has_the_probable_cause(
     monkeypatch, job, address, local_size, hint
 ):
+    monkeypatch.setattr(host_socket, "TELL_S", 0.05)  # there is nobody to tell
     if address is not None:
         monkeypatch.setenv("MASTER_ADDR", address)
     path = path_on_host(Identity(0, 2, job=job, local_size=local_size), 0.3, None, new_name())
@@ -106,11 +109,6 @@ def test_a_list_of_missing_ranks_is_never_empty():
     assert str(missing_ranks([0, 2], 3, deadline)).startswith("rank 1 of 3 did not arrive within")
     late = str(missing_ranks([0, 1, 2], 3, deadline))
     assert late.startswith("all 3 ranks have come, but the last of them not within 2 s")
-
-
-def test_two_processes_of_a_rank_may_be_two_jobs():
-    text = str(two_of_a_rank(1, 3))
-    assert text.startswith("two processes are rank 1 of 3, or another job has the same MASTER_ADDR")
 
 
 def test_a_failure_that_was_sent_writes_no_control_characters():

@@ -38,9 +38,7 @@ def test_a_reset_without_last_words_is_an_error(ends: tuple[FrameSocket, FrameSo
         one.receive()
 
 
-def test_a_frame_of_too_many_bytes_is_refused_by_its_header(
-    ends: tuple[FrameSocket, FrameSocket],
-) -> None:
+def test_a_frame_of_too_many_bytes_is_refused_by_its_header(ends):
     one, other = ends
     other.socket.send(encode(Kind.HELLO, bytes(1000))[:HEADER_BYTES])
     with pytest.raises(ValueError, match="1000 bytes and 0 descriptors is no HELLO"):

@@ -13,7 +13,7 @@ from torch_ring.setup.launchers import (
     without_launchers,
 )
 
-TORCHRUN = {
+TORCHS = {
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
@@ -21,20 +21,9 @@ TORCHRUN = {
     "GROUP_RANK": "1",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "run",
-    "TORCHELASTIC_RESTART_COUNT": "2",
 }
-OURS = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "12345",
-    "TORCH_RING_RUN_ID": "0123",
-}
+TORCHRUN = TORCHS | {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "2"}
+OURS = TORCHS | {"GROUP_WORLD_SIZE": "2", "TORCH_RING_RUN_ID": "0123"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -63,30 +52,22 @@ IS_SRUN = Identity(5, 7, 1, None, "2", 4, "srun", "4711/0")
 @pytest.mark.parametrize(
     ("environment", "identity"),
     [
-        pytest.param({}, Identity(), id="nobody"),
-        pytest.param(TORCHRUN, IS_TORCHRUN, id="torchrun"),
-        pytest.param(OURS, IS_OURS, id="torch_ring.run"),
-        pytest.param(
-            OURS | {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}, IS_OURS, id="torch_ring.run, whole"
-        ),
-        pytest.param(OPEN_MPI, IS_OPEN_MPI, id="Open MPI"),
-        pytest.param(HYDRA, IS_HYDRA, id="MPICH"),
-        pytest.param(SRUN, IS_SRUN, id="srun"),
-        pytest.param(SRUN | TORCHRUN, IS_TORCHRUN, id="torchrun in srun"),
-        pytest.param(SRUN | OPEN_MPI, IS_OPEN_MPI, id="mpirun in srun"),
-        pytest.param(SRUN | HYDRA, IS_HYDRA, id="hydra's proxies started by srun"),
-        pytest.param(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "7"}, IS_SRUN, id="srun --mpi=pmi2"),
-        pytest.param(
-            {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, Identity(), id="salloc shell"
-        ),
-        pytest.param(SRUN | {"SLURM_STEP_ID": "4294967290"}, Identity(), id="interactive step"),
-        pytest.param(SRUN | {"WORLD_SIZE": "7"}, IS_SRUN, id="srun with WORLD_SIZE by hand"),
-        pytest.param(
-            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
-            Identity(1, 2, launcher="horovodrun"),
-            id="horovodrun",
-        ),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, Identity(0, 2, launcher="env"), id="env"),
+        ({}, Identity()),
+        (TORCHRUN, IS_TORCHRUN),
+        (OURS, IS_OURS),
+        (OURS | {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}, IS_OURS),
+        (OPEN_MPI, IS_OPEN_MPI),
+        (HYDRA, IS_HYDRA),
+        (SRUN, IS_SRUN),
+        (SRUN | TORCHRUN, IS_TORCHRUN),  # torchrun in srun
+        (SRUN | OPEN_MPI, IS_OPEN_MPI),  # mpirun in srun
+        (SRUN | HYDRA, IS_HYDRA),  # its proxies are started by srun
+        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "7"}, IS_SRUN),  # srun --mpi=pmi2
+        ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, Identity()),  # shell of salloc
+        (SRUN | {"SLURM_STEP_ID": "4294967290"}, Identity()),  # interactive step
+        (SRUN | {"WORLD_SIZE": "7"}, IS_SRUN),  # set by hand
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, Identity(1, 2, launcher="horovodrun")),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, Identity(0, 2, launcher="env")),
     ],
 )
 def test_identity_from_each_launcher(environment, identity):

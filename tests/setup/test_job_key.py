@@ -105,12 +105,6 @@ class Meddled(HashStore):
             super().set(key, self.change(key, value, self.values))
 
 
-def test_hosts_meet_over_an_honest_store():
-    store = Meddled(lambda _key, value, _values: value)
-    for found in run_on_ranks(3, lambda rank: meet(store, rank, KEY)):
-        assert sorted(found) == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
-
-
 def redirected(key, value, values):
     """Change the address in rank 1's value, and not its tag."""
     if "value/" not in key:

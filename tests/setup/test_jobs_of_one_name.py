@@ -328,11 +328,8 @@ def init_in_a_child(folder: Path) -> list[Any]:
     return [text, total, pid and os.getpid()]
 
 
-@on_both_transports
-def test_a_child_of_a_rank_is_told_that_it_has_inherited_its_variables(tmp_path, transport):
-    (text, total, _), (_, _, holder) = run(
-        init_in_a_child, 2, args=[tmp_path], transport=transport, initialized=False
-    )
+def test_a_child_of_a_rank_is_told_that_it_has_inherited_its_variables(tmp_path):
+    (text, total, _), (_, _, holder) = run(init_in_a_child, 2, args=[tmp_path], initialized=False)
     assert text.startswith(f"rank 1 of 2 is process {holder}, which has started this one")
     assert "RANK, WORLD_SIZE and MASTER_PORT" in text
     assert total == 2.0

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -18,44 +17,26 @@ from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
 
 
-def become_a_rank_of_horovodrun() -> int:
-    """Replace the environment by horovodrun's, which gives no address; return the rank."""
-    rank, size = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
-    for name in [n for n in os.environ if n.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_"))]:
+def become_a_rank_of_horovodrun() -> None:
+    """Replace the environment by horovodrun's, which gives no address."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    ours = ("MASTER_", "TORCHELASTIC_", "GROUP_", "RANK", "LOCAL_", "WORLD_")
+    for name in [name for name in os.environ if name.startswith(ours)]:
         del os.environ[name]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name)
-    os.environ |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": size, "HOROVOD_LOCAL_SIZE": size}
-    return rank
-
-
-def join_repeatedly() -> None:
-    for _ in range(5):
-        hvd.init()
-        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
-        hvd.shutdown()
+    os.environ |= {"HOROVOD_RANK": rank, "HOROVOD_SIZE": size, "HOROVOD_LOCAL_SIZE": size}
 
 
 def join_without_an_address() -> None:
     become_a_rank_of_horovodrun()
-    join_repeatedly()
+    for _ in range(5):
+        hvd.init()
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+        hvd.shutdown()
     assert not store._stores  # the ranks of one host need none
 
 
 def test_on_one_host_without_an_address():
     run(join_without_an_address, 3, initialized=False)
-
-
-def at_an_address(host: str = "127.0.0.1") -> dict[str, str]:
-    return {
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(free_port()),
-    }
-
-
-def test_at_an_address():
-    run(join_repeatedly, 2, initialized=False, env=at_an_address("localhost"))
 
 
 def join_by_arguments() -> None:
@@ -79,7 +60,9 @@ def fail_on_rank_0() -> str:
 
 
 def test_rank_0_tells_why_it_fails_before_its_store_ends():
-    for text in run(fail_on_rank_0, 3, initialized=False, env=at_an_address()):
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(free_port())
+    for text in run(fail_on_rank_0, 3, initialized=False, env=env):
         assert "TORCH_RING_INTERFACE='nope0'" in text
 
 
@@ -94,13 +77,16 @@ def find(identity, environment, config=Config(), **more):  # noqa: B008  it cann
 @pytest.mark.parametrize(
     ("launcher", "environment", "message"),
     [
-        ("env", {}, "set MASTER_ADDR .* and MASTER_PORT .* on all of them$"),
+        ("env", {}, "the 2 ranks of RANK and WORLD_SIZE .* MASTER_PORT .* on all of them$"),
+        ("Open MPI", {}, "the 2 ranks of Open MPI may be on several hosts: set MASTER_ADDR"),
+        ("Open MPI", {}, r"127\.0\.0\.1 if all are on this one"),
         ("srun", {}, "SLURM_STEP_NODELIST is not set: set MASTER_ADDR"),
         ("env", {"MASTER_ADDR": "x", "MASTER_PORT": "http"}, "MASTER_PORT='http': must be a port"),
         ("env", {"MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT='65536'"),
     ],
 )
-def test_missing_and_wrong_addresses_are_named(launcher, environment, message):
+def test_missing_and_wrong_addresses_are_named(monkeypatch, launcher, environment, message):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # to import it is an ImportError
     with pytest.raises(InvalidArgumentError, match=message):
         find(Identity(1, 2, launcher=launcher), environment)
 
@@ -213,21 +199,16 @@ def test_mpi_that_is_silent_is_given_up_and_asked_no_second_time():
     assert len(comm.said) == 1
 
 
+def locate_stores() -> bool:
+    """Return whether MPI has been loaded."""
+    for launcher in ("Open MPI", "Hydra", "PMI", "srun", "torchrun", "env"):
+        identity = Identity(1, 2, 0, 1, launcher=launcher)
+        assert find(identity, {"MASTER_ADDR": "10.0.0.1"}).key.secret == ""
+    return "mpi4py.MPI" in sys.modules
+
+
 def test_mpi_is_not_initialized_for_a_secret():
-    program = """
-import sys
-from torch_ring.config import Config
-from torch_ring.setup import store
-from torch_ring.setup.network import Deadline
-from torch_ring.setup.launchers import Identity
-for launcher in ("Open MPI", "Hydra", "PMI", "srun", "torchrun", "env"):
-    identity = Identity(1, 2, 0, 1, launcher=launcher)
-    where = {"MASTER_ADDR": "10.0.0.1"}
-    place = store.locate_store(identity, Config(), Deadline(5.0), environment=where)
-    assert place.key.secret == ""
-assert "mpi4py.MPI" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert run(locate_stores, 1, initialized=False) == [False]
 
 
 @pytest.mark.usefixtures("_fresh_stores")

@@ -1,5 +1,6 @@
 """Calls of a store that does not answer: they end at the deadline, or at a signal."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,11 +21,11 @@ import torch_ring.setup.store as store_module
 import torch_ring.setup.store_client as store_client
 from torch_ring._C import StoreCall
 from torch_ring.config import Config
-from torch_ring.errors import InvalidArgumentError, TimeoutError
+from torch_ring.errors import InvalidArgumentError, PeerLostError, TimeoutError
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.store import locate_store
-from torch_ring.setup.store_client import StoreClient, addresses_of
+from torch_ring.setup.store_client import StoreClient, addresses_of, open_store
 
 
 def test_a_client_does_what_the_store_does():
@@ -74,6 +75,40 @@ def test_a_silent_server(interrupted):
     else:
         assert "accepts connections, but has not answered as rank 0's store within 1.5 s" in text
         assert "does another program have its port (MASTER_PORT)?" in text
+
+
+# --- a store that ends while a rank connects to it
+
+WHO = "the store of this test"
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_store_that_ends_meanwhile_is_given_up(monkeypatch, is_reset):
+    """torch would try until its timeout."""
+    monkeypatch.setattr(store_client, "CONNECT_S", 30.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def end() -> None:
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(listener.accept()[0]) for _ in range(2)]
+            stack.enter_context(listener)
+            for each in connections if is_reset else ():
+                linger_for_0_s = (1).to_bytes(4, "little") + bytes(4)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_for_0_s)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    expected = f"{WHO}: .*(it has ended|reset by peer)"
+    with pytest.raises(PeerLostError, match=expected):
+        open_store(listener.getsockname(), WHO)
+    thread.join()
+
+
+def test_where_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    with pytest.raises(PeerLostError, match=f"{WHO}: .*refused"):
+        open_store(address, WHO)
 
 
 # --- a rank 0 that cannot reach its own store

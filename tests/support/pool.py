@@ -113,6 +113,13 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
     return "nothing", ""
 
 
+def expect_error(kind: str, words: str, call: Callable[[], object]) -> str:
+    """Expect an exception of `call` by its type's name and words of its text, which is returned."""
+    found, text = error_of(call)
+    assert (found, words in text) == (kind, True), f"{found}: {text}"
+    return text
+
+
 def run(
     fn: Callable[..., Any],
     size: int,

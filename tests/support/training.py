@@ -48,6 +48,13 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean() + model(batch).sum(1).mean()
 
 
+def take_step(optimizer: Optimizer, loss: Tensor) -> None:
+    """Take a step on a loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def train(
     model: nn.Module,
     optimizer: Optimizer,

@@ -36,7 +36,7 @@ def accused(text: str) -> list[int]:
     return sorted(int(rank) for rank in ranks)
 
 
-def come_late(late: list[int], several_hosts: bool, folder: Path) -> list[str]:
+def come_late(late: list[int], folder: Path) -> list[str]:
     """Reduce on all ranks; late ones come after the others have reported them. Return the log."""
     values = torch.ones(3)
     hvd.barrier()
@@ -47,9 +47,8 @@ def come_late(late: list[int], several_hosts: bool, folder: Path) -> list[str]:
             return [text for text in messages if "'x'" in text and " has waited " in text]
 
         def has_told() -> bool:
-            # On several hosts some ranks name only the late ranks of their own host.
             lines = warnings()
-            return len(lines) >= 2 and (several_hosts or late in map(accused, lines))
+            return len(lines) >= 2 and late in map(accused, lines)
 
         if hvd.rank() in late:
             assert eventually(lambda: all(path.exists() for path in told.values()))
@@ -60,38 +59,25 @@ def come_late(late: list[int], several_hosts: bool, folder: Path) -> list[str]:
         return warnings()
 
 
-def check_warnings(logs: list[list[str]], late: list[int], *, several_hosts: bool = False) -> None:
-    """Check that the late ranks are named; on several hosts perhaps only those of the own host."""
-    for rank, lines in enumerate(logs):
-        if rank in late:
-            continue
+@pytest.mark.parametrize(("transport", "size", "late"), [("shm", 4, [0, 2]), ("tcp", 5, [2, 3])])
+def test_a_warning_names_the_late_ranks_and_repeats(transport, size, late, tmp_path):
+    """Only one rank is late in tests/cpp/engine_errors_test.cc, on all layouts of hosts."""
+    env = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_STALL_WARNING": str(WARN_S)}
+    logs = run(come_late, size, args=(late, tmp_path), transport=transport, env=env)
+    for rank in {*range(size)}.difference(late):
+        lines = logs[rank]
         assert len(lines) >= 2, "a warning repeats"
         # The first warning may precede some punctual ranks, and the last may follow some late ones.
         named = [accused(line) for line in lines]
-        assert late in named or several_hosts, (rank, lines)
+        assert late in named, (rank, lines)
         assert named[-1], (rank, lines)
         assert set(named[-1]) <= set(late), (rank, lines)
         assert lines[-1].endswith("It goes on waiting: TORCH_RING_TIMEOUT is not set")
         assert lines[-1].startswith(f"rank {rank} has waited ")
 
 
-TELL_ALWAYS = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_STALL_WARNING": str(WARN_S)}
-
-
-@pytest.mark.parametrize(("transport", "size", "late"), [("shm", 4, [0, 2]), ("tcp", 5, [2, 3])])
-def test_a_warning_names_the_late_ranks_and_repeats(transport, size, late, tmp_path):
-    args = late, False, tmp_path
-    check_warnings(run(come_late, size, args=args, transport=transport, env=TELL_ALWAYS), late)
-
-
 class TestSeveralHosts:
     pytestmark = on_hosts
-
-    @pytest.mark.slow
-    def test_late_ranks(self, hosts, tmp_path):
-        layout, late = [0, 1, 1, 2], [0, 3]
-        logs = run_on_hosts(come_late, hosts, layout, late, True, tmp_path, env=TELL_ALWAYS)
-        check_warnings(logs, late, several_hosts=True)
 
     @pytest.mark.slow
     def test_a_rank_that_is_stopped(self, hosts, tmp_path):

@@ -21,7 +21,7 @@ from host_fixtures import on_hosts, run_on_hosts
 from pool import error_of, run
 
 import torch_ring as hvd
-from torch_ring.world import preemption
+from torch_ring.world import current, preemption
 
 
 @contextlib.contextmanager
@@ -241,8 +241,9 @@ def test_arguments():
     assert error_of(preemption.requested)[0] == "NotInitializedError"
 
 
-def wait_for_a_silent_rank() -> tuple[str, str]:
+def wait_for_a_silent_rank(limit_s: float) -> tuple[str, str]:
     """Rank 1 is stopped when rank 0 gets its signal."""
+    object.__setattr__(current.world().config, "init_timeout_s", limit_s)
     pids = hvd.allgather_object(os.getpid())
     if hvd.rank() == 1:
         signal.pause()
@@ -258,11 +259,20 @@ def wait_for_a_silent_rank() -> tuple[str, str]:
         os.kill(pids[1], signal.SIGKILL)
 
 
-def test_a_rank_that_is_stopped_does_not_hold_the_others_for_ever():
-    heartbeat = {"TORCH_RING_HEARTBEAT_TIMEOUT": "2"}
-    kind, text = run(wait_for_a_silent_rank, 2, env=heartbeat, may_die=(1,))[0]
-    assert kind == "PeerLostError"
-    assert "was lost while the ranks agreed where to stop" in text
+@pytest.mark.parametrize(
+    ("heartbeat_s", "limit_s", "kind", "reason"),
+    [
+        (2, 60.0, "PeerLostError", "was lost while the ranks agreed where to stop"),
+        (60, 1.0, "TimeoutError", "have not agreed within 1 s"),
+    ],
+)
+def test_a_rank_that_is_stopped_does_not_hold_the_others_for_ever(
+    heartbeat_s, limit_s, kind, reason
+):
+    heartbeat = {"TORCH_RING_HEARTBEAT_TIMEOUT": str(heartbeat_s)}
+    outcomes = run(wait_for_a_silent_rank, 2, args=(limit_s,), env=heartbeat, may_die=(1,))
+    assert outcomes[0][0] == kind
+    assert reason in outcomes[0][1]
 
 
 def stop_an_elastic_job() -> list[int]:

@@ -1,4 +1,7 @@
-"""The same program gives the same bits in every run, with any delays of its operations."""
+"""The same training gives the same bits in every run, with any delays of its operations.
+
+tests/cpp/same_bits_test.cc compares single collectives.
+"""
 
 import hashlib
 import random
@@ -12,7 +15,6 @@ from torch import Tensor, nn
 
 import torch_ring as hvd
 
-RUNS = 12
 TRAININGS = 4
 COUNTS = (20, 800, 3000, 12_000, 40_001, 150_000)  # inline or not, gathered or not, and longer
 
@@ -22,30 +24,6 @@ def numbers(count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.rand(count, generator=generator) * 8 - 4
     return torch.randn(count, generator=generator) * 10**exponents
-
-
-def digest(tensors: list[Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
-
-
-def sums_of_asynchronous_operations() -> set[str]:
-    """Return the digests of the results in every run, by its own order and delays on each rank."""
-    tensors = [numbers(count, 10 * i + hvd.rank()) for i, count in enumerate(COUNTS)]
-    digests = set()
-    for number in range(RUNS):
-        chance = random.Random(100 * number + hvd.rank())
-        named = number % 2 == 0  # without names they are matched by their order
-        order = chance.sample(range(len(tensors)), len(tensors)) if named else range(len(tensors))
-        handles = {}
-        for i in order:
-            name = f"tensor {i}" if named else None
-            handles[i] = hvd.allreduce_async(tensors[i], op=hvd.Sum, name=name)
-            if chance.random() < 0.5:
-                time.sleep(chance.random() * 0.003)
-        digests.add(digest([hvd.synchronize(handles[i]) for i in range(len(tensors))]))
-    # One after the other: nothing is fused.
-    digests.add(digest([hvd.allreduce(tensor, op=hvd.Sum) for tensor in tensors]))
-    return digests
 
 
 def weights_after_training() -> set[str]:
@@ -66,24 +44,17 @@ def weights_after_training() -> set[str]:
             model(batch).square().mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        digests.add(digest(list(model.parameters())))
+        bits = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+        digests.add(hashlib.sha256(bits).hexdigest())
     return digests
-
-
-def both() -> tuple[set[str], set[str]]:
-    return sums_of_asynchronous_operations(), weights_after_training()
-
-
-def require_one_result(found: list[tuple[set[str], set[str]]]) -> None:
-    for results in zip(*found, strict=True):  # of all ranks
-        assert len(set.union(*results)) == 1
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3)])
 def test_every_run_has_the_same_bits(transport, size):
     # Buckets that are sent during backward, and fused if they meet.
     env = {"TORCH_RING_BUCKET_BYTES": "50000"}
-    require_one_result(run(both, size, transport=transport, env=env))
+    found = run(weights_after_training, size, transport=transport, env=env)
+    assert len(set.union(*found)) == 1
 
 
 OF_HOSTS = (0, 1, 0, 1)
@@ -114,7 +85,8 @@ class TestTwoHosts:
 
     def test_every_run(self, hosts):
         env = {"TORCH_RING_BUCKET_BYTES": "50000"}
-        require_one_result(run_on_hosts(both, hosts, [0, 0, 1, 1], env=env))
+        found = run_on_hosts(weights_after_training, hosts, [0, 0, 1, 1], env=env)
+        assert len(set.union(*found)) == 1
 
     def test_sums_of_16_bit_floats_are_added_host_by_host(self, hosts):
         run_on_hosts(sums_of_16_bits, hosts, OF_HOSTS)

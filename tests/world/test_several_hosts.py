@@ -12,13 +12,11 @@ import namespaces
 import programs
 import pytest
 import torch
-from dtype_checks import check_complex, check_integer_averages, check_moves
 from host_fixtures import on_hosts, run_on_hosts
 from logs import logged
 from oracle import play_by_optimizer
 from packet_loss import losing_packets
 from pool import all_have_passed, error_of
-from rooted_checks import check_every_root
 from slow import slow
 
 import torch_ring as hvd
@@ -71,24 +69,6 @@ def test_layouts_of_ranks_on_hosts(hosts, layout, connections):
     assert f"{namespaces.NETWORK}.1" in lines[0]
     assert ("shared memory" in lines[0]) == (len(set(layout)) < len(layout))
     assert lines[1:] == [""] * (len(layout) - 1)
-
-
-def check_dtypes() -> None:
-    check_integer_averages()
-    check_complex()
-    check_moves()
-
-
-@pytest.mark.parametrize(
-    ("check", "layout"),
-    [
-        (check_dtypes, [0, 0, 1, 1]),
-        # Rank 1 is on no lane, as the second host has no second rank.
-        (check_every_root, [0, 0, 1]),
-    ],
-)
-def test_shared_memory_inside_and_a_ring_between(hosts, check, layout):
-    run_on_hosts(check, hosts, layout)
 
 
 # --- process sets

@@ -78,9 +78,7 @@ def test_a_signal_handler_may_shut_down(transport):
     run(shut_down_in_a_handler, 2, transport=transport)
 
 
-def test_an_exception_while_handlers_are_given_back_swallows_no_other_signal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_exception_while_handlers_are_given_back_swallows_no_other_signal(monkeypatch):
     """Ctrl-C comes when its handler is restored, and SIGTERM's is not yet."""
     give_back = signal.signal
     came: list[int] = []

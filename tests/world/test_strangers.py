@@ -94,22 +94,11 @@ class TestHosts:
             assert lines == []
             assert texts == ["taken", "taken"]
 
-    def test_hosts_with_different_secrets_say_so(self, hosts):
-        for text in run_on_hosts(join_with_own_secret, hosts, [0, 1], initialized=False):
-            assert "is TORCH_RING_SECRET the same on all ranks?" in text
-
     def test_copies_of_a_virtual_machine_use_tcp(self, hosts):
         layout = [0, 0, 1, 1]
         for line, local_size in run_on_hosts(join_as_a_copy, hosts, layout, initialized=False):
             assert local_size == 2
             assert line == "" or "4 ranks on 2 hosts (2+2)" in line
-
-
-def join_with_own_secret() -> str:
-    os.environ["TORCH_RING_SECRET"] = "of rank " + os.environ["RANK"]
-    with pytest.raises(hvd.RingError) as raised:
-        hvd.init()
-    return str(raised.value)
 
 
 def claim_machine(machine: str) -> None:

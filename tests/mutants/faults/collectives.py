@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "rows_only", "of large tensors only the sums of rows are compared", COMPARE,
         "        sums.append(torch.stack([piece.sum(0) for piece in pieces]).sum(0))\n", "",
-        tests=("collectives/test_consistency.py", "optimizer/test_drifting_weights.py"),
+        tests=("collectives/test_consistency.py", "optimizer/test_different_weights.py"),
     ),
     Fault(
         "wrong_blamed", "the rank with the usual value is named as the one that differs", COMPARE,

@@ -35,7 +35,7 @@ FAULTS = (
     Fault(
         "two_served", "a compressor serves two parameters of one name", STATEFUL,
         "if self._served.get(name, parameter) is not parameter:", "if False:",
-        tests=("compression/test_compressor_errors.py::test_wrong_use_of_compressors",),
+        tests=("compression/test_compressed_training.py::test_wrong_use_of_compressors",),
     ),
     Fault(
         "copy_serves", "a copy of a compressor serves the parameters of the first one", STATEFUL,
@@ -45,7 +45,7 @@ FAULTS = (
     Fault(
         "state_shared", "state_dict() has the states themselves", STATEFUL,
         "return {name: dict(state) for name, state in self.states.items()}", "return self.states",
-        tests=("compression/test_compressor_state.py",),
+        tests=("compression/test_compressed_training.py",),
     ),
     Fault(
         "last_codes_only", "the codes of the last rank are the sum", INT8,

@@ -156,7 +156,7 @@ FAULTS = (
     Fault(
         "carried_not_taken_over", "an averaged part stays in the slot before", PARAMETER,
         "averaged = other.averaged;",
-        tests=("optimizer/test_shared_parameters.py", "optimizer/test_added_parameters.py"),
+        tests=("optimizer/test_shared_parameters.py", "optimizer/test_changed_parameters.py"),
     ),
     Fault(
         "plain_rejoined_sent", "a plain pass sends averaged parts that were put back", END,
@@ -220,7 +220,7 @@ FAULTS = (
     Fault(
         "no_order", "a hook does not note when the gradient came", HOOKS,
         "pass_.arrived.push_back(index);",
-        tests=("optimizer/test_bucket_groups.py", "optimizer/test_distributed_optimizer.py"),
+        tests=("optimizer/test_buckets.py", "optimizer/test_distributed_optimizer.py"),
     ),
     Fault(
         "launched_early", "a bucket is sent before its last gradient", HOOKS,
@@ -302,7 +302,7 @@ FAULTS = (
     Fault(
         "not_written_back", "the program's own gradient memory does not get the average", HOOKS,
         "parameter.write_back(copies);",
-        tests=("optimizer/test_given_gradients.py",),
+        tests=("optimizer/test_gradients_by_hand.py",),
     ),
     # --- one slot a parameter
     Fault(
@@ -393,7 +393,7 @@ FAULTS = (
     Fault(
         "kept_overwritten", "a gradient tensor that the program keeps is overwritten", HOOKS,
         "if (!parameters_[index].would_overwrite_kept()) return;", "return;",
-        tests=("optimizer/test_kept_gradients.py",),
+        tests=("optimizer/test_gradients_by_hand.py",),
     ),
     Fault(
         "zero_missing", "a missing gradient counts as the bucket's old content", PARAMETER,
@@ -547,12 +547,12 @@ FAULTS = (
     Fault(
         "other_stepped", "a step of one optimizer leaves the other without an agreement", SYNC,
         "                other.nothing_pending = False", "                pass",
-        tests=("optimizer/test_several_optimizers.py",),
+        tests=("optimizer/test_shared_parameters.py",),
     ),
     Fault(
         "own_order", "each rank plans its buckets by its own order", REDUCER,
         "layout.set_order(order)", "layout.set_order(self.hooks.ready_order())",
-        tests=("optimizer/test_uneven_batches.py", "optimizer/test_bucket_groups.py"),
+        tests=("optimizer/test_uneven_batches.py", "optimizer/test_buckets.py"),
     ),
     Fault(
         "incomplete_untold", "the report leaves out that gradients are missing", REPORT,
@@ -606,7 +606,7 @@ FAULTS = (
     Fault(
         "digest_once", "weights are compared at the first gradients only", WEIGHTS,
         "return steps in _FIRST_STEPS or (steps > 0 and steps % _EVERY == 0)", "return False",
-        tests=("optimizer/test_drifting_weights.py",),
+        tests=("optimizer/test_different_weights.py",),
     ),
 )
 # fmt: on

@@ -69,10 +69,7 @@ FAULTS = (
         "first_weights", "the ranks may begin with different weights", LOCAL,
         "        if problem is None:\n            self._agree_on_present()",
         "        if True:\n            self._agree_on_present()",
-        tests=(
-            "optimizer/test_local_steps.py::test_errors",
-            "optimizer/test_local_steps.py::test_other_weights_on_another_host_are_an_error_on_every_rank",
-        ),
+        tests=("optimizer/test_local_steps.py::test_errors",),
     ),
     # --- the divided state
     Fault(
@@ -115,7 +112,7 @@ FAULTS = (
         "write_of_one", "a write of one rank alone is taken", SHARDED,
         "if any(total * total != len(ranks) * square for ranks, total, square in sums):",
         "if False:",
-        tests=("optimizer/test_sharded_writes.py::test_a_write_of_one_rank_is_an_error_on_all",),
+        tests=("optimizer/test_sharded_state.py::test_a_write_of_one_rank_is_an_error_on_all",),
     ),
     Fault(
         "own_copies_stay", "a rank keeps its own copies of the pages that it has written", SHARDED,
@@ -131,7 +128,10 @@ FAULTS = (
     Fault(
         "lost_parts", "ranks go on without the parts of the state that are lost", SHARDED,
         "if any(told.has_lost for told in every.values()):", "if False:",
-        tests=("elastic/test_sharded_survivors.py", "optimizer/test_sharded_state.py"),
+        tests=(
+            "elastic/test_sharded_survivors.py"
+            "::test_parts_outside_shared_memory_are_lost_with_their_world",
+        ),
     ),
     Fault(
         "checkpoint_of_part", "a checkpoint has one rank's part of the state", SHARDED,
@@ -141,7 +141,7 @@ FAULTS = (
     Fault(
         "parts_as_whole", "collected parts are placed in memory of a part's size", SHARDED,
         "rank: told._replace(things=own.things, homes=own.homes)", "rank: told",
-        tests=("optimizer/test_sharded_writes.py::test_a_divided_state_takes_new_parameters",),
+        tests=("optimizer/test_sharded_state.py::test_unusual_surroundings",),
     ),
     # --- reducers that disappear
     Fault(
@@ -153,7 +153,7 @@ FAULTS = (
     Fault(
         "pinned_for_ever", "a dropped optimizer stays after a pass", REDUCER,
         "        self._pinned = {}\n", "        pass\n",
-        tests=("optimizer/test_several_optimizers.py",),
+        tests=("optimizer/test_shared_parameters.py",),
     ),
     # --- the autotuner
     Fault(

@@ -65,7 +65,9 @@ FAULTS = (
     Fault(
         "too_few_stay", "the job goes on with fewer ranks than --min-np", JOB,
         "least is not None and left >= least:", "least is not None:",
-        tests=("run/test_run_elastic.py::test_too_few_are_ended",),
+        tests=(
+            "run/test_run_elastic.py::test_processes_that_wait_to_be_let_in_are_no_living_ranks",
+        ),
     ),
     Fault(
         "old_result", "a rank that is started again adds to the failed one's result", JOB,

@@ -138,7 +138,7 @@ FAULTS = (
     Fault(
         "rank_above", "a process set may have a rank that does not exist", RANKS,
         "if ranks[-1] >= size:", "if ranks[-1] > size:",
-        tests=("world/test_process_sets.py::test_wrong_ranks_are_refused",),
+        tests=("world/test_process_sets.py::test_sets_are_added_and_removed",),
     ),
     Fault(
         "interrupted_exchange", "Ctrl-C puts the ranks out of step", ENGINE,
