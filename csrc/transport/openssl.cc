@@ -48,7 +48,6 @@ Api loaded() {
   symbols.get(api.ctx_ctrl, "SSL_CTX_ctrl");
   symbols.get(api.ctx_set_ciphersuites, "SSL_CTX_set_ciphersuites");
   symbols.get(api.ctx_set_options, "SSL_CTX_set_options");
-  symbols.get(api.ctx_set_verify, "SSL_CTX_set_verify");
   symbols.get(api.ctx_set_num_tickets, "SSL_CTX_set_num_tickets");
   symbols.get(api.ctx_set_default_read_buffer_len, "SSL_CTX_set_default_read_buffer_len");
   symbols.get(api.ctx_set_find_session, "SSL_CTX_set_psk_find_session_callback");
@@ -58,6 +57,7 @@ Api loaded() {
   symbols.get(api.set_ex_data, "SSL_set_ex_data");
   symbols.get(api.get_ex_data, "SSL_get_ex_data");
   symbols.get(api.set_bio, "SSL_set_bio");
+  symbols.get(api.set_verify, "SSL_set_verify");
   symbols.get(api.set_connect_state, "SSL_set_connect_state");
   symbols.get(api.set_accept_state, "SSL_set_accept_state");
   symbols.get(api.do_handshake, "SSL_do_handshake");

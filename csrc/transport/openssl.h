@@ -63,7 +63,6 @@ struct Api {
   long (*ctx_ctrl)(Context*, int command, long number, void* pointer);
   int (*ctx_set_ciphersuites)(Context*, const char*);
   std::uint64_t (*ctx_set_options)(Context*, std::uint64_t);  // unsigned long in 1.1.1
-  void (*ctx_set_verify)(Context*, int, int (*)(int, void*));
   int (*ctx_set_num_tickets)(Context*, std::size_t);
   void (*ctx_set_default_read_buffer_len)(Context*, std::size_t);
   void (*ctx_set_find_session)(Context*, FindSession);
@@ -74,6 +73,7 @@ struct Api {
   int (*set_ex_data)(Ssl*, int, void*);
   void* (*get_ex_data)(const Ssl*, int);
   void (*set_bio)(Ssl*, Bio* read, Bio* write);
+  void (*set_verify)(Ssl*, int mode, int (*)(int, void*));
   void (*set_connect_state)(Ssl*);
   void (*set_accept_state)(Ssl*);
   int (*do_handshake)(Ssl*);

@@ -73,7 +73,6 @@ TlsContext::TlsContext(const Key& key, std::uint64_t update_bytes)
   api_.ctx_ctrl(context_, openssl::kControlMode, openssl::kModeReleaseBuffers, nullptr);
   api_.ctx_ctrl(context_, openssl::kControlReadAhead, 1, nullptr);
   api_.ctx_set_default_read_buffer_len(context_, kBatchBytes);
-  api_.ctx_set_verify(context_, openssl::kVerifyPeer, nullptr);  // no certificate is good
   api_.ctx_set_find_session(context_, TlsStream::find_session);
   api_.ctx_set_use_session(context_, TlsStream::use_session);
 }
@@ -105,6 +104,7 @@ std::unique_ptr<TlsStream> TlsStream::connecting(std::shared_ptr<const TlsContex
       .from = hello.from, .to = hello.to, .set = hello.set, .channel = hello.channel};
   const auto bytes = std::as_bytes(std::span(&identity, 1));
   stream->identity_.assign(bytes.begin(), bytes.end());
+  stream->api_.set_verify(stream->ssl_, openssl::kVerifyPeer, nullptr);  // no certificate is good
   stream->api_.set_connect_state(stream->ssl_);
   return stream;
 }

@@ -70,7 +70,7 @@ std::optional<Bytes> read(const Bytes& stream, std::size_t count, std::size_t ro
 /// `flipped`.
 class Relay {
  public:
-  Relay(Fd from, Fd to, std::size_t flipped)
+  Relay(Socket from, Socket to, std::size_t flipped)
       : from_(std::move(from)),
         to_(std::move(to)),
         back_([this] { copy(to_, from_, kNever); }),
@@ -85,7 +85,7 @@ class Relay {
  private:
   static constexpr std::size_t kNever = ~std::size_t{0};
 
-  static void copy(const Fd& from, const Fd& to, std::size_t flipped) {
+  static void copy(const Socket& from, const Socket& to, std::size_t flipped) {
     std::vector<char> buffer(64u << 10);
     std::size_t done = 0;
     while (true) {
@@ -99,8 +99,8 @@ class Relay {
     ::shutdown(to.get(), SHUT_WR);
   }
 
-  Fd from_;
-  Fd to_;
+  Socket from_;
+  Socket to_;
   std::thread back_;
   std::thread forth_;
 };
@@ -161,8 +161,8 @@ TEST(checked_stream_engines_all_fail_when_a_bit_flips) {
     for (World& world : worlds) world.checksums = true;
     auto& sockets = dynamic_cast<ReadySockets&>(*worlds[1].sockets);
     auto [here, there] = unix_pair();
-    const Relay relay(std::move(sockets.take(0, true).front()), std::move(there), flipped);
-    sockets.add(0, std::move(here));
+    const Relay relay(std::move(sockets.take(0, true).front()), Socket(std::move(there)), flipped);
+    sockets.add(0, Socket(std::move(here)));
     run_ranks(3, [&](int rank) {
       Rank self(at(worlds, rank), std::move(at(planes, rank)), patient());
       std::vector<float> small = self.input(50);

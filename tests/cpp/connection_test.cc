@@ -120,7 +120,7 @@ TEST(connection_makes_sockets_only_when_they_are_needed) {
 TEST(connection_refuses_a_wrong_number_of_sockets) {
   auto [here, there] = unix_pair();
   ReadySockets source(1);
-  source.add(0, std::move(here));
+  source.add(0, Socket(std::move(here)));
   Connection connection(source, 0, 2, "rank 1 (a thread)");
   CHECK_THROWS(connection.try_send({}), ErrorKind::kInternal,
                "1 sockets lead to rank 1 (a thread), and not 2");

@@ -40,9 +40,11 @@ void check_same_order(std::vector<Socket>& one, std::vector<Socket>& other) {
 }
 
 TEST(control_plane_makes_data_connections_from_both_sides) {
-  for (const bool one_host : {true, false}) {
+  for (const auto& [one_host, tls] : {std::pair{true, true}, {false, false}, {false, true}}) {
     for (const int width : {1, 3}) {
-      const Planes planes = make_planes(one_host ? std::vector{0, 0, 0} : std::vector{0, 1, 2});
+      const Planes planes = make_planes(one_host ? std::vector{0, 0, 0} : std::vector{0, 1, 2},
+                                        std::chrono::minutes(1), tls);
+      CHECK_EQ(planes[0]->cipher().empty(), one_host || !tls);
       const std::vector<int> members{2, 0};  // rank 0 of the set is rank 2 of the world
       const auto high = planes[2]->sockets(kSet, members, width);
       const auto low = planes[0]->sockets(kSet, members, width);
@@ -93,12 +95,13 @@ TEST(control_plane_keeps_data_connections_of_a_set_that_nobody_uses_yet) {
   const Planes planes = make_planes({0, 1});
   planes[1]->subscribe(kSet, {0, 1}, high_recorder);
   const auto high = planes[1]->sockets(kSet, {0, 1}, 3);
-  const auto ours = take_all(*high, 0, true);
+  auto ours = take_all(*high, 0, true);
   wait_until([&] { return high_recorder.times("connected") > 0; }, "its observer is told");
   // Rank 0 subscribes to the set afterwards.
   planes[0]->subscribe(kSet, {0, 1}, recorder);
   const auto low = planes[0]->sockets(kSet, {0, 1}, 3);
-  check_same_order(ours, take_all(*low, 1, false));
+  auto theirs = take_all(*low, 1, false);
+  check_same_order(ours, theirs);
   CHECK_EQ(high_recorder.times("connected"), 1);  // for all three together
 }
 
@@ -159,7 +162,7 @@ TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
   wait_until([&] { return planes[0]->descriptors().size() == 5; }, "it is accepted");
   planes[0]->unsubscribe(kSet);
   CHECK_EQ(planes[0]->descriptors().size(), 4u);
-  const auto closed = [](const Fd& socket) {
+  const auto closed = [](const Socket& socket) {
     char byte = 0;
     return ::recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
   };
@@ -207,7 +210,7 @@ TEST(control_plane_keeps_the_last_data_of_a_rank_that_has_left) {
 }
 
 /// The addresses of both ends of a TCP connection: "127.0.0.1 127.0.0.2".
-std::string ends_of(const Fd& socket) {
+std::string ends_of(const Socket& socket) {
   std::string text;
   for (const auto call : {&::getsockname, &::getpeername}) {
     sockaddr_in address{};
@@ -286,7 +289,7 @@ TEST(data_connections_remember_closed_sets_in_little_memory) {
     std::vector<std::uint64_t> sets(500);
     std::iota(sets.begin(), sets.end(), seed - 1);
     std::ranges::shuffle(sets, std::mt19937(seed));
-    const auto accepts = [&](std::uint64_t set) { return data.accept(Hello{2, 1, set, 1}, Fd()); };
+    const auto accepts = [&](std::uint64_t set) { return data.accept(Hello{2, 1, set, 1}, Socket()); };
     for (std::size_t i = 0; i < sets.size(); ++i) {
       CHECK(accepts(sets[i]));
       data.close(sets[i]);
@@ -316,21 +319,21 @@ TEST(data_connections_are_limited_to_sane_names) {
   const auto hello = [](std::uint64_t set, std::uint32_t channel) {
     return Hello{2, 1, set, channel};
   };
-  CHECK(!data.accept(hello(1, DataConnections::kChannels + 1), Fd()));
-  CHECK(data.accept(hello(1, DataConnections::kChannels), Fd()));
-  CHECK(data.accept(hello(1, DataConnections::kChannels), Fd()));  // replaces it
+  CHECK(!data.accept(hello(1, DataConnections::kChannels + 1), Socket()));
+  CHECK(data.accept(hello(1, DataConnections::kChannels), Socket()));
+  CHECK(data.accept(hello(1, DataConnections::kChannels), Socket()));  // replaces it
   for (std::uint64_t set = 2; set <= DataConnections::kUntaken; ++set) {
-    CHECK(data.accept(hello(set, 1), Fd()));
+    CHECK(data.accept(hello(set, 1), Socket()));
   }
-  CHECK(!data.accept(hello(1, 2), Fd()));
+  CHECK(!data.accept(hello(1, 2), Socket()));
   CHECK_EQ(data.take(7, 2, 1).size(), 1u);
-  CHECK(data.accept(hello(1, 2), Fd()));
-  CHECK(!data.accept(hello(1, 3), Fd()));
+  CHECK(data.accept(hello(1, 2), Socket()));
+  CHECK(!data.accept(hello(1, 3), Socket()));
   data.close(1);
-  CHECK(!data.accept(hello(1, 3), Fd()));
-  CHECK(data.accept(hello(7, 1), Fd()));
-  CHECK(data.accept(hello(7, 2), Fd()));
-  CHECK(!data.accept(hello(7, 3), Fd()));
+  CHECK(!data.accept(hello(1, 3), Socket()));
+  CHECK(data.accept(hello(7, 1), Socket()));
+  CHECK(data.accept(hello(7, 2), Socket()));
+  CHECK(!data.accept(hello(7, 3), Socket()));
 }
 
 }  // namespace

@@ -112,8 +112,13 @@ inline Planes start_planes(std::vector<ControlOptions> all) {
 
 /// Connected planes of all ranks.
 inline Planes make_planes(const std::vector<int>& host_of,
-                          std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1)) {
-  Planes planes = start_planes(make_plane_options(host_of, heartbeat_timeout));
+                          std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1),
+                          bool tls = false) {
+  std::vector<ControlOptions> all = make_plane_options(host_of, heartbeat_timeout);
+  for (ControlOptions& options : all) {
+    if (tls) options.tls = std::make_shared<TlsContext>(options.key);
+  }
+  Planes planes = start_planes(std::move(all));
   wait_until_complete(planes);
   return planes;
 }

@@ -228,7 +228,7 @@ TEST(a_message_that_stands_still_on_its_way_is_an_error) {
   std::vector<std::byte> bytes(64u << 20);  // more than the sockets' buffers hold
   const auto send = self.send(bytes, 0);
   const auto sockets = planes[0]->sockets(MessageRank::kSet | kMessagesDown, {0, 1}, 1);
-  std::vector<Fd> ends;
+  std::vector<Socket> ends;
   wait_until([&] { return !(ends = sockets->take(1, false)).empty(); }, "a connection");
   MessageFrame frame;
   wait_until(
@@ -248,7 +248,7 @@ TEST(what_is_no_message_ends_the_messages) {
   std::vector<std::byte> bytes(8);
   const auto receive = self.receive(bytes, 0);
   const auto sockets = planes[0]->sockets(MessageRank::kSet | kMessagesUp, {0, 1}, 1);
-  std::vector<Fd> ends;
+  std::vector<Socket> ends;
   wait_until([&] { return !(ends = sockets->take(1, true)).empty(); }, "a connection");
   MessageFrame frame;
   frame.bytes = kWhole + 1;
