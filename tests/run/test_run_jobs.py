@@ -234,6 +234,14 @@ def test_ranks_run_on_the_hosts_of_the_allocation(tmp_path):
     assert errors == f"torch_ring.run: {sentence}others\n"
 
 
+def test_a_host_that_does_not_answer(tmp_path):
+    path = stub_ssh(tmp_path)
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 1000\n")
+    code, _, errors = run_job("-H", "silent:1", "--start-timeout", "1", "true", PATH=path)
+    assert code == 1
+    assert "silent did not answer within 1 s" in errors
+
+
 # --- refused jobs
 
 

@@ -140,6 +140,7 @@ def test_an_option_goes_before_the_environment():
     _, unset = job_variables(wanted, {"TORCH_RING_FUSION_THRESHOLD": "5"})
     assert "TORCH_RING_FUSION_THRESHOLD" in unset
     assert "TORCH_RING_TIMEOUT" not in unset
+    assert "TORCH_RING_SECRET_FILE" in unset  # which other hosts may lack
     wanted |= {"TORCH_RING_FUSION_THRESHOLD": "7"}  # as in --env
     assert "TORCH_RING_FUSION_THRESHOLD" not in job_variables(wanted, {})[1]
 

@@ -34,7 +34,6 @@ def packed(program: bytes, path: list[str], call: bytes) -> bytes:
 
 def main(given: Any, result_fd: int) -> None:
     """Call the function; write its result, or its error, as one pickle."""
-    os.set_inheritable(result_fd, False)
     folders = pickle.loads(base64.b64decode(given.readline()))
     sys.path += [folder for folder in folders if folder not in sys.path]
     sys.argv = [""]

@@ -12,7 +12,6 @@ NUMA = "torch_ring/run/numa.py"
 GROWTH = "torch_ring/run/growth.py"
 SCREEN = "torch_ring/run/screen.py"
 FUNCTION = "torch_ring/run/function.py"
-FUNCTION_RANK = "torch_ring/run/function_rank.py"
 SUPERVISOR = "torch_ring/run/supervisor.py"
 
 # fmt: off
@@ -60,7 +59,7 @@ FAULTS = (
         "silent_host", "the launcher waits for ever for a host that does not answer", SUPERVISOR,
         "return [host for host, deadline in self._deadlines.items() if deadline <= now]",
         "return [host for host, deadline in self._deadlines.items() if deadline <= now - 1e6]",
-        tests=("run/test_run_ssh.py::test_a_host_that_does_not_answer",),
+        tests=("run/test_run_jobs.py::test_a_host_that_does_not_answer",),
     ),
     Fault(
         "too_few_stay", "the job goes on with fewer ranks than --min-np", JOB,
@@ -117,7 +116,7 @@ FAULTS = (
     Fault(
         "secret_file_sent", "a rank on another host is told of the secret's file", SETTINGS,
         'unset |= {"TORCH_RING_SECRET_FILE"}', "pass",
-        tests=("run/test_run_options.py", "run/test_run_ssh.py"),
+        tests=("run/test_run_options.py",),
     ),
     Fault(
         "cores_overlap", "ranks with cores of their own share cores", NUMA,
@@ -187,12 +186,6 @@ FAULTS = (
         "error_without_cause", "a function's error loses its cause", FUNCTION,
         '            cause = pickle.loads(told["error"])\n', "            cause = None\n",
         tests=("run/test_run_function.py::test_an_error_has_the_traceback_of_its_rank",),
-    ),
-    Fault(
-        "result_inherited", "a process that a rank leaves behind holds its result open",
-        FUNCTION_RANK,
-        "    os.set_inheritable(result_fd, False)\n", "",
-        tests=("run/test_run_function.py",),
     ),
 )
 # fmt: on
