@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import on_ring
+from host_fixtures import run_on_hosts
 from pool import all_have_passed, error_of, run
+from scripts import ROOT
 
 import torch_ring as hvd
 from torch_ring.setup import connect
@@ -152,3 +155,31 @@ def test_a_rank_without_openssl_ends_the_start_of_all() -> None:
     outcomes = run(lack_openssl, 2, transport="tcp", initialized=False, env=TLS)
     for _, text in outcomes:
         assert "needs OpenSSL 1.1.1 or newer" in text
+
+
+def test_declarations_of_openssl() -> None:
+    check = Path(__file__).with_name("openssl_check.cc")
+    command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(check)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if "openssl/bio.h: No such file" in done.stderr:
+        pytest.skip("OpenSSL's headers are not installed (Debian: libssl-dev)")
+    assert done.returncode == 0, done.stderr
+
+
+def reduce_on_hosts() -> tuple[str, str]:
+    error = error_of(hvd.init)
+    if error[0] == "nothing":
+        total = hvd.allreduce(torch.full((300_000,), MARK), op=hvd.Sum)
+        assert total.eq(3 * MARK).all()
+        hvd.shutdown()
+    return error
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("secret", ["of this job", ""])
+def test_several_hosts_need_a_secret(hosts: list[str], secret: str) -> None:
+    env = {**TLS, "TORCH_RING_SECRET": secret}
+    outcomes = run_on_hosts(reduce_on_hosts, hosts, [0, 0, 1], env=env, initialized=False)
+    for kind, text in outcomes:
+        assert (kind == "nothing") == bool(secret), text
+        assert secret or "TORCH_RING_TLS=1 needs a secret: set TORCH_RING_SECRET" in text

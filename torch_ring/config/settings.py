@@ -270,6 +270,11 @@ class Config:
                 f"TORCH_RING_INTERFACE={config.interface!r}: there are at most "
                 f"{_MOST_CONNECTIONS} connections between two ranks"
             )
+        if config.network == "ucx" and config.tls != "0":
+            raise InvalidArgumentError(
+                f"TORCH_RING_NETWORK=ucx and TORCH_RING_TLS={config.tls}: UCX encrypts nothing; "
+                "use tcp"
+            )
         return config
 
     @property

@@ -94,10 +94,6 @@ def uses_ucx(config: Config, peers: Sequence[PeerInfo], labels: Sequence[str]) -
     """
     if config.network == "tcp" or (config.network == "auto" and config.tls != "0"):
         return False
-    if config.tls != "0":
-        raise InvalidArgumentError(
-            f"TORCH_RING_NETWORK=ucx and TORCH_RING_TLS={config.tls}: UCX encrypts nothing; use tcp"
-        )
     each = list(zip(peers, labels, strict=True))
     without = [
         f"{label}: {peer.ucx or 'it was not asked for'}"
