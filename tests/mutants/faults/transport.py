@@ -8,6 +8,8 @@ HANDSHAKE = "csrc/transport/handshake.cc"
 CHECKED = "csrc/transport/checked_stream.cc"
 ARENA = "csrc/transport/shared_arena.cc"
 WAITS = "csrc/transport/wait_graph.h"
+TLS = "csrc/transport/tls.cc"
+CONNECTION = "csrc/transport/connection.cc"
 
 # fmt: off
 FAULTS = (
@@ -41,6 +43,26 @@ FAULTS = (
         "flipped_length", "a flipped bit in a frame's length is not noticed", CHECKED,
         "crc32c(checked) != header_crc || bytes == 0", "bytes == 0",
         tests=("cpp:checked_stream",),
+    ),
+    Fault(
+        "tls_other_rank", "a connection with TLS to another rank is taken", TLS,
+        "found.to != rank", "false",
+        tests=("cpp:tls_",),
+    ),
+    Fault(
+        "tls_forged_record", "the forged records of a stranger are only waited for", TLS,
+        "error = failed_ != 0 ? failed_ : EBADMSG;", "error = EAGAIN;",
+        tests=("cpp:tls_",),
+    ),
+    Fault(
+        "tls_sent_twice", "bytes are sent again when the socket has taken them", TLS,
+        "done += std::exchange(sealed_, 0);", "sealed_ = 0;",
+        tests=("cpp:tls_",),
+    ),
+    Fault(
+        "tls_buffer_unseen", "received bytes that wait in TLS are not seen", CONNECTION,
+        "sockets_[incoming_.socket].has_received()", "false",
+        tests=("cpp:tls_", "cpp:TLS"),
     ),
     Fault(
         "slot_not_freed", "the memory of a removed set stays in use", ARENA,
