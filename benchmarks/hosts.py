@@ -5,9 +5,10 @@
     python benchmarks/hosts.py --program training_step.py -- --models resnet18
     python benchmarks/hosts.py --interfaces 2 --rate 100mbit -- --collective allreduce
     python benchmarks/hosts.py --network ucx -- --collective allreduce
+    python benchmarks/hosts.py --network tls -- --collective allreduce
 
 Arguments after -- go to the program. With --network ucx it runs over TCP, then over UCX, and the
-rows have both. Before and after it, the bare traffic is measured without any library: all hosts
+rows have both; with --network tls over TCP in the clear, then with TORCH_RING_TLS. Before and after it, the bare traffic is measured without any library: all hosts
 send to the next at once, over each of their interfaces, with iperf3, or else plain_sockets.py.
 """
 
@@ -47,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--rate", help="that an interface may send, as tc has it: 1gbit; else unlimited"
     )
-    parser.add_argument("--network", choices=("tcp", "ucx"), default="tcp")
+    parser.add_argument("--network", choices=("tcp", "ucx", "tls"), default="tcp")
     parser.add_argument("--window", type=int, help="bytes of a socket's buffers; else the kernel's")
     parser.add_argument("--seconds", type=int, default=3, help="of traffic without a library")
     parser.add_argument("--plain-sockets", action="store_true", help="even if there is iperf3")
@@ -135,7 +136,9 @@ def variables(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "GLOO_SOCKET_IFNAME": interfaces,
         "TORCH_RING_INTERFACE": interfaces,
-        "TORCH_RING_NETWORK": network,
+        "TORCH_RING_NETWORK": "ucx" if network == "ucx" else "tcp",
+        "TORCH_RING_TLS": str(int(network == "tls")),
+        "TORCH_RING_SECRET": "of the benchmark",
         "OMP_NUM_THREADS": "1",
     }
 
