@@ -8,8 +8,9 @@
     python benchmarks/hosts.py --network tls -- --collective allreduce
 
 Arguments after -- go to the program. With --network ucx it runs over TCP, then over UCX, and the
-rows have both; with --network tls over TCP in the clear, then with TORCH_RING_TLS. Before and after it, the bare traffic is measured without any library: all hosts
-send to the next at once, over each of their interfaces, with iperf3, or else plain_sockets.py.
+rows have both; with --network tls over TCP in the clear, then with TORCH_RING_TLS. Before and after
+it, the bare traffic is measured without any library: all hosts send to the next at once, over each
+of their interfaces, with iperf3, or else plain_sockets.py.
 """
 
 from __future__ import annotations
