@@ -35,6 +35,7 @@ inline constexpr int kErrorZeroReturn = 6;                      // SSL_ERROR_ZER
 inline constexpr int kVerifyPeer = 1;                           // SSL_VERIFY_PEER
 inline constexpr int kKeyUpdateNotRequested = 0;                // SSL_KEY_UPDATE_NOT_REQUESTED
 inline constexpr int kControlMode = 33;                         // SSL_CTRL_MODE
+inline constexpr int kControlSessionCache = 44;                 // SSL_CTRL_SET_SESS_CACHE_MODE
 inline constexpr int kControlReadAhead = 41;                    // SSL_CTRL_SET_READ_AHEAD
 inline constexpr int kControlLeastVersion = 123;                // SSL_CTRL_SET_MIN_PROTO_VERSION
 inline constexpr long kModeReleaseBuffers = 0x10;               // SSL_MODE_RELEASE_BUFFERS

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <cerrno>
 #include <cstring>
 #include <string_view>
@@ -72,6 +73,7 @@ TlsContext::TlsContext(const Key& key, std::uint64_t update_bytes)
   api_.ctx_set_options(context_, openssl::kServerPreference | openssl::kPrioritizeChacha);
   api_.ctx_ctrl(context_, openssl::kControlMode, openssl::kModeReleaseBuffers, nullptr);
   api_.ctx_ctrl(context_, openssl::kControlReadAhead, 1, nullptr);
+  api_.ctx_ctrl(context_, openssl::kControlSessionCache, 0, nullptr);  // off
   api_.ctx_set_default_read_buffer_len(context_, kBatchBytes);
   api_.ctx_set_find_session(context_, TlsStream::find_session);
   api_.ctx_set_use_session(context_, TlsStream::use_session);
@@ -156,6 +158,7 @@ ssize_t TlsStream::send(std::span<const std::byte> bytes) {
   std::size_t done = 0;
   while (flush()) {
     done += std::exchange(sealed_, 0);
+    assert(done <= bytes.size());
     if (done == bytes.size()) break;
     api_.err_clear_error();
     const auto part = bytes.subspan(done, std::min(bytes.size() - done, kBatchBytes));

@@ -318,3 +318,15 @@ def look_after_the_end(passed: Path, device: str) -> None:
 
 def test_a_device_has_no_work_when_its_memory_is_freed(tmp_path):
     run_on_double(functools.partial(look_after_the_end, tmp_path), 2, TORCH_RING_TIMEOUT="2")
+
+
+def reduce_between_hosts(device: str) -> tuple[str, str]:
+    return error_of(lambda: hvd.allreduce(torch.ones(3, device=device)))
+
+
+@pytest.mark.parametrize("tls", ["1", "cpu"])
+def test_data_in_the_clear_are_refused_or_accepted_by_name(tls: str) -> None:
+    env = {"TORCH_RING_TRANSPORT": "tcp", "TORCH_RING_TLS": tls}
+    for kind, text in run_on_double(reduce_between_hosts, 2, **env):
+        assert kind == ("nothing" if tls == "cpu" else "InvalidArgumentError"), text
+        assert tls == "cpu" or "NCCL sends tensors between hosts in the clear" in text

@@ -1,11 +1,11 @@
 // The declarations in csrc/transport/openssl.h agree with OpenSSL's headers: it is only compiled.
-#include "transport/openssl.h"
-
 #include <openssl/bio.h>
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 
 #include <type_traits>
+
+#include "transport/openssl.h"
 
 namespace torch_ring::openssl {
 
@@ -15,6 +15,7 @@ static_assert(kErrorZeroReturn == SSL_ERROR_ZERO_RETURN);
 static_assert(kVerifyPeer == SSL_VERIFY_PEER);
 static_assert(kKeyUpdateNotRequested == SSL_KEY_UPDATE_NOT_REQUESTED);
 static_assert(kControlMode == SSL_CTRL_MODE && kControlReadAhead == SSL_CTRL_SET_READ_AHEAD);
+static_assert(kControlSessionCache == SSL_CTRL_SET_SESS_CACHE_MODE && SSL_SESS_CACHE_OFF == 0);
 static_assert(kControlLeastVersion == SSL_CTRL_SET_MIN_PROTO_VERSION);
 static_assert(kModeReleaseBuffers == SSL_MODE_RELEASE_BUFFERS);
 static_assert(kServerPreference == SSL_OP_CIPHER_SERVER_PREFERENCE);
@@ -23,7 +24,8 @@ static_assert(kBioSourceSink == BIO_TYPE_SOURCE_SINK && kBioFlush == BIO_CTRL_FL
 static_assert(kBioRead == BIO_FLAGS_READ && kBioRetry == BIO_FLAGS_SHOULD_RETRY);
 static_assert(kAlertReasons == SSL_AD_REASON_OFFSET);
 
-#define SAME(member, function) static_assert(std::is_same_v<decltype(Api::member), decltype(&function)>)
+#define SAME(member, function) \
+  static_assert(std::is_same_v<decltype(Api::member), decltype(&function)>)
 SAME(method, TLS_method);
 SAME(ctx_new, SSL_CTX_new);
 SAME(ctx_free, SSL_CTX_free);
