@@ -132,11 +132,6 @@ FAULTS = (
         tests=("optimizer/test_sparse_gradients.py", *CARRIED),
     ),
     Fault(
-        "zero_keeps_average", "zero_grad() does not end the averaged part", HOOKS,
-        "parameter.averaged.forget();\n  parameter.sparse.reset();", "parameter.sparse.reset();",
-        tests=CARRIED,
-    ),
-    Fault(
         "average_unscaled", "an average that step() sends again is multiplied by Sum", HOOKS,
         "parameter.rescale_averaged(scale);\n      parameter.copy_in(copies);",
         "parameter.copy_in(copies);",
