@@ -289,7 +289,9 @@ TEST(data_connections_remember_closed_sets_in_little_memory) {
     std::vector<std::uint64_t> sets(500);
     std::iota(sets.begin(), sets.end(), seed - 1);
     std::ranges::shuffle(sets, std::mt19937(seed));
-    const auto accepts = [&](std::uint64_t set) { return data.accept(Hello{2, 1, set, 1}, Socket()); };
+    const auto accepts = [&](std::uint64_t set) {
+      return data.accept(Hello{2, 1, set, 1}, Socket());
+    };
     for (std::size_t i = 0; i < sets.size(); ++i) {
       CHECK(accepts(sets[i]));
       data.close(sets[i]);
