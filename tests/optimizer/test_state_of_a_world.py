@@ -76,8 +76,12 @@ def end_a_process_set() -> None:
         for call in ((parameters[0] * 2).backward, old.step):  # gradients are never averaged
             with pytest.raises(hvd.RingError, match="shut down"):
                 call()
+    others = hvd.add_process_set([0, 2])
+    assert others.process_set_id == old_id
     for group in beside.param_groups:  # the job goes on
-        take_step(beside, group["params"][0] * 2)
+        take_step(beside, group["params"][0] * (hvd.rank() + 1))
+        assert grads(group["params"]) == [2.0]
+    hvd.remove_process_set(others)
     pair = hvd.add_process_set([0, 1])
     assert pair.process_set_id == old_id
     if not pair.included():
