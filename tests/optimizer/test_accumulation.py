@@ -123,3 +123,24 @@ def drop_in_place(backward_first: bool) -> None:
 @on_both_transports
 def test_passes_of_a_step(transport, check, args):
     run(check, 2, args=args, transport=transport)
+
+
+def step_where_one_rank_accumulates() -> None:
+    """Only rank 0 has a gradient of the second optimizer, which is not due yet, beside the first.
+
+    Both ranks step: rank 1 knows by the pass before that there is something to average.
+    """
+    a, b = weights(1, 1)
+    first = hvd.DistributedOptimizer(SGD([a], lr=0.0))
+    second = hvd.DistributedOptimizer(SGD([b], lr=0.0), backward_passes_per_step=2)
+    for _ in range(3):
+        (a + b * 4 if hvd.rank() == 0 else a).backward()
+        second.step()
+        assert grads([b]) == [2.0]
+        first.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+
+
+def test_a_gradient_that_only_one_rank_accumulates():
+    run(step_where_one_rank_accumulates, 2)
