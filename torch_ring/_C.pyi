@@ -45,7 +45,7 @@ def nccl_version(library: str) -> int:
     """
 
 def openssl_version() -> str:
-    """Return the version of OpenSSL, which this loads. Raises InvalidArgumentError: none."""
+    """Load OpenSSL, and return its version. Raises InvalidArgumentError if there is none."""
 
 def ucx_found(library: str) -> tuple[str, str, list[str]]:
     """Load UCX, and return its version, path and the transports by which it reaches other hosts.
@@ -281,7 +281,7 @@ class ControlPlane:
         """
 
     def cipher(self) -> str:
-        """Return the cipher between hosts, "AES-128-GCM"; empty: they send in the clear."""
+        """Return the cipher of control connections between hosts, "AES-128-GCM"; "": none has."""
 
     def connections(self) -> int:
         """Return how many data connections this rank has made or accepted."""

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <iterator>
 #include <system_error>
+#include <utility>
 
 #include "control/outgoing.h"
 #include "core/failpoint.h"
@@ -82,9 +83,16 @@ void Acceptor::accept(Listener& listener, Clock::time_point now) {
     trouble_.reset();
     if (failpoint("handshake.accepting", static_cast<int>(rank_))) continue;
     if (listener.unix && !is_this_users(socket.get())) continue;
-    strangers_.push_back(
-        {Authentication::accepting(std::move(socket), key_, listener.unix ? nullptr : tls_, rank_),
-         listener.unix, now});
+    try {
+      auto authentication =
+          Authentication::accepting(std::move(socket), key_, listener.unix ? nullptr : tls_, rank_);
+      strangers_.push_back({std::move(authentication), listener.unix, now});
+    } catch (const Error& error) {  // there is no memory for TLS
+      pause_ = now + kPause;
+      troubled_ = now;
+      trouble_ = error;
+      return;
+    }
   }
 }
 

@@ -14,8 +14,8 @@
 
 namespace torch_ring {
 
-/// Accepts every connection, and silently drops one that does not prove within kPatience that it
-/// knows the key. The peer of a Unix socket must belong to this user.
+/// Accepts every connection, and drops one that does not prove within kPatience that it knows the
+/// key. The peer of a Unix socket must belong to this user.
 ///
 /// Strangers (connections not yet authenticated) take at most a quarter of the descriptors that
 /// this process may have, and at most kStrangers. If others wait, a stranger makes room after

@@ -131,7 +131,8 @@ class ControlPlane {
   /// The key of the world. Thread: any.
   const Key& key() const noexcept { return options_.key; }
 
-  /// The cipher of connections between hosts, "AES-128-GCM"; empty: this rank has none with TLS.
+  /// The cipher of connections between hosts, "AES-128-GCM"; empty: this rank has no control
+  /// connection with TLS.
   std::string cipher() const;
 
   /// The number of data connections that SocketSources of this rank have taken so far.

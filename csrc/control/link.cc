@@ -54,6 +54,11 @@ std::vector<Message> ControlLink::receive(Clock::time_point now) {
     const auto bytes = socket_.receive(std::as_writable_bytes(std::span(buffer)));
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+    if (bytes < 0 && errno == EBADMSG) {
+      throw Error(ErrorKind::kPeerLost,
+                  "sent data that arrived damaged or forged: TLS does not "
+                  "accept them");
+    }
     if (bytes <= 0) {
       if (bytes < 0) was_reset_ = true;
       close();

@@ -43,27 +43,27 @@ Authentication Authentication::accepting(Fd socket, const Key& key,
 }
 
 int Authentication::advance() {
-  if (auto* tls = std::get_if<Tls>(&by_)) return (*tls)->shake_hands();
-  return advance_handshake(std::get<Handshake>(by_), socket_.get());
+  if (auto* tls = std::get_if<Tls>(&handshake_)) return (*tls)->shake_hands();
+  return advance_handshake(std::get<Handshake>(handshake_), socket_.get());
 }
 
 bool Authentication::done() const {
-  if (const auto* tls = std::get_if<Tls>(&by_)) return (*tls)->is_open() && !(*tls)->sends();
-  return std::get<Handshake>(by_).done();
+  if (const auto* tls = std::get_if<Tls>(&handshake_)) return (*tls)->is_open() && !(*tls)->sends();
+  return std::get<Handshake>(handshake_).done();
 }
 
 bool Authentication::sends() const {
-  if (const auto* tls = std::get_if<Tls>(&by_)) return (*tls)->sends();
-  return !std::get<Handshake>(by_).outgoing().empty();
+  if (const auto* tls = std::get_if<Tls>(&handshake_)) return (*tls)->sends();
+  return !std::get<Handshake>(handshake_).outgoing().empty();
 }
 
 const Hello& Authentication::hello() const {
-  if (const auto* tls = std::get_if<Tls>(&by_)) return (*tls)->hello();
-  return std::get<Handshake>(by_).hello();
+  if (const auto* tls = std::get_if<Tls>(&handshake_)) return (*tls)->hello();
+  return std::get<Handshake>(handshake_).hello();
 }
 
 Socket Authentication::take() {
-  if (auto* tls = std::get_if<Tls>(&by_)) return {std::move(socket_), std::move(*tls)};
+  if (auto* tls = std::get_if<Tls>(&handshake_)) return {std::move(socket_), std::move(*tls)};
   return Socket(std::move(socket_));
 }
 

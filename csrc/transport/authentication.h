@@ -27,7 +27,8 @@ class Authentication {
                                   std::uint32_t rank);
 
   /// Advances as far as the socket allows. Returns 0, or the errno with which the connection ended
-  /// (ECONNRESET if it was closed). Errors: those of Handshake::received().
+  /// (ECONNRESET if it was closed). Errors: those of Handshake::received() or
+  /// TlsStream::shake_hands().
   int advance();
   bool done() const;
   /// Whether it waits for room in the socket; otherwise it waits for bytes.
@@ -42,11 +43,11 @@ class Authentication {
  private:
   using Tls = std::unique_ptr<TlsStream>;
 
-  Authentication(Fd socket, std::variant<Handshake, Tls> by)
-      : socket_(std::move(socket)), by_(std::move(by)) {}
+  Authentication(Fd socket, std::variant<Handshake, Tls> handshake)
+      : socket_(std::move(socket)), handshake_(std::move(handshake)) {}
 
   Fd socket_;
-  std::variant<Handshake, Tls> by_;
+  std::variant<Handshake, Tls> handshake_;
 };
 
 }  // namespace torch_ring

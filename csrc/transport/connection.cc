@@ -42,6 +42,12 @@ constexpr std::byte kAcknowledgement{0xa5};
 bool try_later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 [[noreturn]] void throw_failed(int rank, const std::string& peer, int error) {
+  if (error == EBADMSG) {
+    throw Error(ErrorKind::kInternal, "data from " + peer +
+                                          " arrived damaged or forged: TLS does not accept them. A "
+                                          "network card, a switch or the memory of one of the two "
+                                          "hosts is broken, or somebody changes the traffic");
+  }
   throw ConnectionLost(
       rank, "connection to " + peer + " failed: " + std::generic_category().message(error));
 }
@@ -255,12 +261,6 @@ std::size_t Connection::receive(std::span<std::byte> bytes) {
     const auto received = socket.receive(part);
     if (received > 0) return static_cast<std::size_t>(received);
     if (received == 0) throw ConnectionLost(rank_, "connection to " + peer_ + " closed");
-    if (errno == EBADMSG) {
-      throw Error(ErrorKind::kInternal, "data from " + peer_ +
-                                            " arrived damaged or forged: TLS does not accept it. A "
-                                            "network card, a switch or the memory of one of the "
-                                            "two hosts is broken, or somebody changes the traffic");
-    }
     if (!try_later(errno)) throw_failed(rank_, peer_, errno);
     return std::size_t{0};
   });

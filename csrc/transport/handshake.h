@@ -37,7 +37,7 @@ Error other_secret(const Hello& hello);
 /// proof, or a refusal. So a stranger who connects to a listener gets nothing that helps to guess a
 /// weak secret. A proof is an HMAC-SHA256, under the key, of a tag for the side, the hello, and the
 /// accepting side's nonce, so that it is valid in this handshake and direction only. Data sent
-/// afterwards is not encrypted.
+/// afterwards is not encrypted: with TORCH_RING_TLS TlsStream takes its place.
 ///
 /// Thread: one at a time. Blocking: no. Errors: see received(). After one of them there is nothing
 /// more to send or to receive, and the handshake is never done.

@@ -12,8 +12,8 @@ namespace torch_ring::openssl {
 namespace {
 
 constexpr std::array kSonames{"libssl.so.3", "libssl.so.1.1"};
-constexpr const char* kNeeded = "OpenSSL 1.1.1 or newer, which TORCH_RING_TLS needs";
-constexpr unsigned long kOldest = 0x10101000;
+constexpr const char* kNeeded = "OpenSSL 1.1.1b or newer, which TORCH_RING_TLS needs";
+constexpr unsigned long kOldest = 0x1010102f;  // 1.1.1b
 
 void* open() {
   for (const char* name : kSonames) {
@@ -25,7 +25,7 @@ void* open() {
     if (why.empty()) why = dlerror();
   }
   throw Error(ErrorKind::kInvalidArgument,
-              std::string("TORCH_RING_TLS=1 needs OpenSSL 1.1.1 or newer, and it cannot be "
+              std::string("TORCH_RING_TLS=1 needs OpenSSL 1.1.1b or newer, and it cannot be "
                           "loaded: ") +
                   why);
 }
@@ -49,14 +49,14 @@ Api loaded() {
   symbols.get(api.ctx_set_ciphersuites, "SSL_CTX_set_ciphersuites");
   symbols.get(api.ctx_set_options, "SSL_CTX_set_options");
   symbols.get(api.ctx_set_num_tickets, "SSL_CTX_set_num_tickets");
-  symbols.get(api.ctx_set_default_read_buffer_len, "SSL_CTX_set_default_read_buffer_len");
   symbols.get(api.ctx_set_find_session, "SSL_CTX_set_psk_find_session_callback");
   symbols.get(api.ctx_set_use_session, "SSL_CTX_set_psk_use_session_callback");
-  symbols.get(api.new_, "SSL_new");
+  symbols.get(api.make, "SSL_new");
   symbols.get(api.free, "SSL_free");
   symbols.get(api.set_ex_data, "SSL_set_ex_data");
   symbols.get(api.get_ex_data, "SSL_get_ex_data");
   symbols.get(api.set_bio, "SSL_set_bio");
+  symbols.get(api.set_default_read_buffer_len, "SSL_set_default_read_buffer_len");
   symbols.get(api.set_verify, "SSL_set_verify");
   symbols.get(api.set_connect_state, "SSL_set_connect_state");
   symbols.get(api.set_accept_state, "SSL_set_accept_state");
@@ -69,6 +69,7 @@ Api loaded() {
   symbols.get(api.session_reused, "SSL_session_reused");
   symbols.get(api.get_current_cipher, "SSL_get_current_cipher");
   symbols.get(api.session_new, "SSL_SESSION_new");
+  symbols.get(api.session_free, "SSL_SESSION_free");
   symbols.get(api.session_set1_master_key, "SSL_SESSION_set1_master_key");
   symbols.get(api.session_set_cipher, "SSL_SESSION_set_cipher");
   symbols.get(api.session_set_protocol_version, "SSL_SESSION_set_protocol_version");
@@ -93,7 +94,7 @@ Api loaded() {
 }  // namespace
 
 const Api& load() {
-  static const Api api = loaded();
+  static const Api& api = *new Api(loaded());  // threads may use it while the process exits
   return api;
 }
 

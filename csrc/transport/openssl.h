@@ -27,7 +27,7 @@ using Bio = bio_st;
 using BioMethod = bio_method_st;
 
 /// Constants of <openssl/ssl.h>, <openssl/tls1.h> and <openssl/bio.h>, the same in 1.1.1 and 3;
-/// tests/cpp/openssl_test.cc compares them with the headers.
+/// tests/world/openssl_check.cc compares them with the headers.
 inline constexpr int kTls13 = 0x0304;                           // TLS1_3_VERSION
 inline constexpr int kErrorSsl = 1;                             // SSL_ERROR_SSL
 inline constexpr int kErrorWantRead = 2;                        // SSL_ERROR_WANT_READ
@@ -37,6 +37,8 @@ inline constexpr int kKeyUpdateNotRequested = 0;                // SSL_KEY_UPDAT
 inline constexpr int kControlMode = 33;                         // SSL_CTRL_MODE
 inline constexpr int kControlSessionCache = 44;                 // SSL_CTRL_SET_SESS_CACHE_MODE
 inline constexpr int kControlReadAhead = 41;                    // SSL_CTRL_SET_READ_AHEAD
+inline constexpr int kControlMostVersion = 124;                 // SSL_CTRL_SET_MAX_PROTO_VERSION
+inline constexpr int kControlGroups = 92;                       // SSL_CTRL_SET_GROUPS_LIST
 inline constexpr int kControlLeastVersion = 123;                // SSL_CTRL_SET_MIN_PROTO_VERSION
 inline constexpr long kModeReleaseBuffers = 0x10;               // SSL_MODE_RELEASE_BUFFERS
 inline constexpr std::uint64_t kServerPreference = 0x00400000;  // SSL_OP_CIPHER_SERVER_PREFERENCE
@@ -45,6 +47,8 @@ inline constexpr int kBioSourceSink = 0x0400;                   // BIO_TYPE_SOUR
 inline constexpr int kBioFlush = 11;                            // BIO_CTRL_FLUSH
 inline constexpr int kBioRead = 0x01;                           // BIO_FLAGS_READ
 inline constexpr int kBioRetry = 0x08;                          // BIO_FLAGS_SHOULD_RETRY
+inline constexpr int kAlertIllegalParameter = 47;               // SSL3_AD_ILLEGAL_PARAMETER
+inline constexpr int kAlertDecryptError = 51;                   // TLS1_AD_DECRYPT_ERROR
 inline constexpr int kAlertReasons = 1000;                      // SSL_AD_REASON_OFFSET
 
 using FindSession = int (*)(Ssl*, const unsigned char* identity, std::size_t bytes, Session**);
@@ -63,15 +67,15 @@ struct Api {
   int (*ctx_set_ciphersuites)(Context*, const char*);
   std::uint64_t (*ctx_set_options)(Context*, std::uint64_t);  // unsigned long in 1.1.1
   int (*ctx_set_num_tickets)(Context*, std::size_t);
-  void (*ctx_set_default_read_buffer_len)(Context*, std::size_t);
   void (*ctx_set_find_session)(Context*, FindSession);
   void (*ctx_set_use_session)(Context*, UseSession);
 
-  Ssl* (*new_)(Context*);
+  Ssl* (*make)(Context*);
   void (*free)(Ssl*);
   int (*set_ex_data)(Ssl*, int, void*);
   void* (*get_ex_data)(const Ssl*, int);
   void (*set_bio)(Ssl*, Bio* read, Bio* write);
+  void (*set_default_read_buffer_len)(Ssl*, std::size_t);
   void (*set_verify)(Ssl*, int mode, int (*)(int, void*));
   void (*set_connect_state)(Ssl*);
   void (*set_accept_state)(Ssl*);
@@ -85,6 +89,7 @@ struct Api {
   const Cipher* (*get_current_cipher)(const Ssl*);
 
   Session* (*session_new)();
+  void (*session_free)(Session*);
   int (*session_set1_master_key)(Session*, const unsigned char*, std::size_t);
   int (*session_set_cipher)(Session*, const Cipher*);
   int (*session_set_protocol_version)(Session*, int);
@@ -109,7 +114,7 @@ struct Api {
 
 /// Returns the OpenSSL that this process has loaded, as Python's `ssl` does, or else the system's.
 /// It is never unloaded. Thread: any. Errors: Error(kInvalidArgument) if there is none, or an older
-/// one than 1.1.1.
+/// one than 1.1.1b, which ends a connection after 32 new keys.
 const Api& load();
 
 }  // namespace torch_ring::openssl

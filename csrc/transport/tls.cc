@@ -9,9 +9,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cassert>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <string_view>
 #include <utility>
 
@@ -26,6 +26,8 @@ constexpr std::size_t kBatchBytes = 64u << 10;
 
 constexpr const char* kAesFirst = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr const char* kChachaFirst = "TLS_CHACHA20_POLY1305_SHA256:TLS_AES_128_GCM_SHA256";
+constexpr const char* kGroups = "X25519:P-256";
+constexpr std::byte kWelcome{'W'};
 constexpr std::array<unsigned char, 2> kAes128{0x13, 0x01};  // a cipher with SHA-256
 
 bool has_aes() {
@@ -64,6 +66,8 @@ TlsContext::TlsContext(const Key& key, std::uint64_t update_bytes)
   if (!context_) fail(api_, "SSL_CTX_new");
   const bool is_set =
       api_.ctx_ctrl(context_, openssl::kControlLeastVersion, openssl::kTls13, nullptr) == 1 &&
+      api_.ctx_ctrl(context_, openssl::kControlMostVersion, openssl::kTls13, nullptr) == 1 &&
+      api_.ctx_ctrl(context_, openssl::kControlGroups, 0, const_cast<char*>(kGroups)) == 1 &&
       api_.ctx_set_ciphersuites(context_, has_aes() ? kAesFirst : kChachaFirst) == 1 &&
       api_.ctx_set_num_tickets(context_, 0) == 1;
   if (!is_set) {
@@ -74,7 +78,6 @@ TlsContext::TlsContext(const Key& key, std::uint64_t update_bytes)
   api_.ctx_ctrl(context_, openssl::kControlMode, openssl::kModeReleaseBuffers, nullptr);
   api_.ctx_ctrl(context_, openssl::kControlReadAhead, 1, nullptr);
   api_.ctx_ctrl(context_, openssl::kControlSessionCache, 0, nullptr);  // off
-  api_.ctx_set_default_read_buffer_len(context_, kBatchBytes);
   api_.ctx_set_find_session(context_, TlsStream::find_session);
   api_.ctx_set_use_session(context_, TlsStream::use_session);
 }
@@ -84,9 +87,10 @@ TlsContext::~TlsContext() { api_.ctx_free(context_); }
 TlsStream::TlsStream(std::shared_ptr<const TlsContext> context, int fd, const Hello& hello)
     : context_(std::move(context)), api_(context_->api_), fd_(fd), hello_(hello) {
   api_.err_clear_error();
-  ssl_ = api_.new_(context_->context_);
+  openssl::BioMethod* const method = bio_method(api_);
+  ssl_ = api_.make(context_->context_);
   if (!ssl_) fail(api_, "SSL_new");
-  openssl::Bio* const bio = api_.bio_new(bio_method(api_));
+  openssl::Bio* const bio = api_.bio_new(method);
   if (!bio) {
     api_.free(ssl_);
     fail(api_, "BIO_new");
@@ -119,33 +123,52 @@ std::unique_ptr<TlsStream> TlsStream::accepting(std::shared_ptr<const TlsContext
 }
 
 int TlsStream::shake_hands() {
-  if (!is_open_) {
-    api_.err_clear_error();
-    const int done = api_.do_handshake(ssl_);
-    const int error = done == 1 ? 0 : api_.get_error(ssl_, done);
-    if (done == 1) {
-      // OpenSSL might have agreed without the key, but for the certificate that there is not.
-      if (api_.session_reused(ssl_) != 1) refuse();
-      is_open_ = true;
-    } else if (error == openssl::kErrorSsl && !has_ended_) {
-      flush();  // the alert, by which the other end knows the reason
-      refuse();
-    } else if (has_ended_ || failed_ != 0) {
-      return failed_ != 0 ? failed_ : ECONNRESET;
-    } else if (error != openssl::kErrorWantRead) {
-      return EPROTO;
-    }
-  }
+  const int error = is_open_ ? 0 : advance();
+  if (error != 0) return error;
   return flush() ? 0 : failed_;
+}
+
+/// Advances a handshake that is not done. Returns as shake_hands().
+int TlsStream::advance() {
+  api_.err_clear_error();
+  std::byte welcome = kWelcome;
+  std::size_t bytes = 0;
+  int done = has_agreed_ ? 1 : api_.do_handshake(ssl_);
+  if (done == 1 && !has_agreed_) {
+    // Without the key OpenSSL might have agreed on a certificate.
+    if (api_.session_reused(ssl_) != 1) refuse();
+    has_agreed_ = true;
+  }
+  if (done == 1) {
+    done = is_connecting() ? api_.read_ex(ssl_, &welcome, 1, &bytes)
+                           : api_.write_ex(ssl_, &welcome, 1, &bytes);
+  }
+  if (done == 1) {
+    if (welcome != kWelcome) refuse();
+    api_.set_default_read_buffer_len(ssl_, kBatchBytes);  // strangers get less
+    is_open_ = true;
+    return 0;
+  }
+  const int error = api_.get_error(ssl_, done);
+  if (has_ended_ || failed_ != 0) return failed_ != 0 ? failed_ : ECONNRESET;
+  if (error == openssl::kErrorWantRead) return 0;
+  flush();  // the alert, by which the other end knows the reason
+  refuse();
 }
 
 /// Throws the reason for which OpenSSL has ended the handshake.
 void TlsStream::refuse() const {
-  const int reason = static_cast<int>(api_.err_peek_error() & 0xfff);
-  if (!identity_.empty() && reason >= openssl::kAlertReasons) {
+  const unsigned long code = api_.err_peek_error();
+  const char* const text = api_.err_reason_error_string(code);
+  const std::string why = text ? std::string(": ") + text : "";
+  const int alert = static_cast<int>(code & 0xfff) - openssl::kAlertReasons;
+  api_.err_clear_error();
+  // The alerts of a wrong proof: that of OpenSSL, and that of RFC 8446.
+  if (is_connecting() &&
+      (alert == openssl::kAlertIllegalParameter || alert == openssl::kAlertDecryptError)) {
     throw other_secret(hello_);
   }
-  throw Error(ErrorKind::kPeerLost, "the other end is no rank of this job");
+  throw Error(ErrorKind::kPeerLost, "the other end is no rank of this job" + why);
 }
 
 std::string TlsStream::cipher() const {
@@ -155,11 +178,13 @@ std::string TlsStream::cipher() const {
 }
 
 ssize_t TlsStream::send(std::span<const std::byte> bytes) {
+  if (sealed_ > bytes.size()) {
+    throw Error(ErrorKind::kInternal, "fewer bytes are to be sent than are encrypted already");
+  }
   std::size_t done = 0;
-  while (flush()) {
+  while (!is_damaged_ && flush()) {
     done += std::exchange(sealed_, 0);
-    assert(done <= bytes.size());
-    if (done == bytes.size()) break;
+    if (done == bytes.size()) return static_cast<ssize_t>(done);
     api_.err_clear_error();
     const auto part = bytes.subspan(done, std::min(bytes.size() - done, kBatchBytes));
     if (since_update_ + part.size() > context_->update_bytes_) {
@@ -175,36 +200,42 @@ ssize_t TlsStream::send(std::span<const std::byte> bytes) {
     since_update_ += written;
   }
   if (done > 0) return static_cast<ssize_t>(done);
-  if (bytes.empty()) return 0;
-  errno = failed_ != 0 ? failed_ : EAGAIN;
+  errno = is_damaged_ ? EBADMSG : failed_ != 0 ? failed_ : EAGAIN;
   return -1;
 }
 
 ssize_t TlsStream::receive(std::span<std::byte> bytes) {
   std::size_t done = 0;
-  int error = EAGAIN;
-  while (done < bytes.size()) {
+  may_have_more_ = true;
+  while (done < bytes.size() && !is_damaged_) {
     std::size_t part = 0;
     api_.err_clear_error();
     if (api_.read_ex(ssl_, bytes.data() + done, bytes.size() - done, &part) == 1) {
       done += part;
       continue;
     }
+    may_have_more_ = false;
     const int kind = api_.get_error(ssl_, 0);
     if (kind == openssl::kErrorWantRead) break;
-    if (has_ended_ || kind == openssl::kErrorZeroReturn) {
-      error = 0;
-    } else {
-      error = failed_ != 0 ? failed_ : EBADMSG;
+    if (has_ended_ || failed_ != 0 || kind == openssl::kErrorZeroReturn) {
+      if (done > 0) return static_cast<ssize_t>(done);
+      errno = failed_;
+      return failed_ != 0 ? -1 : 0;
     }
-    break;
+    const bool is_alert = (api_.err_peek_error() & 0xfff) >= openssl::kAlertReasons;
+    api_.err_clear_error();
+    if (is_alert) {
+      failed_ = ECONNRESET;  // the peer has ended it, and says why
+      break;
+    }
+    is_damaged_ = true;
   }
-  if (done > 0 || error == 0) return static_cast<ssize_t>(done);
-  errno = error;
+  if (done > 0 || bytes.empty()) return static_cast<ssize_t>(done);
+  errno = is_damaged_ ? EBADMSG : failed_ != 0 ? failed_ : EAGAIN;
   return -1;
 }
 
-bool TlsStream::has_received() const { return api_.has_pending(ssl_) == 1; }
+bool TlsStream::has_received() const { return may_have_more_ && api_.has_pending(ssl_) == 1; }
 
 /// Sends the records that the socket takes; returns whether none is left.
 bool TlsStream::flush() {
@@ -225,7 +256,7 @@ bool TlsStream::flush() {
   return true;
 }
 
-// --- what OpenSSL calls
+// --- the functions that OpenSSL calls
 
 openssl::BioMethod* TlsStream::bio_method(const openssl::Api& api) {
   static openssl::BioMethod* const method = [&] {
@@ -242,7 +273,12 @@ openssl::BioMethod* TlsStream::bio_method(const openssl::Api& api) {
 int TlsStream::write(openssl::Bio* bio, const char* bytes, int count) {
   auto& stream = *static_cast<TlsStream*>(openssl::load().bio_get_data(bio));
   const auto part = std::as_bytes(std::span(bytes, static_cast<std::size_t>(count)));
-  stream.records_.insert(stream.records_.end(), part.begin(), part.end());
+  try {
+    stream.records_.insert(stream.records_.end(), part.begin(), part.end());
+  } catch (const std::bad_alloc&) {
+    stream.failed_ = ENOMEM;
+    return -1;
+  }
   return count;
 }
 
@@ -278,7 +314,10 @@ openssl::Session* TlsStream::session_of(std::span<const std::byte> identity) con
       context_->key_, {std::as_bytes(std::span(kInfo)), identity, std::span(&kFirst, 1)});
   openssl::Session* const session = api_.session_new();
   const openssl::Cipher* const cipher = api_.cipher_find(ssl_, kAes128.data());
-  if (!session || !cipher) return nullptr;
+  if (!session || !cipher) {
+    if (session) api_.session_free(session);
+    return nullptr;
+  }
   api_.session_set1_master_key(session, reinterpret_cast<const unsigned char*>(psk.data()),
                                psk.size());
   api_.session_set_cipher(session, cipher);

@@ -69,7 +69,7 @@ struct Pair {
 bool on_all_ways(const std::string& name, const std::function<void(Sockets)>& body) {
   add_test("connection over Unix sockets: " + name, [=] { body(Sockets::kUnix); });
   add_test("connection over TCP: " + name, [=] { body(Sockets::kTcp); });
-  add_test("connection over TLS: " + name, [=] { body(Sockets::kTls); });
+  if (has_tls()) add_test("connection over TLS: " + name, [=] { body(Sockets::kTls); });
   return add_ucx_test("connection over UCX: " + name, [=] { body(Sockets::kUcx); });
 }
 
@@ -95,7 +95,8 @@ void exchange_both_ways(Sockets sockets, int connections = 1, bool slow = false)
     on_all_ways("exchange both ways", [](Sockets sockets) { exchange_both_ways(sockets); });
 
 TEST(connection_exchange_both_ways_over_three_sockets) {
-  for (const Sockets sockets : {Sockets::kTcp, Sockets::kTls}) exchange_both_ways(sockets, 3);
+  exchange_both_ways(Sockets::kTcp, 3);
+  if (has_tls()) exchange_both_ways(Sockets::kTls, 3);
 }
 
 TEST(connection_exchange_begins_when_the_sockets_are_there) {

@@ -197,6 +197,7 @@ inline void run_world(const Layout& layout, int size,
 inline void add_for_sizes(const Layout& layout, const std::string& name,
                           const std::function<void(const Layout&, int size)>& body) {
   if (layout.sockets == Sockets::kUcx && !has_ucx()) return;  // connection_test.cc reports it
+  if (layout.sockets == Sockets::kTls && !has_tls()) return;
   for (const int size : layout.sizes) {
     if (kSanitized && size > 3 && size != layout.sizes.front()) continue;
     add_test(layout.name + " x" + std::to_string(size) + ": " + name, [=] { body(layout, size); });

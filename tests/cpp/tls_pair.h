@@ -1,4 +1,4 @@
-// tls_pair(): the two ends of a connection with TLS.
+// with_tls(): the two ends of a connection with TLS.
 #pragma once
 
 #include <chrono>
@@ -11,6 +11,16 @@
 #include "transport/authentication.h"
 
 namespace torch_ring::test {
+
+/// Whether this process can load OpenSSL: a static one, for another processor, cannot.
+inline bool has_tls() {
+  try {
+    openssl::load();
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
 
 inline std::shared_ptr<const TlsContext> tls_of(int seed) {
   return std::make_shared<TlsContext>(key_of(seed));

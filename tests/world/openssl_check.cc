@@ -22,6 +22,10 @@ static_assert(kServerPreference == SSL_OP_CIPHER_SERVER_PREFERENCE);
 static_assert(kPrioritizeChacha == SSL_OP_PRIORITIZE_CHACHA);
 static_assert(kBioSourceSink == BIO_TYPE_SOURCE_SINK && kBioFlush == BIO_CTRL_FLUSH);
 static_assert(kBioRead == BIO_FLAGS_READ && kBioRetry == BIO_FLAGS_SHOULD_RETRY);
+static_assert(kControlMostVersion == SSL_CTRL_SET_MAX_PROTO_VERSION);
+static_assert(kControlGroups == SSL_CTRL_SET_GROUPS_LIST);
+static_assert(kAlertIllegalParameter == SSL3_AD_ILLEGAL_PARAMETER);
+static_assert(kAlertDecryptError == TLS1_AD_DECRYPT_ERROR);
 static_assert(kAlertReasons == SSL_AD_REASON_OFFSET);
 
 #define SAME(member, function) \
@@ -33,10 +37,11 @@ SAME(ctx_ctrl, SSL_CTX_ctrl);
 SAME(ctx_set_ciphersuites, SSL_CTX_set_ciphersuites);
 SAME(ctx_set_options, SSL_CTX_set_options);
 SAME(ctx_set_num_tickets, SSL_CTX_set_num_tickets);
-SAME(ctx_set_default_read_buffer_len, SSL_CTX_set_default_read_buffer_len);
 SAME(ctx_set_find_session, SSL_CTX_set_psk_find_session_callback);
 SAME(ctx_set_use_session, SSL_CTX_set_psk_use_session_callback);
-SAME(new_, SSL_new);
+SAME(make, SSL_new);
+SAME(set_default_read_buffer_len, SSL_set_default_read_buffer_len);
+SAME(session_free, SSL_SESSION_free);
 SAME(free, SSL_free);
 SAME(set_ex_data, SSL_set_ex_data);
 SAME(get_ex_data, SSL_get_ex_data);

@@ -1,4 +1,4 @@
-"""TORCH_RING_TLS: the data between hosts are encrypted, and what cannot be is refused."""
+"""TORCH_RING_TLS: connections between hosts are encrypted; those that cannot be are refused."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_refused(settings: list[dict[str, str]], kind: str, reason: str) -> None
 
 def lack_openssl() -> tuple[str, str]:
     def missing() -> str:
-        raise hvd.InvalidArgumentError("TORCH_RING_TLS=1 needs OpenSSL 1.1.1 or newer")
+        raise hvd.InvalidArgumentError("TORCH_RING_TLS=1 needs OpenSSL 1.1.1b or newer")
 
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
@@ -154,7 +154,7 @@ def lack_openssl() -> tuple[str, str]:
 def test_a_rank_without_openssl_ends_the_start_of_all() -> None:
     outcomes = run(lack_openssl, 2, transport="tcp", initialized=False, env=TLS)
     for _, text in outcomes:
-        assert "needs OpenSSL 1.1.1 or newer" in text
+        assert "needs OpenSSL 1.1.1b or newer" in text
 
 
 def test_declarations_of_openssl() -> None:

@@ -363,8 +363,8 @@ _CONNECTIONS = (
         "tls",
         "TORCH_RING_TLS",
         one_of("0", "1", "cpu"),
-        "1: all TCP connections between hosts are encrypted, by TLS 1.3 with the job's secret, and "
-        "NCCL between hosts is refused; cpu: it is not (docs/security.md)",
+        "1: all connections between ranks of several hosts are encrypted, by TLS 1.3 with the "
+        "job's secret, and NCCL between hosts is refused; cpu: it is not (docs/security.md)",
         common=True,
     ),
     Setting(

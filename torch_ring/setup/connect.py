@@ -262,10 +262,6 @@ def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[
         InvalidArgumentError, RingError: the settings do not allow it, or a resource is missing.
     """
     _raise_descriptor_limit()
-    if config.tls != "0":
-        with contextlib.suppress(ImportError):
-            importlib.import_module("ssl")  # its OpenSSL, which may lie in Python's own folder
-        openssl_version()
     shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
     name = f"\0torch_ring/{secrets.token_hex(8)}"
     addresses = own_addresses(config.interface, towards, one_host=identity.on_one_node())
@@ -314,11 +310,16 @@ def connect(
         labels = topology.labels(peers)
         is_ucx = len(set(host_of)) > 1 and uses_ucx(config, peers, labels)
         tls = config.tls != "0" and len(set(host_of)) > 1
-        if tls and not is_private:
+        # A secret that MPI has sent came over the network that TLS is to protect from.
+        if tls and not config.secret and len({peer.machine for peer in peers}) > 1:
             raise InvalidArgumentError(
                 f"TORCH_RING_TLS={config.tls} needs a secret: set TORCH_RING_SECRET to the same "
                 "random text on all ranks (`openssl rand -hex 32`; docs/security.md)"
             )
+        if tls:
+            with contextlib.suppress(ImportError):
+                importlib.import_module("ssl")  # its OpenSSL, which may lie in Python's own folder
+            openssl_version()
         token = hmac.digest(secret, b"token", hashlib.sha256).hex()[:32]
         connections = Connections(rank, peers, host_of, labels, token, is_private=is_private)
         connections.ucx_library = ucx_library(config) if is_ucx else None
