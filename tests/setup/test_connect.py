@@ -259,7 +259,7 @@ def replace_plane(monkeypatch, rank, instead):
     def plane(own, *rest):
         if own != rank:
             return make(own, *rest)
-        *_, launcher, _, _ = rest
+        *_, launcher, _, _, _ = rest
         try:
             instead()
         finally:
