@@ -51,7 +51,23 @@ FAULTS = (
     ),
     Fault(
         "tls_forged_record", "the forged records of a stranger are only waited for", TLS,
-        "error = failed_ != 0 ? failed_ : EBADMSG;", "error = EAGAIN;",
+        "is_damaged_ = true;", "break;",
+        tests=("cpp:tls_",),
+    ),
+    Fault(
+        "tls_open_early", "a rank uses a connection before the other end is open", TLS,
+        "api_.read_ex(ssl_, &welcome, 1, &bytes)", "1",
+        tests=("cpp:tls_",),
+    ),
+    Fault(
+        "tls_part_is_ready", "a part of a record counts as received", TLS,
+        "may_have_more_ && api_.has_pending(ssl_) == 1", "api_.has_pending(ssl_) == 1",
+        tests=("cpp:tls_",),
+    ),
+    Fault(
+        "tls_alert_is_secret", "any alert says that the secrets differ", TLS,
+        "(alert == openssl::kAlertIllegalParameter || alert == openssl::kAlertDecryptError)",
+        "alert >= 0",
         tests=("cpp:tls_",),
     ),
     Fault(
