@@ -27,7 +27,7 @@ constexpr std::size_t kBatchBytes = 64u << 10;
 constexpr const char* kAesFirst = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 constexpr const char* kChachaFirst = "TLS_CHACHA20_POLY1305_SHA256:TLS_AES_128_GCM_SHA256";
 constexpr const char* kGroups = "X25519:P-256";
-constexpr std::byte kWelcome{'W'};
+constexpr std::byte kIsOpen{'W'};
 constexpr std::array<unsigned char, 2> kAes128{0x13, 0x01};  // a cipher with SHA-256
 
 bool has_aes() {
@@ -131,7 +131,7 @@ int TlsStream::shake_hands() {
 /// Advances a handshake that is not done. Returns as shake_hands().
 int TlsStream::advance() {
   api_.err_clear_error();
-  std::byte welcome = kWelcome;
+  std::byte welcome = kIsOpen;
   std::size_t bytes = 0;
   int done = has_agreed_ ? 1 : api_.do_handshake(ssl_);
   if (done == 1 && !has_agreed_) {
@@ -144,7 +144,7 @@ int TlsStream::advance() {
                            : api_.write_ex(ssl_, &welcome, 1, &bytes);
   }
   if (done == 1) {
-    if (welcome != kWelcome) refuse();
+    if (welcome != kIsOpen) refuse();
     api_.set_default_read_buffer_len(ssl_, kBatchBytes);  // strangers get less
     is_open_ = true;
     return 0;
