@@ -118,6 +118,21 @@ TEST(connection_makes_sockets_only_when_they_are_needed) {
   CHECK(byte == std::byte{7});
 }
 
+/// With TLS the second byte waits where poll() does not see it.
+TEST(connection_is_readable_while_received_bytes_are_left) {
+  for (const Sockets sockets : {Sockets::kTcp, Sockets::kTls}) {
+    if (sockets == Sockets::kTls && !has_tls()) continue;
+    Pair pair(sockets);
+    Connection& connection = pair.ends[0]->connection;
+    pair.ends[1]->exchange(pattern(2, 0), {});
+    std::byte byte{};
+    while (connection.try_receive({&byte, 1}) == 0) std::this_thread::yield();
+    CHECK(connection.readable());
+    CHECK_EQ(connection.try_receive({&byte, 1}), 1u);
+    CHECK(!connection.readable());
+  }
+}
+
 TEST(connection_refuses_a_wrong_number_of_sockets) {
   auto [here, there] = unix_pair();
   ReadySockets source(1);
