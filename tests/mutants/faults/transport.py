@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "tls_buffer_unseen", "received bytes that wait in TLS are not seen", CONNECTION,
         "sockets_[incoming_.socket].has_received()", "false",
-        tests=("cpp:tls_", "cpp:TLS"),
+        tests=("cpp:connection_is_readable",),
     ),
     Fault(
         "slot_not_freed", "the memory of a removed set stays in use", ARENA,
