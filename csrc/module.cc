@@ -19,7 +19,6 @@
 #include "engine/device.h"
 #include "gradients/gradient_hooks.h"
 #include "nccl/loader.h"
-#include "transport/openssl.h"
 #include "ucx/loader.h"
 #include "ucx/worker.h"
 
@@ -32,7 +31,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "nccl_version", [](const std::string& library) { return nccl::load(library).version; },
       py::arg("library"));
-  module.def("openssl_version", [] { return openssl::load().version; });
   module.def(
       "ucx_found",
       [](const std::string& library) {

@@ -44,9 +44,6 @@ def nccl_version(library: str) -> int:
     Errors: InvalidArgumentError if there is no NCCL, or it is too old.
     """
 
-def openssl_version() -> str:
-    """Load OpenSSL, and return its version. Raises InvalidArgumentError if there is none."""
-
 def ucx_found(library: str) -> tuple[str, str, list[str]]:
     """Load UCX, and return its version, path and the transports by which it reaches other hosts.
 
@@ -201,7 +198,7 @@ class ControlPlane:
         launcher: a pidfd of the process that has started this one, taken over; -1 for none.
         launcher_died: the line for stderr when that has ended; then this process ends, too.
         claim: the listening socket of this rank's claim, duplicated; -1 for none.
-        tls: whether connections over TCP are encrypted.
+        tls: whether connections over TCP are encrypted. InvalidArgumentError: there is no OpenSSL.
     """
 
     def __init__(

@@ -283,7 +283,7 @@ World world_of(int rank, const std::vector<int>& members, std::vector<int> host_
   world.labels = std::move(labels);
   world.may_spin = may_spin;
   world.width = static_cast<std::size_t>(config.width);
-  world.checksums = config.checksum != 0 && config.tls == "0";
+  world.checksums = config.checksum != 0;
   if (memory) memory->use(world, members, slots);
   if (plane) {
     world.sockets = sockets_of(plane, set, members, config.width);

@@ -63,6 +63,10 @@ std::vector<Acceptor::Arrival> Acceptor::admit(const PollSet& polls, Clock::time
 }
 
 void Acceptor::accept(Listener& listener, Clock::time_point now) {
+  const auto note = [&](const std::string& error) {
+    if (!trouble_) troubled_ = now;
+    trouble_ = Error(ErrorKind::kInternal, error);
+  };
   while (strangers_.size() < room_ || make_room(now)) {
     Fd socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
@@ -74,13 +78,10 @@ void Acceptor::accept(Listener& listener, Clock::time_point now) {
       // concern this process.
       pause_ = now + kPause;
       if (is_local(error) || error == EINVAL || error == EBADF) {
-        if (!trouble_) troubled_ = now;
-        trouble_ = Error(ErrorKind::kInternal, "accept: " + std::generic_category().message(error) +
-                                                   limit_to_raise(error));
+        note("accept: " + std::generic_category().message(error) + limit_to_raise(error));
       }
       return;
     }
-    trouble_.reset();
     if (failpoint("handshake.accepting", static_cast<int>(rank_))) continue;
     if (listener.unix && !is_this_users(socket.get())) continue;
     try {
@@ -89,10 +90,9 @@ void Acceptor::accept(Listener& listener, Clock::time_point now) {
       strangers_.push_back({std::move(authentication), listener.unix, now});
     } catch (const Error& error) {  // there is no memory for TLS
       pause_ = now + kPause;
-      troubled_ = now;
-      trouble_ = error;
-      return;
+      return note(error.what());
     }
+    trouble_.reset();
   }
 }
 

@@ -56,8 +56,7 @@ std::vector<Message> ControlLink::receive(Clock::time_point now) {
     if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
     if (bytes < 0 && errno == EBADMSG) {
       throw Error(ErrorKind::kPeerLost,
-                  "sent data that arrived damaged or forged: TLS does not "
-                  "accept them");
+                  "sent data that arrived damaged or forged: TLS does not accept them");
     }
     if (bytes <= 0) {
       if (bytes < 0) was_reset_ = true;

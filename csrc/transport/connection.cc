@@ -128,6 +128,7 @@ bool Connection::open(bool needed) {
       throw_errno("setsockopt(TCP_NODELAY)");
     }
   }
+  is_checked_ = is_checked_ && !sockets.front().tls();
   if (network_) stream_ = network_->stream(sockets.front().get(), rank_, peer_);
   sockets_ = std::move(sockets);
   if (stream_ && send(stream_->greeting()) < stream_->greeting().size()) {

@@ -114,7 +114,7 @@ class Connection {
   const int rank_;
   const std::size_t width_;
   const std::string peer_;
-  const bool is_checked_;
+  bool is_checked_;  // not with TLS, which authenticates each record
   const std::shared_ptr<Network> network_;
   Frames frames_;                // of the sockets
   std::vector<Socket> sockets_;  // none before they are needed

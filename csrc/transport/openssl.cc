@@ -25,7 +25,7 @@ void* open() {
     if (why.empty()) why = dlerror();
   }
   throw Error(ErrorKind::kInvalidArgument,
-              std::string("TORCH_RING_TLS=1 needs OpenSSL 1.1.1b or newer, and it cannot be "
+              std::string("TORCH_RING_TLS needs OpenSSL 1.1.1b or newer, and it cannot be "
                           "loaded: ") +
                   why);
 }

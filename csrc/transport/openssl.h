@@ -29,7 +29,6 @@ using BioMethod = bio_method_st;
 /// Constants of <openssl/ssl.h>, <openssl/tls1.h> and <openssl/bio.h>, the same in 1.1.1 and 3;
 /// tests/world/openssl_check.cc compares them with the headers.
 inline constexpr int kTls13 = 0x0304;                           // TLS1_3_VERSION
-inline constexpr int kErrorSsl = 1;                             // SSL_ERROR_SSL
 inline constexpr int kErrorWantRead = 2;                        // SSL_ERROR_WANT_READ
 inline constexpr int kErrorZeroReturn = 6;                      // SSL_ERROR_ZERO_RETURN
 inline constexpr int kVerifyPeer = 1;                           // SSL_VERIFY_PEER

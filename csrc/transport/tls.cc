@@ -62,6 +62,7 @@ static_assert(sizeof(Identity) == 32);
 
 TlsContext::TlsContext(const Key& key, std::uint64_t update_bytes)
     : api_(openssl::load()), key_(key), update_bytes_(update_bytes) {
+  api_.err_clear_error();
   context_ = api_.ctx_new(api_.method());
   if (!context_) fail(api_, "SSL_CTX_new");
   const bool is_set =

@@ -10,7 +10,7 @@
 namespace torch_ring::openssl {
 
 static_assert(kTls13 == TLS1_3_VERSION);
-static_assert(kErrorSsl == SSL_ERROR_SSL && kErrorWantRead == SSL_ERROR_WANT_READ);
+static_assert(kErrorWantRead == SSL_ERROR_WANT_READ);
 static_assert(kErrorZeroReturn == SSL_ERROR_ZERO_RETURN);
 static_assert(kVerifyPeer == SSL_VERIFY_PEER);
 static_assert(kKeyUpdateNotRequested == SSL_KEY_UPDATE_NOT_REQUESTED);

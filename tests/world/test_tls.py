@@ -142,17 +142,18 @@ def test_refused(settings: list[dict[str, str]], kind: str, reason: str) -> None
 
 
 def lack_openssl() -> tuple[str, str]:
-    def missing() -> str:
-        raise hvd.InvalidArgumentError("TORCH_RING_TLS=1 needs OpenSSL 1.1.1b or newer")
+    def missing(*_: object) -> None:
+        raise hvd.InvalidArgumentError("TORCH_RING_TLS needs OpenSSL 1.1.1b or newer")
 
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
-            patch.setattr(connect, "openssl_version", missing)
+            patch.setattr(connect, "ControlPlane", missing)
         return error_of(hvd.init)
 
 
 def test_a_rank_without_openssl_ends_the_start_of_all() -> None:
-    outcomes = run(lack_openssl, 2, transport="tcp", initialized=False, env=TLS)
+    env = {**TLS, "TORCH_RING_EXIT_WITH_LAUNCHER": "0"}  # no descriptor for the plane to close
+    outcomes = run(lack_openssl, 2, transport="tcp", initialized=False, env=env)
     for _, text in outcomes:
         assert "needs OpenSSL 1.1.1b or newer" in text
 

@@ -34,7 +34,6 @@ from torch_ring._C import (
     make_memory,
     mappable_bytes,
     memory_table,
-    openssl_version,
 )
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError, TimeoutError
@@ -319,7 +318,6 @@ def connect(
         if tls:
             with contextlib.suppress(ImportError):
                 importlib.import_module("ssl")  # its OpenSSL, which may lie in Python's own folder
-            openssl_version()
         token = hmac.digest(secret, b"token", hashlib.sha256).hex()[:32]
         connections = Connections(rank, peers, host_of, labels, token, is_private=is_private)
         connections.ucx_library = ucx_library(config) if is_ucx else None

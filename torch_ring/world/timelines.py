@@ -99,7 +99,7 @@ class Timelines:
             plane=mine.plane,
             number=self._number,
             width=self._config.width,
-            checksums=bool(self._config.checksum) and self._config.tls == "0",
+            checksums=bool(self._config.checksum),
             transfer_timeout_s=_TRANSFER_TIMEOUT_S,
             has_clock_of_rank_0=mine.host_of[mine.rank] == mine.host_of[0],
             path=os.fspath(path),
