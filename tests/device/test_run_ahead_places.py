@@ -9,6 +9,7 @@ import device_double
 import pytest
 import torch
 from ahead_training import (
+    AHEAD,
     PLANNED,
     SIZE,
     Branches,
@@ -64,6 +65,25 @@ def compare_moved(clears_first: bool, device: str) -> None:
 @pytest.mark.parametrize("clears_first", [True, False])
 def test_a_model_moves_while_hosts_run_ahead(clears_first):
     run_ahead_on_double(functools.partial(compare_moved, clears_first), SIZE)
+
+
+def move_to_a_second_device(device: str) -> tuple[str, str]:
+    """One rank's model moves to another device than the process has used, in a plan."""
+    training = in_a_plan(Training(device))
+    if hvd.rank() == hvd.size() - 1:
+        training.model.to(f"{device}:1")
+        training.batches = [batch.to(f"{device}:1") for batch in training.batches]
+        for state in training.optimizer.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].to(f"{device}:1")
+    return error_of(lambda: training.steps(AHEAD + 2))
+
+
+def test_a_second_device_while_hosts_run_ahead():
+    errors = run_ahead_on_double(move_to_a_second_device, SIZE)
+    assert [kind for kind, _ in errors] == ["PeerLostError"] * (SIZE - 1) + ["RingError"]
+    for _, text in errors:
+        assert "a model has moved: " in text
+        assert "one process drives one device" in text
 
 
 def change_the_dtype(device: str) -> tuple[str, str]:
