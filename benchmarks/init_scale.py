@@ -2,6 +2,7 @@
 
     python benchmarks/init_scale.py --json init_scale.json --plot init_scale.png
     python benchmarks/init_scale.py --sizes 2 8 --namespaces     # no network namespaces
+    python benchmarks/init_scale.py --sizes --namespaces 8 --peers --tls    # and encrypted
     python benchmarks/init_scale.py --death                      # until all know of a killed rank
 
 The ranks are forked from this process, which has imported all modules. The namespaces need root.
@@ -50,6 +51,7 @@ from waiting_ranks import (
 )
 
 import torch_ring as hvd
+import torch_ring.api  # noqa: F401  here once for all ranks
 
 SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512]
 NAMESPACES = [4, 8, 16]
@@ -65,6 +67,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--namespaces", type=int, nargs="*", help="hosts; with --death 16")
     parser.add_argument("--ranks-per-host", type=int, default=8, help="in a namespace")
     parser.add_argument("--peers", nargs="*", choices=("gloo", "mpi"), default=["gloo", "mpi"])
+    parser.add_argument("--tls", action="store_true", help="time torch_ring with TLS, too")
     parser.add_argument("--rounds", type=int, default=5, help=f"of up to {FULL_ROUNDS} ranks")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one world")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -102,7 +105,7 @@ def layouts(sizes: Sequence[int], hosts: Sequence[int], ranks_per_host: int) -> 
 
 
 def environment(
-    hosts: Sequence[Host], size: int, timeout_s: float
+    hosts: Sequence[Host], size: int, timeout_s: float, network: str = "tcp"
 ) -> Callable[[int], Mapping[str, str]]:
     """Return a function that returns a rank's variables in a new world, as torchrun sets them."""
     port = str(free_port())
@@ -113,7 +116,7 @@ def environment(
         "TORCH_RING_TIMEOUT": str(timeout_s),
         "TORCH_RING_LOG_LEVEL": "error",
     }
-    return lambda rank: variables(hosts, size // len(hosts), rank) | common
+    return lambda rank: variables(hosts, size // len(hosts), rank, network) | common
 
 
 def by_torch_ring(line: Line, _timeout_s: float) -> None:
@@ -189,13 +192,15 @@ def starters(
 ) -> dict[str, Open]:
     """Return, by library, a function that starts ranks, which wait for the gate."""
 
-    def of_fork(be_rank: Callable[[Line, float], None]) -> Open:
+    def of_fork(be_rank: Callable[[Line, float], None], network: str = "tcp") -> Open:
         def body(line: Line) -> None:
             be_rank(line, timeout_s)
 
-        return lambda: forked(size, body, environment(hosts, size, timeout_s), hosts)
+        return lambda: forked(size, body, environment(hosts, size, timeout_s, network), hosts)
 
     found = {"torch_ring": of_fork(by_torch_ring)}
+    if "tls" in peers and len(hosts) > 1:
+        found["with TLS"] = of_fork(by_torch_ring, "tls")
     if "gloo" in peers:
         found["gloo"] = of_fork(by_gloo)
     if "mpi" in peers and len(hosts) == 1:  # mpirun starts ranks in other namespaces by ssh only
@@ -254,7 +259,7 @@ def rows_of(
 
 def measure(args: argparse.Namespace, worlds_of: Iterator[Layout]) -> list[Row]:
     """Start worlds of all sizes; a library that fails at one is not tried at larger ones."""
-    peers = list(args.peers)
+    peers = [*args.peers, *(["tls"] if args.tls else [])]
     if "mpi" in peers and (missing := why_no_mpi()):
         print(f"# mpi: not run: {missing}", flush=True)
         peers.remove("mpi")

@@ -120,6 +120,16 @@ print(torch_ring.allreduce.__name__, torch_ring.elastic.__name__, torch_ring.ran
     assert run_python(program) == "allreduce torch_ring.elastic 7"
 
 
+def test_the_compiler_is_imported_by_those_who_compile() -> None:
+    program = """
+import sys, torch, torch_ring
+torch_ring.init()
+torch_ring.allreduce(torch.ones(1))
+print([name for name in sys.modules if name in ("torch._dynamo", "torch._inductor", "sympy")])
+"""
+    assert run_python(program) == "[]"
+
+
 def test_a_module_can_be_the_first_import() -> None:
     program = "import torch_ring.elastic.state; import torch_ring as hvd; print(hvd.Average.name)"
     assert run_python(program) == "Average"

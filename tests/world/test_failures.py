@@ -142,6 +142,8 @@ def error_of_init() -> tuple[str, str]:
         slow("collective:1:5", "tcp"),
         ("handshake.connecting:1:1", "tcp"),
         ("handshake.accepting:1:1", "tcp"),
+        ("handshake.connecting:1:1", "tls"),
+        ("handshake.accepting:1:1", "tls"),
     ],
 )
 def test_a_rank_dies_at_a_place(place, transport):
@@ -150,11 +152,12 @@ def test_a_rank_dies_at_a_place(place, transport):
     outcomes = run(
         error_of_init if is_early else train_until_a_rank_dies,
         3,
-        transport=transport,
+        transport="shm" if transport == "shm" else "tcp",
         env={
             "TORCH_RING_FAIL": f"{place}:kill",
             "TORCH_RING_BUCKET_BYTES": "20000",  # several buckets a step
             "TORCH_RING_INIT_TIMEOUT": "600",
+            "TORCH_RING_TLS": str(int(transport == "tls")),
         },
         initialized=not is_early,
         may_die={1},
