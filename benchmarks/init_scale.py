@@ -51,7 +51,7 @@ from waiting_ranks import (
 )
 
 import torch_ring as hvd
-import torch_ring.api  # noqa: F401  here once for all ranks
+import torch_ring.api  # here once for all ranks
 
 SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512]
 NAMESPACES = [4, 8, 16]

@@ -215,6 +215,11 @@ def test_each_rank_writes_its_snapshot_to_a_file(tmp_path: Path, transport: str)
         assert types["torch_ring_arrival_lag_seconds"] == "histogram"
         assert types["torch_ring_operations"] == "counter"
         assert types["torch_ring_shared_memory_bytes"] == "gauge"
+        page = (ROOT / "docs" / "tracing.md").read_text()
+        suffix = {"counter": "_total"}
+        assert set(re.findall(r"`(torch_ring_\w+)`", page)) == {
+            name + suffix.get(kind, "") for name, kind in types.items()
+        }
 
 
 def test_where_a_rank_writes() -> None:
