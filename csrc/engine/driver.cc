@@ -117,7 +117,7 @@ void Driver::make_progress(const Work* target, const Interrupt& interrupt) {
 /// nothing else.
 bool Driver::is_blocked(Clock::duration waited) {
   if (waited < kBlockedAfter || !outbox_.empty()) return false;
-  if (waited >= config_.other_threads_grace) return true;
+  if (waited >= config_.grace_before_timeout()) return true;
   const bool several = queue_.has_several_submitters(queue_.lock());
   return !several && !(others_may_submit_ && others_may_submit_());  // unlocked: may block
 }

@@ -122,7 +122,9 @@ std::optional<std::string> in_words(std::string_view name) {
   if (!optimizer || !take(name, ".")) return std::nullopt;
   const auto number = take_number(name);
   if (!number || !take(name, ".")) return std::nullopt;
-  if (name == "loss") return "averaging the closure's loss after " + pass(*number);
+  if (name == "loss") {  // `number` passes have ended
+    return "averaging the closure's loss after backward pass " + std::to_string(*number);
+  }
   if (take(name, "carried.")) {
     return "averaging once more what '" + std::string(name) + "' had before " + pass(*number);
   }

@@ -16,7 +16,7 @@ TEST(names_of_gradients_in_words) {
   CHECK_EQ(words(bucket_name(1, 17, 3, 64) + ".0.header"), bucket);
   CHECK_EQ(words("gradients.0.17.sparse.words.weight.1"),
            "averaging the sparse gradient of 'words.weight' of backward pass 18");
-  CHECK_EQ(words("gradients.0.17.loss"), "averaging the closure's loss after backward pass 18");
+  CHECK_EQ(words("gradients.0.17.loss"), "averaging the closure's loss after backward pass 17");
   CHECK_EQ(in_words("gradients.1.17.carried.head.weight").value_or(""),
            "averaging once more what 'head.weight' had before backward pass 18");
 }
