@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 from recordings import MILLISECOND, failed_dump, timeline_events, write_timeline
 
 from torch_ring.tracing.command import main
+
+charts = pytest.importorskip("torch_ring.tracing.page.charts", reason="bokeh is not installed")
+COLORS, LATE_COLOR = charts.COLORS, charts.LATE_COLOR
 
 pytestmark = pytest.mark.browser
 DEADLINE_S = 600  # a hang, not a slow machine
@@ -44,10 +48,48 @@ return [
 """
 
 
+# Labels of the x axis of a chart: their text, and where they begin and end on the page.
+_LABELS = """
+const [name] = arguments;
+const chart = Bokeh.documents[0].get_model_by_name(name);
+const view = [...Bokeh.index.roots].map(each => Bokeh.index.find_one(chart)).filter(Boolean)[0];
+const [axis] = chart.below;
+const ticks = axis.ticker.get_ticks(chart.x_range.start, chart.x_range.end, chart.x_range, 0).major;
+const context = document.createElement("canvas").getContext("2d");
+context.font = `${axis.major_label_text_font_size} ${axis.major_label_text_font}`;
+const left = view.canvas_view.el.getBoundingClientRect().x;
+return axis.formatter.doFormat(ticks, {loc: 0}).map((text, index) => {
+  const middle = left + view.frame.x_scale.compute(ticks[index]);
+  const half = context.measureText(text).width / 2;
+  return [text, middle - half, middle + half];
+});
+"""
+# Numbers of pixels of a color around a place of the page: those in a row of it, and all.
+_PIXELS = """
+const [x, y, reach, color] = arguments;
+const chart = Bokeh.documents[0].get_model_by_name("timeline");
+const view = [...Bokeh.index.roots].map(each => Bokeh.index.find_one(chart)).filter(Boolean)[0];
+const frame = view.canvas_view.el.getBoundingClientRect();
+const canvas = view.canvas_view.primary.canvas;
+const ratio = canvas.width / frame.width;
+const side = Math.round(2 * reach * ratio);
+const {data} = canvas.getContext("2d").getImageData(
+  Math.round((x - frame.x - reach) * ratio), Math.round((y - frame.y - reach) * ratio), side, side);
+const wanted = [1, 3, 5].map(each => parseInt(color.slice(each, each + 2), 16));
+const has = (index) => data[4 * index + 3] > 200 && wanted.every(
+  (each, channel) => Math.abs(data[4 * index + channel] - each) < 24);
+const indices = [...Array(side * side).keys()];
+const middle = Math.floor(side / 2) * side;
+return [
+  indices.slice(middle, middle + side).filter(has).length / ratio,
+  indices.filter(has).length / ratio / ratio,
+];
+"""
+
+
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    pytest.importorskip("bokeh", reason="bokeh is not installed: pip install bokeh")
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
         pytest.skip("no Chromium, or no chromedriver: apt-get install chromium-driver")
@@ -106,6 +148,16 @@ def hover_over(chromium: Any, name: str) -> str:
     return str(wait_for(chromium, text))
 
 
+def labels(chromium: Any, chart: str) -> list[str]:
+    """Return the labels of a chart's axis of time, which must not touch one another."""
+    found = chromium.execute_script(_LABELS, chart)
+    for (left, _, end), (right, begin, _) in pairwise(found):
+        assert end + 2 < begin, (left, right)
+    width = chromium.execute_script("return document.documentElement.clientWidth")
+    assert all(begin >= 0 and end <= width for _, begin, end in found), found
+    return [text for text, _, _ in found]
+
+
 def counted(chromium: Any) -> int:
     """Return the number of bars in the charts."""
     return chromium.execute_script(
@@ -150,11 +202,10 @@ def test_a_page_of_odd_names_after_a_long_start(chromium: Any, tmp_path: Path) -
     assert name in hover_over(chromium, name)
     assert chromium.execute_script("return window.ran") is None
 
-    ticks = (
-        "return Bokeh.documents[0].get_model_by_name('timeline').below[0].formatter"
-        ".doFormat([0, 1, 100], {loc: 0})"
-    )
-    assert chromium.execute_script(ticks) == ["0 ms", "1 ms", "500 ms"]
+    assert "497 ms left out" in labels(chromium, "timeline")
+    zoomed = "Bokeh.documents[0].get_model_by_name('timeline').x_range.setv({start: 20, end: 40})"
+    chromium.execute_script(zoomed)
+    assert "520 ms" in labels(chromium, "timeline")  # place 23: of the recording, not of the chart
 
     loaded = "return performance.getEntriesByType('resource').map(entry => entry.name)"
     assert [url for url in chromium.execute_script(loaded) if not url.startswith("blob:")] == []
@@ -172,16 +223,59 @@ def test_a_page_of_odd_names_after_a_long_start(chromium: Any, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_a_narrow_bar_and_a_failure_are_marked(chromium: Any, tmp_path: Path) -> None:
+    """Bars of 0.01 ms in 400 ms have three pixels; a click on the legend hides the failures."""
+    events = timeline_events(steps=20)
+    for event in events:
+        if event["name"] == "ALLREDUCE":
+            event["dur"] = 10.0
+        if event["name"] == "ALLREDUCE" and event["args"]["tensor"].endswith(".7.0.0"):
+            event["args"]["state"] = "failed"
+    open_page(chromium, tmp_path, events)
+
+    def pixels(name: str, color: str) -> list[float]:
+        ends = ("started", "finished", name)
+        x, y = chromium.execute_script(_PLACE, "bars allreduce", *ends)
+        return chromium.execute_script(_PIXELS, x, y, 8, color)
+
+    assert 2.5 <= pixels("gradients.0.3.0.0", COLORS["allreduce"])[0] <= 4
+    assert pixels("gradients.0.7.0.0", LATE_COLOR)[1] > 50
+    entries = {each.text: each for each in chromium.find_elements("css selector", ".legend button")}
+    assert list(entries) == ["■allreduce", "■allgather", "▼came last", "✖failed"]
+    entries["✖failed"].click()
+    wait_for(chromium, lambda _: pixels("gradients.0.7.0.0", LATE_COLOR)[1] == 0)
+    entries["■allreduce"].click()
+    wait_for(chromium, lambda _: pixels("gradients.0.3.0.0", COLORS["allreduce"])[1] == 0)
+
+
+@pytest.mark.slow
 def test_nothing_overflows_a_narrow_screen(chromium: Any, tmp_path: Path) -> None:
     narrow = {"width": 480, "height": 900, "deviceScaleFactor": 2, "mobile": True}
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     try:
-        write_timeline(tmp_path / "timeline.json", timeline_events(steps=6))
+        events = timeline_events(steps=12)
+        for event in events:  # two evaluations of a second, after a start of ten
+            step = int(event.get("ts", 0) // (20 * MILLISECOND))
+            if "ts" in event:
+                event["ts"] += (10_000 + 1000 * (step > 3) + 1000 * (step > 8)) * MILLISECOND
+        args = events[-1]["args"] | {"tensor": "broadcast.weights", "sequence": 100}
+        start = {"name": "BROADCAST", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": MILLISECOND}
+        write_timeline(tmp_path / "timeline.json", [*events, start | {"args": args}])
         (tmp_path / "flight_0").write_bytes(pickle.dumps(failed_dump()))
         for file in ("timeline.json", "flight_0"):
             open_recording(chromium, tmp_path / file)
             width = "return document.documentElement.scrollWidth"
             assert chromium.execute_script(width) == 480
+            on_axis = labels(chromium, "timeline") + labels(chromium, "overview")
+            if file == "timeline.json":
+                assert {"…10 s…", "…1.01 s…"} <= {*on_axis}
+                for start in range(0, 220, 20):
+                    chromium.execute_script(
+                        "Bokeh.documents[0].get_model_by_name('timeline').x_range"
+                        ".setv({start: arguments[0], end: arguments[0] + 33})",
+                        start,
+                    )
+                    assert labels(chromium, "timeline")
         assert chromium.find_elements("css selector", ".failures")
     finally:
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

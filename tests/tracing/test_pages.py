@@ -16,11 +16,11 @@ from recordings import MILLISECOND, dump_of, failed_dump, timeline_events, write
 from torch_ring._C import COLLECTIVES
 from torch_ring.tracing.command import main
 from torch_ring.tracing.page.analysis import (
-    Gap,
+    Fold,
     Step,
     arrivals,
+    folds,
     lateness,
-    start_gap,
     step_times,
 )
 from torch_ring.tracing.page.charts import COLORS, MOST_LANES, TimeAxis, lanes_of
@@ -116,9 +116,17 @@ def test_the_page_lists_failed_operations(tmp_path: Path) -> None:
     assert "<dt>not completed</dt><dd>1</dd>" in page
     card = page.partition("Failed operations")[2].partition("</section>")[0]
     assert "<td>rank 0</td><td>allreduce loss</td>" in card
-    assert "<td>rank 0: the ranks &lt;disagree&gt;</td>" in card
+    assert '<td class="error">rank 0: the ranks &lt;disagree&gt;</td>' in card
     (tmp_path / "flight_0").write_bytes(pickle.dumps(dump_of(rank=0)))
     assert "Failed operations" not in draw_page(read_recording(tmp_path), "a job", 1000.0)
+
+
+def test_an_operation_under_way_lasts_until_the_dump_was_written(tmp_path: Path) -> None:
+    dump = dump_of(rank=0)
+    dump["written_ns"] = dump["entries"][1]["time_created_ns"] + 60_000_000_000
+    (tmp_path / "flight_0").write_bytes(pickle.dumps(dump))
+    _, waiting = read_recording(tmp_path).operations
+    assert waiting.started - waiting.submitted == pytest.approx(60_000 * MILLISECOND)
 
 
 class Evil:
@@ -206,7 +214,7 @@ def test_nobody_is_late_where_a_name_comes_again_without_a_number() -> None:
 
 def test_step_times(tmp_path: Path) -> None:
     recording = read(tmp_path, steps=4)
-    assert step_times(recording) == [Step(step, 20 * MILLISECOND, 2) for step in range(3)]
+    assert step_times(recording) == [Step(step, 20 * MILLISECOND, 2) for step in range(1, 4)]
 
 
 def test_a_step_of_one_late_rank_has_the_same_time_on_all_ranks() -> None:
@@ -216,7 +224,7 @@ def test_a_step_of_one_late_rank_has_the_same_time_on_all_ranks() -> None:
         for rank, times in arrived.items()
         for step, time in enumerate(times)
     )
-    assert step_times(recording) == [Step(0, 10, 0), Step(1, 15, 0), Step(2, 5, 1)]
+    assert step_times(recording) == [Step(1, 10, 0), Step(2, 15, 1), Step(3, 5, 0)]
 
 
 def test_steps_of_a_job_without_an_optimizer_are_repetitions() -> None:
@@ -224,7 +232,7 @@ def test_steps_of_a_job_without_an_optimizer_are_repetitions() -> None:
         operation(rank=0, name=name, submitted=10.0 * number)
         for number, name in enumerate(["a", "loss", "b", "loss", "b", "loss", "loss"])
     )
-    assert step_times(recording) == [Step(0, 20.0, 0), Step(1, 20.0, 0), Step(2, 10.0, 0)]
+    assert step_times(recording) == [Step(1, 20.0, 0), Step(2, 20.0, 0), Step(3, 10.0, 0)]
 
 
 def test_repetitions_have_the_same_number_on_a_rank_that_lacks_the_first_ones() -> None:
@@ -234,25 +242,79 @@ def test_repetitions_have_the_same_number_on_a_rank_that_lacks_the_first_ones() 
         for number in range(first, 5)
     )
     times = [(step.number, step.time) for step in step_times(recording)]
-    assert times == [(0, 10.0), (1, 11.0), (2, 10.0), (3, 10.0)]
+    assert times == [(1, 10.0), (2, 11.0), (3, 10.0), (4, 10.0)]
 
 
-def test_the_gap_between_the_start_and_the_first_step_is_folded() -> None:
-    start = [operation(rank, "weights", 0, 100_000) for rank in range(2)]
-    steps = [
-        operation(rank, f"backward.{step}", 900_000 + 200_000 * step, 950_000 + 200_000 * step)
-        for rank in range(2)
-        for step in range(3)
+def steps_at(*begins: float, length: float = 50, ranks: int = 2) -> list[Operation]:
+    """Return a backward pass of `length` milliseconds at each of these, on all ranks."""
+    return [
+        operation(
+            rank, f"backward.{step}", begin * MILLISECOND, (begin + length) * MILLISECOND, step
+        )
+        for rank in range(ranks)
+        for step, begin in enumerate(begins)
     ]
-    gap = start_gap(recording_of([*start, *steps]))
-    assert gap == Gap(100_000, 900_000)
-    axis = TimeAxis(gap)
-    assert axis.fold_length == 700
-    places = [0, 100, 200, 250, 650]
-    assert list(axis.place([0, 100_000, 900_000, 950_000, 1_350_000])) == places
-    assert start_gap(recording_of(steps)) is None
-    early = [operation(0, "weights", 0, 850_000)]
-    assert start_gap(recording_of([*early, *steps])) is None
+
+
+def folded(operations: Iterable[Operation]) -> list[tuple[float, float]]:
+    """Return the folded times, in milliseconds."""
+    found = folds(recording_of(operations))
+    return [(fold.begin / MILLISECOND, fold.end / MILLISECOND) for fold in found]
+
+
+def test_long_idle_times_are_folded_wherever_they_are() -> None:
+    start = [operation(rank, "weights", 0, 100 * MILLISECOND) for rank in range(2)]
+    steps = steps_at(900, 1100, 1300, 2500, 2700, 2900)
+    assert folded([*start, *steps]) == [(100, 900), (1350, 2500)]
+    assert folded(steps_at(*range(0, 1000, 200))) == []  # ranks compute between the passes
+    one_is_busy = [*steps, operation(1, "loss", 1320 * MILLISECOND, 2400 * MILLISECOND)]
+    assert folded([*start, *one_is_busy]) == [(100, 900)]
+
+
+def test_many_idle_times_are_folded_though_each_is_a_small_part_of_the_whole() -> None:
+    begins = [200 * step + 2000 * (step // 5) for step in range(100)]
+    found = folds(recording_of(steps_at(*begins)))
+    assert len(found) == 19
+    shown = sum(fold.end - fold.begin - fold.left_out for fold in found)
+    whole = (begins[-1] + 50) * MILLISECOND - sum(fold.left_out for fold in found)
+    assert shown < 0.11 * whole
+
+
+def test_a_recording_without_steps_is_folded() -> None:
+    apart = [
+        operation(rank, name, time, time + 5)
+        for rank in (0, 1)
+        for name, time in (("a", 0), ("b", 1000))
+    ]
+    assert [(fold.begin, fold.end) for fold in folds(recording_of(apart))] == [(5, 1000)]
+    assert folds(recording_of([operation(0, "a", 0, 5)])) == []
+    assert folds(recording_of([operation(0, "a", 0, 0), operation(0, "b", 9, 9)])) == []
+
+
+def test_a_hang_leaves_room_for_the_operations_before_it() -> None:
+    steps = steps_at(0, 200, 400)
+    waiting = [
+        operation(rank, "backward.3", (600 + 10 * rank) * MILLISECOND, 60_000 * MILLISECOND)
+        for rank in range(2)
+    ]
+    (fold,) = folds(recording_of([*steps, *waiting]))
+    assert (fold.begin, fold.end) == (610 * MILLISECOND, 60_000 * MILLISECOND)
+    assert fold.end - fold.begin - fold.left_out == 305 * MILLISECOND
+    shorter = [operation(0, "backward.3", 600 * MILLISECOND, 800 * MILLISECOND)]
+    assert folds(recording_of([*steps, *shorter])) == []  # a wait to look at
+
+
+def test_places_of_times_beside_folds() -> None:
+    axis = TimeAxis([Fold(100_000, 900_000, 700_000), Fold(950_000, 2_000_000, 1_000_000)], 1e6)
+    times = [0, 100_000, 900_000, 950_000, 2_000_000, 2_100_000]
+    assert list(axis.place(times)) == [0, 100, 200, 250, 300, 400]
+
+
+def test_the_last_rank_of_an_operation_under_way_is_not_known() -> None:
+    operations = [operation(rank, "loss", rank, 99, sequence=1) for rank in range(2)]
+    for each in operations:
+        each.state = "scheduled"
+    assert arrivals(recording_of(operations)) == [None, None]
 
 
 def test_operations_in_flight_at_once_have_lanes_of_their_own() -> None:
@@ -264,15 +326,18 @@ def test_operations_in_flight_at_once_have_lanes_of_their_own() -> None:
         operation(0, "d", 15, 30),
         operation(0, "e", 16, 30),
     ]
-    assert lanes_of(operations) == ([0, 0, 1, 0, 0, 2], {0: 3, 1: 1})
+    assert lanes_of(operations) == [(0, 3), (0, 1), (1, 3), (0, 3), (0, 3), (2, 3)]
+
+
+def test_an_operation_that_is_alone_has_the_whole_row() -> None:
+    at_once = [operation(0, str(number), number, 1000) for number in range(3)]
+    assert lanes_of([*at_once, operation(0, "alone", 1000, 1001)])[-1] == (0, 1)
 
 
 def test_many_operations_at_once_share_lanes() -> None:
     operations = [operation(0, str(number), number, 1000) for number in range(MOST_LANES + 2)]
-    operations.append(operation(0, "later", 2000, 2001))
-    lanes, count = lanes_of(operations)
-    assert count == {0: MOST_LANES}
-    assert lanes == [*range(MOST_LANES), 0, 1, 0]
+    assert lanes_of(operations) == [(n, MOST_LANES) for n in [*range(MOST_LANES), 0, 1]]
+    assert lanes_of(operations, most=1) == [(0, 1)] * (MOST_LANES + 2)
 
 
 def operation(

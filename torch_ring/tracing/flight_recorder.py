@@ -57,7 +57,8 @@ def to_torch(
         frames: the stack of the main thread, innermost first, each with name, filename and line.
         rank: the rank of this process in the world.
     """
-    offset_ns = time.time_ns() - time.monotonic_ns()
+    now_ns = time.time_ns()
+    offset_ns = now_ns - time.monotonic_ns()
 
     def wall(ns: int) -> int | None:
         return ns + offset_ns if ns else None
@@ -72,6 +73,7 @@ def to_torch(
     return {
         "version": _VERSION,
         "rank": rank,
+        "written_ns": now_ns,
         "pg_config": {
             str(each.set_id): {
                 "name": str(each.set_id),

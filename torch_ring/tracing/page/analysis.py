@@ -1,4 +1,4 @@
-"""Results of a recording: late ranks, times of steps, and the idle time before the first one."""
+"""Results of a recording: late ranks, times of steps, and long times in which nothing happens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from statistics import median
 
 from torch_ring.tracing.page.recording import Operation, Recording, step_of
 
-__all__ = ["Arrival", "Gap", "Lateness", "Step", "arrivals", "lateness", "start_gap", "step_times"]
-
-_LEAST_GAP = 0.1  # of the recording, before a gap is worth folding
+__all__ = [
+    "Arrival",
+    "Fold",
+    "Lateness",
+    "Step",
+    "arrivals",
+    "folds",
+    "in_words",
+    "lateness",
+    "step_times",
+]
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Lateness:
 
 
 def arrivals(recording: Recording) -> list[Arrival | None]:
-    """Return the last rank for each operation; None where only one rank has recorded it."""
+    """Return the last rank for each operation; None where only one rank has recorded its end."""
     alike: defaultdict[tuple[str, int, str], list[int]] = defaultdict(list)
     for index, each in enumerate(recording.operations):
         alike[each.process_set, each.sequence, each.name].append(index)
@@ -45,6 +53,8 @@ def arrivals(recording: Recording) -> list[Arrival | None]:
         ranks = {each.rank for each in operations}
         if len(ranks) < 2 or len(ranks) < len(operations):
             continue  # only one rank, or a repeated name without a sequence number: ambiguous
+        if any(each.state not in ("completed", "failed") for each in operations):
+            continue  # the last one has perhaps not come yet
         first = min(each.submitted for each in operations)
         last = max(operations, key=lambda each: each.submitted)
         arrival = Arrival(last.rank, last.submitted - first)
@@ -82,51 +92,92 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the job: one time for all ranks."""
+    """A step of the job, up to a backward pass whose number it has: one time for all ranks."""
 
     number: int
     time: float  # microseconds
-    last: int  # the rank that came last to its beginning
+    last: int  # the rank that came last to this backward pass
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Time in which no rank has an operation under way, microseconds."""
+class Fold:
+    """A time in which nothing happens on any rank, and its part that charts leave out.
+
+    All in microseconds.
+    """
 
     begin: float
     end: float
+    left_out: float
 
 
 def step_times(recording: Recording) -> list[Step]:
-    """Return the steps whose next one was recorded, too.
+    """Return the steps whose previous one was recorded, too.
 
-    A step begins when the last rank comes to its first operation: from then on all ranks work on
-    it, so its time is one for all of them. It is a backward pass of a `DistributedOptimizer`; in a
-    job without one, an operation of the name that comes most often.
+    A step ends when the last rank comes to the first operation of a backward pass of a
+    `DistributedOptimizer`: from then on all ranks work on it, so its time is one for all of them.
+    In a job without one, it ends with an operation of the name that comes most often.
     """
     begins = _begins(recording)
     last = {
         step: max(of_ranks, key=lambda rank: of_ranks[rank]) for step, of_ranks in begins.items()
     }
     return [
-        Step(step, begins[following][last[following]] - begins[step][last[step]], last[step])
-        for step, following in pairwise(sorted(begins))
-        if following == step + 1
+        Step(step, begins[step][last[step]] - begins[before][last[before]], last[step])
+        for before, step in pairwise(sorted(begins))
+        if step == before + 1
     ]
 
 
-def start_gap(recording: Recording) -> Gap | None:
-    """Return the idle time between the operations of the start and the first step.
+_LONG_STEPS = 3  # median steps from which on an idle time is long
+_LONG_SHARE = 0.03  # of the time without long idle times, above which one is folded
+_SHARE_OF_FOLD, _SHARE_OF_FOLDS = 0.02, 0.1  # of that time, that charts show of one, of all
 
-    None where it is less than a tenth of the recording, or nothing came before the first step.
+
+def folds(recording: Recording) -> list[Fold]:
+    """Return the long times in which nothing happens, in order.
+
+    A time is idle if no rank has an operation under way, as while ranks load data, evaluate, or
+    compute. An idle time is long if it is longer than three median steps (without steps: than a
+    tenth of the recording). A time in which ranks only wait for another is folded if it takes more
+    than half of the rest: so a hang leaves room for the operations before it.
     """
-    begins = _begins(recording)
-    first = min(min(of_ranks.values()) for of_ranks in begins.values())
-    before = [each.finished for each in recording.operations if each.submitted < first]
+    idle, waits = _quiet_times(recording.operations)
     end = max(each.finished for each in recording.operations)
-    if not before or first - max(before) < _LEAST_GAP * end:
-        return None
-    return Gap(max(before), first)
+    steps = step_times(recording)
+    least = _LONG_STEPS * median(each.time for each in steps) if steps else 0.1 * end
+    long = [(begin, end) for begin, end in idle if end - begin > least]
+    rest = end - sum(end - begin for begin, end in long)
+    longest = max(waits, key=lambda wait: wait[1] - wait[0], default=(0.0, 0.0))
+    wait = longest[1] - longest[0]
+    result = []
+    if rest / 2 < wait < rest:
+        rest -= wait
+        result.append(Fold(*longest, wait - min(wait, rest) / 2))
+    long = [(begin, end) for begin, end in long if end - begin > _LONG_SHARE * rest > 0]
+    for begin, end in long:
+        shown = rest * min(_SHARE_OF_FOLD, _SHARE_OF_FOLDS / len(long))
+        result.append(Fold(begin, end, max(end - begin - shown, (end - begin) / 2)))
+    return sorted(result, key=lambda fold: fold.begin)
+
+
+_Times = list[tuple[float, float]]
+
+
+def _quiet_times(operations: list[Operation]) -> tuple[_Times, _Times]:
+    """Return the times without a beginning or an end: idle ones, and those in which ranks wait."""
+    under_way: Counter[float] = Counter()
+    for each in operations:
+        under_way[each.submitted] += 1
+        under_way[each.started] += 0
+        under_way[each.finished] -= 1
+    idle: _Times = []
+    waits: _Times = []
+    running = 0
+    for begin, end in pairwise(sorted(under_way)):
+        running += under_way[begin]
+        (waits if running else idle).append((begin, end))
+    return idle, waits
 
 
 def _begins(recording: Recording) -> dict[int, dict[int, float]]:
@@ -154,3 +205,12 @@ def _repetitions(operations: list[Operation]) -> dict[int, dict[int, float]]:
         counts[each.rank] += 1
         begins[number].setdefault(each.rank, each.submitted)
     return begins
+
+
+def in_words(microseconds: float, digits: int = 4) -> str:
+    """Return a time in microseconds, milliseconds or seconds; `digits`: of seconds, at most."""
+    if microseconds < 1000:
+        return f"{microseconds:.0f} µs"
+    if microseconds < 1e6:
+        return f"{microseconds / 1e3:.3g} ms"
+    return f"{microseconds / 1e6:.{digits}g} s"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -15,9 +16,9 @@ from bokeh.models import (
     BoxZoomTool,
     ColumnDataSource,
     CustomJSHover,
+    CustomJSTicker,
     CustomJSTickFormatter,
     HoverTool,
-    Label,
     PanTool,
     Range1d,
     RangeTool,
@@ -26,10 +27,10 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from torch_ring.tracing.page.analysis import Arrival, Gap, Step
+from torch_ring.tracing.page.analysis import Arrival, Fold, Step, in_words
 from torch_ring.tracing.page.recording import Operation, Recording
 
-__all__ = ["MOST_LANES", "draw_steps", "draw_timeline", "lanes_of"]
+__all__ = ["MOST_LANES", "Entry", "TimeAxis", "draw_steps", "draw_timeline", "lanes_of", "legend"]
 
 # One color a kind, distinguishable by color-blind readers, on white and on black.
 COLORS = {
@@ -47,6 +48,7 @@ COLORS = {
 }
 OTHER_COLOR = "#8793a6"
 LATE_COLOR = "#e5484d"
+UNFINISHED_COLOR = "#d97706"
 
 LOOK: dict[str, Any] = {
     "sizing_mode": "stretch_width",
@@ -71,64 +73,109 @@ if (value < 1e6) return (value / 1e3).toFixed(2) + " ms";
 return (value / 1e6).toFixed(3) + " s";
 """
 
-# Milliseconds of the chart, which are earlier than those of the recording after a fold.
-TICK_IN_WORDS = """
-const time = tick > fold_begin ? tick + fold_length : tick;
-const far = Math.max(...ticks) + fold_length;
-if (far < 1) return (time * 1e3).toFixed(0) + " µs";
-if (far < 1e4) return +time.toFixed(3) + " ms";
-return +(time / 1e3).toFixed(4) + " s";
+# The axis of time. Its places are milliseconds without what the folds leave out; its labels are
+# milliseconds of the recording, and tell at each fold what is left out. `begin`, `end`, `left_out`
+# and `text` have an entry for each fold, in order.
+AXIS = """
+const shifts = [0];
+for (const each of left_out) shifts.push(shifts.at(-1) + each);
+const folds = begin.map((each, index) => ({
+  left: each - shifts[index], right: end[index] - shifts[index + 1], text: text[index],
+}));
+const width = chart.properties.inner_width.is_unset ? 600 : chart.inner_width;
+const said = (fold) => width < 500 ? `…${fold.text}…` : `${fold.text} left out`;
+const middle = (fold) => (fold.left + fold.right) / 2;
+function words(time) {
+  if (whole < 1) return +(time * 1e3).toFixed(3) + " µs";
+  if (whole < 1000) return +time.toFixed(4) + " ms";
+  return +(time / 1e3).toFixed(7) + " s";
+}
 """
+# No label touches another one, at any width: those of folds come first, the longest first of all.
+TICKS = (
+    AXIS
+    + """
+const {start, end: stop} = cb_data;
+const pixel = (stop - start) / width;
+const ticks = [], taken = [];
+function put(place, label) {
+  const [from, to] = [place - start, place - start].map(
+    (each, side) => each / pixel + (side ? 1 : -1) * (label.length * 3.2 + 7));
+  const is_free = taken.every(([left, right]) => to <= left || right <= from);
+  if (!is_free || from < -70 || to > width + 30 || place < start || place > stop) return;
+  taken.push([from, to]);
+  ticks.push(place);
+}
+[...folds.keys()].sort((a, b) => left_out[b] - left_out[a]).forEach(
+  index => put(middle(folds[index]), said(folds[index])));
+const rough = 64 * pixel;
+const ten = 10 ** Math.floor(Math.log10(rough));
+const step = ten * [1, 2, 5, 10].find(each => each * ten >= rough);
+shifts.forEach((shift, index) => {
+  const from = Math.max(start, index ? folds[index - 1].right : -Infinity);
+  const to = Math.min(stop, index < folds.length ? folds[index].left : Infinity);
+  for (let n = Math.ceil((from + shift) / step); n * step <= to + shift; n += 1) {
+    put(n * step - shift, words(n * step));
+  }
+});
+return ticks.sort((a, b) => a - b);
+"""
+)
+TICK_IN_WORDS = (
+    AXIS
+    + """
+const inside = folds.find(fold => fold.left < tick && tick < fold.right);
+if (inside) return said(inside);
+return words(tick + shifts[folds.filter(fold => fold.right <= tick).length]);
+"""
+)
 
 
 class TimeAxis:
     """Places of times on the charts: microseconds of the recording become milliseconds there.
 
-    Most of the gap before the first step is folded: left out, and marked.
+    Most of each fold is left out, and marked.
     """
 
-    def __init__(self, gap: Gap | None) -> None:
-        self.gap = gap
-        self.fold_length = 0.0  # milliseconds
-        if gap is not None:
-            most = 0.9 * (gap.end - gap.begin) / 1e3
-            unit = 10.0 ** math.floor(math.log10(most)) / 2  # or ticks would have long numbers
-            self.fold_length = most // unit * unit
+    def __init__(self, folds: Sequence[Fold], whole: float) -> None:
+        self.folds = folds
+        self.whole = whole  # microseconds
+        self._begins = np.array([fold.begin for fold in folds])
+        self._shifts = np.cumsum([0.0, *(fold.left_out for fold in folds)])
 
     def place(self, times: Any) -> Any:
-        """Return the places of an array of times, none of which lies inside the gap."""
+        """Return the places of times, none of which lies inside a fold."""
         times = np.asarray(times, dtype=float)
-        if self.gap is None:
-            return times / 1e3
-        return times / 1e3 - self.fold_length * (times > self.gap.begin)
+        return (times - self._shifts[np.searchsorted(self._begins, times)]) / 1e3
 
-    def formatter(self) -> Any:
-        begin = 0.0 if self.gap is None else self.gap.begin / 1e3
-        fold = {"fold_begin": begin, "fold_length": self.fold_length}
-        return CustomJSTickFormatter(code=TICK_IN_WORDS, args=fold)
-
-    def mark_fold(self, chart: Any, middle: float) -> None:
-        """Draw the rest of the gap as a hatched band; `middle`: of the label, on the y axis."""
-        if self.gap is None:
-            return
-        left, right = self.place([self.gap.begin, self.gap.end])
-        look = {"fill_alpha": 0.0, "line_alpha": 0.0, "hatch_pattern": "/", "hatch_alpha": 0.35}
-        chart.add_layout(
-            BoxAnnotation(left=left, right=right, hatch_color=OTHER_COLOR, name="fold", **look)
-        )
-        folded = self.fold_length
-        chart.add_layout(
-            Label(
-                x=(left + right) / 2,
-                y=middle,
-                text=f"{folded / 1e3:g} s left out" if folded >= 1e4 else f"{folded:g} ms left out",
-                angle=math.pi / 2,
-                text_align="center",
-                text_baseline="middle",
-                text_font_size="11px",
-                text_color=OTHER_COLOR,
+    def label(self, chart: Any) -> None:
+        """Label the axis of a chart, and draw the rest of each fold as a hatched band."""
+        args = {
+            "begin": [fold.begin / 1e3 for fold in self.folds],
+            "end": [fold.end / 1e3 for fold in self.folds],
+            "left_out": [fold.left_out / 1e3 for fold in self.folds],
+            "text": [in_words(fold.left_out, digits=3) for fold in self.folds],
+            "chart": chart,
+            "whole": self.whole / 1e3,
+        }
+        chart.xaxis.ticker = CustomJSTicker(major_code=TICKS, args=args)
+        chart.xaxis.formatter = CustomJSTickFormatter(code=TICK_IN_WORDS, args=args)
+        for fold in self.folds:
+            left, right = self.place([fold.begin, fold.end])
+            chart.add_layout(
+                BoxAnnotation(
+                    left=left,
+                    right=right,
+                    fill_color=OTHER_COLOR,
+                    fill_alpha=0.06,
+                    line_alpha=0.0,
+                    hatch_pattern="/",
+                    hatch_alpha=0.3,
+                    hatch_color=OTHER_COLOR,
+                    hatch_scale=8,
+                    name="fold",
+                )
             )
-        )
 
 
 def new_chart(**options: Any) -> Any:
@@ -146,48 +193,54 @@ def new_chart(**options: Any) -> Any:
     return chart
 
 
-def put_legend_above(chart: Any) -> None:
-    """Put the legend above the chart; a click on an entry hides its bars or line."""
-    chart.legend.click_policy = "hide"
-    chart.legend.orientation = "horizontal"
-    chart.legend.location = "left"
-    chart.legend.ncols = 3  # so that a phone shows all of them
-    chart.add_layout(chart.legend[0], "above")
+MOST_LANES = 8
+_LEAST_LANE = 4  # pixels
+_ROW, _LEAST_ROW = 120, 14  # pixels of a rank
+_ALL_ROWS = 760  # pixels that the rows share, until they are as low as they may be
 
 
-MOST_LANES = 8  # with more, a hundred broadcasts at the start would make all later bars thin
+def lanes_of(operations: list[Operation], most: int = MOST_LANES) -> list[tuple[int, int]]:
+    """Return for each operation its lane, and the number of lanes that share its rank's row then.
 
-
-def lanes_of(operations: list[Operation]) -> tuple[list[int], dict[int, int]]:
-    """Return the lane of each operation, and the number of lanes of each rank.
-
-    Operations are taken in the order of their submission. Each gets the lowest free lane, so a rank
-    has as many lanes as it had operations in flight at once, at most MOST_LANES; beyond that,
-    operations share lanes. Cost: O(n log n).
+    Operations are taken in the order of their submission, and each gets the lowest free lane. When
+    none is under way the count begins anew: so an operation that was alone has the whole row. With
+    more than `most` at once, operations share lanes. Cost: O(n log n).
     """
     busy: dict[int, list[tuple[float, int]]] = {}
     free: dict[int, list[int]] = {}
-    count: dict[int, int] = {}
-    lanes = []
-    for each in operations:
-        ends, unused = busy.setdefault(each.rank, []), free.setdefault(each.rank, [])
+    together: dict[int, list[int]] = {}  # indices of the operations since none was under way
+    lanes = [0] * len(operations)
+    counts = [1] * len(operations)
+
+    def close(rank: int) -> None:
+        count = min(most, 1 + max((lanes[index] for index in together[rank]), default=0))
+        for index in together[rank]:
+            lanes[index], counts[index] = lanes[index] % most, count
+        together[rank], free[rank] = [], []
+
+    for index, each in enumerate(operations):
+        ends = busy.setdefault(each.rank, [])
+        unused, at_once = free.setdefault(each.rank, []), together.setdefault(each.rank, [])
         while ends and ends[0][0] <= each.submitted:
             heappush(unused, heappop(ends)[1])
-        if unused:
-            lane = heappop(unused)
-        else:
-            lane = count.get(each.rank, 0)
-            count[each.rank] = lane + 1
-        heappush(ends, (each.finished, lane))
-        lanes.append(lane)
-    shown = {rank: min(lanes_of_rank, MOST_LANES) for rank, lanes_of_rank in count.items()}
-    return [lane % MOST_LANES for lane in lanes], shown
+        if not ends:
+            close(each.rank)
+            unused, at_once = free[each.rank], together[each.rank]
+        lanes[index] = heappop(unused) if unused else len(ends)
+        at_once.append(index)
+        heappush(ends, (each.finished, lanes[index]))
+    for rank in together:
+        close(rank)
+    return list(zip(lanes, counts, strict=True))
 
 
 _FIRST_BARS = 2000  # most bars that the chart shows at first
 _OVERVIEW_BINS = 600  # bins of the overview strip
+_LEAST_BAR = 3  # pixels
+# A narrow bar lies under its mark, and under those of others: one of them is enough.
 _TIMELINE_HOVER = """
 <div class="hover">
+  <style>div:has(> .hover) ~ div:has(> .hover) { display: none; }</style>
   <b>@name</b>
   <span>@kind on rank @rank, set @set, number @sequence @state</span>
   <span>@bytes{custom} @dtype @shape</span>
@@ -198,43 +251,74 @@ _TIMELINE_HOVER = """
 """
 
 
+class _Rows:
+    """Places on the chart of ranks: each rank has a row of height 1, the first one on top."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.of_rank = {rank: index for index, rank in enumerate(recording.ranks)}
+        share = _ALL_ROWS // len(self.of_rank)
+        self.pixels = max(_LEAST_ROW, min(_ROW, share))
+        most = max(1, min(MOST_LANES, int(0.9 * self.pixels) // _LEAST_LANE))
+        self.lanes = lanes_of(recording.operations, most)
+
+    def label(self, chart: Any) -> None:
+        middles = {index + 0.5: f"rank {rank}" for rank, index in self.of_rank.items()}
+        chart.yaxis.ticker = list(middles)
+        chart.yaxis.major_label_overrides = middles
+        chart.ygrid.ticker = list(range(len(self.of_rank) + 1))
+
+
 def draw_timeline(
-    recording: Recording, arrived: list[Arrival | None], late_us: float, gap: Gap | None
+    recording: Recording, arrived: list[Arrival | None], late_us: float, folds: Sequence[Fold]
 ) -> Any:
-    """Return the chart of all operations: ranks as rows, a bar for each, the late ones marked."""
-    axis = TimeAxis(gap)
+    """Return the chart of all operations: ranks as rows, a bar for each.
+
+    Marks: of bars too narrow to be seen, of late ranks, and of operations that did not complete.
+    """
     operations = recording.operations
-    lanes, lane_counts = lanes_of(operations)
-    # A rank's row has height 1, which its lanes share. The first rank is on top.
-    rows = {rank: index for index, rank in enumerate(recording.ranks)}
-    end = float(axis.place(max(1.0, *(each.finished for each in operations))))
+    whole = max(1.0, *(each.finished for each in operations))
+    axis = TimeAxis(folds, whole)
+    rows = _Rows(recording)
+    end = float(axis.place(whole))
     chart = new_chart(
-        height=max(220, min(60 * len(rows) + 90, 900)),
+        height=rows.pixels * len(rows.of_rank) + 50,
         x_range=Range1d(0, _first_window(operations, axis, end), bounds=(-end * 0.02, end * 1.02)),
-        y_range=Range1d(len(rows), -0.15),
+        y_range=Range1d(len(rows.of_rank), 0),
         output_backend="webgl",
         name="timeline",
     )
-    chart.xaxis.formatter = axis.formatter()
-    chart.yaxis.ticker = [index + 0.45 for index in rows.values()]
-    chart.yaxis.major_label_overrides = {
-        index + 0.45: f"rank {rank}" for rank, index in rows.items()
-    }
+    axis.label(chart)
+    rows.label(chart)
     by_kind: defaultdict[str, list[int]] = defaultdict(list)
     for index, each in enumerate(operations):
         by_kind[each.kind].append(index)
     hovered = []
     for kind, indices in sorted(by_kind.items(), key=lambda item: -len(item[1])):
-        columns = _columns(recording, arrived, indices, lanes, lane_counts, rows, axis)
+        columns = _columns(recording, arrived, indices, rows, axis)
         source = ColumnDataSource(columns, name=f"operations {kind}")
         color = COLORS.get(kind, OTHER_COLOR)
-        # One-pixel outlines keep narrower bars visible.
-        look = {"source": source, "bottom": "bottom", "top": "top", "color": color}
-        waiting = chart.quad("submitted", "started", fill_alpha=0.25, line_alpha=0.35, **look)
-        moving = chart.quad("started", "finished", legend_label=kind, name=f"bars {kind}", **look)
-        hovered += [waiting, moving]
+        look = {"source": source, "color": color}
+        ends = {"bottom": "bottom", "top": "top"}
+        waiting = chart.quad(
+            "submitted", "started", fill_alpha=0.25, line_alpha=0.35, **ends, **look
+        )
+        moving = chart.quad(
+            "started", "finished", line_alpha=0.0, name=f"bars {kind}", **ends, **look
+        )
+        marks = chart.rect(
+            "middle",
+            "height_middle",
+            width={"value": _LEAST_BAR, "units": "screen"},
+            height="height",
+            line_alpha=0.0,
+            name=f"marks {kind}",
+            **look,
+        )
+        for each in (waiting, moving, marks):
+            each.tags = [kind]
+            hovered.append(each)
     _mark_late(chart, recording, arrived, late_us, rows, axis)
-    axis.mark_fold(chart, len(rows) / 2)
+    _mark_ends(chart, operations, rows, axis)
     chart.add_tools(
         HoverTool(
             renderers=hovered,
@@ -247,16 +331,84 @@ def draw_timeline(
             },
         )
     )
-    chart.ygrid.visible = False
-    put_legend_above(chart)
     overview = _overview(chart, recording, arrived, axis, end)
     return column(chart, overview, sizing_mode="stretch_width")
+
+
+def legend(recording: Recording, arrived: list[Arrival | None], late_us: float) -> list[Entry]:
+    """Return the entries of the chart's legend, the most frequent kind of operation first."""
+    kinds = Counter(each.kind for each in recording.operations).most_common()
+    late = any(each is not None and each.lag >= late_us for each in arrived)
+    states = {_end_of(each) for each in recording.operations}
+    return [
+        *(Entry(kind, kind, COLORS.get(kind, OTHER_COLOR), "■") for kind, _ in kinds),
+        *([Entry("late", "came last", LATE_COLOR, "▼")] if late else []),
+        *(Entry(end, end, color, mark) for end, (color, mark, _) in ENDS.items() if end in states),
+    ]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the legend; `tag`: of the chart's bars or marks that it hides and shows."""
+
+    tag: str
+    text: str
+    color: str
+    mark: str
+
+
+# Operations that did not complete: color and mark in the legend, and the mark of the chart.
+ENDS = {
+    "failed": (LATE_COLOR, "✖", "circle_x"),
+    "not completed": (UNFINISHED_COLOR, "◆", "diamond"),
+}
+
+
+def _end_of(operation: Operation) -> str:
+    if operation.state in ("completed", "failed"):
+        return operation.state
+    return "not completed"
+
+
+def _mark_ends(chart: Any, operations: list[Operation], rows: _Rows, axis: TimeAxis) -> None:
+    """Mark where operations failed, and where the recording left those that did not complete."""
+    for end, (color, _, marker) in ENDS.items():
+        chosen = [index for index, each in enumerate(operations) if _end_of(each) == end]
+        if not chosen:
+            continue
+        ended = [operations[index] for index in chosen]
+        columns = {
+            "x": axis.place([each.finished for each in ended]),
+            "y": _heights(rows, operations, chosen)["height_middle"],
+            "name": [f"{each.kind} {each.name}" for each in ended],
+            "rank": [each.rank for each in ended],
+            "error": [each.error for each in ended],
+        }
+        marks = chart.scatter(
+            "x",
+            "y",
+            source=ColumnDataSource(columns),
+            marker=marker,
+            size=15,
+            line_width=2,
+            line_color="white",
+            fill_color=color,
+            name=end,
+        )
+        marks.tags = [end]
+        chart.add_tools(
+            HoverTool(
+                renderers=[marks],
+                tooltips=f'<div class="hover"><b>@name</b><span> {end} on rank @rank</span> '
+                '<span class="error">@error</span></div>',
+            )
+        )
 
 
 def _first_window(operations: list[Operation], axis: TimeAxis, end: float) -> float:
     """Return until when the chart shows at first, in milliseconds: few enough bars to see them."""
     if len(operations) <= 2 * _FIRST_BARS:
-        return end
+        return end * 1.005  # the marks of the last ends, too
     return float(axis.place(max(operations[_FIRST_BARS].submitted, 1.0)))
 
 
@@ -283,7 +435,7 @@ def _overview(
     )
     columns = {"left": edges[:-1], "right": edges[1:], "top": longest}
     strip.quad("left", "right", "top", source=ColumnDataSource(columns), bottom=0, color=LATE_COLOR)
-    strip.xaxis.formatter = axis.formatter()
+    axis.label(strip)
     strip.yaxis.ticker.desired_num_ticks = 2
     strip.ygrid.visible = False
     frame = RangeTool(x_range=chart.x_range)
@@ -293,27 +445,38 @@ def _overview(
     return strip
 
 
+def _heights(rows: _Rows, operations: list[Operation], indices: list[int]) -> dict[str, Any]:
+    """Return the columns of the bars' places on the y axis."""
+    lanes, counts = np.array([rows.lanes[index] for index in indices], dtype=float).T
+    row = np.array([rows.of_rank[operations[index].rank] for index in indices], dtype=float)
+    top, height = row + 0.05 + 0.9 / counts * lanes, 0.9 / counts * (1 - 0.08 * (counts > 1))
+    columns = {
+        "top": top,
+        "bottom": top + height,
+        "height_middle": top + height / 2,
+        "height": height,
+    }
+    return {name: column.astype(np.float32) for name, column in columns.items()}
+
+
 def _columns(
     recording: Recording,
     arrived: list[Arrival | None],
     indices: list[int],
-    lanes: list[int],
-    lane_counts: dict[int, int],
-    rows: dict[int, int],
+    rows: _Rows,
     axis: TimeAxis,
 ) -> dict[str, Any]:
     """Return the columns of the bars; positions in milliseconds, other times in microseconds."""
     chosen = [recording.operations[index] for index in indices]
     arrivals = [arrived[index] for index in indices]
-    height = np.array([0.9 / lane_counts[each.rank] for each in chosen])
-    row = np.array([rows[each.rank] for each in chosen], dtype=float)
-    top = row + height * np.array([lanes[index] for index in indices])
+    started = axis.place([each.started for each in chosen])
+    finished = axis.place([each.finished for each in chosen])
     return {
         "submitted": axis.place([each.submitted for each in chosen]),
-        "started": axis.place([each.started for each in chosen]),
-        "finished": axis.place([each.finished for each in chosen]),
-        "top": top,
-        "bottom": top + height * 0.92,
+        "started": started,
+        "finished": finished,
+        "middle": (started + finished) / 2,
+        **_heights(rows, recording.operations, indices),
         "name": [each.name for each in chosen],
         "kind": [each.kind for each in chosen],
         "rank": np.array([each.rank for each in chosen], dtype=np.int32),
@@ -339,26 +502,26 @@ def _mark_late(
     recording: Recording,
     arrived: list[Arrival | None],
     late_us: float,
-    rows: dict[int, int],
+    rows: _Rows,
     axis: TimeAxis,
 ) -> None:
     """Draw a red triangle where the last rank reached an operation that waited for it."""
     late = [
-        (operation.submitted, rows[operation.rank] - 0.04)
+        (operation.submitted, rows.of_rank[operation.rank])
         for operation, arrival in zip(recording.operations, arrived, strict=True)
         if arrival and arrival.last == operation.rank and arrival.lag >= late_us
     ]
     columns = {"x": axis.place([x for x, _ in late]), "y": np.array([y for _, y in late])}
-    chart.scatter(
+    marks = chart.scatter(
         "x",
         "y",
         source=ColumnDataSource(columns),
         marker="inverted_triangle",
         size=9,
         color=LATE_COLOR,
-        legend_label="came last",
         name="late",
     )
+    marks.tags = ["late"]
 
 
 def draw_steps(steps: list[Step]) -> Any:

@@ -6,17 +6,21 @@ from html import escape
 from pathlib import Path
 from statistics import median
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_ring.tracing.page.analysis import (
     Lateness,
     Step,
     arrivals,
+    folds,
+    in_words,
     lateness,
-    start_gap,
     step_times,
 )
 from torch_ring.tracing.page.recording import Operation, Recording
+
+if TYPE_CHECKING:
+    from torch_ring.tracing.page.charts import Entry
 
 __all__ = ["MissingChartsError", "draw_page"]
 
@@ -46,6 +50,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
         from torch_ring.tracing.page.charts import (
             draw_steps,
             draw_timeline,
+            legend,
         )
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("bokeh", "numpy"):
@@ -57,7 +62,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
     arrived = arrivals(recording)
     recorded = max(1.0, *(each.finished for each in recording.operations))
     steps = step_times(recording)
-    timeline = draw_timeline(recording, arrived, late_us, start_gap(recording))
+    timeline = draw_timeline(recording, arrived, late_us, folds(recording))
     figures: dict[str, Any] = {"timeline": timeline}
     if steps:
         figures["steps"] = draw_steps(steps)
@@ -72,6 +77,7 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
         colors=(_HERE / "page.js").read_text(),
         facts=_facts(recording, steps),
         failures=_failures(recording.operations),
+        legend=_legend(legend(recording, arrived, late_us)),
         late=_late_table(lateness(recording, arrived, late_us), late_us, recorded),
         notes="".join(f"<li>{escape(note)}</li>" for note in recording.notes),
         sources=escape(", ".join(recording.sources)),
@@ -85,7 +91,7 @@ def _facts(recording: Recording, steps: list[Step]) -> str:
     facts = {
         "ranks": str(len(recording.ranks)),
         "operations": f"{len(operations):,}",
-        "recorded": _seconds(max(each.finished for each in operations)),
+        "recorded": in_words(max(each.finished for each in operations)),
         "bytes of a rank, at most": _bytes(
             max(
                 sum(each.bytes for each in operations if each.rank == rank)
@@ -94,7 +100,7 @@ def _facts(recording: Recording, steps: list[Step]) -> str:
         ),
     }
     if steps:
-        facts["a step, median"] = _seconds(median(each.time for each in steps))
+        facts["a step, median"] = in_words(median(each.time for each in steps))
     failed = sum(each.state == "failed" for each in operations)
     unfinished = sum(each.state != "completed" for each in operations) - failed
     facts |= {"failed": f"{failed:,}"} if failed else {}
@@ -105,23 +111,40 @@ def _facts(recording: Recording, steps: list[Step]) -> str:
     )
 
 
+def _legend(entries: list[Entry]) -> str:
+    """Return the buttons of the legend."""
+    return "".join(
+        f'<button type="button" aria-pressed="true" data-tag="{escape(each.tag)}">'
+        f'<i style="color:{each.color}">{each.mark}</i>{escape(each.text)}</button>'
+        for each in entries
+    )
+
+
 def _failures(operations: list[Operation]) -> str:
     """Return the card of the failed operations, with their errors; empty if none has failed."""
     failed = [each for each in operations if each.state == "failed"]
     if not failed:
         return ""
+    with_errors = any(each.error for each in failed)
     rows = [
         f"<tr><td>rank {each.rank}</td><td>{escape(each.kind)} {escape(each.name)}</td>"
-        f"<td>{_seconds(each.finished)}</td><td>{escape(each.error)}</td></tr>"
+        f"<td>{in_words(each.finished)}</td>{_cell('td', each.error) if with_errors else ''}</tr>"
         for each in sorted(failed, key=lambda each: (each.finished, each.rank))[:_MOST_FAILURES]
     ]
     left_out = len(failed) - len(rows)
     more = f"<p>and {left_out:,} more</p>" if left_out else ""
+    where = (
+        "" if with_errors else "<p>Flight-recorder dumps have the errors, a timeline has not.</p>"
+    )
     return (
         '<section class="card failures"><h2>Failed operations</h2><table><thead><tr><th></th>'
-        "<th>operation</th><th>at</th><th>error</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>{more}</section>"
+        f"<th>operation</th><th>at</th>{_cell('th', 'error') if with_errors else ''}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>{more}{where}</section>"
     )
+
+
+def _cell(tag: str, text: str) -> str:
+    return f'<{tag} class="error">{escape(text)}</{tag}>'
 
 
 def _late_table(late: list[Lateness], late_us: float, recorded: float) -> str:
@@ -133,24 +156,16 @@ def _late_table(late: list[Lateness], late_us: float, recorded: float) -> str:
     for each in late:
         share = each.waited / recorded
         worst = ' class="worst"' if most and each.waited == most else ""
-        by = _seconds(each.median_lag) if each.times_last else ""
+        by = in_words(each.median_lag) if each.times_last else ""
         rows.append(
             f"<tr{worst}><td>rank {each.rank}</td><td>{each.times_last:,} of {each.of:,}</td>"
             f'<td>{by}</td><td class="share"><span style="width:{share * 100:.1f}%"></span>'
-            f"{_seconds(each.waited)}</td></tr>"
+            f"{in_words(each.waited)}</td></tr>"
         )
     return (
-        f"<table><thead><tr><th></th><th>last by {_seconds(late_us)} or more</th><th>median</th>"
+        f"<table><thead><tr><th></th><th>last by {in_words(late_us)} or more</th><th>median</th>"
         f"<th>others waited</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
-
-
-def _seconds(microseconds: float) -> str:
-    if microseconds < 1000:
-        return f"{microseconds:.0f} µs"
-    if microseconds < 1e6:
-        return f"{microseconds / 1e3:.3g} ms"
-    return f"{microseconds / 1e6:.4g} s"
 
 
 def _bytes(count: float) -> str:

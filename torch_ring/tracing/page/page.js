@@ -1,4 +1,5 @@
-// The colors of the charts follow the page's: light or dark, as the system says or the button.
+// The colors of the charts follow the page's: light or dark, as the system says or the button. A click
+// on an entry of the legend hides its bars or marks.
 (() => {
   const root = document.documentElement;
   const system = window.matchMedia("(prefers-color-scheme: dark)");
@@ -8,7 +9,7 @@
   function color() {
     const style = getComputedStyle(root);
     const of = (name) => style.getPropertyValue(name).trim();
-    const [text, soft, line] = [of("--text"), of("--soft"), of("--line")];
+    const [soft, line] = [of("--soft"), of("--line")];
     for (const page of Bokeh.documents) {
       for (const model of page._all_models.values()) {
         const has = (name) => name in model.properties;
@@ -20,11 +21,6 @@
           });
         } else if (model.type === "Grid") {
           model.setv({ grid_line_color: line });
-        } else if (model.type === "Legend") {
-          model.setv({
-            background_fill_alpha: 0, border_line_alpha: 0, label_text_color: text,
-            inactive_fill_alpha: 0.5, inactive_fill_color: line,
-          });
         } else if (has("outline_line_color")) {
           model.setv({ outline_line_color: null });
         }
@@ -36,6 +32,15 @@
     root.dataset.scheme = isDark() ? "light" : "dark";
     color();
   });
+  for (const entry of document.querySelectorAll(".legend button")) {
+    entry.addEventListener("click", () => {
+      const visible = entry.getAttribute("aria-pressed") === "false";
+      entry.setAttribute("aria-pressed", visible);
+      for (const model of Bokeh.documents[0]._all_models.values()) {
+        if (model.tags.includes(entry.dataset.tag)) model.setv({ visible });
+      }
+    });
+  }
   system.addEventListener("change", color);
   const wait = () => {
     if (window.Bokeh && Bokeh.documents.length > 0) {

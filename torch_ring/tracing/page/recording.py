@@ -161,7 +161,7 @@ def read_dump(dump: Mapping[str, Any], rank: int) -> list[Operation]:
         ValueError: an entry lacks a required field.
     """
     operations: list[Operation] = []
-    last = 0.0
+    last = float(dump.get("written_ns", 0)) * _NANOSECONDS  # torch's own dumps lack it
     for entry in dump["entries"]:
         try:
             operation = _operation(entry, rank)
@@ -170,7 +170,7 @@ def read_dump(dump: Mapping[str, Any], rank: int) -> list[Operation]:
         operations.append(operation)
         known = (operation.submitted, operation.started, operation.finished)
         last = max(last, *(time for time in known if not math.isnan(time)))
-    for operation in operations:  # unfinished operations end with the recording
+    for operation in operations:  # unfinished operations end with the dump
         if math.isnan(operation.started):
             operation.started = last if math.isnan(operation.finished) else operation.finished
         if math.isnan(operation.finished):
