@@ -2,7 +2,7 @@
 
     python benchmarks/plots.py [benchmarks/results]
 
-Each figure is drawn from its benchmark's JSON file, if that exists.
+Each figure is drawn from its benchmark's JSON file, if that exists; `compression` from formulas.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -41,6 +42,7 @@ SHARDING = {
     "ddp": "DDP, gloo",
     "zero": "DDP, ZeroRedundancyOptimizer",
 }
+RANKS = range(2, 17)  # of compression()
 BIN_S, CALM_S = 0.25, 2.0  # of the steps of recovery.py
 # Two pixels for each of a page's 72 an inch, and letters that a phone shows legibly.
 DPI = 160
@@ -179,6 +181,30 @@ def slow_links(reports: dict[str, Report], axes: Axes) -> None:
     )
 
 
+def compression(_reports: dict[str, Report], axes: Axes) -> None:
+    """Bytes that a rank receives for an element, by the formulas in docs/compression.md."""
+    rows = columns = 1024
+    ring = [2 * (ranks - 1) / ranks for ranks in RANKS]
+    lines = {
+        "none": [share * 4 for share in ring],
+        "fp16, bf16": [share * 2 for share in ring],
+        "int8": [(ranks - 1) * (1 + 4 / 256) for ranks in RANKS],
+        "powersgd(rank=4)": [share * 4 * 4 * (rows + columns) / (rows * columns) for share in ring],
+    }
+    for (name, values), colour in zip(
+        lines.items(), ("#999999", "#56b4e9", "#e69f00", "#0072b2"), strict=True
+    ):
+        axes.plot(RANKS, values, ".-", color=colour, label=name)
+    axes.set_yscale("log")
+    axes.set_yticks([0.03, 0.1, 0.3, 1, 3, 10], ["0.03", "0.1", "0.3", "1", "3", "10"])
+    axes.set_xticks(RANKS[::2])
+    axes.set(
+        xlabel="ranks",
+        ylabel="bytes received for an element",
+        title=f"by the formulas, a matrix of {rows} x {columns}",
+    )
+
+
 def init_scale(reports: dict[str, Report], axes: Axes) -> None:
     """Time until a world can work, by ranks: on one host, and among namespaces."""
     rows = [row for row in rows_of(reports, "init_scale") if row["seconds"] is not None]
@@ -203,16 +229,19 @@ def init_scale(reports: dict[str, Report], axes: Axes) -> None:
 
 
 def recovery(reports: dict[str, Report], axes: Axes) -> None:
-    """Steps per second around the death of a rank, under each launcher."""
+    """Speed around the death of a rank, under each launcher, relative to that before it."""
     rows = [row for row in rows_of(reports, "recovery") if row["whole_s"] is not None]
     for row, colour in zip(rows, ("#0072b2", "#56b4e9", "#d55e00"), strict=False):
         starts = [BIN_S * index - CALM_S for index in range(len(row["steps_per_s"]))]
-        axes.step(starts, row["steps_per_s"], where="post", color=colour, label=row["what"])
+        calm = median(row["steps_per_s"][: round(CALM_S / BIN_S)])
+        speeds = [100 * speed / calm for speed in row["steps_per_s"]]
+        axes.step(starts, speeds, where="post", color=colour, label=row["what"])
     axes.axvline(0, color="#999999", linestyle=":", label="a rank is killed")
     cores = reports["recovery"]["machine"]["cores"]
     axes.set(
         xlabel="seconds after the kill",
-        ylabel="steps per second",
+        ylabel="steps/s, % of the median before",
+        ylim=0,
         title=f"4 ranks on {cores} cores, one of them killed",
     )
 
@@ -251,8 +280,8 @@ def machine(reports: dict[str, Report], name: str) -> str:
     return f"{facts['ranks']} ranks on {facts['cores']} cores"
 
 
-# By file: the report that it needs, and the function that draws it.
-FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
+# By file: the report that it needs, if any, and the function that draws it.
+FIGURES: dict[str, tuple[str | None, Callable[[dict[str, Report], Axes], None]]] = {
     "allreduce": ("allreduce", allreduce),
     "collectives": ("collectives", collectives),
     "hosts-2": ("hosts-2", lambda reports, axes: hosts(reports, axes, 2)),
@@ -260,6 +289,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Report], Axes], None]]] = {
     "training_step": ("training_step", training_step),
     "sharded_state": ("sharded_state", sharded_state),
     "slow_links": ("slow_links", slow_links),
+    "compression": (None, compression),
     "init_scale": ("init_scale", init_scale),
     "recovery": ("recovery", recovery),
 }
@@ -271,7 +301,7 @@ def draw_all(folder: Path) -> list[Path]:
     files = [
         draw_one(reports, name, folder / f"{name}.png")
         for name, (needed, _) in FIGURES.items()
-        if needed in reports
+        if needed is None or needed in reports
     ]
     if {"allreduce", "training_step"} <= reports.keys():
         with plt.rc_context(STYLE):

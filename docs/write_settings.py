@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from torch_ring.config import GROUPS
@@ -27,7 +28,8 @@ def page() -> str:
             names = f"`{setting.variable}`"
             aliases = ", ".join(f"`{alias}`" for alias, _ in reversed(setting.aliases))
             names += f" ({aliases})" if aliases else ""
-            lines.append(f"| {names} | {setting.meaning} | {setting.default} |")
+            meaning = re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", setting.meaning)
+            lines.append(f"| {names} | {meaning} | {setting.default} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -7,6 +7,9 @@ import os
 
 import hypothesis
 import pytest
+from browser import chromium
+
+__all__ = ["chromium"]  # a fixture
 
 # No stopwatch: a machine may be busy with other work.
 hypothesis.settings.register_profile(

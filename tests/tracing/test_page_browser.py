@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import shutil
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import wait_for
 from recordings import MILLISECOND, failed_dump, timeline_events, write_timeline
 
 from torch_ring.tracing.command import main
@@ -18,7 +17,6 @@ charts = pytest.importorskip("torch_ring.tracing.page.charts", reason="bokeh is 
 COLORS, LATE_COLOR = charts.COLORS, charts.LATE_COLOR
 
 pytestmark = pytest.mark.browser
-DEADLINE_S = 600  # a hang, not a slow machine
 
 # Searches the shadow trees, too, in which Bokeh draws.
 _DEEP = """
@@ -85,36 +83,6 @@ return [
   indices.filter(has).length / ratio / ratio,
 ];
 """
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if browser is None or driver is None:
-        pytest.skip("no Chromium, or no chromedriver: apt-get install chromium-driver")
-    folder = tmp_path_factory.mktemp("browser")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    flags = (
-        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
-        "disable-component-update disable-sync disable-dev-shm-usage window-size=1400,1600"
-    )
-    for flag in [*flags.split(), f"user-data-dir={folder}"]:
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    chromium.command_executor.client_config.timeout = DEADLINE_S  # of an answer of the driver
-    chromium.set_page_load_timeout(DEADLINE_S)
-    chromium.set_script_timeout(DEADLINE_S)
-    yield chromium
-    chromium.quit()
-
-
-def wait_for(chromium: Any, condition: Callable[[Any], Any]) -> Any:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(chromium, DEADLINE_S).until(condition)
 
 
 def open_page(chromium: Any, folder: Path, events: list[dict[str, Any]]) -> None:
