@@ -154,7 +154,7 @@ build/venv: FORCE
 	@echo '$(abspath $(VENV))' | cmp -s - $@ || echo '$(abspath $(VENV))' > $@
 
 $(STAMPS)/examples: $(STAMPS)/torch
-	$(PIP) scikit-learn tqdm matplotlib tensorboard
+	$(PIP) scikit-learn tqdm matplotlib tensorboard cloudpickle bokeh nbclient ipykernel
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch

@@ -254,6 +254,10 @@ def test_bars_far_into_a_long_recording_answer(chromium: Any, tmp_path: Path) ->
     steps = 3000
     open_page(chromium, tmp_path, timeline_events(steps))
     assert counted(chromium) == steps * 3 * 2
+    end = chromium.execute_script(
+        "return Bokeh.documents[0].get_model_by_name('timeline').x_range.end"
+    )
+    assert 1500 < end < 2500  # of 60 s: bars at first have some pixels each
     assert "gradients.0.7.0.0" in hover_over(chromium, "gradients.0.7.0.0")
     # The frame of the strip moves.
     chromium.execute_script(

@@ -234,7 +234,7 @@ def lanes_of(operations: list[Operation], most: int = MOST_LANES) -> list[tuple[
     return list(zip(lanes, counts, strict=True))
 
 
-_FIRST_BARS = 2000  # most bars that the chart shows at first
+_FIRST_BARS = 300  # of a rank, that the chart shows at first: with more, they touch one another
 _OVERVIEW_BINS = 600  # bins of the overview strip
 _LEAST_BAR = 3  # pixels
 # A narrow bar lies under its mark, and under those of others: one of them is enough.
@@ -282,7 +282,7 @@ def draw_timeline(
     end = float(axis.place(whole))
     chart = new_chart(
         height=rows.pixels * len(rows.of_rank) + 50,
-        x_range=Range1d(0, _first_window(operations, axis, end), bounds=(-end * 0.02, end * 1.02)),
+        x_range=Range1d(0, _first_window(recording, axis, end), bounds=(-end * 0.02, end * 1.02)),
         y_range=Range1d(len(rows.of_rank), 0),
         output_backend="webgl",
         name="timeline",
@@ -405,11 +405,12 @@ def _mark_ends(chart: Any, operations: list[Operation], rows: _Rows, axis: TimeA
         )
 
 
-def _first_window(operations: list[Operation], axis: TimeAxis, end: float) -> float:
+def _first_window(recording: Recording, axis: TimeAxis, end: float) -> float:
     """Return until when the chart shows at first, in milliseconds: few enough bars to see them."""
-    if len(operations) <= 2 * _FIRST_BARS:
+    bars = _FIRST_BARS * len(recording.ranks)
+    if len(recording.operations) <= 2 * bars:
         return end * 1.005  # the marks of the last ends, too
-    return float(axis.place(max(operations[_FIRST_BARS].submitted, 1.0)))
+    return float(axis.place(max(recording.operations[bars].submitted, 1.0)))
 
 
 def _overview(
