@@ -358,7 +358,7 @@ DEADLINE_S = 60
 def show(
     *arguments: str, without: tuple[str, ...] = ("torch",)
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a Python without some modules."""
+    """Run the command in a Python without some modules, whose locale knows ASCII only."""
     program = (
         "import sys, runpy\n"
         "class Hidden:\n"
@@ -370,6 +370,7 @@ def show(
     )
     return subprocess.run(
         [sys.executable, "-c", program, "show", *arguments],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -382,7 +383,7 @@ def test_it_draws_without_torch(tmp_path: Path) -> None:
     done = show(str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "12 operations of 2 ranks" in done.stdout
-    page = (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text("utf-8")
     assert "gradients.0.1.0.0" in page or "gradients.0.0.0.0" in page
     assert '<script src="http' not in page
     again = show(str(tmp_path))  # its own page is no recording

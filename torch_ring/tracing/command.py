@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         recording = read_recording(args.recording)
         title = args.title or f"torch_ring: {args.recording.resolve().name}"
         page = draw_page(recording, title, args.late_ms * 1e3)
-        output.write_text(page)
+        output.write_text(page, encoding="utf-8")  # as its head says
     except (NothingToShowError, MissingChartsError) as error:
         print(f"python -m torch_ring.tracing: {error}", file=sys.stderr)
         return 1

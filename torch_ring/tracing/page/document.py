@@ -69,12 +69,12 @@ def draw_page(recording: Recording, title: str, late_us: float) -> str:
     script, places = components(figures)
     resources = Resources(mode="inline", components=["bokeh", "bokeh-gl"])
     empty = '<p class="empty">nothing of this was recorded</p>'
-    return Template((_HERE / "page.html").read_text()).substitute(
+    return Template((_HERE / "page.html").read_text("utf-8")).substitute(
         title=escape(title),
-        style=(_HERE / "page.css").read_text(),
+        style=(_HERE / "page.css").read_text("utf-8"),
         library=resources.render_js(),
         charts=script,
-        colors=(_HERE / "page.js").read_text(),
+        colors=(_HERE / "page.js").read_text("utf-8"),
         facts=_facts(recording, steps),
         failures=_failures(recording.operations),
         legend=_legend(legend(recording, arrived, late_us)),
@@ -134,7 +134,9 @@ def _failures(operations: list[Operation]) -> str:
     left_out = len(failed) - len(rows)
     more = f"<p>and {left_out:,} more</p>" if left_out else ""
     where = (
-        "" if with_errors else "<p>Flight-recorder dumps have the errors, a timeline has not.</p>"
+        ""
+        if with_errors
+        else "<p>A timeline does not keep the errors; dumps of the flight recorder do.</p>"
     )
     return (
         '<section class="card failures"><h2>Failed operations</h2><table><thead><tr><th></th>'
