@@ -179,7 +179,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "membership": {"config", "errors", "setup"},
     "world": {"_C", "config", "errors", "membership", "setup"},
     "tracing": {"_C", "errors", "setup", "world"},
-    "lr_schedules": {"world"},
+    "lr_schedules": {"errors", "world"},
     "collectives": {"_C", "compression", "errors", "world"},
     "c10d": {"_C", "config", "errors", "setup", "tracing", "world"},
     "metrics": {"collectives", "world"},

@@ -23,7 +23,12 @@ from torch_ring.collectives.compare import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
 from torch_ring.compression import Compression, Compressor
 from torch_ring.compression.stateful import StatefulCompressor
-from torch_ring.errors import InvalidArgumentError, NonFiniteGradientError, ProcessSetLostError
+from torch_ring.errors import (
+    InvalidArgumentError,
+    NonFiniteGradientError,
+    NotInitializedError,
+    ProcessSetLostError,
+)
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
 from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
 from torch_ring.optimizer.bucket_wire import ReductionSettings
@@ -278,6 +283,8 @@ class _DistributedOptimizer(Wrapped):
     _steps_alone: int  # steps without other ranks
     _broken_by: str  # the error of the last change of its parameters
     _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
+    _loaded_ranks: int | None  # those of the last state loaded; None: not known, or a step since
+    _loaded_rates: list[float]  # the learning rates of that state
 
     def _start(
         self, names: dict[Tensor, str], settings: _WrapSettings, passes_per_step: int
@@ -298,6 +305,10 @@ class _DistributedOptimizer(Wrapped):
         if settings.reduction.nan_check:
             self.register_step_pre_hook(_look)
         self.register_step_post_hook(_after_step)
+        self._loaded_ranks, self._loaded_rates = None, []
+        if hasattr(self, "_optimizer_state_dict_post_hooks"):  # not if it lacks torch's __init__()
+            self.register_state_dict_post_hook(_add_ranks)
+            self.register_load_state_dict_pre_hook(_take_ranks)
 
     def synchronize(self) -> None:
         """Reduce the gradients accumulated on any rank since the last reduction. Collective."""
@@ -349,8 +360,32 @@ class _DistributedOptimizer(Wrapped):
             self._backward_sync.drop_gradients(self._reducer)
 
     def _after_load_state_dict(self) -> None:
+        self._loaded_rates = [float(group["lr"]) for group in self.param_groups]
         if self._reducer:
             self._reducer.hooks.restart_passes()
+
+    def _tell_loaded_rate(self) -> None:
+        """Warn if this first step after load_state_dict() has the rates of another size."""
+        ranks, self._loaded_ranks = self._loaded_ranks, None
+        process_set = self._settings.process_set
+        size, rates = process_set.size(), [float(group["lr"]) for group in self.param_groups]
+        if (
+            ranks not in (size, None)
+            and rates == self._loaded_rates
+            and "_scaled_by" not in vars(self)  # of torch_ring.lr_schedules
+            and current.rank() == (process_set.ranks or [0])[0]
+        ):
+            _log.warning(
+                "the optimizer's state is of %d rank%s, and %d continue%s with its learning rate "
+                "%g: adapt the rate, and whatever counts steps or batches (a schedule, a place in "
+                "the data), unless the batch of all ranks together is the same. "
+                "lr_schedules.ScaledLR does it: docs/input-pipeline.md#another-number-of-ranks",
+                ranks,
+                "" if ranks == 1 else "s",
+                size,
+                "s" if size == 1 else "",
+                rates[0],
+            )
 
     def _require_known_parameters(self) -> None:
         """Raise ValueError for a parameter that is not reduced.
@@ -530,6 +565,8 @@ def _before_step(
     """Step pre-hook; called twice for one step if `step` calls the base class's `step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
+    if optimizer._loaded_ranks is not None:
+        optimizer._tell_loaded_rate()
     if optimizer._broken_by:  # else it would step with gradients of this rank alone
         raise InvalidArgumentError(
             f"the optimizer cannot step: adding parameters has failed ({optimizer._broken_by})"
@@ -560,6 +597,23 @@ def _look(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[
 
 def _joint(closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> _JointClosure:
     return closure if isinstance(closure, _JointClosure) else _JointClosure(closure, optimizer)
+
+
+_RANKS = "ranks"  # in an optimizer's state_dict()
+
+
+def _add_ranks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """State-dict hook: the state says for how many ranks its rates are."""
+    assert isinstance(optimizer, _DistributedOptimizer)
+    with contextlib.suppress(NotInitializedError, ProcessSetLostError):
+        state_dict[_RANKS] = optimizer._settings.process_set.size()
+
+
+def _take_ranks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load hook, for the warning of the next step."""
+    assert isinstance(optimizer, _DistributedOptimizer)
+    ranks = state_dict.get(_RANKS)
+    optimizer._loaded_ranks = ranks if isinstance(ranks, int) else None
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -8,6 +8,7 @@ STATE = "torch_ring/state.py"
 CHECKPOINT = "torch_ring/checkpoint.py"
 METRICS = "torch_ring/metrics.py"
 SCHEDULES = "torch_ring/lr_schedules.py"
+OPTIMIZER = "torch_ring/optimizer/distributed_optimizer.py"
 NORM = "torch_ring/sync_batch_norm.py"
 
 # fmt: off
@@ -105,6 +106,46 @@ FAULTS = (
         "rate_replaced", "a rate in a tensor is replaced by a number", SCHEDULES,
         'if isinstance(group["lr"], Tensor):', "if False:",
         tests=("state/test_lr_schedules.py::test_groups_and_rates_in_tensors",),
+    ),
+    Fault(
+        "samples_of_one", "a schedule counts the samples of one rank", SCHEDULES,
+        "self.samples += int(samples) * self._process_set.size()", "self.samples += int(samples)",
+        tests=("state/test_scaled_lr.py",),
+    ),
+    Fault(
+        "old_rate_loaded", "an optimizer's state brings back the rate of its ranks", SCHEDULES,
+        "self.optimizer.register_load_state_dict_post_hook(lambda _: _call(this, always=True))", "",
+        tests=("state/test_scaled_lr.py::test_a_resumed_job_has_the_rates_of_one_that_never_changed",),
+    ),
+    Fault(
+        "rate_of_the_dead", "the step after a death has the rate of the ranks before", SCHEDULES,
+        "self.optimizer.register_step_pre_hook(lambda *_: _call(this, always=False))", "",
+        tests=("state/test_scaled_lr.py::test_rates_follow_the_ranks_when_one_dies",),
+    ),
+    Fault(
+        "changes_lost", "a schedule undoes the changes of a program", SCHEDULES,
+        'rate if float(group["lr"]) == applied else float(group["lr"]) / self._scale', "rate",
+        tests=("state/test_scaled_lr.py::test_plateaus_and_changes_by_hand",),
+    ),
+    Fault(
+        "one_step_too_many", "samples that a sampler repeats end a OneCycleLR", SCHEDULES,
+        "steps = min(steps, self.scheduler.total_steps - self.scheduler.last_epoch)", "pass",
+        tests=("state/test_scaled_lr.py::test_samples_of_all_ranks_are_counted",),
+    ),
+    Fault(
+        "passes_not_counted", "a schedule counts one backward pass of several", SCHEDULES,
+        'getattr(self.optimizer, "backward_passes_per_step", 1)', "1",
+        tests=("state/test_scaled_lr.py::test_samples_of_all_ranks_are_counted",),
+    ),
+    Fault(
+        "ranks_not_kept", "the rate of other ranks is not told", OPTIMIZER,
+        "state_dict[_RANKS] = optimizer._settings.process_set.size()", "pass",
+        tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
+    ),
+    Fault(
+        "adapted_told", "a rate that a program has adapted is told", OPTIMIZER,
+        "and rates == self._loaded_rates", "",
+        tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
         "local_variance", "batch normalisation forgets how far the ranks' means are apart", NORM,
