@@ -379,7 +379,8 @@ class _DistributedOptimizer(Wrapped):
                 "the optimizer's state is of %d rank%s, and %d continue%s with its learning rate "
                 "%g: adapt the rate, and whatever counts steps or batches (a schedule, a place in "
                 "the data), unless the batch of all ranks together is the same. "
-                "lr_schedules.ScaledLR does it: docs/input-pipeline.md#another-number-of-ranks",
+                "lr_schedules.ScaledLR does it: docs/input-pipeline.md#go-on-with-another-"
+                "number-of-ranks",
                 ranks,
                 "" if ranks == 1 else "s",
                 size,
