@@ -40,7 +40,7 @@ exclude_patterns = [".*", "build", "data", "dist"]
 nitpicky = True
 nitpick_ignore_regex = [
     # of inventories on the internet
-    ("py:.*", r"(torch|collections|os|pathlib|pickle)\..*|Tensor|Optimizer"),
+    ("py:.*", r"(torch|collections|os|pathlib|pickle)\..*|Tensor|Optimizer|LRScheduler"),
     ("py:class", r".*(OptimizerT|CompressorT|ElementT|ResultT)|Factor"),  # torch_ring's own
 ]
 

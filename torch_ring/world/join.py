@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from torch_ring.config import Config, threads_are_chosen
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.setup.claim import claim_rank
 from torch_ring.setup.connect import Connections, Queries, connect, listen
-from torch_ring.setup.control_groups import usable_cpus
+from torch_ring.setup.control_groups import cpu_quota
 from torch_ring.setup.exchange import FailurePath, Missed, exchange_hosts, failing_together
 from torch_ring.setup.failure import lacking
 from torch_ring.setup.host_socket import meet_on_host
@@ -44,6 +45,7 @@ _NO_SECRET = (
 )
 
 _MANY_IDLE = 3  # CPUs for each thread: then most of them are idle
+_MANY_WAITING = 1.5  # threads for each CPU: then most operations wait for a thread without one
 
 _Begin = list[Callable[["World"], None]]
 _begin: _Begin = []  # functions to call with each world of this process: see on_join()
@@ -297,29 +299,51 @@ def _log_world(world: World) -> None:
     _log.info("%s", world.summary)
     if world.is_guarded:
         _log.warning("%s", _NO_SECRET)
-    idle = None if _has_joined else _idle_cpus(world.cpu_sharers)
-    if idle is not None:
-        _log.warning("%s", idle)
+    advice = None
+    if not _has_joined:
+        advice = _thread_advice(world.cpu_sharers, world.topology.local_size)
+    if advice is not None:
+        _log.warning("%s", advice)
 
 
-def _idle_cpus(sharers: int) -> str | None:
-    """Return advice if the ranks leave most of their CPUs idle unintentionally.
+def _thread_advice(sharers: int, local_size: int) -> str | None:
+    """Return advice if the ranks' threads are far fewer or more than CPUs, and nobody has chosen.
 
-    MKL, in PyTorch for x86, uses one thread if it finds variables of an MPI, even if the ranks are
-    not bound to cores. Half of the CPUs idle is normal: PyTorch uses one thread for two hardware
-    threads.
+    Fewer: MKL, in PyTorch for x86, uses one thread if it finds variables of an MPI, even if the
+    ranks are not bound to cores. Half of the CPUs idle is normal: PyTorch uses one thread for two
+    hardware threads.
+
+    More: without a launcher that sets the number, each rank has a thread for every core of the
+    host, and they wait for one another in each operation. A program that has called
+    set_num_threads() shows by a number below PyTorch's own.
 
     Args:
         sharers: the ranks that share this one's CPUs.
+        local_size: the ranks that share this one's quota.
     """
-    threads, cpus = torch.get_num_threads(), int(usable_cpus())
-    if threads_are_chosen() or threads * sharers * _MANY_IDLE > cpus:
+    if threads_are_chosen():
+        return None
+    threads, allowed = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    limits = ((float(allowed), sharers), (cpu_quota(), local_size))
+    cpus, ranks = min(limits, key=lambda limit: limit[0] / limit[1])
+    share = cpus / ranks
+    if threads * _MANY_IDLE <= share:
+        gain = "for all ranks to use them"
+    elif (
+        threads > 1
+        and threads >= _MANY_WAITING * share
+        and 2 * threads >= allowed  # PyTorch's own number
+        and torch.cuda.device_count() == 0  # otherwise the GPUs compute
+    ):
+        gain = "so that threads do not wait for a CPU"
+    else:
         return None
     number = "1 thread" if threads == 1 else f"{threads} threads"
+    whose = f"{ranks} ranks share" if ranks > 1 else "it has"
+    there = f"{cpus:g} CPU" + ("s" if cpus != 1 else "")
     return (
-        f"a rank computes with {number}, and {sharers} ranks share {cpus} CPUs here: set "
-        f"OMP_NUM_THREADS={cpus // sharers} for all ranks to use them, or "
-        f"OMP_NUM_THREADS={threads} to keep it so"
+        f"a rank computes with {number}, and {whose} {there} here: set "
+        f"OMP_NUM_THREADS={max(1, int(share))} {gain}, or OMP_NUM_THREADS={threads} to keep it so"
     )
 
 

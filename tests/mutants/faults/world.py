@@ -158,6 +158,21 @@ FAULTS = (
         tests=("tracing/test_timeline.py::test_a_job_that_goes_on_does_not_end_for_it",),
     ),
     Fault(
+        "own_number_told", "a program's own number of threads is told to be too many", JOIN,
+        "and 2 * threads >= allowed", "",
+        tests=("world/test_compute_threads.py",),
+    ),
+    Fault(
+        "threads_beside_gpu", "threads are told to be too many where a GPU computes", JOIN,
+        "and torch.cuda.device_count() == 0", "",
+        tests=("world/test_compute_threads.py",),
+    ),
+    Fault(
+        "quota_of_all", "advice on threads takes a quota for that of other ranks", JOIN,
+        "(cpu_quota(), local_size)", "(cpu_quota(), sharers)",
+        tests=("world/test_compute_threads.py",),
+    ),
+    Fault(
         "timeline_overwritten", "a world that forms anew overwrites the first timeline", TIMELINES,
         "    if number == 1:\n        return path\n", "    return path\n",
         tests=("tracing/test_timeline.py::test_a_world_that_forms_anew_keeps_the_first_file",),
