@@ -38,10 +38,9 @@ __all__ = ["World", "join_world", "on_join"]
 _log = logging.getLogger("torch_ring")
 
 _NO_SECRET = (
-    "the hosts of this job have no secret: any process that reaches its store can join in place of "
-    "a rank; of objects from other hosts, only plain data are taken. Set TORCH_RING_SECRET to the "
-    "same random text on all ranks (`openssl rand -hex 32`), or TORCH_RING_TRUST_NETWORK=1 if "
-    "nobody else can reach the hosts (docs/security.md)"
+    "the hosts of this job have no secret: whoever reaches its store can join. Set "
+    "TORCH_RING_SECRET, the same on all ranks, or TORCH_RING_TRUST_NETWORK=1: "
+    "docs/security.md#how-to-set-a-secret"
 )
 
 _MANY_IDLE = 3  # CPUs for each thread: then most of them are idle
