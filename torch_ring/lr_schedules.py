@@ -37,7 +37,8 @@ class ScaledLR(LRScheduler):
 
     The number of ranks is read anew in each step, also after a death in elastic training. A state
     continues on any number of ranks: after the same samples the schedule is at the same place, with
-    the rate for the new number.
+    the rate for the new number. A call takes that many steps of `scheduler`, of some microseconds
+    each.
 
     Args:
         scheduler: any of torch's, fresh, on an optimizer whose rates are those of one rank. Several
@@ -120,6 +121,8 @@ class ScaledLR(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which fits any number of ranks."""
+        # Elastic ranks compare the optimizer's rates with those of a rank that loads this.
+        self._set_rates_anew(always=False)
         return {
             "samples": self.samples,
             "batch_size": self.batch_size,

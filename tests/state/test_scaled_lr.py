@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from arrivals import run_with_arrivals
 from logs import logged
 from pool import run
 from torch.optim import SGD, lr_scheduler
@@ -248,42 +249,59 @@ def test_plateaus_and_changes_by_hand():
 # --- another number of ranks within a job
 
 
-def shrink() -> tuple[int, list[float], list[float]]:
-    """Train on three ranks, of which one dies; return samples, and rates with and of one rank."""
+Steps = list[tuple[int, float, float]]
+"""Of each step: the number of ranks, its rate, and the rate that is right for them."""
+
+
+def change(end: int, victim: int) -> tuple[int, Steps]:
+    """Train until so many steps after a change of the ranks; return samples and steps."""
     optimizer = optimizer_of()
-    scheduler = ScaledLR(lr_scheduler.CosineAnnealingLR(optimizer, STEPS), BATCH)
-    rates, of_one = [], []
-    known = rates_of_one(KINDS["cosine"])
-    rank = hvd.rank()
+    scheduler = ScaledLR(lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (10 + step)), BATCH)
+    steps: Steps = []
+    rank, first = hvd.rank(), hvd.size()
 
     def note(stepping: Any, *_: Any) -> None:
-        rates.append(stepping.param_groups[0]["lr"])
-        of_one.append(hvd.size() * known[scheduler.samples // BATCH])
+        right = hvd.size() * 0.1 / (10 + scheduler.samples // BATCH)
+        steps.append((hvd.size(), stepping.param_groups[0]["lr"], right))
 
     optimizer.register_step_post_hook(note)
 
     @hvd.elastic.run
     def training(state: Any) -> None:
-        while state.batch < 20:
+        while state.left > 0:
             optimizer.zero_grad()
-            if rank == 2 and state.batch == 10:
+            if state.batch == 10 and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.param_groups[0]["params"][0].sum().backward()
             optimizer.step()
             scheduler.step(BATCH)
             state.batch += 1
+            state.left -= hvd.size() != state.size
             state.check_host_updates()
 
-    training(hvd.elastic.TorchState(optimizer=optimizer, scheduler=scheduler, batch=0))
-    return scheduler.samples, rates, of_one
+    state = hvd.elastic.TorchState(
+        optimizer=optimizer, scheduler=scheduler, batch=0, left=end, size=first
+    )
+    training(state)
+    return scheduler.samples, steps
 
 
 def test_rates_follow_the_ranks_when_one_dies():
-    ended = run(shrink, 3, may_die={2})
-    for samples, rates, of_one in ended[:2]:
+    ended = run(change, 3, args=(10, 2), may_die={2})
+    for samples, steps in ended[:2]:
         assert samples == (10 * 3 + 10 * 2) * BATCH
-        assert len(rates) == 20
-        assert rates == pytest.approx(of_one)
+        assert [size for size, _, _ in steps] == [3] * 10 + [2] * 10
+        assert [rate for _, rate, _ in steps] == pytest.approx([right for *_, right in steps])
+
+
+def test_rates_follow_the_ranks_when_one_comes():
+    *ended, (samples, of_newcomer) = run_with_arrivals(change, 2, 1, args=(10, -1))
+    steps = ended[0][1]
+    assert ended == [(samples, steps)] * 2
+    assert [size for size, _, _ in steps[-10:]] == [3] * 10
+    assert {size for size, _, _ in steps[:-10]} == {2}
+    assert [rate for _, rate, _ in steps] == pytest.approx([right for *_, right in steps])
+    assert of_newcomer == steps[-10:]
 
 
 # --- errors

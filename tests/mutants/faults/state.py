@@ -123,6 +123,12 @@ FAULTS = (
         tests=("state/test_scaled_lr.py::test_rates_follow_the_ranks_when_one_dies",),
     ),
     Fault(
+        "rate_before_newcomer", "a newcomer's rates are not those of the ranks that were there",
+        SCHEDULES,
+        "        self._set_rates_anew(always=False)\n        return {\n", "        return {\n",
+        tests=("state/test_scaled_lr.py::test_rates_follow_the_ranks_when_one_comes",),
+    ),
+    Fault(
         "changes_lost", "a schedule undoes the changes of a program", SCHEDULES,
         'rate if float(group["lr"]) == applied else float(group["lr"]) / self._scale', "rate",
         tests=("state/test_scaled_lr.py::test_plateaus_and_changes_by_hand",),
