@@ -363,14 +363,27 @@ def test_what_cannot_be_scaled_is_refused():
 # --- the warning about a rate of other ranks
 
 
+class Rateless(torch.optim.Optimizer):
+    """Sets its own step, as Adafactor may."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+
+
 def resume(path: Path, how: str) -> list[str]:
     """Load an optimizer's state on other ranks, and step; return what was told."""
     optimizer = optimizer_of(0.1 * hvd.size())
     scheduler = None
+    if how == "without rates":
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = hvd.DistributedOptimizer(Rateless([weight], {}), [("weight", weight)])
     if how == "scaled":
         scheduler = ScaledLR(lr_scheduler.StepLR(optimizer, 9), 8, scale=lambda _: 1)
     with logged() as messages:
-        optimizer.load_state_dict(torch.load(path, weights_only=True))
+        state = torch.load(path, weights_only=True)
+        if how == "without rates":
+            state["param_groups"][0]["lr"] = None
+        optimizer.load_state_dict(state)
         if how == "by hand":
             optimizer.param_groups[0]["lr"] = 0.1 * hvd.size()
         train(optimizer)
@@ -386,7 +399,7 @@ def keep(path: Path) -> None:
         torch.save(optimizer.state_dict(), path)
 
 
-@pytest.mark.parametrize("how", ["", "by hand", "scaled"])
+@pytest.mark.parametrize("how", ["", "by hand", "scaled", "without rates"])
 def test_a_rate_of_other_ranks_is_told(tmp_path, how):
     run(keep, 2, args=(tmp_path / "state",))
     assert run(resume, 2, args=(tmp_path / "state", how)) == [[], []]

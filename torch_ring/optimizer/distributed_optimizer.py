@@ -360,17 +360,22 @@ class _DistributedOptimizer(Wrapped):
             self._backward_sync.drop_gradients(self._reducer)
 
     def _after_load_state_dict(self) -> None:
-        self._loaded_rates = [float(group["lr"]) for group in self.param_groups]
+        self._loaded_rates = self._rates()
         if self._reducer:
             self._reducer.hooks.restart_passes()
+
+    def _rates(self) -> list[float]:
+        rates = (group.get("lr") for group in self.param_groups)
+        return [float(rate) for rate in rates if rate is not None]  # Adafactor may have none
 
     def _tell_loaded_rate(self) -> None:
         """Warn if this first step after load_state_dict() has the rates of another size."""
         ranks, self._loaded_ranks = self._loaded_ranks, None
         process_set = self._settings.process_set
-        size, rates = process_set.size(), [float(group["lr"]) for group in self.param_groups]
+        size, rates = process_set.size(), self._rates()
         if (
             ranks not in (size, None)
+            and rates
             and rates == self._loaded_rates
             and "_scaled_by" not in vars(self)  # of torch_ring.lr_schedules
             and current.rank() == (process_set.ranks or [0])[0]
