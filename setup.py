@@ -3,6 +3,8 @@
 It builds against the torch of the environment in which torch_ring is installed. pip hides that
 environment from a build, unless told `--no-build-isolation`, so this file searches it. If it has no
 torch, this file asks pip for the newest one, for the build alone.
+
+For macOS and Windows there is nothing to build: torch_ring/native/one_rank.py serves one rank.
 """
 
 import os
@@ -257,6 +259,9 @@ class Copy(build_ext):
 
 def native_modules():
     """Return the arguments of setup() for native modules and torch."""
+    oldest = "torch>={}.{}".format(*OLDEST_TORCH)
+    if sys.platform != "linux":
+        return {"install_requires": [oldest, "numpy"]}
     if BUILT_BEFORE:
         folders = Path(BUILT_BEFORE).glob("torch_*")
         minors = sorted(tuple(map(int, path.name.split("_")[1:])) for path in folders)
@@ -281,9 +286,9 @@ def native_modules():
             "cmdclass": {"build": CleanBuild, "build_ext": command},
             "install_requires": [torch_requirement([found]), "numpy"],
         }
-    oldest = "torch>={}.{}".format(*OLDEST_TORCH)
     arguments = {"install_requires": [oldest, "numpy"]}
     if "egg_info" in sys.argv:  # pip asks for the build requirements
+        check_tools()  # before the download
         arguments["setup_requires"] = [oldest]
         say(
             "there is no torch in this environment: pip downloads the newest one (with CUDA's "

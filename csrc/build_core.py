@@ -12,7 +12,6 @@ separately, so that a change recompiles only its source.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shlex
 import subprocess
@@ -93,6 +92,8 @@ def build(library, flags=FLAGS):
     Raises:
         SystemExit: the compiler has failed, after its messages.
     """
+    import fcntl  # setup.py imports this file on Windows, too
+
     objects = objects_of(library)
     objects.mkdir(parents=True, exist_ok=True)
     with (objects / "lock").open("w") as lock:

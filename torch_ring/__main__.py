@@ -2,6 +2,10 @@
 
 import sys
 
+from torch_ring.native import NEEDS_LINUX, is_for_one_rank
+
+if is_for_one_rank():
+    sys.exit(f"python -m torch_ring: the self-test {NEEDS_LINUX}")
 try:
     from torch_ring.self_test.command import main
 except ImportError as error:

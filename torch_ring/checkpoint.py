@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -125,6 +126,8 @@ def _write(path: Path, state: Any) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+    if sys.platform == "win32":  # a folder cannot be opened there
+        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name is on the disk too

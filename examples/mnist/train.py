@@ -44,7 +44,9 @@ def main() -> None:
     is_first = hvd.rank() == 0
     log = print if is_first else lambda *_, **__: None
     # The ranks of a host share its cores; more threads than cores would be slower.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // hvd.local_size()))
     torch.manual_seed(hvd.rank())  # another dropout on every rank
     if args.device == "cuda":
         # One process drives one GPU; it may see one alone, or all GPUs of the host.

@@ -148,6 +148,35 @@ def test_an_isolated_build_without_torch_asks_for_the_newest_and_says_so(
     assert last_line(output) == "['torch>=2.11']"
 
 
+def test_the_compiler_is_looked_for_before_torch_is_downloaded(environment: Environment) -> None:
+    code = "print(backend.get_requires_for_build_wheel())"
+    with pytest.raises(
+        AssertionError, match=r"there is no C\+\+ compiler \(none-such\): install g"
+    ):
+        environment.isolated(code, CXX="none-such")
+    environment.install_torch("2.13.0")  # then there is nothing to download
+    assert last_line(environment.isolated(code, CXX="none-such")) == "[]"
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_get_a_package_without_a_module(
+    environment: Environment, system: str
+) -> None:
+    first = "import setuptools.command.bdist_wheel, setuptools.command.build_ext"  # of this system
+    there = f"{first}\nsys.platform = {system!r}\nsys.modules['fcntl'] = None\n"
+    output = environment.isolated(f"{there}print(backend.get_requires_for_build_wheel())")
+    assert last_line(output) == "[]"
+    name = last_line(environment.isolated(f"{there}print(backend.build_wheel('.'))"))
+    assert name == "torch_ring-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(environment.tree / name) as wheel:
+        names = wheel.namelist()
+        (metadata,) = (each for each in names if each.endswith("/METADATA"))
+        required = HeaderParser().parsestr(wheel.read(metadata).decode()).get_all("Requires-Dist")
+    assert "torch_ring/native/one_rank.py" in names
+    assert not any(each.endswith(".so") for each in names)
+    assert [each for each in required if "extra" not in each] == ["torch>=2.11", "numpy"]
+
+
 def test_an_isolated_build_takes_the_torch_of_the_environment(environment: Environment) -> None:
     environment.install_torch("2.13.0+cpu")
     output = environment.isolated("print(backend.get_requires_for_build_wheel())")

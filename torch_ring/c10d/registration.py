@@ -16,6 +16,7 @@ from torch.distributed import Backend, ProcessGroup
 
 from torch_ring.config import Config, let_ddp_ask_for_memory
 from torch_ring.config.horovod_path import install
+from torch_ring.native import is_for_one_rank, require_one_rank
 
 if TYPE_CHECKING:
     from torch_ring._C import RingBackend
@@ -59,10 +60,13 @@ def autoload() -> None:
         )
 
 
-def _make_backend(options: Any, _: Any) -> RingBackend:
+def _make_backend(options: Any, _: Any) -> RingBackend | dist.ProcessGroupGloo:
     """Return the backend of one group. `options`: torch's _DistributedBackendOptions."""
     from torch_ring.c10d.groups import Group
 
+    if is_for_one_rank():  # gloo does it
+        require_one_rank(options.group_size, 'init_process_group("ring")')
+        return dist.ProcessGroupGloo(options.store, 0, 1, options.timeout)
     if torch.cuda.device_count() == 0:  # with GPUs, leave NCCL's setting alone
         let_ddp_ask_for_memory()
     rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()

@@ -258,4 +258,5 @@ def _tell_workers() -> None:
 
 
 current.after_join(_tell_workers)
-os.register_at_fork(after_in_child=_splits.clear)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_splits.clear)

@@ -2,6 +2,8 @@
 
 Torch's C++ interface changes with every minor version, and only then. A build from source makes the
 module for the installed torch; a released wheel holds one for each version.
+
+There are none for macOS and Windows: there `one_rank.py` is the module, for a world of one rank.
 """
 
 from __future__ import annotations
@@ -9,10 +11,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["find_native_module"]
+from torch_ring.errors import InvalidArgumentError
+
+__all__ = ["NEEDS_LINUX", "find_native_module", "is_for_one_rank", "require_one_rank"]
+
+_platform: str = sys.platform  # typed, or mypy would not check the code for other systems
+_SYSTEM = {"darwin": "macOS", "win32": "Windows"}.get(_platform, _platform)
+
+NEEDS_LINUX = f"needs Linux, and this is {_SYSTEM}, where a process trains alone (docs/install.md)"
+"""The end of an error's text."""
+
+
+def is_for_one_rank() -> bool:
+    """Return whether this system has no native module, so that a process trains alone."""
+    return _platform != "linux"
+
+
+def require_one_rank(ranks: int, source: str) -> None:
+    """Raise InvalidArgumentError if there is no native module, and `source` wants several ranks."""
+    if is_for_one_rank() and ranks > 1:
+        raise InvalidArgumentError(f"{source}: a job of {ranks} ranks {NEEDS_LINUX}")
 
 
 class _NativeFinder:
@@ -27,6 +49,8 @@ class _NativeFinder:
         """Return the spec of the native module; None for every other module."""
         if name != "torch_ring._C":
             return None
+        if is_for_one_rank():
+            return spec_from_file_location(name, Path(__file__).with_name("one_rank.py"))
         return PathFinder.find_spec(name, [folder_of_module()], target)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["Home", "Segment", "Spec", "share_memory"]
 

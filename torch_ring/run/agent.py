@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import json
 import math
@@ -30,6 +29,9 @@ import time
 
 from torch_ring.run.numa import BindingError, bind, cpus_of
 from torch_ring.setup.control_groups import usable_cpus
+
+if sys.platform != "win32":
+    import fcntl
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ _READ_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_libc = ctypes.CDLL(None)
+_libc: Any = ctypes.CDLL(None) if sys.platform != "win32" else None
 
 
 class RankProcess:

@@ -9,12 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.native import is_for_one_rank, require_one_rank
 from torch_ring.run.job import exit_code
+from torch_ring.run.job_settings import slots_of
 from torch_ring.run.launch import launch
-from torch_ring.run.options import parse_options
+from torch_ring.run.options import Options, parse_options
 from torch_ring.run.screen import FdSink, say
 from torch_ring.setup.launchers import slurm_job, without_launchers
 
@@ -54,14 +56,7 @@ def build_report() -> str:
 
 _REFUSED = 2  # argparse's exit code
 _FAILED = 1
-_PASSED_ON = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidArgumentError(
                 "there is no command to run: give one, as in `python train.py`"
             )
+        if is_for_one_rank():
+            return _run_alone(options, environment)
         slurm_job = _slurm_job() if options.requeues else ""
         code, job = launch(options, environment, (FdSink(1), FdSink(2)), signals=_signals)
         if slurm_job and job.has_stopped:
@@ -96,6 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED
     except KeyboardInterrupt:  # there are no ranks yet: later, signals are passed on to them
         return exit_code(-signal.SIGINT)
+
+
+def _run_alone(options: Options, environment: Mapping[str, str]) -> int:
+    """Run the command as a world of one rank, where there is nothing else."""
+    slots = slots_of(options.size, options.hosts, options.hostfile, environment, say)
+    require_one_rank(len(slots), "the launcher")
+    return subprocess.call(options.command, env=dict(environment))
 
 
 def _slurm_job() -> str:
@@ -128,7 +132,7 @@ def _signals() -> Iterator[int]:
             os.write(writer, bytes([number]))
 
     before = {}
-    for number in _PASSED_ON:
+    for number in (signal.Signals[name] for name in _PASSED_ON):
         # nohup ignores SIGHUP, and a shell ignores SIGINT for background processes.
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, note)

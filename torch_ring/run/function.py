@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
+from torch_ring.native import is_for_one_rank, require_one_rank
 from torch_ring.run import function_rank
 from torch_ring.run.hosts import cluster_hosts
+from torch_ring.run.job_settings import slots_of
 from torch_ring.run.launch import launch
 from torch_ring.run.options import Options, changes_nothing, growth_settings, start_timeout_of
-from torch_ring.run.screen import StreamSink
+from torch_ring.run.screen import StreamSink, say
 from torch_ring.setup.launchers import without_launchers
 
 __all__ = ["run"]
@@ -128,6 +130,9 @@ def run(
     )
     if not (size or hosts or hostfile or host_discovery_script or cluster_hosts(environment)):
         size = 1
+    if is_for_one_rank():
+        require_one_rank(len(slots_of(size, hosts, hostfile, environment, say)), "run()")
+        return [func(*args, **(kwargs or {}))]
     interface = _one_of(network_interface=network_interface, network_interfaces=network_interfaces)
     given = {
         "disable_cache": disable_cache,

@@ -35,7 +35,7 @@ FAILURE_GRACE_S = 10.0  # for the other ranks, from SIGTERM to SIGKILL, when one
 _LEFT_GRACE_S = 5.0  # for processes that ended ranks have left behind
 _AGENTS_PATIENCE_S = 15.0  # beyond the grace period: agents report the end of their ranks
 _READERS_PATIENCE_S = 5.0  # for the readers of our output, when the job was ended
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class Job:
 
     def _take_signal(self, number: int) -> None:
         """Pass a signal on; a second ending signal ends the job at once."""
-        if number not in (*_ENDING, signal.SIGPIPE):
+        if signal.Signals(number).name not in (*_ENDING, "SIGPIPE"):
             self._is_warned = True
             self._pass_on(number)
         elif self._signal or self._close_at is not None:

@@ -14,9 +14,9 @@ import hmac
 import importlib
 import logging
 import os
-import resource
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +56,9 @@ from torch_ring.setup.network import (
 )
 from torch_ring.setup.peer_info import PeerInfo, parse_table
 from torch_ring.setup.ucx import own_ucx, ucx_library, uses_ucx
+
+if sys.platform != "win32":
+    import resource
 
 __all__ = [
     "Connections",

@@ -8,14 +8,21 @@ from __future__ import annotations
 import math
 import os
 
-__all__ = ["cpu_quota", "usable_cpus"]
+__all__ = ["allowed_cpus", "cpu_quota", "usable_cpus"]
 
 _ROOT = "/sys/fs/cgroup"
 
 
 def usable_cpus() -> float:
     """Return the number of CPUs on which this process may run, or its quota if that is less."""
-    return min(len(os.sched_getaffinity(0)), cpu_quota())
+    return min(allowed_cpus(), cpu_quota())
+
+
+def allowed_cpus() -> int:
+    """Return the number of CPUs on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS, Windows
 
 
 def cpu_quota() -> float:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import resource
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Sequence
 
 from torch_ring.setup.frames import FrameSocket
 from torch_ring.setup.network import require_same_user
+
+if sys.platform != "win32":
+    import resource
 
 __all__ = ["Door"]
 

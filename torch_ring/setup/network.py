@@ -8,12 +8,12 @@ other rank notices the parent's death.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import math
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +21,9 @@ from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from torch_ring.errors import InvalidArgumentError
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = [
     "BACKLOG",

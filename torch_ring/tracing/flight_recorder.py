@@ -288,7 +288,7 @@ def _handle_signal() -> None:
 
 def handle_signal(folder: str) -> None:
     """Write a dump on SIGUSR2 from now on, if there is a folder and the program has no handler."""
-    if not folder:
+    if not folder or not hasattr(signal, "SIGUSR2"):  # Windows
         return
     try:
         if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:

@@ -403,5 +403,6 @@ def _leave_parents_world() -> None:
     stores.drop_in_child()
 
 
-os.register_at_fork(after_in_child=_leave_parents_world)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_parents_world)
 atexit.register(_leave_at_exit)

@@ -93,7 +93,11 @@ def wait_for_all(
     raise TimeoutError(f"not all engines have answered {deadline}")
 
 
-_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+_DEFERRED = [  # Windows has fewer
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGALRM")
+    if hasattr(signal, name)
+]
 
 
 @contextlib.contextmanager

@@ -56,6 +56,7 @@ class _Fork(threading.local):
 
 
 _fork = _Fork()
-os.register_at_fork(
-    before=_fork.in_parent_before, after_in_parent=_fork.after, after_in_child=_fork.in_child
-)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=_fork.in_parent_before, after_in_parent=_fork.after, after_in_child=_fork.in_child
+    )

@@ -17,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch_ring._C import ControlPlane, Engine
 from torch_ring.config import Config, threads_are_chosen
 from torch_ring.errors import InvalidArgumentError
+from torch_ring.native import require_one_rank
 from torch_ring.setup.claim import claim_rank
 from torch_ring.setup.connect import Connections, Queries, connect, listen
 from torch_ring.setup.control_groups import cpu_quota
@@ -175,6 +176,7 @@ def join_world(
                 "no launcher was found: this process trains alone (size 1), but %s", reason
             )
     begin = _begin if of_init else []
+    require_one_rank(identity.size, identity.source())
     if identity.size > 1:
         deadline = deadline or Deadline(
             config.init_timeout_s, config.init_timeout_name, config.words.join

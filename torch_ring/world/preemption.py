@@ -17,6 +17,7 @@ from types import FrameType
 
 from torch_ring._C import ControlPlane
 from torch_ring.errors import InvalidArgumentError, TimeoutError
+from torch_ring.native import is_for_one_rank
 from torch_ring.setup.network import Deadline, pauses
 from torch_ring.world import current
 from torch_ring.world.forked_signals import give_back, handle
@@ -26,7 +27,7 @@ __all__ = ["reason", "requested", "shield_worker", "watch"]
 
 _log = logging.getLogger("torch_ring")
 
-_SIGNALS = ("SIGTERM", "SIGUSR1")
+_SIGNALS = ("SIGTERM", "SIGUSR1") if hasattr(signal, "SIGUSR1") else ("SIGTERM",)
 
 _watched: Sequence[signal.Signals] = ()  # also in a forked worker
 _got = ""  # the first signal that this process got
@@ -112,6 +113,8 @@ def shield_worker(_worker: int = 0) -> None:
     Args:
         _worker: the number of the worker, as a `worker_init_fn` gets it; not used.
     """
+    if is_for_one_rank():  # no launcher sends signals
+        return
     numbers = _watched or [_number(each) for each in _SIGNALS]
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     drop = threading.Thread(target=_drop, args=(numbers, os.getppid()), daemon=True)
@@ -145,7 +148,7 @@ def _number(name: str | int) -> signal.Signals:
         raise InvalidArgumentError(
             f"there is no signal {name!r}: give names as in ('SIGTERM', 'SIGUSR1')"
         ) from None
-    if number in (signal.SIGKILL, signal.SIGSTOP):
+    if number.name in ("SIGKILL", "SIGSTOP"):
         raise InvalidArgumentError(f"a process cannot handle {number.name}")
     return number
 
@@ -186,4 +189,5 @@ def _forget_in_child() -> None:
 
 
 current.after_join(_tell)
-os.register_at_fork(after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)

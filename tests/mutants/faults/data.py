@@ -131,8 +131,8 @@ FAULTS = (
     ),
     Fault(
         "cpus_not_shared", "ranks that share CPUs each start workers for all of them", PREFETCHER,
-        "cpus = min(len(os.sched_getaffinity(0)) / sharers, cpu_quota() / local_size)",
-        "cpus = len(os.sched_getaffinity(0))",
+        "cpus = min(allowed_cpus() / sharers, cpu_quota() / local_size)",
+        "cpus = allowed_cpus()",
         tests=("data/test_input_pipeline.py::test_ranks_divide_the_cpus_that_they_share",),
     ),
 )

@@ -14,6 +14,7 @@ ENGINE = "torch_ring/world/engine.py"
 REASON = "torch_ring/world/exit_reason.py"
 TIMELINES = "torch_ring/world/timelines.py"
 SIGNALS = "torch_ring/world/forked_signals.py"
+ONE_RANK = "torch_ring/native/one_rank.py"
 
 # fmt: off
 FAULTS = (
@@ -176,6 +177,22 @@ FAULTS = (
         "timeline_overwritten", "a world that forms anew overwrites the first timeline", TIMELINES,
         "    if number == 1:\n        return path\n", "    return path\n",
         tests=("tracing/test_timeline.py::test_a_world_that_forms_anew_keeps_the_first_file",),
+    ),
+    Fault(
+        "trains_alone", "on macOS a rank of several trains alone", JOIN,
+        "    require_one_rank(identity.size, identity.source())\n", "",
+        tests=("install/test_one_rank.py::test_several_ranks_are_refused_and_one_is_started",),
+    ),
+    Fault(
+        "alone_unscaled", "on macOS an allreduce ignores the second factor", ONE_RANK,
+        "factors = [factor for factor in factors if factor != 1.0]",
+        "factors = [factor for factor in factors[:1] if factor != 1.0]",
+        tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
+    ),
+    Fault(
+        "alone_not_in_place", "on macOS a collective in place does not write", ONE_RANK,
+        "    output.detach().copy_(value)\n", "",
+        tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
     ),
 )
 # fmt: on

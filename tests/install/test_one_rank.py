@@ -1,0 +1,182 @@
+"""macOS and Windows: a world of one rank without the native module, and words for more ranks."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import one_rank_calls
+import pytest
+import torch
+from scripts import ROOT
+
+SYSTEMS = {"darwin": "macOS", "win32": "Windows"}
+HERE = Path(__file__).parent
+DEADLINE_S = 300
+
+
+def run_on(system: str, *arguments: Any, folder: Path, **variables: str) -> tuple[int, str]:
+    """Run Python there; return its exit code and output. "linux": here, with the native module."""
+    stranger = [] if system == "linux" else [str(HERE / "other_system.py"), system]
+    names = [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    ended = subprocess.run(
+        [sys.executable, *stranger, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    return ended.returncode, ended.stdout.decode()
+
+
+quick_on_macos = pytest.mark.parametrize(
+    "system", ["darwin", pytest.param("win32", marks=pytest.mark.slow)]
+)
+
+
+@pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
+def test_the_program_of_the_readme(tmp_path: Path, system: str) -> None:
+    program = ROOT / "examples" / "minimal" / "train.py"
+    code, output = run_on(system, program, folder=tmp_path)
+    assert code == 0, output
+    assert output.count("loss") == 3, output
+    weights = torch.load(tmp_path / "model.pt")
+    torch.testing.assert_close(weights["weight"], torch.ones(1, 16), atol=0.05, rtol=0)
+
+
+@quick_on_macos
+def test_mnist(tmp_path: Path, system: str) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("tqdm")
+    program = ROOT / "examples" / "mnist" / "train.py"
+    code, output = run_on(system, program, "--dataset", "digits", "--epochs", "2", folder=tmp_path)
+    assert code == 0, output
+    assert float(output.split("test accuracy")[1].split()[0]) > 0.7, output
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two results are equal in type, dtype, layout and bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        kinds = [(t.dtype, t.shape, t.stride(), t.requires_grad) for t in (one, other)]
+        is_equal = torch.equal(one, other) if one.is_complex() else torch.equal(
+            *(t.detach().double().nan_to_num(math.pi) if t.is_floating_point() else t
+              for t in (one, other))
+        )  # fmt: skip
+        return kinds[0] == kinds[1] and is_equal
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def results_on(system: str, folder: Path) -> dict[str, Any]:
+    """Return the results of all calls."""
+    path = folder / f"{system}.pt"
+    code, output = run_on(system, HERE / "one_rank_calls.py", path, folder=folder)
+    assert code == 0, output
+    found: dict[str, Any] = torch.load(path, weights_only=False)
+    return found
+
+
+@quick_on_macos
+def test_all_calls_do_the_same(tmp_path: Path, system: str) -> None:
+    native, there = results_on("linux", tmp_path), results_on(system, tmp_path)
+    assert native.keys() == there.keys() == one_rank_calls.CALLS.keys()
+    wrong = [name for name, each in native.items() if str(each).endswith("Error")]
+    assert wrong == [], "these calls themselves are wrong"
+    differing = {name: (native[name], there[name]) for name in native}
+    differing = {name: pair for name, pair in differing.items() if not same(*pair)}
+    assert differing == {}
+
+
+def test_every_public_name_has_a_call() -> None:
+    answered = one_rank_calls.CALLS.keys() | one_rank_calls.WITHOUT_CALL
+    assert one_rank_calls.public_names() - answered == set()
+
+
+def test_every_imported_name_is_there() -> None:
+    """A name that a module takes from the native module is in its stand-in, too."""
+    wanted = set()
+    for path in (ROOT / "torch_ring").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "torch_ring._C":
+                wanted |= {alias.name for alias in node.names}
+    there = runpy.run_path(str(ROOT / "torch_ring" / "native" / "one_rank.py"))
+    assert "Engine" in wanted
+    assert wanted - {"__file__", *there} == set()
+
+
+# In one process: each start takes seconds.
+REFUSALS = """
+import os
+import torch
+import torch.distributed as dist
+import torch_ring as hvd
+from torch_ring.run import command, run
+
+def group(size):
+    dist.init_process_group("ring", rank=0, world_size=size, store=dist.HashStore())
+
+def launched():
+    os.environ.update(RANK="1", WORLD_SIZE="2")
+    try:
+        hvd.init()
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+for each in (lambda: hvd.init(rank=0, size=2), launched, lambda: run(max, (3, 4), np=2),
+             lambda: group(2)):
+    try:
+        each()
+    except ValueError as error:
+        print(error, flush=True)
+    assert not hvd.is_initialized()
+for arguments in (["-np", "2", "python", "-V"], ["-H", "localhost:2", "python", "-V"]):
+    print(command.main(arguments), flush=True)
+print(command.main(["-np", "1", "echo", "started"]), run(max, (3, 4), np=1), flush=True)
+group(1)
+ones = torch.ones(2)
+dist.all_reduce(ones)
+hvd.init()
+print(ones.tolist(), hvd.size())
+"""
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_several_ranks_are_refused_and_one_is_started(tmp_path: Path, system: str) -> None:
+    code, output = run_on(system, "-c", REFUSALS, folder=tmp_path)
+    assert code == 0, output
+    rest = (
+        f"a job of 2 ranks needs Linux, and this is {SYSTEMS[system]}, where a process trains "
+        "alone (docs/install.md)"
+    )
+    sources = ("init(rank=, size=)", "RANK and WORLD_SIZE", "run()", 'init_process_group("ring")')
+    expected = [f"{source}: {rest}" for source in sources]
+    expected += [f"torch_ring.run: the launcher: {rest}", "2"] * 2
+    assert output.splitlines() == [*expected, "started", "0 [4]", "[1.0, 1.0] 1"]
+
+
+SELF_TEST = "import torch_ring as hvd, runpy; hvd.init(); hvd.start_timeline('x.json'); print('on')"
+
+
+def test_a_timeline_and_the_self_test_say_what_they_need(tmp_path: Path) -> None:
+    program = f"{SELF_TEST}; runpy.run_module('torch_ring', run_name='__main__')"
+    code, output = run_on("darwin", "-c", program, folder=tmp_path)
+    needs = "needs Linux, and this is macOS"
+    assert f"[torch_ring] no timeline is written: it {needs}" in output
+    assert f"on\npython -m torch_ring: the self-test {needs}" in output
+    assert code == 1
+    assert list(tmp_path.iterdir()) == []
