@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -32,21 +33,26 @@ std::shared_ptr<torch::ParamCommsDebugInfo> fields_of(const Request& request,
       std::vector<std::int64_t>{}, group.set == 0 ? 0 : -1, group.set == 0 ? 1 : -1, group.size);
 }
 
-std::string words_of(const Fingerprint& f) {
-  return f.name.empty() ? std::string(name_of(f.collective)) : f.describe();
+/// The profiler sums up the spans of one name, so a name has no numbers: "torch_ring: allreduce".
+std::string kind_of(const Fingerprint& f) {
+  return "torch_ring: " + kind_in_words(f.name).value_or(name_of(f.collective));
 }
+
+/// The arguments of a span, which the profiler keeps with record_shapes=True.
+using Arguments = std::unordered_map<std::string, c10::IValue>;
 
 /// The two spans of a request, from its submission to its end.
 class Spans {
  public:
   Spans(at::StepCallbacks&& comms, at::StepCallbacks&& named, const Request& request,
         const SpanGroup& group)
-      : words_(words_of(request.fingerprint)),
+      : kind_(kind_of(request.fingerprint)),
+        arguments_{{"operation", request.fingerprint.describe()}},
         fields_(fields_of(request, group)),
         named_(std::move(named)),
         comms_(std::move(comms)) {
     named_._setAsync();
-    named_.before("torch_ring: " + words_);
+    named_.before(kind_, &arguments_);
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PARAM_COMMS_INFO, fields_);
     comms_._setAsync();
     comms_.before(at::kParamCommsCallName);
@@ -71,12 +77,13 @@ class Spans {
   void mark_sequence() {
     if (sequence_ == 0) return;
     at::RecordFunction mark(at::RecordScope::USER_SCOPE);
-    if (mark.isActive())
-      mark.before("torch_ring: agreed " + std::to_string(sequence_) + ": " + words_);
+    arguments_["agreement"] = static_cast<std::int64_t>(sequence_);
+    mark.before("torch_ring: agreed", &arguments_);
     sequence_ = 0;  // end() may be called again
   }
 
-  const std::string words_;
+  const std::string kind_;
+  Arguments arguments_;
   const std::shared_ptr<torch::ParamCommsDebugInfo> fields_;
   at::RecordFunction named_;
   at::RecordFunction comms_;

@@ -24,10 +24,10 @@ struct SpanGroup {
 
 /// Opens the spans of a request, if a profiler is on, and closes them when the request ends. One
 /// has the fields of torch's own collectives ("record_param_comms", which Kineto and Holistic Trace
-/// Analysis read); the other has the request's name, "torch_ring: allreduce 'x' ...". At their end
-/// there is a short one, "torch_ring: agreed 17: allreduce 'x' ...", with the number of the
-/// agreement, which is the same on all ranks. Cost without a profiler: the check for one. Thread:
-/// the one that submits the request; the progress thread closes the spans.
+/// Analysis read); the other has the kind of the request, "torch_ring: allreduce", and its
+/// description as an argument. At their end there is a short one, "torch_ring: agreed", which also
+/// has the number of the agreement, the same on all ranks. Cost without a profiler: the check for
+/// one. Thread: the one that submits the request; the progress thread closes the spans.
 void follow_with_span(Request& request, const SpanGroup& group);
 
 /// The sums for Python: Engine.totals().

@@ -138,6 +138,11 @@ std::optional<std::string> in_words(std::string_view name) {
          std::to_string(*optimizer) + ", bucket " + std::to_string(*bucket) + ")";
 }
 
+std::optional<std::string> kind_in_words(std::string_view name) {
+  if (!in_words(name)) return std::nullopt;
+  return name.starts_with(kBackward) ? "agreeing on gradients" : "averaging gradients";
+}
+
 bool all_sent(std::string_view gathered, std::string_view own) {
   if (own.empty() || gathered.size() % own.size() != 0) return false;
   for (std::size_t begin = 0; begin < gathered.size(); begin += own.size()) {

@@ -285,6 +285,9 @@ std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t
 /// rounds.
 std::optional<std::string> in_words(std::string_view name);
 
+/// The same without numbers, alike in each pass and for each bucket: "averaging gradients".
+std::optional<std::string> kind_in_words(std::string_view name);
+
 /// Whether `gathered` is `own`, once or repeated: all ranks have sent the same bytes.
 bool all_sent(std::string_view gathered, std::string_view own);
 

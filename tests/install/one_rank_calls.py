@@ -193,8 +193,8 @@ def trained(**arguments: Any) -> Any:
     model = model_of()
     plain = torch.optim.Adam(model.parameters(), lr=0.1)
     optimizer: Any = hvd.DistributedOptimizer(plain, model.named_parameters(), **arguments)
-    hvd.broadcast_parameters(model.state_dict())
-    hvd.broadcast_optimizer_state(optimizer)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     gradients = []
     for step in range(4):
         optimizer.zero_grad()
@@ -218,8 +218,9 @@ def trained(**arguments: Any) -> Any:
 def optimizers() -> Any:
     kinds = [{}, {"backward_passes_per_step": 2}, {"op": hvd.Sum}, {"op": hvd.Adasum}]
     kinds += [{"shard_state": True}, {"nan_check": True}, {"num_groups": 2}]
-    kinds += [{"gradient_predivide_factor": 2.0}, {"compression": 3}, {"op": hvd.Min}]
-    return [outcome(lambda kind=kind: trained(**kind)) for kind in kinds]
+    kinds += [{"gradient_predivide_factor": 2.0}]
+    wrong = outcome(lambda: trained(op=hvd.Min)), outcome(lambda: trained(groups=1.5))
+    return [trained(**kind) for kind in kinds], wrong
 
 
 class Halves(hvd.ErrorFeedback):
@@ -236,7 +237,7 @@ def compressed() -> Any:
     kinds = [hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.int8()]
     kinds += [hvd.Compression.powersgd(), Halves()]
     reduced = hvd.allreduce(torch.tensor([1.0001, 3.0]), compression=hvd.Compression.fp16)
-    return reduced, [outcome(lambda kind=kind: trained(compression=kind)) for kind in kinds]
+    return reduced, [trained(compression=kind) for kind in kinds]
 
 
 @call("nan_check")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -304,18 +303,34 @@ def test_before_init() -> None:
         hvd.stop_timeline()
 
 
+PASSES = 4
+
+
 def traced(folder: str) -> None:
     model = torch.nn.Linear(300, 300)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     hvd.allreduce(torch.ones(7), name="before")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         hvd.allreduce(torch.ones(5, dtype=torch.float64), name="blocking")
         handle = hvd.broadcast_async(torch.ones(100_000), 0, name="asynchronous")
         hvd.synchronize(handle)
-        model(torch.ones(2, 300)).sum().backward()
-        optimizer.step()
+        for _ in range(PASSES):
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         hvd.barrier()
     hvd.allreduce(torch.ones(7), name="after")
+    rows = {each.key: each.count for each in profiler.key_averages()}
+    rows = {name: count for name, count in rows.items() if name.startswith("torch_ring: ")}
+    assert rows.pop("torch_ring: averaging gradients") % PASSES == 0  # for each bucket
+    assert rows.pop("torch_ring: agreed") > PASSES
+    assert rows == {
+        "torch_ring: allreduce": 1,
+        "torch_ring: broadcast": 1,
+        "torch_ring: barrier": 1,
+        "torch_ring: agreeing on gradients": PASSES,
+    }
     profiler.export_chrome_trace(str(Path(folder) / f"trace{hvd.rank()}.json"))
 
 
@@ -347,18 +362,19 @@ def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> No
         assert "barrier" in {each["Collective name"] for each in fields}
         assert all(event["dur"] >= 0 for event in comms)
 
-        names = [event["name"] for event in found if event["name"].startswith("torch_ring: ")]
-        assert any(
-            name.startswith("torch_ring: allreduce 'blocking' float64 [5]") for name in names
-        )
-        assert any("averaging the gradients of backward pass 1" in name for name in names), names
-        assert any("bucket 0" in name for name in names), names
-        assert not any("'before'" in name or "'after'" in name for name in names)
-        numbers = [name for name in names if re.match(r"torch_ring: agreed \d+: ", name)]
-        agreed.append(sorted(numbers))
-        assert len(numbers) == len(comms)
+        ours = [event for event in found if event["name"].startswith("torch_ring: ")]
+        named = [(event["name"], event["args"]["operation"]) for event in ours]
+        assert ("torch_ring: allreduce", "allreduce 'blocking' float64 [5] Average") in named
+        words = " ".join(operation for _, operation in named)
+        for number in range(1, PASSES + 1):
+            assert f"averaging the gradients of backward pass {number} (optimizer 0, bu" in words
+        assert "'before'" not in words
+        assert "'after'" not in words
+        marks = [event["args"] for event in ours if event["name"] == "torch_ring: agreed"]
+        agreed.append(sorted((each["agreement"], each["operation"]) for each in marks))
+        assert len(marks) == len(comms)
     assert agreed[0] == agreed[1]
-    assert any("allreduce 'blocking' float64 [5]" in name for name in agreed[0])
+    assert any("allreduce 'blocking' float64 [5]" in operation for _, operation in agreed[0])
 
 
 def traced_in_groups(folder: str) -> None:
