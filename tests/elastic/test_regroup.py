@@ -23,7 +23,15 @@ from torch_ring.elastic.regroup import LeftOutError, Limits, NextWorld, come, re
 from torch_ring.membership import member as member_module
 from torch_ring.membership.directory import Directory, ask_directory, tell_directory
 from torch_ring.membership.listener import Listener
-from torch_ring.membership.member import Channel, ForeignMessageError, Member, Reach, dial, reach
+from torch_ring.membership.member import (
+    Channel,
+    ForeignMessageError,
+    Member,
+    Reach,
+    dial,
+    member_id,
+    reach,
+)
 
 KEY = b"k" * 32
 LIMITS = Limits(timeout_s=30.0, silence_s=5.0)
@@ -288,6 +296,20 @@ def test_newcomers_are_let_in_after_the_survivors(most: int) -> None:
             else:
                 with pytest.raises(hvd.TimeoutError):
                     future.result()
+
+
+def test_newcomers_get_the_order_of_the_launcher() -> None:
+    """They come in any order; those without room wait, and keep theirs."""
+    with job(1) as (process,), contextlib.ExitStack() as channels:
+        take = process.listener.take_newcomers
+        for number in (10, 3, 4, 2):
+            channel = dial(process.member, KEY, 5.0)
+            channels.callback(channel.close)
+            member = [member_id(f"{number}.1"), "127.0.0.1", 1]
+            channel.send({"kind": "newcomer", "member": member, "call": 1})
+            assert channel.receive(20.0) == {"kind": "alive"}  # it is in the queue
+        found = [[each.member.process for each in take(most)] for most in (-1, 0, 3, 3)]
+        assert found == [[], [], ["2.1", "3.1", "4.1"], ["10.1"]]
 
 
 def test_a_newcomer_that_has_died_is_not_let_in() -> None:

@@ -101,13 +101,20 @@ class Listener:
                 request.answer({"kind": "left out"})
 
     def take_newcomers(self, most: int) -> list[JoinRequest]:
-        """Return newcomers that still wait, `most` at most."""
-        taken: list[JoinRequest] = []
-        while len(taken) < most and not self.newcomers.empty():
+        """Return newcomers that still wait, `most` at most, in the order of the launcher's numbers.
+
+        So of ranks that come at once, the one whose output begins with "[3]" is rank 3.
+        """
+        waiting: list[JoinRequest] = []
+        while not self.newcomers.empty():
             request = self.newcomers.get()
             if not request.channel.is_closed():
-                taken.append(request)
-        return taken
+                waiting.append(request)
+        waiting.sort(key=lambda request: request.member.number)
+        taken = max(0, most)
+        for request in waiting[taken:]:
+            self.newcomers.put(request)
+        return waiting[:taken]
 
     def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
         if request["kind"] not in ("join", "newcomer"):

@@ -218,6 +218,12 @@ class Member:
         """The launcher's name for the process; empty: it has none."""
         return self.id.rpartition("-")[0]
 
+    @property
+    def number(self) -> int:
+        """The launcher's number for it: 3 of its process "3.1"; 0: it has no name."""
+        number = self.process.partition(".")[0]
+        return int(number) if number.isdecimal() else 0
+
     def packed(self) -> tuple[str, str, int]:
         """Return the member in the form that is sent: ``Member(*packed)`` restores it."""
         return self.id, self.host, self.port
