@@ -22,6 +22,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Names of torch.distributed, for the error of a program that looks them up here.
+_OURS = {
+    "DDP": "DistributedOptimizer()",
+    "DistributedDataParallel": "DistributedOptimizer()",
+    "all_gather": "allgather()",
+    "all_gather_object": "allgather_object()",
+    "all_reduce": "allreduce()",
+    "all_to_all": "alltoall()",
+    "broadcast_object_list": "broadcast_object()",
+    "destroy_process_group": "shutdown()",
+    "get_local_rank": "local_rank()",
+    "get_rank": "rank()",
+    "get_world_size": "size()",
+    "init_process_group": 'init(), or init_process_group("ring") of torch.distributed',
+    "local_world_size": "local_size()",
+    "new_group": "add_process_set()",
+    "reduce_scatter": "reducescatter()",
+    "world_size": "size()",
+}
+
 # Before other finders: an older version may have left a `_C` in the package's own folder.
 find_native_module()
 
@@ -47,8 +67,11 @@ if not TYPE_CHECKING:  # a type checker would accept misspelt names as attribute
             _load()
             if name in globals():
                 return globals()[name]
+        advice = f": use {_OURS[name]}" if name in _OURS else ""
         raise AttributeError(
-            f"module 'torch_ring' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+            f"module 'torch_ring' has no attribute {name!r}{advice}",
+            name=name,
+            obj=sys.modules[__name__],
         )
 
 

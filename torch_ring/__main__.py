@@ -4,6 +4,9 @@ import sys
 
 from torch_ring.native import NEEDS_LINUX, is_for_one_rank
 
+if sys.argv[1:] == ["--version"]:
+    print(sys.modules["torch_ring"].__version__)
+    sys.exit()
 if is_for_one_rank():
     sys.exit(f"python -m torch_ring: the self-test {NEEDS_LINUX}")
 try:

@@ -18,6 +18,7 @@ __all__ = [
     "Compression",
     "HorovodInternalError",
     "ccl_built",
+    "check_extension",
     "cuda_built",
     "ddl_built",
     "gloo_built",
@@ -63,6 +64,19 @@ def gloo_built() -> bool:
 def gloo_enabled() -> bool:
     """Return True: scripts ask it to know whether CPU collectives work without MPI."""
     return True
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:  # noqa: ARG001
+    """Raise ImportError if there are no collectives for a framework: Horovod's name.
+
+    Args:
+        ext_name: as ``"horovod.torch"``, for which there are.
+        ext_env_var: ignored.
+        pkg_path: ignored.
+        args: ignored.
+    """
+    if ext_name not in ("horovod.torch", "torch_ring"):
+        raise ImportError(f"torch_ring takes the place of horovod.torch, and has no {ext_name}")
 
 
 def nccl_built() -> int:

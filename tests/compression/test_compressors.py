@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -217,3 +218,31 @@ def test_packed_tensors_come_back_unchanged():
         assert view.dtype == tensor.dtype
         assert torch.equal(view, tensor)
     assert pack([]).numel() == 0
+
+
+class Topk(hvd.StatefulCompressor):
+    def reduce(self, gradient: torch.Tensor, state: dict[str, Any]) -> Any:
+        return gradient
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (hvd.Compression.powersgd, "=hvd.Compression.powersgd is no compressor, as compression="
+         "hvd.Compression.powersgd() would be"),
+        ("int8", "='int8' is no compressor, as compression=hvd.Compression.int8() would be"),
+        ("fp16", "='fp16' is no compressor, as compression=hvd.Compression.fp16 would be"),
+        (Topk, "=Topk is no compressor, as compression=Topk() would be"),
+        (torch.float16, "=torch.float16 is no compressor, as compression=hvd.Compression.fp16"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_as_it_was_typed(given: Any, text: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=re.escape(f"compression{text}")):
+        hvd.DistributedOptimizer(torch.optim.SGD([parameter]), compression=given)
+
+
+def test_an_allreduce_names_it_too() -> None:
+    for call in (hvd.allreduce, lambda each, **more: hvd.grouped_allreduce([each], **more)):
+        with pytest.raises(ValueError, match=r"^compression='fp16' is no compressor, as"):
+            call(torch.ones(2), compression="fp16")

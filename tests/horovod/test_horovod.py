@@ -56,6 +56,12 @@ def test_every_name_is_there():
     assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
 
 
+def test_an_extension_of_torch_is_there_and_no_other():
+    assert hvd.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib") is None
+    with pytest.raises(ImportError, match=r"has no horovod\.tensorflow"):
+        hvd.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
+
+
 def test_every_module_is_there():
     """Programs ask for ``hvd.mpi_ops.Sum``, and import from horovod.torch's modules."""
     from torch_ring.compression import Compressor, FP16Compressor, NoneCompressor

@@ -121,6 +121,7 @@ for _name in ("is_homogeneous", "is_initialized", "gloo_built", "gloo_enabled", 
 for _name in ("mpi_built", "mpi_enabled", "mpi_threads_supported", "ccl_built", "ddl_built"):
     CALLS[_name] = getattr(hvd, _name)
 CALLS["rocm_built"] = hvd.rocm_built
+CALLS["check_extension"] = lambda: hvd.check_extension("horovod.torch", "", "")
 CALLS["barrier"], CALLS["join"], CALLS["start_timeline"] = hvd.barrier, hvd.join, lambda: None
 CALLS["allgather"] = lambda: each(hvd.allgather)
 CALLS["allgather_async"] = lambda: each(lambda t: hvd.allgather_async(t).wait())

@@ -168,3 +168,30 @@ except ImportError as error:
     print(error)
 """
     assert "and this is torch 1.99.0: build it again" in run_python(program)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("world_size", "size()"), ("get_rank", "rank()"), ("all_reduce", "allreduce()")],
+)
+def test_names_of_ddp_get_ours(name: str, ours: str) -> None:
+    message = re.escape(f"module 'torch_ring' has no attribute '{name}': use {ours}")
+    with pytest.raises(AttributeError, match=f"^{message}$"):
+        getattr(torch_ring, name)
+    assert not hasattr(torch_ring, "words_of_nobody")
+
+
+def test_all_advice_for_names_of_ddp_is_true() -> None:
+    """The advice names functions that there are, and no name that there is gets advice."""
+    for theirs, ours in torch_ring._OURS.items():
+        assert hasattr(torch_ring, ours.partition("(")[0]), ours
+        assert theirs not in torch_ring.__all__
+
+
+def test_the_version_needs_no_torch() -> None:
+    program = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['torch_ring', '--version']"
+    )
+    run = f"{program}; runpy.run_module('torch_ring', run_name='__main__')"
+    shown = subprocess.run([sys.executable, "-c", run], stdout=subprocess.PIPE, check=True)
+    assert shown.stdout.decode() == f"{torch_ring.__version__}\n"

@@ -49,11 +49,6 @@ class ReductionSettings:
     shard_state: bool = False
     nan_check: bool = False
 
-    def __post_init__(self) -> None:
-        kind = self.compression
-        if isinstance(kind, type) and issubclass(kind, StatefulCompressor):
-            raise ValueError(f"compression must be an instance, {kind.__name__}(), not the class")
-
     def arguments(self, size: int) -> tuple[ReduceOp, float, float]:
         """Return the operator, the prescale and the postscale factor of an allreduce."""
         if self.predivide_factor == 1.0:

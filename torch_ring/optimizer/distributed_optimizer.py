@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from torch_ring._C import GradientHooks, NotFinite, Worst
 from torch_ring.collectives.compare import verify_step
 from torch_ring.collectives.reduce_op import Adasum, Average, ReduceOp, Sum, checked_op
-from torch_ring.compression import Compression, Compressor
+from torch_ring.compression import Compression, Compressor, require_compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import (
     InvalidArgumentError,
@@ -135,10 +135,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if isinstance(optimizer, Wrapped) and not isinstance(optimizer, Copied):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     _check_passes(backward_passes_per_step)
-    if not callable(getattr(compression, "compress", None)):
-        raise ValueError(
-            f"compression must be a compressor like Compression.fp16, not {compression!r}"
-        )
+    require_compressor(compression)
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set must be a ProcessSet, not {process_set!r}")
     names = checked_names(optimizer, named_parameters)

@@ -36,7 +36,7 @@ from torch_ring.collectives.compare import (
     verify_step,
 )
 from torch_ring.collectives.reduce_op import Average
-from torch_ring.compression import Compression, Compressor
+from torch_ring.compression import Compression, Compressor, require_compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import InvalidArgumentError, MismatchError, ProcessSetLostError
 from torch_ring.optimizer.bucket_wire import (
@@ -209,10 +209,7 @@ class _LocalSettings:
                 f"delay={self.delay}: the next mean would begin before this one counts: it must be "
                 f"less than every={self.every}"
             )
-        if not callable(getattr(self.compression, "compress", None)):
-            raise ValueError(
-                f"compression must be a compressor like Compression.bf16, not {self.compression!r}"
-            )
+        require_compressor(self.compression)
         if not isinstance(self.process_set, ProcessSet):
             raise ValueError(f"process_set must be a ProcessSet, not {self.process_set!r}")
 

@@ -50,6 +50,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Shows the capabilities of torch_ring on this machine, and tries it on local "
         "ranks. Put its output in a bug report.",
     )
+    version = sys.modules["torch_ring"].__version__
+    parser.add_argument("--version", action="version", version=version)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     ranks_help = "the number of ranks to start; default: 2"
     parser.add_argument("--ranks", type=_count, default=2, metavar="N", help=ranks_help)
