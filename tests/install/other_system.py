@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# What only Linux has, of what the package uses there; and what Windows lacks beside it.
+# Names of Linux alone that the package uses; and those that Windows lacks, too.
 LINUX_ONLY = {
     os: (
         "memfd_create",
