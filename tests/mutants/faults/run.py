@@ -40,7 +40,7 @@ FAULTS = (
     ),
     Fault(
         "usr1_ends", "SIGUSR1 ends the job", JOB,
-        "if number not in (*_ENDING, signal.SIGPIPE):", "if False:",
+        "if signal.Signals(number).name not in (*_ENDING, \"SIGPIPE\"):", "if False:",
         tests=("run/test_run_endings.py::test_a_signal_is_passed_on",),
     ),
     Fault(
