@@ -368,6 +368,18 @@ def rates() -> Any:
     return found
 
 
+@call("lr_schedules.ScaledLR")
+def scaled_rates() -> Any:
+    optimizer = torch.optim.SGD(model_of().parameters(), lr=0.1)
+    schedule = lr_schedules.ScaledLR(torch.optim.lr_scheduler.StepLR(optimizer, 2), batch_size=4)
+    found = []
+    for samples in (4, 4, 8, 2):
+        optimizer.step()
+        schedule.step(samples)
+        found.append((schedule.get_last_lr(), schedule.samples))
+    return found
+
+
 @call("stop_timeline")
 def preempted() -> Any:
     preemption.watch()
