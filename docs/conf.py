@@ -41,7 +41,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     # of inventories on the internet
     ("py:.*", r"(torch|collections|os|pathlib|pickle)\..*|Tensor|Optimizer|LRScheduler"),
-    ("py:class", r".*(OptimizerT|CompressorT|ElementT|ResultT)|Factor"),  # torch_ring's own
+    ("py:class", r".*(CompressorT|ElementT|ObjectT|ResultT|TrainT)|Factor"),  # torch_ring's own
+    ("py:class", r"torch_ring\.optimizer\.\w+Optimizer"),
 ]
 
 myst_heading_anchors = 4
@@ -50,6 +51,10 @@ default_role = "code"  # a docstring's `name`
 add_module_names = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {  # at run time these are other classes
+    name: f"torch_ring.optimizer.{name}"
+    for name in ("DiLoCoOptimizer", "LocalOptimizer", "WrappedOptimizer")
+}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 napoleon_use_rtype = False

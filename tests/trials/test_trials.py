@@ -15,7 +15,7 @@ from copied_tree import ROOT, build, copy_tree
 from launcher_commands import TORCHRUN, clean_environment
 
 HERE = Path(__file__).parent
-PLACES = {"collective": 8, "setting": 4}
+PLACES = {"collective": 9, "setting": 4}
 RANKS = 3
 HAS_GIT = (ROOT / ".git").exists()  # git lists the files to copy
 

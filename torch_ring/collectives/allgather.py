@@ -27,7 +27,7 @@ __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgath
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Handle[Tensor]:
     """As `allgather`, without waiting or derivatives.
 
     Returns:
@@ -106,7 +106,7 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> GroupHandle[list[Tensor]]:
     """As `grouped_allgather`, without waiting or derivatives.
 
     Returns:

@@ -44,7 +44,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """As `allreduce`, without waiting, compression or derivatives.
 
     Returns:
@@ -64,7 +64,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """As `allreduce_`, without waiting.
 
     Returns:
@@ -196,7 +196,7 @@ def _allreduce(
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
-) -> Handle:
+) -> Handle[Tensor]:
     engine = engine_of(process_set)
     return Handle(engine.submit("allreduce", tensor, output, name, False, op, prescale, postscale))
 
@@ -222,7 +222,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> GroupHandle[list[Tensor]]:
     """As `grouped_allreduce`, without waiting, compression or derivatives.
 
     Returns:
@@ -244,7 +244,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> GroupHandle[list[Tensor]]:
     """As `grouped_allreduce_`, without waiting.
 
     Returns:
@@ -336,7 +336,7 @@ def _grouped_allreduce(
     process_set: ProcessSet,
     *,
     blocking: bool,
-) -> GroupHandle:
+) -> GroupHandle[list[Tensor]]:
     engine = engine_of(process_set)
     factors = (prescale, postscale)
     return GroupHandle(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -17,12 +17,26 @@ from torch_ring.world.process_set import ProcessSet, engine_of, global_process_s
 __all__ = ["alltoall", "alltoall_async"]
 
 
+@overload
+def alltoall_async(
+    tensor: Tensor,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Tensor]: ...
+@overload
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[Tensor, Tensor]]: ...
 def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Any]:
     """As `alltoall`, without waiting or derivatives.
 
     Returns:
@@ -35,6 +49,20 @@ def alltoall_async(
     return Handle(work, None if splits is None else lambda result: (result, _received(work)))
 
 
+@overload
+def alltoall(
+    tensor: Tensor,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor: ...
+@overload
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, Tensor]: ...
 def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,

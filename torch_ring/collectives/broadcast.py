@@ -29,7 +29,7 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """As `broadcast`, without waiting or derivatives.
 
     Returns:
@@ -44,7 +44,7 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """As `broadcast_`, without waiting.
 
     Returns:
@@ -139,7 +139,7 @@ def _broadcast(
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
-) -> Handle:
+) -> Handle[Tensor]:
     engine = engine_of(process_set)
     root = root_in(process_set, root_rank)
     return Handle(engine.submit("broadcast", tensor, output, name, root=root))

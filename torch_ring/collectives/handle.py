@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ __all__ = [
     "synchronize",
     "written_in_place",
 ]
+
+
+ResultT = TypeVar("ResultT")
 
 
 def empty_result_like(tensor: Tensor) -> Tensor:
@@ -84,18 +87,18 @@ def checked_group(tensors: Sequence[Tensor]) -> list[Tensor]:
     return group
 
 
-def written_in_place(handle: Handle, tensor: Tensor) -> Handle:
+def written_in_place(handle: Handle[Tensor], tensor: Tensor) -> Handle[Tensor]:
     """Tell autograd that `tensor` changes, so that backward with its old value is an error."""
     torch.autograd.graph.increment_version(tensor)
     return handle
 
 
-class Handle:
+class Handle(Generic[ResultT]):
     """The pending result of an ``*_async`` operation."""
 
     __slots__ = ("_finish", "_work")
 
-    def __init__(self, work: Work, finish: Callable[[Tensor], Any] | None = None) -> None:
+    def __init__(self, work: Work, finish: Callable[[Tensor], ResultT] | None = None) -> None:
         self._work: Work | None = work
         self._finish = finish
 
@@ -103,7 +106,7 @@ class Handle:
         """Return whether the operation has completed, successfully or not."""
         return self._work is None or self._work.done()
 
-    def wait(self) -> Any:
+    def wait(self) -> ResultT:
         """Block until the operation is done and return its result.
 
         Returns:
@@ -115,18 +118,24 @@ class Handle:
             TimeoutError: a rank is late.
         """
         if self._work is None:
-            return None
+            return None  # type: ignore[return-value]
         work, self._work = self._work, None
         result = work.wait()
-        return result if self._finish is None else self._finish(result)
+        if self._finish is None:
+            return result  # type: ignore[return-value]  # a Handle[Tensor]
+        return self._finish(result)
 
 
-class GroupHandle(Handle):
+class GroupHandle(Handle[ResultT]):
     """The handle of several operations; its result combines theirs."""
 
     __slots__ = ("_finish_group", "_works")
 
-    def __init__(self, works: Sequence[Work], finish: Callable[[list[Tensor]], Any] = list) -> None:
+    def __init__(
+        self,
+        works: Sequence[Work],
+        finish: Callable[[list[Tensor]], ResultT] = list,  # type: ignore[assignment]
+    ) -> None:
         self._works: Sequence[Work] | None = works
         self._finish_group = finish
 
@@ -134,7 +143,7 @@ class GroupHandle(Handle):
         """Return whether all operations have completed, successfully or not."""
         return self._works is None or all(work.done() for work in self._works)
 
-    def wait(self) -> Any:
+    def wait(self) -> ResultT:
         """Block until all operations are done, even if one fails, and return their results.
 
         Returns:
@@ -144,7 +153,7 @@ class GroupHandle(Handle):
             RingError: the first failure: MismatchError, PeerLostError or TimeoutError.
         """
         if self._works is None:
-            return None
+            return None  # type: ignore[return-value]
         works, self._works = self._works, None
         results: list[Tensor] = []
         first_error: Exception | None = None
@@ -160,13 +169,13 @@ class GroupHandle(Handle):
         return self._finish_group(results)
 
 
-def _checked(handle: Handle) -> Handle:
+def _checked(handle: Handle[ResultT]) -> Handle[ResultT]:
     if not isinstance(handle, Handle):
         raise InvalidArgumentError(f"{handle!r} is not a handle of an asynchronous operation")
     return handle
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Return whether an operation is done, so that :func:`synchronize` would not block.
 
     Args:
@@ -181,7 +190,7 @@ def poll(handle: Handle) -> bool:
     return _checked(handle).done()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle[ResultT]) -> ResultT:
     """Block until an operation is done and return its result.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,12 +26,15 @@ from torch_ring.world.process_set import ProcessSet, engine_of, global_process_s
 __all__ = ["allgather_object", "broadcast_checked_object", "broadcast_object"]
 
 
+ObjectT = TypeVar("ObjectT")
+
+
 def broadcast_object(
-    obj: Any,
+    obj: ObjectT,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> ObjectT:
     """Return the root's object on every rank.
 
     Args:
@@ -53,11 +56,11 @@ def broadcast_object(
 
 
 def broadcast_checked_object(
-    obj: Any,
+    obj: ObjectT,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> ObjectT:
     """Return the root's object on every rank, as `broadcast_object`, after a check of its bytes.
 
     Additional cost: a digest of the pickle on each rank, and an allgather of 32 bytes a rank.
@@ -70,8 +73,8 @@ def broadcast_checked_object(
 
 
 def _broadcast(
-    obj: Any, root_rank: int, name: str | None, process_set: ProcessSet, *, is_checked: bool
-) -> Any:
+    obj: ObjectT, root_rank: int, name: str | None, process_set: ProcessSet, *, is_checked: bool
+) -> ObjectT:
     is_root = world.rank() == root_rank
     payload, failure = _pickled(obj) if is_root else (_NOTHING, None)
     size = torch.tensor([payload.numel()], device="cpu")
@@ -83,12 +86,12 @@ def _broadcast(
     if is_checked:  # before pickle reads it
         _require_undamaged(payload, root_rank, name, process_set)
     received = _unpickled({} if is_root else {root_rank: payload}, name, process_set)
-    return obj if is_root else received[root_rank]
+    return obj if is_root else cast("ObjectT", received[root_rank])
 
 
 def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+    obj: ObjectT, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[ObjectT]:
     """Return the objects of all ranks of the set.
 
     Args:

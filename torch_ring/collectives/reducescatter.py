@@ -37,7 +37,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[Tensor]:
     """As `reducescatter`, without waiting, compression or derivatives.
 
     Returns:
@@ -131,7 +131,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> GroupHandle:
+) -> GroupHandle[list[Tensor]]:
     """As `grouped_reducescatter`, without waiting, compression or derivatives.
 
     Returns:
@@ -202,7 +202,7 @@ def _grouped_reducescatter(
     process_set: ProcessSet,
     *,
     blocking: bool,
-) -> GroupHandle:
+) -> GroupHandle[list[Tensor]]:
     op = checked_op(op, (Average, Sum))
     engine = engine_of(process_set)
     arguments = (name, blocking, op, prescale, postscale)

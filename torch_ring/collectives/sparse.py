@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,12 @@ from torch_ring.world.process_set import ProcessSet, engine_of, global_process_s
 __all__ = ["SparseHandle", "sparse_allreduce_async", "start_sparse_sum"]
 
 
-class SparseHandle(GroupHandle):
+class SparseHandle(GroupHandle[Tensor]):
     """The handle of a sparse sum; calling it waits, as in Horovod."""
 
     __slots__ = ()
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Tensor:
         """Block until the operation is done and return its result."""
         return self.wait()
 

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, Concatenate, TypeVar, cast
 
 from torch_ring.elastic.drain import Drain
 from torch_ring.elastic.job import ENDED_BY_SIGTERM, ElasticJob
@@ -34,13 +34,15 @@ __all__ = ["run"]
 _log = logging.getLogger("torch_ring")
 
 ResultT = TypeVar("ResultT")
+# A function of a state and of other things. A string: Python 3.10 takes no `...` here.
+TrainT = TypeVar("TrainT", bound="Callable[Concatenate[Any, ...], Any]")
 
 # Consecutive failures without a dead rank: after so many, another attempt would fail the same way.
 _MOST_FRUITLESS = 3
 _SOON_S = 60.0  # a failure later than this after the last one has another cause
 
 
-def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
+def run(func: TrainT) -> TrainT:
     """Make a training function go on when ranks die. Horovod's ``hvd.elastic.run``.
 
     ``func(state, ...)`` continues the training from `state`. If a rank dies, the survivors make a
@@ -76,7 +78,7 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
     """
 
     @functools.wraps(func)
-    def train(state: State, *args: Any, **kwargs: Any) -> ResultT:
+    def train(state: State, *args: Any, **kwargs: Any) -> Any:
         current.init()
         state.save()  # includes changes since the state was made, or since the last function
         on_change = functools.partial(_note_hosts, state)
@@ -86,7 +88,7 @@ def run(func: Callable[..., ResultT]) -> Callable[..., ResultT]:
         ):
             return _train(job, functools.partial(func, state, *args, **kwargs), state)
 
-    return train
+    return cast("TrainT", train)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -755,7 +755,8 @@ class TorchState(ObjectState):
             self._is_mixed,
             sorted(self._reads),
         )
-        ranks = [_Progress(*each) for each in allgather_object(tuple(own), name="elastic.progress")]
+        all_ranks: list[Any] = allgather_object(tuple(own), name="elastic.progress")
+        ranks = [_Progress(*each) for each in all_ranks]
         farthest = max(rank.progress for rank in ranks)
         root = [rank.progress for rank in ranks].index(farthest)
         self._reads.update(*(rank.reads for rank in ranks))

@@ -3,7 +3,19 @@
 Open first: `distributed_optimizer`, `backward_sync`, then `reducer`; `local_steps` for the rest.
 """
 
-from torch_ring.optimizer.distributed_optimizer import DistributedOptimizer, _DistributedOptimizer
-from torch_ring.optimizer.local_steps import DiLoCo, LocalSGD
+from torch_ring.optimizer.distributed_optimizer import (
+    DistributedOptimizer,
+    WrappedOptimizer,
+    _DistributedOptimizer,
+)
+from torch_ring.optimizer.local_steps import DiLoCo, DiLoCoOptimizer, LocalOptimizer, LocalSGD
 
-__all__ = ["DiLoCo", "DistributedOptimizer", "LocalSGD", "_DistributedOptimizer"]
+__all__ = [
+    "DiLoCo",
+    "DiLoCoOptimizer",
+    "DistributedOptimizer",
+    "LocalOptimizer",
+    "LocalSGD",
+    "WrappedOptimizer",
+    "_DistributedOptimizer",
+]

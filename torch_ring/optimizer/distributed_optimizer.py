@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -49,17 +49,21 @@ from torch_ring.optimizer.wrapping import (
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set, require_whole
 
-__all__ = ["DistributedOptimizer", "follow_world", "has_moved", "require_survivors"]
+__all__ = [
+    "DistributedOptimizer",
+    "WrappedOptimizer",
+    "follow_world",
+    "has_moved",
+    "require_survivors",
+]
 
 _log = logging.getLogger("torch_ring")
-
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 Groups = int | Sequence[Sequence[Tensor]] | None
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's name
-    optimizer: OptimizerT,
+    optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: Compressor | StatefulCompressor = Compression.none,
     backward_passes_per_step: int = 1,
@@ -72,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     run_ahead: bool | None = None,
     shard_state: bool = False,
     nan_check: bool | None = None,
-) -> OptimizerT:
+) -> WrappedOptimizer:
     """Make `optimizer` step with gradients that are averaged over all ranks.
 
     ``p.grad`` is averaged when ``backward()`` returns, so clipping, ``GradScaler`` and other
@@ -155,7 +159,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         if gradient_predivide_factor != 1.0:
             raise ValueError("gradient_predivide_factor needs op=Average")
         wrap_adasum(optimizer, names, compression, process_set, backward_passes_per_step)
-        return optimizer
+        return cast("WrappedOptimizer", optimizer)
     reduction = ReductionSettings(
         _checked_with(gradient_predivide_factor, op),
         gradient_predivide_factor,
@@ -188,7 +192,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             "wrapped: torch cannot replace parameters that are in use. Call "
             "torch.__future__.set_swap_module_params_on_conversion(False)"
         )
-    return optimizer
+    return cast("WrappedOptimizer", optimizer)
 
 
 def follow_world(optimizer: torch.optim.Optimizer) -> None:
@@ -484,6 +488,21 @@ class _DistributedOptimizer(Wrapped):
         reducer.owner = weakref.ref(self, leave)
         reducer.comparison.optimizer = weakref.ref(self)
         self._reducer, self._backward_sync = reducer, sync
+
+
+if TYPE_CHECKING:
+
+    class WrappedOptimizer(_DistributedOptimizer, Any):  # type: ignore[misc]
+        """The type of what `DistributedOptimizer` returns: the user's class with more methods.
+
+        Python has no type for two classes at once. A class with `Any` among its bases comes
+        closest: it fits wherever the user's class does, as in ``optimizer =
+        DistributedOptimizer(optimizer)``. torch's methods and those added here have their types;
+        what only the user's class has is Any.
+        """
+
+else:
+    WrappedOptimizer = _DistributedOptimizer
 
 
 class _ShardedOptimizer(_DistributedOptimizer):

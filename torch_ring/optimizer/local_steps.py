@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -59,21 +59,19 @@ from torch_ring.optimizer.wrapping import (
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, membership
 
-__all__ = ["DiLoCo", "LocalSGD"]
+__all__ = ["DiLoCo", "DiLoCoOptimizer", "LocalOptimizer", "LocalSGD"]
 
 _log = logging.getLogger("torch_ring")
-
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 _STATE = "local_steps"  # in an optimizer's state_dict()
 
 
 def LocalSGD(  # noqa: N802  the name in the literature
-    optimizer: OptimizerT,
+    optimizer: torch.optim.Optimizer,
     every: int = 8,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     process_set: ProcessSet = global_process_set,
-) -> OptimizerT:
+) -> LocalOptimizer:
     """Make `optimizer` average the parameters over all ranks after every `every` of its steps.
 
     Steps in between are this rank's own: nothing is sent. The state of the optimizer, such as
@@ -102,7 +100,7 @@ def LocalSGD(  # noqa: N802  the name in the literature
 
 
 def DiLoCo(  # noqa: N802  the name in the literature
-    optimizer: OptimizerT,
+    optimizer: torch.optim.Optimizer,
     outer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     outer_options: Mapping[str, Any] | None = None,
     every: int = 64,
@@ -111,7 +109,7 @@ def DiLoCo(  # noqa: N802  the name in the literature
     compression: Compressor | StatefulCompressor = Compression.none,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     process_set: ProcessSet = global_process_set,
-) -> OptimizerT:
+) -> DiLoCoOptimizer:
     """Make `optimizer` step locally, and agree with the other ranks after every `every` steps.
 
     The ranks keep a second copy of the parameters, on which they agree. After `every` steps, the
@@ -227,10 +225,10 @@ class _LocalSettings:
 
 
 def _wrap(
-    optimizer: OptimizerT,
+    optimizer: torch.optim.Optimizer,
     settings: _LocalSettings,
     named_parameters: Iterable[tuple[str, Tensor]] | None,
-) -> OptimizerT:
+) -> DiLoCoOptimizer:
     kind = settings.kind
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{kind} wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -249,7 +247,7 @@ def _wrap(
         names = checked_names(optimizer, named_parameters)
     with wrapped(optimizer, LocalStepsOptimizer) as made:
         made._start(names, settings)
-    return optimizer
+    return cast("DiLoCoOptimizer", optimizer)
 
 
 class LocalStepsOptimizer(Wrapped):
@@ -304,6 +302,22 @@ class LocalStepsOptimizer(Wrapped):
         group = len(self.param_groups) - 1
         added = self.param_groups[-1]["params"]
         self._rounds.add({p: unnamed(group, index) for index, p in enumerate(added)}, self)
+
+
+if TYPE_CHECKING:
+
+    class LocalOptimizer(LocalStepsOptimizer, Any):  # type: ignore[misc]
+        """The type of what `LocalSGD` returns; see `WrappedOptimizer`."""
+
+    class DiLoCoOptimizer(LocalOptimizer):
+        """The type of what `DiLoCo` returns."""
+
+        @property
+        def outer(self) -> torch.optim.Optimizer:
+            """The outer optimizer, whose parameters are the agreed ones."""
+
+else:
+    LocalOptimizer = DiLoCoOptimizer = LocalStepsOptimizer
 
 
 def _finds_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

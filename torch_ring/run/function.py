@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.native import is_for_one_rank, require_one_rank
@@ -23,8 +23,11 @@ from torch_ring.setup.launchers import without_launchers
 __all__ = ["run"]
 
 
+ResultT = TypeVar("ResultT")
+
+
 def run(
-    func: Callable[..., Any],
+    func: Callable[..., ResultT],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -54,7 +57,7 @@ def run(
     host_discovery_script: str | None = None,
     prefix_output_with_timestamp: bool = False,
     env: Mapping[str, str] | None = None,
-) -> list[Any]:
+) -> list[ResultT]:
     """Run a function on new ranks, and return its results: Horovod's ``horovod.run``.
 
     Each rank calls ``func(*args, **kwargs)`` in a process of its own; ``init()`` is the function's

@@ -5,7 +5,7 @@ All names begin with torch_ring_, and all metrics have the label rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -145,5 +145,6 @@ def _lags(sets: _Samples) -> Metric:
 
 def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
     """Return upper bounds and the cumulative counts below them, as Prometheus needs them."""
-    bounds = [floatToGoString(bound) for bound in (*histogram.bounds_s, float("inf"))]
+    in_words: Callable[[float], str] = floatToGoString  # has no types
+    bounds = [in_words(bound) for bound in (*histogram.bounds_s, float("inf"))]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))
