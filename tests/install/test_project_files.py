@@ -37,7 +37,7 @@ def test_workflows_call_targets_and_files_that_exist() -> None:
     seen = set()
     for workflow in WORKFLOWS:
         for step in steps_of(workflow):
-            program, *words = shlex.split(re.sub(r"\$\{\{.*?\}\}", "X", step.get("run", ":")))
+            program, *words = shlex.split(re.sub(r"\$\{\{.*?\}\}", "", step.get("run", ":")))
             if program == "make":
                 (target,) = (word for word in words if "=" not in word)
                 assert recipe_of(target)
@@ -49,6 +49,14 @@ def test_workflows_call_targets_and_files_that_exist() -> None:
             if program == "python":
                 assert (ROOT / words[0]).exists()
     assert seen == {"lint", "test", "docs", "wheels", "sdist"}
+
+
+def test_wheels_of_a_release_are_for_versions_that_make_wheels_knows() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (some,) = re.findall(r'TORCHES="(.*)"', text)
+    known = re.search(r"^TORCHES \?= (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert known is not None
+    assert set(some.split()) <= set(known[1].split())
 
 
 def test_hooks_run_the_commands_of_make_lint() -> None:
