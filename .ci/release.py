@@ -21,7 +21,6 @@ PLACES = {
     "CITATION.cff": r"(?<=^version: ).+",
     ".ci/conda/recipe.yaml": r"(?<=^  version: )\d.+",
     "README.md": r"(?<=Version )\d+\.\d+\.\d+(?: is not released)?",
-    "docs/index.md": r"(?<=Version )\d+\.\d+\.\d+(?: is not released)?",
 }
 
 
