@@ -107,6 +107,7 @@ if TYPE_CHECKING:  # each name from its module, as mypy loses stars in a circle 
     )
     from torch_ring.mpi_ops import (
         ccl_built as ccl_built,
+        check_extension as check_extension,
         cuda_built as cuda_built,
         ddl_built as ddl_built,
         gloo_built as gloo_built,
