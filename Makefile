@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Two commands do everything on a fresh machine with Python and g++:
 #
 #   make mnist    trains MNIST on 2 processes
@@ -52,7 +53,7 @@ MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
 mnist: $(STAMPS)/extension $(STAMPS)/examples
 	$(PY) -m torch.distributed.run --nproc-per-node 2 examples/mnist/train.py $(ARGS)

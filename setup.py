@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the native module for one minor version of torch: only g++ is needed, no CUDA.
 
 It builds against the torch of the environment in which torch_ring is installed. pip hides that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps of `make release` (CONTRIBUTING.md, Release) that are not building.
 
     python .ci/release.py begin 0.1.0   writes version and date into the files that have them

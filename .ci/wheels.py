@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes one wheel with a native module for each of several versions of torch, and tries it.
 
     python .ci/wheels.py 2.13.0 2.14.1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times the collectives of torch_ring next to those of other libraries, in one run.
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py --peers gloo copy touch --shared

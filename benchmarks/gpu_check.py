@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks torch_ring on a GPU in ten minutes at most: the parts that tell most come first.
 
     python benchmarks/gpu_check.py --output gpu          # in a checkout, which it builds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times a training step on a GPU beside torch's own and DDP's, and checks the weights.
 
     PYTHONPATH=. torchrun --nproc-per-node 1 benchmarks/gpu_ranks.py --model resnet50

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a benchmark among several hosts: network namespaces, joined by veth. Needs root.
 
     python benchmarks/hosts.py --hosts 2 --json benchmarks/results/hosts-2.json

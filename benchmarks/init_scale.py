@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times the start of a world by its number of ranks: init() with its first allreduce.
 
     python benchmarks/init_scale.py --json init_scale.json --plot init_scale.png

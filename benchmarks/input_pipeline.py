@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares training on real data with training on synthetic data, on more and more ranks.
 
     python benchmarks/input_pipeline.py --ranks 1 2 4 --file pipeline.jsonl --plot pipeline.png

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports: results in JSON files, with the machine and the command that they depend on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts on one machine: network namespaces that veth pairs join to a bridge. Need root."""
 
 from __future__ import annotations

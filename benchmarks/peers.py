@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The libraries that collectives.py compares, behind one interface: a call on given tensors."""
 
 from __future__ import annotations

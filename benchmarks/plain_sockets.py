@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times sending over one TCP connection, for hosts.py where there is no iperf3.
 
 python plain_sockets.py receive 29533

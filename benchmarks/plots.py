@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws the results: one figure a file.
 
     python benchmarks/plots.py [benchmarks/results]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times how soon an elastic training goes on when ranks die.
 
     python benchmarks/recovery.py --json recovery.json

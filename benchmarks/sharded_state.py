@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures memory and time of sharded optimizer state, beside peers.
 
     python benchmarks/sharded_state.py --json sharded_state.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the communication of an FSDP2 step of a small transformer, over ring and over gloo.
 
     torchrun --nproc-per-node 2 benchmarks/sharded_step.py --json sharded_step.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a language model of a million parameters over a slow network, with more and fewer bytes.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 20mbit --program slow_links.py

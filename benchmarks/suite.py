@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs all benchmarks, one after the other, and draws their plots (`make bench`).
 
     python benchmarks/suite.py                       # an hour on two cores; leave them alone

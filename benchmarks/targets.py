@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the results with torch_ring's targets.
 
     python benchmarks/targets.py [benchmarks/results]

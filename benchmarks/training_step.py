@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures exposed communication: the part that a training step does not hide.
 
     torchrun --nproc-per-node 2 benchmarks/training_step.py --json training_step.json

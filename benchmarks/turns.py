@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """in_turns(): times variants in turns, so that other load on the machine slows all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds of ranks that a program wakes all at once: forked from it, or started by mpirun.
 
 They share a folder with the program. Through its pipe `reports` each rank sends JSON, an object a

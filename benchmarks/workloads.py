@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads of the benchmarks: models, batches, losses, optimizers."""
 
 from __future__ import annotations

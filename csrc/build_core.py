@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the layers of csrc that do not use torch into one static library.
 
     python3 csrc/build_core.py build/core/libtorch_ring_core.a

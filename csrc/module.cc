@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The native module, torch_ring._C. torch_ring/_C.pyi documents its functions.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>

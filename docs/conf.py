@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of Sphinx for the documentation site. `make docs` builds it.
 
 The sources are the whole repository, so that the READMEs beside the code are pages too, and their

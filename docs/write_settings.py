@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes docs/settings.md from torch_ring.config: python docs/write_settings.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--full: the counts of an acceptance test in place of the daily ones; pytest's last line."""
 
 from __future__ import annotations

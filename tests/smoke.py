@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Smoke test of an installation: one training step, and one group, on any number of ranks."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of csrc and the rooms of torch_ring: which may include or import which."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pool of ranks: its results, its messages about ranks that fail, and that no process stays."""
 
 import multiprocessing

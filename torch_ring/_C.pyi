@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native module: engine, communicators and gradient hooks (csrc/bindings)."""
 
 from collections.abc import Callable, Mapping, Sequence

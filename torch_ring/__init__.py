@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch_ring: data-parallel training of a PyTorch model on many processes.
 
 ``import torch_ring as hvd`` runs scripts written for ``horovod.torch``.

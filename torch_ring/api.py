@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public names of torch_ring: its table of contents, which needs torch.
 
 `torch_ring/__init__.py` re-exports them when the first of them is used, or at once if torch is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """save and load: one rank writes and reads checkpoints, and all ranks learn the outcome.
 
 Before the file of save() gets its name, it is read once, without the tensors' bytes. So save()

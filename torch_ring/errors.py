@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RingError and the other exceptions of torch_ring; the type says what a caller can do."""
 
 from __future__ import annotations

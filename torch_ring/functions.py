@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """broadcast_parameters and the like, under the module name that horovod.torch gives them."""
 
 from torch_ring.collectives.objects import allgather_object, broadcast_object

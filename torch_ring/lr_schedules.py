@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ScaledLR and WarmupLR: learning rates for many ranks, by torch's schedules or by our own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean and Means: averages over the samples of all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """allreduce and the other operations under horovod.torch's module name: ``hvd.mpi_ops.Sum``.
 
 Also Horovod's capability queries, ``mpi_built``, ``nccl_built`` and others, answered as its scripts

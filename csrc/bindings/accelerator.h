@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DeviceChoice and make_accelerator(): one of torch's accelerators, with NCCL on it.
 #pragma once
 

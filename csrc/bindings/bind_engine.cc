@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The native module's Engine and Work.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>

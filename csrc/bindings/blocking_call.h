@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CountedCall and BlockingCall: the part of a call from Python that runs without the GIL.
 #pragma once
 

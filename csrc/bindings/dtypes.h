@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // dtype_of() and scalar_type_of(): torch's dtypes and ours.
 #pragma once
 

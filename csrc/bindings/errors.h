@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The exceptions of torch_ring/errors.py for the errors of the core.
 #pragma once
 

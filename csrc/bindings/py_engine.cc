@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/py_engine.h"
 
 #include <ATen/ops/empty.h>

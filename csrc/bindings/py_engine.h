@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyEngine: the engine of a process set, with torch's tensors.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyMessage, totals_of(): messages in Python.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/py_timeline.h"
 
 #include <pybind11/functional.h>

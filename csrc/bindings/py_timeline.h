@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PyTimeline: a timeline in Python.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // world_of() and engine_config_of(): the parameters of an engine, from Python's arguments.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // request_of(): the requests of the public operations, made of torch's tensors.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // follow_with_span(): the spans of collectives in torch.profiler.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/sparse_sum.h"
 
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors.h>

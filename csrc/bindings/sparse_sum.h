@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SparseMessage, sparse_sum(): the sum of the ranks' sparse tensors, for both APIs. Their rows are
 // gathered and never made dense.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bind_store_call(): calls of a store of torch.distributed, and of the resolver, that their callers
 // can give up.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torch_call(): errors of torch as ours.
 #pragma once
 

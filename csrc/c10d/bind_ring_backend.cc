@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "c10d/bind_ring_backend.h"
 
 #include <pybind11/functional.h>

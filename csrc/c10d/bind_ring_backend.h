@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bind_ring_backend(): torch.distributed's backend, for Python.
 #pragma once
 

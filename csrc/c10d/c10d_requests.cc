@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "c10d/c10d_requests.h"
 
 #include <ATen/EmptyTensor.h>

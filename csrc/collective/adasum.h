@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // adasum(): adaptive summation, which adds orthogonal gradients and averages parallel ones.
 #pragma once
 

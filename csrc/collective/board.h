@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Board: the bulletin board on which ranks announce their requests to one another.
 #pragma once
 

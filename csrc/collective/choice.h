@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // choose_allreduce(), choose_allgather(), ...: the algorithm of a collective between hosts. Pure.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Range and chunk_of(): the division of a buffer among ranks.
 #pragma once
 

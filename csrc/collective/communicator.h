@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Communicator: collectives among fixed ranks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BruckFrames: the frames of Bruck's allgather of entries, without their transport. Pure: no I/O.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // reduce_in_groups(): a local reduction, with the order of additions of an allreduce. Pure.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HierarchicalBoard: a Board of several hosts, with shared memory inside them and TCP between their
 // leaders.
 #pragma once

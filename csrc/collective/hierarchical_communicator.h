@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HierarchicalCommunicator: collectives among several hosts with several ranks each.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host: the ranks of one host, their slots of shared memory, and the waits for them.
 #pragma once
 

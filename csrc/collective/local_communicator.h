@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LocalCommunicator: the communicator of a world of one rank.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "collective/make_communicator.h"
 
 #include "collective/hierarchical_communicator.h"

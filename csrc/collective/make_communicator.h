@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // make_communicator(): the communicator that fits a world.
 #pragma once
 

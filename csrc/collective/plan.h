@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ranges_of(), scatter_levels(), ...: pure functions of rank and size that list the steps of
 // an algorithm. The code that does I/O walks these lists.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RingCommunicator: collectives over connections, around a ring or in log2(n) steps.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "collective/routed_alltoall.h"
 
 #include <algorithm>

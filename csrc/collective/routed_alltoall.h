@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Routes and routed_alltoall(): an alltoall between hosts where only ranks of one lane have
 // connections.
 #pragma once

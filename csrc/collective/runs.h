@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs: the entries of consecutive ranks as bytes, equal ones once. Pure: no I/O.
 #pragma once
 

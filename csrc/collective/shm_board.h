@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ShmBoard: the bulletin board of one host, in shared memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ShmCommunicator: collectives among the ranks of one host, in shared memory.
 #pragma once
 

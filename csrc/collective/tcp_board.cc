@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "collective/tcp_board.h"
 
 #include "core/error.h"

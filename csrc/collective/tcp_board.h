@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TcpBoard: a Board over connections: Bruck's allgather, which makes progress without blocking.
 #pragma once
 

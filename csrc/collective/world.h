@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // World: the memory, descriptors and names from which a rank's communicator and engine are made.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Acceptor: the listeners, and the connections that must still authenticate themselves.
 #pragma once
 

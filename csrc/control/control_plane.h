@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ControlPlane: a process's control connections with other ranks, which carry the news of losses,
 // departures and failures; and the listeners, which accept data connections when they are needed.
 #pragma once

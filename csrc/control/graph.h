@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Graph: the pairs of ranks that have control connections. No I/O.
 #pragma once
 

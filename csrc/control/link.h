@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ControlLink: one control connection.
 #pragma once
 

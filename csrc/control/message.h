@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Message, MessageParser: the messages of control connections. No I/O.
 #pragma once
 

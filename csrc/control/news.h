@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // News: a rank's knowledge of the others, which tells new messages from known ones. No I/O.
 #pragma once
 

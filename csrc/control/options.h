@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ControlOptions: the parameters of a control plane.
 #pragma once
 

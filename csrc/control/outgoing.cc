@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "control/outgoing.h"
 
 #include <netinet/in.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Outgoing: a connection to another rank that is being made.
 #pragma once
 

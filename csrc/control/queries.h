@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Queries: hands the questions and answers of other ranks to the function that reads them.
 #pragma once
 

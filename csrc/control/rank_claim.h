@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankClaim: answers processes that want to be the same rank as this one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Subscriptions: the observers of each process set, and the news for them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Abort: the cause that ends the job on this rank.
 #pragma once
 

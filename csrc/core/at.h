@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // at(): a list's element at an int index.
 #pragma once
 

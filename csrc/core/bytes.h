@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bytes_of(): memory as bytes, for arithmetic on addresses.
 #pragma once
 

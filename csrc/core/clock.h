@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clock, kSpin, in_seconds(), in_ns(): the clock of all deadlines, the length of a spin, durations
 // in messages, and times in records.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EngineConfig: the settings of an engine, read from the environment by torch_ring/config/.
 #pragma once
 

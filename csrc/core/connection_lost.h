@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ConnectionLost: the Error of a lost connection to a rank that may still be alive.
 #pragma once
 

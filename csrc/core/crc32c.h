@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // crc32c(): the CRC-32C of bytes, by the processor's instruction where there is one.
 #pragma once
 

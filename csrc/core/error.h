@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Error: a failure, typed by the caller's possible reaction.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // failpoint(): a place at which a test makes this process fail at an exact moment.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // worst_of(): whether all floating-point numbers of an array are finite.
 //
 // One pass with three integer instructions a vector, so that it runs at the speed of the memory:

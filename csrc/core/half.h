@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Float16 and BFloat16: 16-bit floating-point numbers as bits, and their conversions.
 //
 // The conversions have no branches, so that compilers vectorise loops over them. (GCC needs

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HomeProcess: the process in which an object was made.
 #pragma once
 

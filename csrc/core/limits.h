@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // limit_to_raise(): the limit that a user can raise when this process lacks a resource.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // reduce(): the arithmetic of a reduction.
 //
 // Every communicator reduces with the functions below, so a result does not depend on the path that

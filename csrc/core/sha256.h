@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SHA-256 and HMAC-SHA256: proofs that the other end of a connection knows a key.
 //
 // They are our own because the core links no library that has them, and Python's hashlib needs the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Symbols: the functions of a library that was loaded by dlopen().
 #pragma once
 

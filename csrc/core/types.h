@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DType and ReduceOp: the element types and reduction operators that every layer shares.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Agreement: the decisions that follow from the announcements of all ranks. Pure: no I/O, no clock.
 #pragma once
 

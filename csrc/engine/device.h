@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device: an accelerator, for the engine. DeviceExecutor makes one and lets one thread at a time
 // use it: for jobs, launches, polls.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Driver: the state and the steps of the progress thread.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine: the collectives of a rank, from their submission to their results.
 #pragma once
 

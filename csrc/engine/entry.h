@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entry: a rank's new requests, as bytes for the board.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Executor: the agreed requests of a round, run over one communicator.
 #pragma once
 

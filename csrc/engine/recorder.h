@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recorder: a rank's last operations, with the times of their phases; RecordStream: all of them,
 // for an observer.
 #pragma once

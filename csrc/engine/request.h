@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Request and Work: a rank's request for a collective, and its pending result.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RequestQueue: the submitted works that no progress thread has taken yet, and the names in flight.
 #pragma once
 

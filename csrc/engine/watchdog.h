@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Watchdog: passes the control plane's news of a process set on to its engine. Lateness: finds the
 // rank that is usually last.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The hooks of an accumulator: autograd's calls before and after it adds to a gradient.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gradients/backward_pass.h"
 
 #include <torch/csrc/Exceptions.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pass: a backward pass of an optimizer's parameters, and the graph of autograd that it belongs to.
 #pragma once
 

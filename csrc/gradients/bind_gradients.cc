@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <pybind11/operators.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bitmap: some of an optimizer's parameters, by their indices.
 #pragma once
 

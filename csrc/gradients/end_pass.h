@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PassEnd: the ranks' common end of a backward pass, or beginning of a step.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FiniteCheck: finds gradients with numbers that are not finite, before they are sent.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DirectGradient: lets autograd compute a large gradient in the memory where it is reduced.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gradients/hooked_parameter.h"
 
 #include <ATen/MemoryOverlap.h>

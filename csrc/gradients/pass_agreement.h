@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PassAgreement: the agreement at the end of a backward pass, which survives an interrupt.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PromisedLaunches: collectives on a device that all ranks have agreed upon together, in advance.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gradients/python_errors.h"
 
 #include <torch/csrc/Exceptions.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors in the hooks of autograd, which become Python's.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PassReport: a rank's message to the others at the end of a backward pass.
 #pragma once
 

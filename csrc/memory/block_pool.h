@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockPool: blocks of shared memory for the tensors that every step makes anew.
 #pragma once
 

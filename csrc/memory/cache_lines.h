@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // own_cache_lines() and copy_nontemporal(): cache-line ownership and non-temporal copies.
 #pragma once
 

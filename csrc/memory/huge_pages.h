@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // map_at_huge_page() and make_huge_pages(): pages of 2 MiB, where the system has them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PagePool: private memory for large, short-lived tensors.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MessageProtocol: moves the messages of a rank, without its thread.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MessageRequest: one end of a pending message, at its sender or at its receiver.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MessageStream: the frames of the messages that one rank sends to another.
 #pragma once
 

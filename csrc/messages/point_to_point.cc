@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "messages/point_to_point.h"
 
 #include <poll.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PointToPoint: messages from one rank of a process set to another.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Api: the part of NCCL's C interface that torch_ring uses, which RCCL has, too. The library is
 // found at run time, so a build needs no CUDA. tests/device/nccl_check.cc compares these
 // declarations with the real nccl.h, test_nccl_header.py has a table of versions.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "nccl/bounded_call.h"
 
 #include <condition_variable>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // call_aside(), call_bounded(): calls that may hang, on threads of their own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // load(): finds and loads NCCL, at the first tensor on a GPU.
 #pragma once
 

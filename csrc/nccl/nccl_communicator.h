@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NcclCommunicator: collectives over device memory, with NCCL.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // rendezvous(): the ranks load NCCL together, and compare versions and GPUs.
 #pragma once
 

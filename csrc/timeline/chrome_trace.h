@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ChromeTrace: the events of one rank in Chrome's trace format, which Perfetto reads.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TimelineReceiver: rank 0's part, which writes the file.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Timeline: writes this rank's operations to the one file of all ranks.
 #pragma once
 

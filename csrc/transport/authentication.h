@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Authentication: the handshake of a new connection, over its socket.
 #pragma once
 

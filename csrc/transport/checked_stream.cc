@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "transport/checked_stream.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CheckedWriter and CheckedReader: a byte stream in frames with checksums.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Connection: an ordered byte stream to one peer over connected sockets.
 #pragma once
 

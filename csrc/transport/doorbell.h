@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Doorbell: lets one rank sleep, and wakes others.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Handshake: mutual authentication of the two ends of a connection. No I/O.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostMemory: the memory of a host, mapped by all of its ranks.
 #pragma once
 

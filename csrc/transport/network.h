@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Network: carries the data of exchanges in place of the sockets of connections.
 #pragma once
 

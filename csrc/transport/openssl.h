@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of OpenSSL that torch_ring uses: loaded at run time, so that nothing is needed to build.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SharedArena: an allocator in a rank's own shared memory, for buckets and slots.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SharedMemory: one rank's part of its host's memory, which the other ranks read and write.
 #pragma once
 

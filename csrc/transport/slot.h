@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slot: the part of a rank's memory that one communicator uses.
 #pragma once
 

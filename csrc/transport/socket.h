@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Socket: a connected stream socket, in the clear or with TLS.
 #pragma once
 

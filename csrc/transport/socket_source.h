@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SocketSource: makes the sockets of a connection when they are first needed.
 #pragma once
 

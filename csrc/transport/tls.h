@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TLS 1.3 between two ranks, from the key of their world: TlsContext, TlsStream.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // WaitGraph: the ranks that wait, and those that they wait for. LongWait: adds one wait to it.
 #pragma once
 

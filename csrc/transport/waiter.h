@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Waiter: waits for peers. It spins, yields, then sleeps; each wait has a deadline and can abort.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Api: the part of UCX's C interface that torch_ring uses. UCX is found at run time, so a build
 // does not need it. tests/cpp/ucx_api_test.cc compares these declarations with the real ucp.h.
 #pragma once

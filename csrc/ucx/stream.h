@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // UcxStream: a connection's stream over UCX. UcxNetwork: the streams of a communicator.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Worker: a UCX worker for one communicator, with its progress and its sleep.
 #pragma once
 

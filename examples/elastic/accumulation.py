@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains on handwritten digits while ranks may die, a few samples at a time.
 
 A rank takes 16 samples at once, as if more had no room in its memory. Fewer ranks take more of such

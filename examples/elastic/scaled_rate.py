@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains on handwritten digits while ranks may die; the learning rate follows the ranks.
 
 Each rank keeps its batch, so fewer ranks take fewer samples in a step; the rate follows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains on handwritten digits while ranks may die: kill any of them, and the others go on.
 
 python -m torch_ring.run -np 4 --min-np 1 --max-np 4 python examples/elastic/train.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-parallel training from scratch: a hook, a fusion buffer, a ring allreduce, an optimizer."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits y = sin(2 pi x) + sin(4 pi x) on [-1, 1]: one network by all ranks, or an ensemble.
 
     python train.py                                       # alone, 16 points

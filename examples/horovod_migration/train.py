@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small CNN on scikit-learn's digits, as programs for Horovod do it.
 
 The same program twice: one imports horovod.torch, the other torch_ring, as `hvd`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a small folder of JPEGs in ImageNet's layout, to try train.py without ImageNet.
 
     python make_images.py images --classes 10 --train 100 --val 20

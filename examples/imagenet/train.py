@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains ResNet-50, or any other model of torchvision, on a folder of images like ImageNet's.
 
     python train.py --data-dir imagenet                               # alone

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate trains on ring: the program initialises torch.distributed before it does."""
 
 import hashlib

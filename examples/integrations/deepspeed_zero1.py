@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ZeRO-1 trains on ring: the program initialises torch.distributed before it does.
 
 DeepSpeed compiles an operation of its own at the first start, for a minute.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning trains on ring: DDPStrategy takes the name of the backend."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train on ring: TorchConfig takes the name of the backend."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PySpark's TorchDistributor starts ranks of torch_ring, on the driver here. Needs Java 17."""
 
 from pyspark.ml.torch.distributor import TorchDistributor

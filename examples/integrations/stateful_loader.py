@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchdata's StatefulDataLoader: training stops in an epoch, and goes on with other ranks.
 
     torchrun --standalone --nproc-per-node 2 stateful_loader.py --checkpoint run.pt --stop-after 48

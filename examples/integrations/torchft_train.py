@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchft on ring: a replica dies and comes back, and the other one goes on meanwhile.
 
 torchft's manager decides at each step which replicas take part. The group of torch.distributed,

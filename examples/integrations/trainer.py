@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hugging Face Trainer on ring: the program initialises torch.distributed before it does."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps the losses of a run, and draws those of several that ``train.py --json`` has written.
 
 python curves.py 1.json 2.json --output loss.png

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPT: a decoder-only transformer with pre-norm blocks (Radford et al. 2019)."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A text as numbers, the same on all ranks."""
 
 from dataclasses import dataclass

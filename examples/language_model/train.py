@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small character-level GPT on a text, on one process or on many.
 
     python train.py                          # alone

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handwritten digits to train on: MNIST or, without a network, the ones in scikit-learn."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classic small CNN: conv 32, conv 64, max-pool, dense 128, dense 10."""
 
 import torch

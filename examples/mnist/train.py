@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small CNN on handwritten digits, on one process or on many.
 
     python train.py                          # alone

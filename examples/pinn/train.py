@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Solves -u'' = f on [-1, 1], u(-1) = u(1) = 0, with a physics-informed network, on many ranks.
 
     python train.py                                       # alone, 51 collocation points

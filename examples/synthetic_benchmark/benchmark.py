@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times training steps of a torchvision model on one made-up batch: Horovod's benchmark.
 
     python benchmark.py                                           # alone

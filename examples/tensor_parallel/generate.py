@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel inference: each rank has a part of every layer of a small transformer."""
 
 import argparse

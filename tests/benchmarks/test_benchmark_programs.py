@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark programs run, check their results, and report; the times are not tested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of a GPU reports each part, however it ends, and runs on the stand-ins."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """init_scale.py starts worlds, checks their results, reports failures and leaves nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's own tests of torch.distributed (`DistributedTest`), run with the backend ring or gloo.
 
     python tests/c10d/distributed_suite.py                      # ring, 2 ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations in a group, drawn at random, and their results by definition.
 
 Every rank knows the values of all others, so it computes the results alone. Values to reduce are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ring` for CPU tensors beside a backend for tensors on a device: "cpu:ring,cuda:nccl".
 
 With NCCL the test goes as far as NCCL needs no GPU. On a stand-in for a device, the other backend

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel, its communication hooks and its relatives, on ring beside gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that do not import torch_ring: torch finds the backend by the entry points.
 
 Each rank is a fresh interpreter with the environment of a torchrun rank; one ends without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors: every rank gets the error, and nothing hangs."""
 
 from __future__ import annotations

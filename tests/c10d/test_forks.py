@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forked processes: they take no part in their parent's groups, and do not disturb them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2, DTensor, tensor parallelism and checkpoints, on ring beside gloo."""
 
 from __future__ import annotations

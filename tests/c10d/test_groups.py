@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups: process sets of one world, groups with their own worlds, their start and their end."""
 
 from __future__ import annotations

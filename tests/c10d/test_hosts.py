@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ring between hosts: groups of torch.distributed find the address of their store."""
 
 import os

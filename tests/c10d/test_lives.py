@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store outlives its groups, and torch reuses their names."""
 
 from __future__ import annotations

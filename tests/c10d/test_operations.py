@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every operation of torch.distributed on ring, with every dtype and operator of its docs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random collectives by both APIs, in several groups and lives of one store.
 
 All ranks draw the same program from its seed: lives of a store, overlapping groups, operations.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The remaining ranks make a new group in place of the old one; parts of a group."""
 
 from __future__ import annotations

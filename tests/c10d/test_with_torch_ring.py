@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch_ring and torch.distributed in one program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors speak of the functions that a program of torch.distributed calls."""
 
 from __future__ import annotations

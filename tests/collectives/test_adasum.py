@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """allreduce() with op=Adasum."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives in full graphs of torch.compile: results, derivatives, order, errors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verify_consistency and TORCH_RING_CHECK_EVERY: the first difference, and its place."""
 
 from __future__ import annotations

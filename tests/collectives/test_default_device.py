@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another default device or dtype of torch changes nothing: helper tensors lie on the CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every collective against its definition: dtypes, shapes, layouts, forms, sets, gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped collectives: tensors that are submitted and complete together."""
 
 from __future__ import annotations

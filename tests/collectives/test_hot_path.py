@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a small blocking allreduce in instructions, which have no noise as times do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """join(): ranks that run out of data before others do."""
 
 from __future__ import annotations

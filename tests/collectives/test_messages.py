@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks of a process set: Engine.send and Engine.receive."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results have the mode of the submitting call, whichever thread makes progress."""
 
 from __future__ import annotations

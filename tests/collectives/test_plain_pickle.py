@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pickles of plain data: their contents, and the functions out of a stranger's reach."""
 
 import argparse

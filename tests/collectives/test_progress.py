@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every operation makes progress, even if threads give up their waits, or only poll."""
 
 from __future__ import annotations

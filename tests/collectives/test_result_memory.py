@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of large results: written past the caches, into pages that later results reuse.
 
 The pages belong to a tensor for as long as it lives.

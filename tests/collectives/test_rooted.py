@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's barrier that keeps the numbering."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors in shared memory: they behave as other tensors do, and collectives do not move them."""
 
 import pytest

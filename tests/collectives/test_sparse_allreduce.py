@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_allreduce_async(): the sum of the rows of all ranks."""
 
 from __future__ import annotations

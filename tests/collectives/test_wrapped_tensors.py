@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors without memory of their own, wrappers and traced tensors: an error, no crash."""
 
 from __future__ import annotations

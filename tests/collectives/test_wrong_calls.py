@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mismatches among the ranks, and wrong arguments: an error, and the job goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with stateful compressors: its results, their state in a resumed run, their errors."""
 
 import functools

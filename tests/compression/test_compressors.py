@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressors without a network: the tests answer the requests of their generators."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressors for tests: exact ones, that of docs/compression.md, and one without its errors."""
 
 import functools

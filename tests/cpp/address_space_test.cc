@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The address space of a host's memory: enough for its ranks, and within the process's limit.
 #include <sys/resource.h>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Agreement: decisions from the ranks' entries. Pure, no threads.
 #include "engine/agreement.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Armed: failpoints for the time of a test.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The names of backward synchronisation, and their wording in errors.
 #include "engine/request.h"
 #include "harness.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Band, Bor and Bxor: the arithmetic, every transport, and the refused cases.
 #include <array>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // board_suite: tests that every Board passes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checksums: CRC-32C, the frames that carry it, and the error of a bit that flips on the way.
 #include "transport/checked_stream.h"
 

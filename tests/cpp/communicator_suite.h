@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // communicator_suite: tests that every Communicator passes.
 #pragma once
 

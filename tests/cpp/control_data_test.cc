@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data connections of the control plane.
 #include <arpa/inet.h>
 #include <netinet/in.h>

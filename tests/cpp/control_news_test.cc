@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A simulation: ranks as pairs of News and Graph, connections as queues, in random order.
 #include <deque>
 #include <map>

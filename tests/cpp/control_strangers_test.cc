@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Strangers and silent peers, which the control plane must not trust.
 #include <sys/resource.h>
 #include <sys/socket.h>

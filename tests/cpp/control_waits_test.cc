@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Waits: the wait-for graph from the ranks' announcements.
 #include "control/news.h"
 #include "harness.h"

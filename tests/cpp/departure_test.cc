@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Departures: the goodbye of a leaving rank is heard, and its last data arrives, however late.
 #include <sys/resource.h>
 

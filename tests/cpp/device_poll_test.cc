@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine's thread polls a device with enqueued work, so that errors there are noticed and
 // close() learns that the work has run.
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The doorbell: sleepers in a futex and in poll, rung by threads and by other processes.
 #include "transport/doorbell.h"
 

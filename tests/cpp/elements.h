@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements: a buffer of any dtype of numbers or booleans, written and read as double.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // kEmulated: whether the tests run under an emulator of another processor.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine errors: ranks that disagree, leave, fall silent, or interrupt a wait.
 #include <atomic>
 #include <latch>

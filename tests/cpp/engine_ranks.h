@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rank and run_engines(): engines of several ranks, as threads, over every communicator.
 #pragma once
 

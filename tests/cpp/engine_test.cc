@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine: results of its collectives, in any order of submission.
 #include <pthread.h>
 

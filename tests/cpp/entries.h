@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entries and rounds for tests of the agreement.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entries: a rank's announcements as bytes. Pure, no threads.
 #include "engine/entry.h"
 

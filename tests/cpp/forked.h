@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // holds_in_child(): runs checks in a forked child, which may limit itself or break its memory.
 #pragma once
 

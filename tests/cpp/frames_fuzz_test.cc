@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzed frames: random and mutated bytes are an Error or entries, at a cost bounded by their size.
 #include <cstring>
 #include <random>

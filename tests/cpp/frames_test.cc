@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BruckFrames: the bytes that a rank sends for the agreement, with 8 to 4096 simulated ranks.
 #include "collective/frames.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fuzz() and mutate(): many broken inputs, the same in every run.
 //
 //   fuzz(1000, [&](Rng& rng) { check_that_it_refuses_or_reads(mutate(valid, rng)); });

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Broken bytes from the wire are refused or read, never trusted.
 #include "fuzz.h"
 

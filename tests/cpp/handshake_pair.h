@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HandshakePair: a connecting and an accepting end, driven against each other in memory.
 #pragma once
 

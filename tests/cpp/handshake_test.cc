@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Handshake: both ends against each other, and each end against strangers.
 #include "transport/handshake.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TEST and CHECK: a one-page test harness, which needs only g++.
 //
 //   TEST(name) { CHECK(a); CHECK_EQ(a, b); CHECK_THROWS(f(), ErrorKind::kPeerLost, "rank 1"); }

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The board of several hosts, and a leader that hands its host garbled entries.
 #include "collective/hierarchical_board.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory of a host: its layout, its views, refused descriptors, and forked children.
 #include "transport/host_memory.h"
 

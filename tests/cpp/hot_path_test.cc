@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // hot_path: the costs of the usual allreduces in rounds, staged segments and barriers, without a
 // clock. tests/collectives/test_hot_path.py counts the instructions of torch_ring_hot_path().
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lanes: compares the conversions of every instruction set with half.h, bit by bit, including sets
 // that reduce.cc does not choose on this machine.
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lateness: the line of a minute, and the rank that logs it.
 #include "engine/watchdog.h"
 #include "harness.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LaunchOrder alone: places of several sets in one process.
 #include <algorithm>
 #include <chrono>

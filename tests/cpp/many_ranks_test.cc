@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives among 5 to 16 hosts, which choose other algorithms than few (collective/choice.h).
 
 #include <latch>

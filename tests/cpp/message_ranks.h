@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MessageRank and run_messages(): ranks that send one another messages, as threads.
 #pragma once
 

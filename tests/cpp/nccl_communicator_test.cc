@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NcclCommunicator on a stand-in for NCCL (doubles/nccl_double.h).
 
 #include "nccl/nccl_communicator.h"

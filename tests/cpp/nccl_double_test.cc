@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The NCCL double is as strict as NCCL may be.
 #include "doubles/nccl_double.h"
 

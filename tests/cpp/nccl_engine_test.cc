@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine with a device: NCCL's double, and host memory whose copies run on the double's streams.
 #include "nccl_ranks.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine::launch: ranks that fail, and devices that hang.
 #include <latch>
 #include <thread>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine::launch: the order of launches, and their records.
 #include <atomic>
 #include <latch>

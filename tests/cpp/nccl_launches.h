@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // run_launches(), launch(), agree(): work on a device without an agreement and with one, on NCCL's
 // double.
 #pragma once

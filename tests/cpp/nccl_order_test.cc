@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Overlapping process sets on stand-ins for GPUs that run one operation of NCCL at a time: all
 // ranks must enqueue the operations of all sets in one order.
 #include <latch>

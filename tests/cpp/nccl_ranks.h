@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // run_with_device(): ranks with engines that use NCCL's double, and host memory whose copies run on
 // the double's streams.
 #pragma once

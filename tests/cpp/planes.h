@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // make_planes(): control planes for tests, whose ranks are objects of one process.
 #pragma once
 

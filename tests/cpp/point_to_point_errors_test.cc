@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PointToPoint: messages that do not fit, ranks that are gone, and the end.
 #include <latch>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PointToPoint: messages that arrive.
 #include <algorithm>
 #include <atomic>

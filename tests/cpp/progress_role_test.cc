@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ProgressRole and Driver without an engine: one rank, on which this thread makes progress.
 #include <thread>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ReadySockets and Link: connections over sockets that the test has connected.
 #pragma once
 

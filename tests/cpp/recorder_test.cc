@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recorder and RecordStream, and the engine's records on every layout.
 #include "engine/recorder.h"
 

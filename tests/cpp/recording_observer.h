@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RecordingObserver: an observer that records its calls.
 #pragma once
 

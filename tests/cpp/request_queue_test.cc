@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RequestQueue alone: names in flight, numbers and eras, groups, the end of a work.
 #include "engine/request_queue.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // rooted_suite: tests that every Communicator's reduce_to, gather and scatter pass.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Engine: reduce, gather and scatter, inline and not; a fence; mismatches.
 #include <numeric>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs: entries of consecutive ranks to bytes, and back. Pure, no threads.
 #include "collective/runs.h"
 

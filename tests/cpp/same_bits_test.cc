@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bits of a sum do not depend on the tensors that travel with it, or on its path.
 #include <algorithm>
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // scatter_suite: tests that every Communicator's reducescatter and alltoall pass.
 #pragma once
 

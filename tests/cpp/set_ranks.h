@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SetRank and run_sets(): ranks with engines of several process sets, and stand-ins for their GPUs,
 // each of which runs one operation of NCCL at a time.
 #pragma once

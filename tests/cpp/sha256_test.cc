@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SHA-256 and HMAC-SHA256: the examples of FIPS 180-4 and RFC 4231, and lengths around a block.
 #include "core/sha256.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SimulatedMembers: the members of an allgather of entries in one thread, with their frames moved
 // by hand.
 #pragma once

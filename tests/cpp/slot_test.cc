@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slots of process sets: their places beside buffers, and two sets of the same ranks.
 #include "transport/slot.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StreamDevice: a device on NCCL's double, with host memory whose copies run on the double's
 // streams.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // make_worlds() and Layout: worlds for tests, whose ranks are threads with their own descriptors.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Timeline: one file of all ranks, which no rank waits for.
 #include "timeline/timeline.h"
 

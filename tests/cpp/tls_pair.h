@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // with_tls(): the two ends of a connection with TLS.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TLS between two ranks: both ends against each other, and strangers on the way.
 #include "transport/tls.h"
 

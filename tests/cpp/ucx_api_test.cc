@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares ucx/api.h with UCX's header, if there is one (UCX_INCLUDE in the Makefile).
 #include "ucx/api.h"
 

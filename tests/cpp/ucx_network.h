@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ucx_network(): UCX for tests, over tcp on the loopback interface.
 #pragma once
 

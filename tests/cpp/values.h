@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // value_at() and bytes_of(): data in closed form, so every rank can compute the others' data.
 #pragma once
 

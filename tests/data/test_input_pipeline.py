@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The batches of each mode of an InputPipeline, and its report by a clock that tests move."""
 
 from __future__ import annotations

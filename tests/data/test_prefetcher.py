@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DevicePrefetcher: on the CPU, and on a stand-in for a device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each rank has random numbers of its own, as docs/input-pipeline.md has the ranks seed them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loaders that keep their state, by torchdata's protocol: each sample once, on other ranks too."""
 
 from __future__ import annotations

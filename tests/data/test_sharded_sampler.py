@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ShardedSampler: every sample once, also after a resume on another number of ranks."""
 
 from __future__ import annotations

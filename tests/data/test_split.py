@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """hvd.data.split: every element once, on any numbers of ranks and workers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training whose hosts run ahead, on a stand-in for a device: models and their steps."""
 
 from __future__ import annotations

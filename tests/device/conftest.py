@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marks all tests here as slow: compiling the stand-ins takes a minute. Most of them need these."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed training on any accelerator, called as device_operations are.
 
 A compressor must not make the host wait for the device, and its state belongs there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The input pipeline on any accelerator, called as device_operations are."""
 
 from __future__ import annotations

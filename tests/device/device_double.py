@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for a GPU and for NCCL in the ranks of a test: host memory and threads.
 
 They show whether results are right, and whether streams wait where they must. Times measured on

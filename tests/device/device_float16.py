@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of float16 whose sum overflows it, on any accelerator; called as device_operations are.
 
 The host adds float16 in float32. NCCL adds in float16, so a mean must be divided before it is added

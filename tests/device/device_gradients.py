@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients on an accelerator before they enter buckets, called as device_operations are.
 
 They wait outside until their bucket is full, and a program may change them meanwhile.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of torch.distributed with tensors on a device, called as device_operations are.
 
 Each function is called on every rank of a default group whose backend is ring, for the CPU and for

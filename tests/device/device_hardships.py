@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hardships of a device, called as device_operations are, in sizes for a GPU or for a stand-in.
 
 Full launch queues, failed kernels, stopped and killed ranks, very many elements, all sizes of

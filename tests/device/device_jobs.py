@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole jobs on any accelerator, called as device_operations are.
 
 They train beside torch's DDP and with loss scaling, and they call init() again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches without an agreement on any accelerator, called as device_operations are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations that must work on any accelerator.
 
 test_device_programs.py runs them on a stand-in, tests/gpu on GPUs. Each function is called on every

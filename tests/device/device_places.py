@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models on several devices, called as device_operations are.
 
 A model on the CPU and one on the device train in one optimizer. One process drives one device: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a program on ranks that have the stand-ins for a GPU and for NCCL."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training that must work on any accelerator, called as device_operations are.
 
 The programs of tests/model run on accelerators, too.

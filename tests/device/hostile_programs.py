@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that try to break running ahead: ranks differ in each pass, and events come between.
 
 They are programs as `random_programs` makes them. Parameter 0 always has a gradient on every rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of many parameters, whose backward pass makes each gradient by one kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Holds csrc/nccl against the real nccl.h and the real library. Usage: nccl_check libnccl.so.2
 // test_nccl_header.py compiles and runs it where torch has brought NCCL along.
 #include <nccl.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The expected result of a random program: one process applies the rule of averaging.
 
 A gradient that exists on any rank is averaged over all of them, where a rank without one counts as

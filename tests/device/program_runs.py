@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs random programs on ranks, with torch_ring, and compares their results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random training programs: all ranks' actions in every step, the same for the same seed.
 
 Gradients do not depend on weights: the loss is a sum of parameters times small integers, which are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are added to averaged ones, where hosts run ahead.
 
 On the host, `tests/optimizer/test_carried_gradients.py` has the same and more.

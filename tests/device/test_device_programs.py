@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs for accelerators on stand-ins: host memory as a device, and our own NCCL."""
 
 from __future__ import annotations

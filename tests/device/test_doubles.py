@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stand-ins behave as a device with streams, and as NCCL among processes."""
 
 import contextlib

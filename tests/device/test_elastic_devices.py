@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elastic training with models on a device and NCCL, on stand-ins for both."""
 
 from __future__ import annotations

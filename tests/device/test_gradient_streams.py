@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of one bucket from several streams, on the stand-ins."""
 
 from __future__ import annotations

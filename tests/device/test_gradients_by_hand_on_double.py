@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients set by a program, and shared parameters, where hosts run ahead.
 
 On the host, `tests/optimizer` has the same in `test_gradients_by_hand.py` and

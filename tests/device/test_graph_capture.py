@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A capture into a CUDA graph is refused: a replay would reduce nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of the backend ring with tensors on a stand-in for a device.
 
 The stand-in is of another type than a GPU, to which a group gives a backend only on request:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hardships of a device on stand-ins, in small: tests/gpu has the sizes for a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of a backward pass to a device: launches, events and host waits, by bucket."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failures of NCCL and of a device, produced by stand-ins: an error on all ranks in time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The declarations in csrc/nccl agree with NCCL's own header and library. No GPU is needed.
 
 RCCL's has the same numbers and places: src/nccl.h.in of ROCm/rccl 8de1783, newer than 2.21.5. There

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device that still runs the program's own work has not got to a collective: nobody is late."""
 
 from __future__ import annotations

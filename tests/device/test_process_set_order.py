@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process sets that overlap, on stand-ins for GPUs that run one operation of NCCL at a time.
 
 Ranks that enqueue the operations of two sets in different orders would wait for one another for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SyncBatchNorm whose hosts run ahead, on stand-ins for a GPU and for NCCL."""
 
 from __future__ import annotations

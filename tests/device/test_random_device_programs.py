@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random training programs on a stand-in for a device: weights as expected by a simple model.
 
 `--full` runs a thousand of them, RANDOM_PROGRAM=17 the one with that seed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planned passes: which ones they are, their records, and weights that drift apart in them.
 
 `test_random_device_programs.py` has their results.

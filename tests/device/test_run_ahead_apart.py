@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planned passes on ranks that differ: late ranks, gradients of some ranks, join()."""
 
 from __future__ import annotations

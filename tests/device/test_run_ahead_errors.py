@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planned passes that end badly: a dead rank, Ctrl-C, an exception in the middle, shutdown()."""
 
 from __future__ import annotations

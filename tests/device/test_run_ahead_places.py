@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planned passes of models that move, change their dtype, or lie partly on the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Docstrings of the public names: they describe every argument and result themselves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stub of the native module, against the signatures that pybind11 writes into it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/: links, quoted messages, settings, listed files; README.md and the public names."""
 
 from __future__ import annotations

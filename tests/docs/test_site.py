@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation site, as `make docs` has built it: its links hold."""
 
 from __future__ import annotations

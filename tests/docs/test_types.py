@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Users' programs under type checkers, which find torch_ring as an installed package."""
 
 from __future__ import annotations

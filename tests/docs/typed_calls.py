@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls as users write them, with the types that they get: test_types.py checks and runs this page.
 
 A line with ``type: ignore`` is a mistake that a type checker must find.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts: what the program has asked of the device double. Python reads it by ringdouble::counts().
 #pragma once
 

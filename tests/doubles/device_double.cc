@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device double's devices, streams and memory.
 #include "device_double.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device double: a stand-in for a GPU, as torch's device type PrivateUse1. Tests only.
 //
 // Its memory is the host's; its streams are the NCCL double's, and a stream's native_handle() is

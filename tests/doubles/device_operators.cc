@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device double's operators: those for its memory and streams, and the CPU's for the rest.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>

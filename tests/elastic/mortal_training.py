@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training whose ranks die at chosen moments, and the weights expected at its end.
 
 Its global batch is the same for any number of ranks, and the weights depend on every sample and on

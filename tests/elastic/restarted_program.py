@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains from its last checkpoint; rank 1 dies in a step, in the first life of the job.
 
 torchrun --nproc-per-node 2 --max-restarts 1 tests/elastic/restarted_program.py CHECKPOINT

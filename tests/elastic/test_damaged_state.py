@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A state received from another rank is compared with the original."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LocalSGD and DiLoCo while ranks die and join: the weights follow from formulas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM to ranks of an elastic job: they leave at one step, and the others go on."""
 
 from __future__ import annotations

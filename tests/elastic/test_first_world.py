@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes die while an elastic job makes its first world; the others complete it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Separate jobs, such as an evaluation, started by a newcomer of an elastic job."""
 
 from __future__ import annotations

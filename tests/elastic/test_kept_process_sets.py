@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process sets while ranks die and join: lost sets, added sets, newcomers, optimizers on sets.
 
 Whole sets are made again in all trainings of test_kills.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks die in every phase, including the recovery from another death, and others come.
 
 The survivors have the weights of a training without deaths, on one rank, their process sets, and no

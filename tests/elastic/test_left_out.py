@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stopped or disconnected ranks end when the others go on without them."""
 
 from __future__ import annotations

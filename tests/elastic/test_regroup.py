@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Regrouping: the leader, lost and surviving processes; and its messages."""
 
 from __future__ import annotations

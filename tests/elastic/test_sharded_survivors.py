@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of an optimizer with shard_state=True die in its step: the others have their parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TorchState, ObjectState and ElasticSampler: Horovod's meaning, and going on without a commit."""
 
 from __future__ import annotations

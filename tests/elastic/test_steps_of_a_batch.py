@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that the state has not recorded yet: no batch is taken twice after a death."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under torchrun a death ends all ranks: the job goes on from its last checkpoint."""
 
 from __future__ import annotations

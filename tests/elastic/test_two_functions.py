@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two elastic functions, one after the other, in one program."""
 
 from __future__ import annotations

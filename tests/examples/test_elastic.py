@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The elastic examples outlive rank 1, which dies in training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Function approximation and PINN: ranks share a domain, or are an ensemble."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipe for ImageNet, on a few made-up images."""
 
 from __future__ import annotations

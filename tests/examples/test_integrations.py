@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning, Accelerate, the Trainer, DeepSpeed, Ray Train, Spark, torchdata, torchft."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manifests of Kubernetes, and a script for Slurm: fields exist, command lines are valid.
 
 The schemas have the fields that the manifests use, as they are in the sources:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language model: one text, any number of ranks, one curve."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MNIST example, which a newcomer runs first: `make mnist`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The notebook: a function of a cell trains on two processes."""
 
 from __future__ import annotations

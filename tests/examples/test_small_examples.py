@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small examples: their output, their checkpoints, the same results on any ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests on GPUs; one GPU is enough for all ranks, each of which NCCL takes for a host.
 
 NCCL refuses two ranks of one host on one GPU. Between hosts it uses sockets, here the loopback

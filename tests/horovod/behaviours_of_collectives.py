@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Behaviours of horovod.torch in collectives, process sets and init()."""
 
 from __future__ import annotations

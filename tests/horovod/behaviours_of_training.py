@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Behaviours of horovod.torch in training: the optimizer, join(), state and SyncBatchNorm."""
 
 from __future__ import annotations

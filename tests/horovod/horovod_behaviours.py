@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The behaviours of horovod.torch that users rely on, a function for each.
 
 Each function runs on the ranks of an initialised world of 2 or 3 and leaves it usable. main() runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The behaviours of horovod.torch, on every transport, and under mpirun."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name horovod: programs that find torch_ring under it, submodules, and Horovod beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """open_clip and ignite, which import horovod.torch themselves, or insist on gloo."""
 
 from __future__ import annotations

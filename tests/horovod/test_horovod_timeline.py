@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The timeline as programs for horovod.torch read it: by its text, also while the job runs."""
 
 from __future__ import annotations

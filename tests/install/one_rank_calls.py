@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of every public name in a world of one rank: ``python one_rank_calls.py results.pt``.
 
 Each call returns what a user sees: values, or the type of an error. `WITHOUT_CALL` has the names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes Python look like that of macOS or Windows, as far as torch_ring sees it.
 
 ``python other_system.py darwin program.py [arguments...]`` runs a program there: what the system

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/build_core.py: the files that a build recompiles, and its message when one fails."""
 
 from __future__ import annotations

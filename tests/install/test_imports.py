@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports: the choice of the native module, and `import torch_ring` before torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """macOS and Windows: a world of one rank without the native module, and words for more ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files for contributors and releases: workflows, hooks, versions, and the steps of a release."""
 
 from __future__ import annotations
@@ -172,3 +173,22 @@ def test_a_release_is_refused_before_it_changes_a_file(project: Project) -> None
     project.git("commit", "--quiet", "--all", "--message", "No owner")
     assert "no address" in project.step("begin", version[0])
     assert project.git("status", "--porcelain") == ""
+
+
+SOURCES = {".py", ".pyi", ".cc", ".h", ".inc", ".js", ".css"}
+
+
+def test_each_source_file_names_its_license() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    files = [name for name in listed.stdout.split("\0") if Path(name).suffix in SOURCES]
+    assert len(files) > 800
+    without = [
+        name
+        for name in files
+        if (ROOT / name).exists()  # it may be deleted, and not committed yet
+        and not name.startswith("examples/minimal/")  # README.md quotes these, line by line
+        and "SPDX-License-Identifier: Apache-2.0" not in (ROOT / name).read_text("utf-8")[:100]
+    ]
+    assert without == []

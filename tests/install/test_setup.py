@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """setup.py: its messages about missing requirements, and the torch that it builds for."""
 
 from __future__ import annotations

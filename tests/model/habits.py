@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random training programs: habits of real ones in any combination; see `oracle`.
 
 Random programs of tests/support/carried_programs.py keep, write and clip gradients.

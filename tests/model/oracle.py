@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """expect_one_process: a program that ranks play has the results of one process with all rows.
 
 A program is a generator function. Its first argument is a `Play`: one of several ranks, with its

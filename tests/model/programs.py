@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training programs: what a user would write, each with one habit. See `oracle`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each training program, on ranks and in one process: transports, sizes and doors."""
 
 from __future__ import annotations

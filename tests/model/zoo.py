@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of the programs: small, the same wherever they are made, each odd in its own way."""
 
 from __future__ import annotations

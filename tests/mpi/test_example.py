@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An example under mpirun, which gives it no environment but MPI's."""
 
 import os

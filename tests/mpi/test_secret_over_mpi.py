@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under ``mpirun -n 2 python -m pytest --with-mpi``: hosts at an address get a secret over MPI."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under ``mpirun -n 2 python -m pytest --with-mpi``: the ranks are MPI's."""
 
 import pytest

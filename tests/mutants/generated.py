@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """generated(): faults by rule, the usual operators of mutation testing, in a random sample.
 
 A statement is left out; a condition is negated; `and` and `or` change places; a comparison takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plants faults, runs the tests of a room with each until the first failure, and prints which
 faults they found.
 

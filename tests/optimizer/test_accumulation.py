@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of several backward passes add up for one step."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer with op=Adasum: local steps, combined."""
 
 from __future__ import annotations

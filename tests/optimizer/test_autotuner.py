@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autotuner: a model of a step chooses bucket sizes, which all ranks try in turns, and keep only
 if they win."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets: their planner, on random parameters, and groups of gradients, which the user chooses."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are added to averaged ones: the averaged part is carried, and not sent again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that are converted, replaced or added after their optimizer was wrapped."""
 
 import pytest

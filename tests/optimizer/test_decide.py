@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`decide()`: how the ranks go on with the gradients that they have reported."""
 
 from __future__ import annotations

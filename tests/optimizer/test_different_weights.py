@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks whose weights or hyper-parameters differ, at the start or later: occasional warnings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Direct gradients: autograd computes them in the memory in which they are reduced.
 
 For them torch's CPU allocator is replaced.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scaling, closures, ways to combine gradients, and the cost of a pass in Python."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that come and go: other parameters on other ranks, graphs, quantised weights."""
 
 import pytest

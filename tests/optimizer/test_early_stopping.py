@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that validate and decide: with one model and one decision."""
 
 from __future__ import annotations

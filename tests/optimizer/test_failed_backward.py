@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """backward() fails on one rank, and its program catches the exception and goes on."""
 
 from __future__ import annotations

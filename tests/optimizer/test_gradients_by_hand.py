@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that a program keeps, assigns, writes or moves; those in its memory get the average."""
 
 import weakref

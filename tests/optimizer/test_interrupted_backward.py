@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program catches Ctrl-C in backward(): the next pass works, or its error has advice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that run out of batches: join() in training."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LocalSGD and DiLoCo: quadratic losses, whose parameters follow from a formula on one process."""
 
 import copy

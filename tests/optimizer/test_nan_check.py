@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nan_check: the first non-finite gradient is named on all ranks, and no rank steps."""
 
 from collections.abc import Callable

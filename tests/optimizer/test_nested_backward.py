@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes inside a backward pass: reentrant checkpoints."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters whose gradients torch reduces already: DDP, FSDP, DTensor."""
 
 from __future__ import annotations

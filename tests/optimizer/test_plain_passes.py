@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain passes (dense gradients, in host memory, as they are) end in C++, without Python."""
 
 from __future__ import annotations

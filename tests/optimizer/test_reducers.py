@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reducers: some disappear during an iteration over them."""
 
 import gc

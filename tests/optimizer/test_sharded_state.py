@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """shard_state=True: each rank steps a part of the parameters, which all ranks of its host see."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several wrapped optimizers in one program, also of the same parameters."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The line after 20 steps that wait for gradients from other hosts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse gradients: on all ranks, on some of them, with rows or without."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers of process sets, and state that ends with a process set, a world, a fork."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes in several threads: one after the other they work, together they are refused."""
 
 import contextlib

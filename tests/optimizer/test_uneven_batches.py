@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with different numbers of batches: errors that say so, without torch_ring's own names."""
 
 from __future__ import annotations

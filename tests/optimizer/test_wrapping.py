@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrapping: an optimizer keeps its class, its state and its ways, and refuses wrong arguments."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fixture of launched jobs."""
 
 from launched_jobs import no_job_is_left

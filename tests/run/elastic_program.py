@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a little on elastic ranks, until the file named by its argument exists."""
 
 from __future__ import annotations

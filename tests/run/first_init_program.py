@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Begins an elastic job; the ranks in its arguments, as `rank:place`, die in init()."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that tests run on ranks, in a module that does not import torch."""
 
 from __future__ import annotations

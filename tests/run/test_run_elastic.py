@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of the launcher that go on when ranks have failed, and whose hosts and ranks change."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends of the launcher's jobs: failing ranks, signals, and a killed launcher."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch_ring.run.run(): a function on ranks, and its results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts, slots and ranks: as users and resource managers write them, and over time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of the launcher on this host: the environment of ranks, their output, their ends."""
 
 from __future__ import annotations

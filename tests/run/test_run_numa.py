@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--numa-binding: the CPUs of each rank, on made-up hosts; and on this one."""
 
 import os

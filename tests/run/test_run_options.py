@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the launcher: a horovodrun line means the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of many ranks on one screen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs on two hosts: network namespaces with an sshd each, which the launcher reaches by ssh."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The self-test, ``python -m torch_ring``: in words and as JSON, and its reports of failures."""
 
 from __future__ import annotations

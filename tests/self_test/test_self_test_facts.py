@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts shown by the self-test, and the program of its ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """a_signal_after: a signal whose handler raises, as Ctrl-C does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CountingStore: a store in memory that counts operations and bytes, by the kind of operation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges for tests: ranks are threads, hosts are made up."""
 
 import contextlib

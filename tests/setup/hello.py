@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job of any launcher: every rank counts all ranks."""
 
 import sys

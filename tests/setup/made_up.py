@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Made-up descriptions of ranks, and whole exchanges between hosts as objects of one process."""
 
 from __future__ import annotations

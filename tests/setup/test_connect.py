@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """connect(): O(log n) connections a rank, no strangers, and failures that reach all ranks.
 
 Ranks are threads, and hosts are made up: their ranks are on one machine, but need not know it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPUs that control groups leave a process: versions 1 and 2, nested groups."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exchange of all ranks of a world, in two levels: ranks are threads, hosts are made up."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of the exchange between hosts: operations of the store, and bytes."""
 
 import pytest

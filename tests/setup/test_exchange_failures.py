@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of ranks that wait for others in vain, and reports of an interrupt."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutated and random descriptions, tables and frames: an error of ours, never a crash."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames over Unix sockets: frames received after the other end is gone."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strangers at the socket where the ranks of a host meet, and followers that send garbage."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity of a rank, from the made-up environment of every launcher."""
 
 import pytest

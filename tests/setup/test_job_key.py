@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of the store: each counts only under the name at which a rank has stored it."""
 
 import random

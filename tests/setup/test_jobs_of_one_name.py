@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two jobs of the same name on one host: no world has ranks of both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same script, unchanged, under every installed launcher."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/launching.md: its command lines and its program run as printed."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This host's address, as the other ranks can reach it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TORCH_RING_SECRET_FILE: a file that no other user can read."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The warning of init() if a process without a launcher is probably one of several."""
 
 import multiprocessing

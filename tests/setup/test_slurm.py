@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of a real Slurm, with its daemons on this machine: the commands of docs/launching.md."""
 
 from __future__ import annotations

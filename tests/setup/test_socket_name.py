@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name of the socket at which the ranks of one host meet."""
 
 import os

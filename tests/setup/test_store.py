@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store of a job: its address, and the rank that serves it."""
 
 import json

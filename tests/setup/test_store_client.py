@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a store that does not answer: they end at the deadline, or at a signal."""
 
 import contextlib

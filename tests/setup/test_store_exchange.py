@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exchange between hosts: failures reach all hosts, and worlds do not mix."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peer info, and the topology that follows from it."""
 
 import pytest

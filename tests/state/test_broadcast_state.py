@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """broadcast_parameters(), broadcast_buffers(), broadcast_optimizer_state(): ranks become equal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: all ranks get them back, saves are atomic, and errors reach all ranks."""
 
 from __future__ import annotations

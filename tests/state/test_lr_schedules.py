@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rates: Goyal's warm-up, the decays, and a state that fits another number of ranks."""
 
 from __future__ import annotations

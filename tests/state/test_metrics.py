@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means over the samples of all ranks, which may have different numbers of samples."""
 
 import math

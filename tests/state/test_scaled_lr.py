@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ScaledLR: one process's schedule on any number of ranks, and on others after a resume."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SyncBatchNorm: the ranks get the results of one process on the joined batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs in the pool that newcomers join after the start."""
 
 from __future__ import annotations

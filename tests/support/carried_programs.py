@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that add gradients to averaged ones, against one process."""
 
 from __future__ import annotations

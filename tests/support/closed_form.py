@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every collective by its definition: the inputs of all ranks, and the result on each of them."""
 
 from __future__ import annotations

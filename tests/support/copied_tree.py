@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy of the source tree, to be changed and built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places in init() where a test kills a process."""
 
 from __future__ import annotations

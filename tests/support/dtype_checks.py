@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives of every dtype: functions that each rank calls, with the name of a device's type."""
 
 from __future__ import annotations

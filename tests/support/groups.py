@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of torch.distributed on ranks of the pool."""
 
 from __future__ import annotations

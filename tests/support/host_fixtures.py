@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """hosts: network namespaces that stand for hosts, and ranks there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the launcher in a process that has torch loaded, and finds leftovers of a job."""
 
 from __future__ import annotations

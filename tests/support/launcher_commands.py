@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts programs under real launchers: torchrun and the mpirun of every installed MPI."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log of torch_ring."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that write to parameters and to the state of an optimizer between steps.
 
 Each takes the number of the step, before which it is called, the parameters and the optimizer.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """losing_packets: an interface that drops a random share of arriving packets. Needs root.
 
 It uses an XDP program (Linux 5.9), which needs no kernel module and no other tool.

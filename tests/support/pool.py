@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs test functions on ranks: processes forked from a server that has torch loaded.
 
 Two spawned ranks cost 3 s and more for their imports, two forked ones 0.2 s. Tests of its kind

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Free ports below the ephemeral range, so that they stay free until a test uses them."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses of a process set that tests of several files share."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs programs as ranks in processes of the pool, as a launcher would."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether tensors lie in shared memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random programs with several optimizers of the same parameters, against one process."""
 
 from __future__ import annotations

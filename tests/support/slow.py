@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mark `slow`: cases of a test that only `make test-all` runs."""
 
 from __future__ import annotations

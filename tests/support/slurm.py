@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slurm: a cluster of Slurm on this machine, whose nodes are network namespaces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as threads of one process: the tested code keeps no state in globals."""
 
 from __future__ import annotations

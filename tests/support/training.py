@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model, batches and comparisons for tests of training."""
 
 from collections.abc import Callable, Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worlds in which a test runs: transports and numbers of ranks."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Made-up timelines and dumps with known numbers."""
 
 from __future__ import annotations

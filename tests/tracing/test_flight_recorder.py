@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps of the last operations: of the world, of messages, of groups of torch.distributed."""
 
 from __future__ import annotations

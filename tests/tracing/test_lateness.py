@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rank for which the others wait, and the present operations of the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counters: snapshot(), files and ports for Prometheus, the callbacks of docs/tracing.md."""
 
 from __future__ import annotations

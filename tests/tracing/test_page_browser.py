@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page in a browser: it draws without a network, and answers."""
 
 from __future__ import annotations

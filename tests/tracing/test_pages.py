@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of a recording: its input files, its results, and the command that draws it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The timeline of a job, for every way to start or end it, and the spans in torch.profiler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two late ranks: the error of the third one describes as many as the made-up setting says."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls the made-up collective: each rank gets the tensor of the rank before it."""
 
 import torch

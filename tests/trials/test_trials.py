@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A made-up collective and a made-up setting take as few places as CONTRIBUTING.md says, and work.
 
 Each is a patch of a copy of the tree, which is built and runs a program.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that end as interpreters do, with exit functions and daemon threads; for test_exits.py.
 
 Prints a JSON object: by scenario, the exit status and the output of each rank.

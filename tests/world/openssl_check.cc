@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The declarations in csrc/transport/openssl.h agree with OpenSSL's headers: it is only compiled.
 #include <openssl/bio.h>
 #include <openssl/err.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of torchrun whose agent is killed; for test_exits.py."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TORCH_RING_CHECKSUM: damaged data between hosts are an error on all ranks.
 
 tests/cpp/checked_stream_test.cc flips every bit of a stream, and tests/cpp/communicator_test.cc has

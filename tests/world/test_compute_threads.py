@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """init() warns ranks that leave most of their CPUs idle, or whose threads wait for one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exits of programs: the other ranks' errors, and harmless threads and launchers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failures of ranks: the place, the transport and who fails -> the error on each other rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forked children know their parent's rank, and disturb neither it nor the other ranks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """init(): its errors, and those of calls before it; worlds of some of the ranks."""
 
 import os

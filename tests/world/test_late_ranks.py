@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Late ranks: by default they cause no error, and the right one is named."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that may use little: address space, descriptors and threads.
 
 init() makes do with them, or all ranks get the rank and the limit to raise.

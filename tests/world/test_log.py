@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The logger `torch_ring`: lines on stderr, unless the program has set up logging."""
 
 from __future__ import annotations

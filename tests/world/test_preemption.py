@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks agree on a stop, whichever of them got the signal, and wherever they are."""
 
 from __future__ import annotations

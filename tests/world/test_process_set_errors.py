@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process sets that cannot be made, and lost members."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process sets: their properties, adding and removing them, and several at once."""
 
 import copy

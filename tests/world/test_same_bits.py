@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same training gives the same bits in every run, with any delays of its operations.
 
 tests/cpp/same_bits_test.cc compares single collectives.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several hosts: network namespaces that veth pairs join to a bridge."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts with two network interfaces each: network namespaces with two veth pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends of worlds: shutdown() leaves no thread, no descriptor and no shared memory behind."""
 
 import os

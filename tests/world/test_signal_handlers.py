@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signal handlers that communicate or shut down while their thread waits for a collective."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that may join, and accepted objects: on one host, with and without a secret."""
 
 import collections

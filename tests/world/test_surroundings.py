@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts with deficiencies: init() works, or names the helpful setting, and the host for it."""
 
 from __future__ import annotations

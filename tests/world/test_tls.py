@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TORCH_RING_TLS: connections between hosts are encrypted; those that cannot be are refused."""
 
 from __future__ import annotations

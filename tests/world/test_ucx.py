@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TORCH_RING_NETWORK=ucx: data travel between hosts over UCX (here over its tcp).
 
 tests/cpp/ runs the connections and communicators over it, with checksums, too.

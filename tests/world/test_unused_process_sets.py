@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process sets used by no rank or by some; their memory, ids and connections are reused."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group: one rank's membership of a group of torch.distributed.
 
 The default group has a world: connections among all ranks, as ``torch_ring.init()`` makes them, but

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ReconfigureStore: the ranks of a new group find one another without a store of the job.
 
 The job's first store may have died with its rank 0. So every rank that may take part in a

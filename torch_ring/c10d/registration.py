@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """register_backend: makes ``ring`` known to torch.distributed.
 
 This module imports nothing of torch_ring that has native code: torch may import it at the end of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collective operations on tensors, one module for each.
 
 Every rank of the process set calls the same operations. Operations with a name may be submitted in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """allgather: every rank gets the rows of all ranks' tensors."""
 
 from __future__ import annotations

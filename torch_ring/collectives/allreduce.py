@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """allreduce: every rank gets the sum, mean or another reduction of all ranks' tensors."""
 
 from __future__ import annotations

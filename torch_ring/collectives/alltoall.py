@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """alltoall: every rank sends some rows to each rank."""
 
 from __future__ import annotations

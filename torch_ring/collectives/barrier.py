@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """barrier: ranks wait for one another. join: a rank without data contributes neutral values."""
 
 from __future__ import annotations

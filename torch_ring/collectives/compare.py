@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparison of the ranks' values: digest, gather, first difference, text.
 
 Each rank describes its values as lines. The ranks gather a digest of their lines, and the lines

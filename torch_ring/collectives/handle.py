@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Handle: the pending result of an asynchronous operation."""
 
 from __future__ import annotations

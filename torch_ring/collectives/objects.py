@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """broadcast_object and allgather_object: send any object of a rank to all ranks.
 
 broadcast_checked_object compares the bytes that have arrived with those that were sent.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives as operators of torch, ``torch.ops.torch_ring.*``, for ``torch.compile``.
 
 The functions of this package call them while torch.compile traces: a graph then goes on through

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dumps, loads_plain, ...: pickles of plain data, and readers that run no foreign code.
 
 A pickle is a program: `pickle.loads` runs any code that its writer has put in. `loads_plain` takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PromisedSeries: collectives on a device that repeat themselves share one agreement of the hosts.
 
 A *series* is a run of collectives of one kind (gathers in forward, sums in backward) with nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ReduceOp: the reduction operators: Horovod's names and numbers, and MPI's bitwise ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """reducescatter: every rank gets some rows of the reduction."""
 
 from __future__ import annotations

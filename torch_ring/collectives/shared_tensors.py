@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """empty_shared: tensors in memory that the ranks of a host share."""
 
 from __future__ import annotations

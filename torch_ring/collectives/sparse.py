@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sparse_allreduce_async: sums sparse tensors by gathering their rows, never as dense tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compression of gradients: the compressors to choose from, and the interface for your own.
 
 Open first: `stateful`, the interface of a compressor with a state; `casts` for one without.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressor: the interface of compressors without a state; none, fp16 and bf16."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Int8Compressor: 8-bit integers with a scale for every few elements."""
 
 from __future__ import annotations

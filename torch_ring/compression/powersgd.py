@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerSGDCompressor: gradients as products of two thin matrices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """StatefulCompressor: the interface of compressors with a state and a wire format of their own."""
 
 from __future__ import annotations

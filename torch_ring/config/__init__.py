@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings, read from the environment here and nowhere else.
 
 Open first: `settings`, the table of all settings.

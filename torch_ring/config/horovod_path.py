@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """install, alias_variables: put a folder on Python's path whose ``horovod`` is torch_ring."""
 
 from __future__ import annotations

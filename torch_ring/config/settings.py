@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Config: the settings, read from the environment here and nowhere else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Words: the names that a program calls, for errors. Each door of torch_ring has its own."""
 
 from __future__ import annotations

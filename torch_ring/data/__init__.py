@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Input pipeline: each rank's share of the data, and the time that steps wait for it.
 
 Open first: `sampler`, then `split` and `pipeline`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InputPipeline: real, cached or synthetic batches, and the time that steps wait for them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DevicePrefetcher: copies the next batch to the device while the model works on this one."""
 
 from __future__ import annotations

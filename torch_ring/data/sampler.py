@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ShardedSampler: each rank's share of the samples, and the ranks' progress in the epoch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """split: this rank's, and this DataLoader worker's, part of a stream."""
 
 from __future__ import annotations

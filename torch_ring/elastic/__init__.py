@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elastic training: ranks may die, and the others go on with the step that failed.
 
 Horovod's names: ``run``, ``State``, ``ObjectState``, ``TorchState``, ``ElasticSampler``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drain: a rank of an elastic job that gets SIGTERM leaves at a step where all ranks agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ElasticJob: one process's view of the processes of an elastic training."""
 
 from __future__ import annotations

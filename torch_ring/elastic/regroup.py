@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """regroup: the survivors of a world find one another, and agree on the leader of the next one.
 
 Every process of the job listens (`Listener`), and knows the addresses of the others. After a

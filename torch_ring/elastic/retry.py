@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """run: training goes on after ranks have died."""
 
 from __future__ import annotations

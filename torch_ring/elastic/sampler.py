@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ElasticSampler: each rank's share of the samples of an epoch that no rank has processed yet."""
 
 from __future__ import annotations

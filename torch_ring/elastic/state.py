@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TorchState: models, optimizers, samplers and plain attributes of an elastic training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name ``horovod`` for programs and libraries that import it: they find torch_ring.
 
 ``python -m torch_ring.horovod`` stands for ``python``, and `install` is for a notebook. Nothing is

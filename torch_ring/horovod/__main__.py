@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m torch_ring.horovod``: Python, where ``import horovod`` finds torch_ring."""
 
 from __future__ import annotations

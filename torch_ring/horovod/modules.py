@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finder: finds modules of torch_ring under the names of Horovod's modules."""
 
 from __future__ import annotations

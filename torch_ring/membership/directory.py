@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Directory: the launcher's list of an elastic job's ranks, which its processes ask for."""
 
 from __future__ import annotations

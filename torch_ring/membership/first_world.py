@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """begin: makes the first world of an elastic job from the processes that are alive.
 
 The launcher knows which processes live. It gives each of them a place when all have asked, so the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Listener: answers the other processes of an elastic job."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Member, Channel, Server: a process of an elastic job, and authenticated messages to it."""
 
 from __future__ import annotations

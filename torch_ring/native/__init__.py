@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native modules: ``torch_2_14/_C.*.so`` is the one for torch 2.14.
 
 Torch's C++ interface changes with every minor version, and only then. A build from source makes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native module's stand-in on macOS and Windows: a world of one rank, in Python.
 
 ``torch_ring._C`` is this file there, and ``torch_ring/_C.pyi`` documents it. A rank that is alone

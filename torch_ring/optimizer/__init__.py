@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer, LocalSGD and DiLoCo, and the reduction of gradients behind them.
 
 Open first: `distributed_optimizer`, `backward_sync`, then `reducer`; `local_steps` for the rest.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdasumOptimizer: each rank takes its own step, and the parameters' changes are combined."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autotuner: searches better bucket sizes for one optimizer, and keeps them if steps get faster."""
 
 from __future__ import annotations

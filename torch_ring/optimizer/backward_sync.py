@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BackwardSync: after each backward pass the ranks agree which gradients exist, and reduce them."""
 
 from __future__ import annotations

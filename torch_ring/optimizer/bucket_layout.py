@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BucketLayout: which gradients of an optimizer share a bucket, and where the buckets lie."""
 
 from __future__ import annotations

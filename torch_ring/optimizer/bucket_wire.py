@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BucketWire: sends the gradients of a bucket: as they are, cast, or compressed."""
 
 from __future__ import annotations

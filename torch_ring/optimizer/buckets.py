@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bucket: gradients that are reduced together, planned without tensors or communication."""
 
 from __future__ import annotations

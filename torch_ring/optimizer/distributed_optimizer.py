@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer: makes any torch optimizer step with the gradients of all ranks."""
 
 from __future__ import annotations

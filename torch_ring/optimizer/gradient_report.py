@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks, warnings and errors about the ranks' reports of a backward pass."""
 
 from __future__ import annotations

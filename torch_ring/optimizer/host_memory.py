@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that the ranks of a host share: one makes it, the others open it."""
 
 from __future__ import annotations

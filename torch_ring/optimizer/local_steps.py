@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LocalSGD and DiLoCo: ranks step by themselves, and agree on parameters once in a while.
 
 Both share one mechanism. After every `every` steps the ranks average one tensor per parameter: the

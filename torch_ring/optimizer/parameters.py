@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the parameters that an optimizer reduces the gradients of."""
 
 from __future__ import annotations

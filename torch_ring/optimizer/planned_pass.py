@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PlannedPasses: backward passes on devices that end without an agreement of the ranks' hosts.
 
 The plan is the set of gradients that any rank had in the last agreed pass, if that pass has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reducer: keeps the gradients of one optimizer in buckets, and averages them over the ranks.
 
 `Reducers` holds those of a process set. `BackwardSync` makes them, and starts the reductions.

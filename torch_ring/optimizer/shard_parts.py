@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of parameters that ranks step, as plain data: who steps which elements.
 
 Nothing here communicates. All ranks compute the same plan from the sizes of the parameters.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ShardedState: each rank steps a part of the parameters, and keeps only the state of that part.
 
 ZeRO-1: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter

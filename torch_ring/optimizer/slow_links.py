@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """advice: measures the part of a step that waits for gradients between hosts."""
 
 from __future__ import annotations

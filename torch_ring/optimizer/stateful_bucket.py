@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """StatefulBucket: a bucket whose gradients a stateful compressor reduces, round by round."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WeightComparison: the ranks compare the weights of an optimizer automatically, and warn.
 
 Gradients are averaged, weights are not. So a rank that starts from other weights, steps with a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """wrapped: adds methods to an optimizer in place, by subclassing its class."""
 
 from __future__ import annotations

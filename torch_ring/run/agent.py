@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The agent of a host: starts ranks there, passes on their output, and leaves none behind.
 
 The launcher sends the text of this file to a Python on every host, so it uses only the standard

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """main: the command ``python -m torch_ring.run``, or ``torch_ring_run``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """run: runs a function on ranks, and returns its results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program of a rank that calls a function of `run`.
 
 The text of this file is sent to the rank. It uses only the standard library, so that a rank needs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Growth: decides which processes an elastic job starts while it runs, and which must leave."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostConnection: the pipes to the agent of a host, over ssh for another host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostSlots, parse_hosts, read_hostfile, ...: reads the users' lists of hosts and slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Job: starts ranks together; when one fails, the job ends them all, or the others go on."""
 
 from __future__ import annotations

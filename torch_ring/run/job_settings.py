@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slots_of, discover_hosts, secret_of, job_variables: a job's settings from the users' options."""
 
 from __future__ import annotations

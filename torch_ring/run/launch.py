@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """launch: runs a job from its options, for the command line and for `run`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cpus_of, bind: the CPUs of a rank on a host with several NUMA nodes, for ``--numa-binding``.
 
 The modes are torchrun's. Its own code (torch.numa) follows the GPU of a rank, and needs torch and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """parse_options: parses the command line of ``python -m torch_ring.run``, as horovodrun's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes: the running ranks of a job, and the processes that will become ranks."""
 
 from __future__ import annotations

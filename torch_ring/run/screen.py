@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Screen: writes the lines of many ranks to standard output, standard error and files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program of a standby process: imports torch, waits, and becomes a rank.
 
 The process reads two lines from standard input: first the text of this file, and later, to become a

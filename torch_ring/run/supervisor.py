@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervisor: the loop that waits for events of hosts, ranks and the system."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """main: the command ``python -m torch_ring``, which prints facts and tries local ranks."""
 
 from __future__ import annotations

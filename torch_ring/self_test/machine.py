@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """facts: the machine and its software, for bug reports."""
 
 from __future__ import annotations

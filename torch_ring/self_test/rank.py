@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """run_ranks: checks allreduce on local ranks, and times it beside gloo's. run_launched: on a job's.
 
 The module is also the program of a rank: it prints its result as a line of JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two jobs of one name on one host do not mix: `starter`, `is_awaited`, `claim_rank`.
 
 Two scripts may have the same MASTER_ADDR and MASTER_PORT, perhaps by default. Usually one process

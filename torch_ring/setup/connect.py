@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """listen, connect: the control plane and the shared memory of this process, in a new world.
 
 The leader of a host makes its memory, with the table of all ranks in it, and passes it to the

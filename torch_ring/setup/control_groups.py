@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """usable_cpus, cpu_quota: a process's CPUs under the control groups of a container or a job.
 
 The text of this file is sent to every host: it uses only the standard library.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """exchange_hosts: all ranks of a world learn of one another, in two levels, or fail together.
 
 The ranks of a host gather their descriptions at a Unix socket, where one of them leads. If the

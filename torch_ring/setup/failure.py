@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failure: the error that ends an init(), in the form that is sent to all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frame: one message between ranks during init(), over a Unix socket or in a store.
 
 A frame is a header (magic, kind, number of descriptors, bytes) and its payload. Over a socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """place_of(): the GPU of this process, as NCCL tells the GPUs of a job apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Door: the listener of a host's leader, and connections that have not said who they are."""
 
 from __future__ import annotations

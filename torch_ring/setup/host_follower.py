@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostFollower: the side of a rank that another rank of its host leads; see `host_socket`."""
 
 from __future__ import annotations

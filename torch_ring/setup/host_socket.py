@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostLeader, meet_on_host: the ranks of a host find one another by the name of a Unix socket.
 
 The rank that binds the name leads; the others connect and send it their values. A leader handles

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JobKey, AuthenticatedStore: authenticated values in the store that the hosts share.
 
 A store may be open to strangers. With a secret, every value carries an HMAC-SHA256 of the job, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Identity, discover: rank and size of this process, from the variables of its launcher."""
 
 from __future__ import annotations

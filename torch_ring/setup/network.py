@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deadline, own_address, close_in_child: basic tools of the set-up.
 
 Deadlines; this host's addresses; credentials and descriptors of peers. If another thread forks in

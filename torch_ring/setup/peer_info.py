@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PeerInfo, HostInfo: a rank's description of itself, and the table of all descriptions.
 
 A description is a dictionary of plain values. The descriptions of a host are sent as columns, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """read_secret: the secret of a job from a file that no other user can read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """socket_name: the name of the Unix socket at which the ranks of a host meet.
 
 It is the same for all ranks of a start of a job on a host and node, and for no other start that

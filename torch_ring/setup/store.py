@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """find_store, StorePlace: finds or serves the store through which the hosts of a job meet.
 
 Under an MPI that sets no address for a store, rank 0 broadcasts its address, and a secret, over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """StoreClient, open_store: a key-value store whose calls have a deadline and obey signals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """StoreExchange: the hosts of a job gather one value each over a store.
 
 A group of ranks, usually those of a host, takes part as one. Its leader takes the next places of a

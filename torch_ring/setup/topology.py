@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Topology: ranks that share a host, a node or CPUs. Pure functions of the ranks' `PeerInfo`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """UCX: a rank's version and transports, and whether all ranks use it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tracing: the operations of a job's ranks, with their times (docs/tracing.md).
 
 Open first: `flight_recorder`; `lateness` finds late ranks, `page` draws a recording.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """snapshot: counters of this rank's operations so far."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """export_metrics: writes counters to a file for Prometheus' node exporter, or serves them.
 
 The file (TORCH_RING_METRICS_FILE) and the port on localhost (TORCH_RING_METRICS_PORT) live as long

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dump, watch_errors: the last operations of this rank, in a file that ``torchfrtrace`` reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """stragglers, report: the rank for which the others wait, and the present place of all ranks."""
 
 from __future__ import annotations

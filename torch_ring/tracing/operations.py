@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """recorded_sets, RecordedSet: the operations recorded by this rank's engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """registry_of: a world's counters as Prometheus metrics; needs prometheus_client (extra: metrics).
 
 All names begin with torch_ring_, and all metrics have the label rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """start_timeline, stop_timeline: a file with the operations of all ranks, for Perfetto."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The current world: joining and leaving it, its ranks, process sets and engines.
 
 Open first: `current`, then `join`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """init, shutdown, rank, size: the world of this process."""
 
 from __future__ import annotations

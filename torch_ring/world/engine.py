@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine of a world or of a process set: make_engine, and exchanges among its ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """reason_to_leave, reason_at_exit: this process's reason to leave its world, for other ranks."""
 
 from __future__ import annotations

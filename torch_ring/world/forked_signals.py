@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """handle, give_back: signal handlers that forked children do not inherit."""
 
 from __future__ import annotations

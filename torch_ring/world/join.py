@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """join_world: identity, rendezvous, connections, engine and process sets of a new World."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """watch, requested: a stop on which all ranks agree, at the same step.
 
 A scheduler that is about to end a job sends a signal: to one process, to those of a host or to all,

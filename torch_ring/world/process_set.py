@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ProcessSet: a subset of the ranks, with collectives of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ProcessSetTable: the process sets of a world; all ranks add and remove them together."""
 
 from __future__ import annotations

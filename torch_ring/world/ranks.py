@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ranks_of: the ranks of a list, a process set or an mpi4py communicator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """recorded_groups: the groups of torch.distributed whose engines record their operations.
 
 They have worlds of their own, which ``current`` does not know.

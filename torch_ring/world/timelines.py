@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines: the timelines of a world's operations, one file for all ranks (csrc/timeline)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gpu: a GPU of the doubles, which may run one operation of NCCL at a time.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "doubles/nccl_double.h"
 
 #include <fcntl.h>

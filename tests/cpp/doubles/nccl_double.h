@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The NCCL double: a stand-in for libnccl.so.2 and for a device's streams and events.
 //
 // It needs no GPU. It has NCCL's symbols over host memory; its ranks are threads or processes of

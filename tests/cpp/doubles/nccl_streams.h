@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // double_api() and Stream: the NCCL double and its streams, loaded as NCCL is.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OpaqueStream: a stream of the doubles, which is a queue and a thread that runs its tasks.
 #pragma once
 

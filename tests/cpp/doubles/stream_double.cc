@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The streams and events of the doubles.
 #include <chrono>
 #include <future>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program for Horovod, which it imports first and also uses in its child processes."""
 
 import horovod.torch as hvd  # isort: skip

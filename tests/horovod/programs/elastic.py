@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digits, as users of Horovod's elastic training train them: with commits and a scaled rate."""
 
 import argparse

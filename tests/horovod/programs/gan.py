@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two optimizers, clipping and scaling in Horovod's way, uneven data, sparse rows, objects."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains with PyTorch-Ignite on Horovod: ignite starts the ranks, and wraps model and data."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ResNet as Horovod's users train it: warm-up, several batches an allreduce, resume, metrics."""
 
 import argparse

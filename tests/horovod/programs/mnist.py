@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digits, as Horovod's users train them: Adasum or averages, fp16 on the wire, averaged metrics."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the programs and the behaviours in one job, whose processes start only once."""
 
 import sys

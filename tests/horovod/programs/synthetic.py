@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark that Horovod's users know, on a small model."""
 
 import argparse

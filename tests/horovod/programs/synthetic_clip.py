@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """open_clip on made-up data: for its sampler it asks torch.distributed, also with --horovod."""
 
 import sys

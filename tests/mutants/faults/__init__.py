@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The faults that `mutants.py` plants: what could go wrong silently, by room.
 
 A room is a module here. Its name is that of its package, in Python or in `csrc/`; `gradients` has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the agreement: which requests run, and what the ranks are told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of c10d: groups of torch.distributed, and the names of backends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of csrc/collective: the plans of rings and trees, and their data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of collectives: derivatives, objects, comparisons, operators."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of compression: casts, 8-bit codes, PowerSGD, error feedback."""
 
 from __future__ import annotations

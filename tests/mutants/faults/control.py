@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of csrc/control: who is alive, who may connect, what is passed on."""
 
 from __future__ import annotations

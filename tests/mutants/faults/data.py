@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of data: which samples each rank reads, and where a run goes on."""
 
 from __future__ import annotations

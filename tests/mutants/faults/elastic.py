@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of elastic training: states, samplers, regrouping, leaving."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of csrc/engine: what is run, fused, timed, and told."""
 
 from __future__ import annotations

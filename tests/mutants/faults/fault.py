@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fault, Room: what could go wrong silently, and where."""
 
 from __future__ import annotations

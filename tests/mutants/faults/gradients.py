@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of gradients: their hooks, buckets, agreement and reduction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of horovod: the name horovod for programs that import it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of membership: the processes of an elastic job, and their messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of csrc/messages: sends and receives between two ranks."""
 
 from __future__ import annotations

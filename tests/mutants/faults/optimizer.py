@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the optimizer's leaves: local steps, divided state, the autotuner."""
 
 from __future__ import annotations

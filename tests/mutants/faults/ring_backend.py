@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of csrc/c10d: the operations of torch.distributed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of run: the launcher, its hosts, processes, signals and output."""
 
 from __future__ import annotations

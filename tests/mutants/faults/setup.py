@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of setup: how ranks find one another and agree on a world."""
 
 from __future__ import annotations

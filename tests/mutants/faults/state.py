@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of state: broadcasts, checkpoints, means, schedules, batch normalisation."""
 
 from __future__ import annotations

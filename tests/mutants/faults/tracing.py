@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of tracing: timelines, dumps, counters, late ranks, the page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of csrc/transport: handshakes, checksums, shared memory, long waits."""
 
 from __future__ import annotations

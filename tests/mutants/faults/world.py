@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of world: init and shutdown, process sets, stops, exits."""
 
 from __future__ import annotations

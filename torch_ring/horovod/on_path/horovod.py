@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The module ``horovod`` of a program that runs on torch_ring.
 
 It is a package without files: `torch_ring.horovod.modules` finds its submodules.

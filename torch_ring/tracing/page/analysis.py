@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of a recording: late ranks, times of steps, and long times in which nothing happens."""
 
 from __future__ import annotations

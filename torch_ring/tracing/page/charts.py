@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The charts of a recording: all operations in time, and the times of steps."""
 
 from __future__ import annotations

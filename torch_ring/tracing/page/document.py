@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """draw_page: the recording of a job as one HTML file that needs no network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The colors of the charts follow the page's: light or dark, as the system says or the button. A click
 // on an entry of the legend hides its bars or marks.
 (() => {

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """read_recording: reads the timelines and dumps of a job from a folder."""
 
 from __future__ import annotations
