@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,14 @@ import torch
 from arrivals import run_with_arrivals
 from logs import logged
 from pool import run
+from scripts import ROOT
+from torch.nn.functional import mse_loss
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import torch_ring as hvd
 from torch_ring import checkpoint
+from torch_ring.data import ShardedSampler
 from torch_ring.lr_schedules import ScaledLR, WarmupLR
 
 SAMPLES, BATCH, EPOCHS = 512, 32, 6
@@ -411,3 +415,40 @@ def test_a_rate_of_other_ranks_is_told(tmp_path, how):
     else:
         (line,) = first
         assert "state is of 2 ranks, and 3 continue with its learning rate 0.2" in line
+
+
+# --- the program of the docs
+
+
+def follow_the_page(path: Path, last: int) -> tuple[int, float]:
+    """Run the program of the page up to an epoch; return the samples so far, and the rate."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Dropout(0.1))
+    names: dict[str, Any] = {
+        **vars(lr_scheduler),
+        **{"checkpoint": checkpoint, "hvd": hvd, "math": math, "torch": torch},
+        **{"DataLoader": DataLoader, "ScaledLR": ScaledLR, "ShardedSampler": ShardedSampler},
+        "dataset": TensorDataset(torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 1)),
+        **{"epochs": EPOCHS, "last": last, "model": model, "mse_loss": mse_loss},
+    }
+    page = (ROOT / "docs" / "input-pipeline.md").read_text()
+    (program,) = (
+        each for each in re.findall(r"```python\n(.*?)```", page, re.S) if "job.pt" in each
+    )
+    for there, here in {
+        "job.pt": str(path),
+        "sampler.epoch, epochs": "sampler.epoch, last",
+    }.items():
+        assert there in program
+        program = program.replace(there, here)
+    exec(program, names)
+    return names["scheduler"].samples, names["optimizer"].param_groups[0]["lr"]
+
+
+def test_the_program_of_the_docs_goes_on_with_other_ranks(tmp_path):
+    args = tmp_path / "job.pt"
+    of_one = rates_of_one(KINDS["cosine"])
+    assert run(follow_the_page, 2, args=(args, 3)) == [(3 * 512, pytest.approx(2 * of_one[48]))] * 2
+    samples = 3 * 512 + 3 * 510  # of an epoch, two samples are left out
+    rate = pytest.approx(3 * of_one[samples // BATCH])
+    assert run(follow_the_page, 3, args=(args, EPOCHS)) == [(samples, rate)] * 3
