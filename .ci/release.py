@@ -49,14 +49,18 @@ def begin(version):
     heading = f"## [{version}] - unreleased\n"
     if heading not in changelog:
         raise SystemExit(f"CHANGELOG.md has no heading {heading.strip()!r}")
-    (ROOT / "CHANGELOG.md").write_text(changelog.replace(heading, f"## [{version}] - {today}\n", 1))
+    texts = {"CHANGELOG.md": changelog.replace(heading, f"## [{version}] - {today}\n", 1)}
     for name, pattern in PLACES.items():
-        text = re.sub(pattern, version, read(name), flags=re.MULTILINE)
+        text, count = re.subn(pattern, version, read(name), flags=re.MULTILINE)
+        if count != 1:
+            raise SystemExit(f"{name} has its version {count} times, not once: see PLACES")
         if name == "CITATION.cff":
             text = re.sub(r"^date-released: .*\n", "", text, flags=re.MULTILINE)
             own = f"version: {version}\n"
             text = text.replace(own, f"{own}date-released: {today}\n")
-        (ROOT / name).write_text(text)
+        texts[name] = text
+    for name, text in texts.items():
+        (ROOT / name).write_text(text, encoding="utf-8")
 
 
 def tag(version):
@@ -81,7 +85,7 @@ def notes(version):
 
 
 def read(name):
-    return (ROOT / name).read_text()
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def git(*arguments):

@@ -75,7 +75,8 @@ struct EngineConfig {
   /// The grace for other threads, but ahead of the timeout, whose error does not tell that the
   /// ranks disagree.
   std::chrono::milliseconds grace_before_timeout() const {
-    return timeout.count() > 0 ? std::min(other_threads_grace, timeout / 2) : other_threads_grace;
+    return timeout.count() > 0 ? std::min(other_threads_grace, timeout * 3 / 4)
+                               : other_threads_grace;
   }
 
   /// How long a rank waits before it tells the others the ranks that it waits for (WaitGraph): well

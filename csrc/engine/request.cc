@@ -140,7 +140,10 @@ std::optional<std::string> in_words(std::string_view name) {
 }
 
 std::optional<std::string> kind_in_words(std::string_view name) {
-  if (!in_words(name)) return std::nullopt;
+  const auto words = in_words(name);
+  if (!words) return std::nullopt;
+  if (words->starts_with("comparing the ranks' weights")) return "comparing weights";
+  if (words->starts_with("averaging the closure's loss")) return "averaging the closure's loss";
   return name.starts_with(kBackward) ? "agreeing on gradients" : "averaging gradients";
 }
 

@@ -22,6 +22,16 @@ TEST(names_of_gradients_in_words) {
            "averaging once more what 'head.weight' had before backward pass 18");
 }
 
+TEST(kinds_of_gradients_in_words) {
+  const auto kind = [](const std::string& name) { return kind_in_words(name).value_or("(none)"); };
+  CHECK_EQ(kind(backward_name(2)), "agreeing on gradients");
+  CHECK_EQ(kind(backward_name(2) + ".weights"), "comparing weights");
+  CHECK_EQ(kind(bucket_name(1, 17, 3, 64)), "averaging gradients");
+  CHECK_EQ(kind("gradients.0.17.loss"), "averaging the closure's loss");
+  CHECK_EQ(kind("gradients.0.17.carried.head.loss"), "averaging gradients");
+  CHECK_EQ(kind("loss"), "(none)");
+}
+
 TEST(other_names_stay) {
   for (const std::string name :
        {"", "loss.3", "backward", "backward.", "backward.x", "backward.3.other", "gradients.3",

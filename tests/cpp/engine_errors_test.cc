@@ -36,9 +36,9 @@ const bool kDeadlock = on_all_layouts(
     },
     2);
 
-TEST(ranks_whose_threads_wait_for_different_names_get_an_error_in_half_the_timeout) {
+TEST(ranks_whose_threads_wait_for_different_names_get_an_error_before_the_timeout) {
   EngineConfig config = patient();
-  config.timeout = std::chrono::milliseconds(1400);
+  config.timeout = std::chrono::milliseconds(1200);  // of which 900 are for other threads
   run_engines(
       {0, 1},
       [](Rank& rank) {

@@ -170,6 +170,13 @@ def test_a_release_is_refused_before_it_changes_a_file(project: Project) -> None
     text = project.read("pyproject.toml")
     project.write("pyproject.toml", text.replace("someone", "OWNER"))
     assert "the tree has changes" in project.step("begin", version[0])
+    recipe = project.read(".ci/conda/recipe.yaml")
+    project.write(".ci/conda/recipe.yaml", recipe.replace("  version: ", "  versions: "))
+    project.git("commit", "--quiet", "--all", "--message", "A recipe without a version")
+    project.write("pyproject.toml", text)
+    project.git("commit", "--quiet", "--all", "--message", "Its owner")
+    assert "has its version 0 times" in project.step("begin", version[0])
+    project.write("pyproject.toml", text.replace("someone", "OWNER"))
     project.git("commit", "--quiet", "--all", "--message", "No owner")
     assert "no address" in project.step("begin", version[0])
     assert project.git("status", "--porcelain") == ""

@@ -84,7 +84,7 @@ FAULTS = (
     Fault(
         "late_mismatch", "ranks that disagree beside other threads run into the timeout", DRIVER,
         "waited >= config_.grace_before_timeout()", "waited >= config_.other_threads_grace",
-        tests=("cpp:half_the_timeout",),
+        tests=("cpp:before_the_timeout",),
     ),
     Fault(
         "wrong_last", "a rank that posted last counts as late for any operation", WATCHDOG,

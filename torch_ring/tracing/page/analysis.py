@@ -113,7 +113,7 @@ class Fold:
 
 
 def step_times(recording: Recording) -> list[Step]:
-    """Return the steps whose previous one was recorded, too.
+    """Return the steps whose previous one was recorded, too, on the same ranks.
 
     A step ends when the last rank comes to the first operation of a backward pass of a
     `DistributedOptimizer`: from then on all ranks work on it, so its time is one for all of them.
@@ -126,7 +126,7 @@ def step_times(recording: Recording) -> list[Step]:
     return [
         Step(step, begins[step][last[step]] - begins[before][last[before]], last[step])
         for before, step in pairwise(sorted(begins))
-        if step == before + 1
+        if step == before + 1 and begins[step].keys() == begins[before].keys()
     ]
 
 
@@ -168,16 +168,22 @@ _Times = list[tuple[float, float]]
 def _quiet_times(operations: list[Operation]) -> tuple[_Times, _Times]:
     """Return the times without a beginning or an end: idle ones, and those in which ranks wait."""
     under_way: Counter[float] = Counter()
+    moving: Counter[float] = Counter()  # data
     for each in operations:
         under_way[each.submitted] += 1
         under_way[each.started] += 0
         under_way[each.finished] -= 1
+        if each.state == "completed":
+            moving[each.started] += 1
+            moving[each.finished] -= 1
     idle: _Times = []
     waits: _Times = []
-    running = 0
+    running = busy = 0
     for begin, end in pairwise(sorted(under_way)):
         running += under_way[begin]
-        (waits if running else idle).append((begin, end))
+        busy += moving[begin]
+        if not busy:
+            (waits if running else idle).append((begin, end))
     return idle, waits
 
 
@@ -194,15 +200,14 @@ def _begins(recording: Recording) -> dict[int, dict[int, float]]:
 def _repetitions(operations: list[Operation]) -> dict[int, dict[int, float]]:
     """Return the same for the operations of the most frequent name, each a step."""
     name = Counter(each.name for each in operations).most_common(1)[0][0]
+    steps = [each for each in operations if each.name == name]
+    # The same on all ranks, also of a dump that lacks its first ones.
+    numbered = {(each.process_set, each.sequence) for each in steps if each.sequence >= 0}
+    numbers = {key: number for number, key in enumerate(sorted(numbered))}
     counts: Counter[int] = Counter()
-    numbers: dict[tuple[str, int], int] = {}
     begins: defaultdict[int, dict[int, float]] = defaultdict(dict)
-    for each in operations:
-        if each.name != name:
-            continue
-        number = counts[each.rank]
-        if each.sequence >= 0:  # the same on all ranks, also of a dump that lacks its first ones
-            number = numbers.setdefault((each.process_set, each.sequence), len(numbers))
+    for each in steps:
+        number = numbers.get((each.process_set, each.sequence), counts[each.rank])
         counts[each.rank] += 1
         begins[number].setdefault(each.rank, each.submitted)
     return begins
