@@ -7,6 +7,8 @@ that are no calls of their own. A new public name needs an entry in one of the t
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,6 +65,7 @@ def tensors() -> Iterator[Tensor]:
     yield torch.ones(1).expand(4)
     yield torch.empty(0, 3)
     yield torch.tensor([1 + 2j, 3j]).conj()
+    yield torch.tensor([1 + 2j, 3j]).conj().imag
     yield torch.tensor([2**62, -(2**62), 7])
 
 
@@ -83,10 +86,11 @@ def each(function: Callable[[Tensor], Any]) -> list[Any]:
 def reductions(function: Callable[..., Any]) -> list[Any]:
     """Return the outcomes of a reduction with all operators, and with factors."""
     factors = [(1.0, 1.0), (0.3, 1.0), (2.0, -0.7), (1e30, 1.0), (3.0, 5.0)]
-    found = [each(lambda t, op=op: function(t.clone(), op=op)) for op in hvd.ReduceOp]
-    for before, after in factors:
-        more = {"prescale_factor": before, "postscale_factor": after}
-        found.append(each(lambda t, more=more: function(t.clone(), op=hvd.Sum, **more)))
+    factors += [(0.3, 0.7), (math.nan, 1.0), (math.inf, 1.0)]
+    found = [each(lambda t, op=op: function(t, op=op)) for op in hvd.ReduceOp]
+    for op, (before, after) in itertools.product((hvd.Sum, hvd.Adasum), factors):
+        more = {"op": op, "prescale_factor": before, "postscale_factor": after}
+        found.append(each(lambda t, more=more: function(t, **more)))
     return found
 
 
@@ -255,6 +259,10 @@ def nan_check() -> Any:
             optimizer.step()
         except hvd.NonFiniteGradientError as error:
             found.append(str(error))
+    rows = nn.Parameter(torch.eye(2).to_sparse_csr())  # of a layout that is not looked at
+    rows.grad = torch.full((2, 2), torch.nan).to_sparse_csr()
+    hvd.DistributedOptimizer(torch.optim.SGD([rows], lr=0.1), nan_check=True).step()
+    found.append(rows.detach().to_dense())
     return found
 
 

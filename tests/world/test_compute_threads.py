@@ -17,6 +17,7 @@ from torch_ring.world import join
 
 BOUND = {"bound": True}
 A_GPU = {"gpus": 1}
+OR_CALL = "(or torch.set_num_threads, if the program calls it)"
 
 
 def lines(cpus: int, threads: int, machine: dict[str, float], variables: dict[str, str]) -> list:
@@ -63,8 +64,8 @@ def test_idle_cpus_are_told(cpus, threads, machine, said):
         return
     number, there, share = said
     assert found == [
-        f"a rank computes with {number}, and {there} here: set OMP_NUM_THREADS={share} for all "
-        f"ranks to use them, or OMP_NUM_THREADS={threads} to keep it so"
+        f"a rank computes with {number}, and {there} here: set OMP_NUM_THREADS={share} {OR_CALL} "
+        f"for all ranks to use them, or OMP_NUM_THREADS={threads} to keep it so"
     ]
 
 
@@ -91,8 +92,9 @@ def test_threads_that_wait_for_a_cpu_are_told(ranks, cpus, threads, machine, sai
         return
     there, share = said
     assert found == [
-        f"a rank computes with {threads} threads, and {there} here: set OMP_NUM_THREADS={share} so "
-        f"that threads do not wait for a CPU, or OMP_NUM_THREADS={threads} to keep it so"
+        f"a rank computes with {threads} threads, and {there} here: set OMP_NUM_THREADS={share} "
+        f"{OR_CALL} so that threads do not wait for a CPU, or OMP_NUM_THREADS={threads} to keep it "
+        "so"
     ]
 
 

@@ -186,7 +186,9 @@ def _value(
         if value.dtype not in taken:
             words = ", ".join(str(each).removeprefix("torch.") for each in taken)
             _refuse(f"{what}: there is no {name} of {value.dtype}: it takes {words}")
-        return _scaled(value, [float(factor) for factor in factors])
+        for each in [factors[:1], factors[1:]] if name == "Adasum" else [factors]:
+            value = _scaled(value, [float(factor) for factor in each])  # each result is rounded
+        return value
     if collective == "alltoall" and splits is not None:
         if len(splits) != 1 or not 0 <= splits[0] <= len(value):
             _refuse(f"{what}: the splits {list(splits)} are not those of {len(value)} rows")
@@ -210,7 +212,7 @@ def _scaled(value: Tensor, factors: Sequence[float]) -> Tensor:
     if value.dtype == torch.bool or not factors:
         return value
     if value.is_complex():
-        return torch.view_as_complex(_scaled(torch.view_as_real(value), factors))
+        return torch.view_as_complex(_scaled(torch.view_as_real(value.resolve_conj()), factors))
     wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     for factor in factors:
         wide = wide * factor if wide.is_floating_point() else _scaled_integers(wide, factor)
@@ -218,14 +220,18 @@ def _scaled(value: Tensor, factors: Sequence[float]) -> Tensor:
 
 
 def _scaled_integers(value: Tensor, factor: float) -> Tensor:
-    """Return products truncated toward zero, and clamped to the range of the dtype."""
+    """Return products truncated toward zero, and clamped to the range of the dtype.
+
+    NaN becomes the lowest number. A product of 64 bits that is within 512 of the range's end may
+    become that end, where the native module has the exact number.
+    """
     limits = torch.iinfo(value.dtype)
     host = value.cpu()  # another device may have no float64
     near = host.double() * factor
     is_whole = limits.bits == 64 and factor.is_integer() and abs(factor) < 2**63
     product = host * int(factor) if is_whole else near.trunc().to(value.dtype)
-    product = torch.where(near > limits.min, product, limits.min)
-    return torch.where(near < float(limits.max) + 1.0, product, limits.max).to(value.device)
+    product = torch.where(near < float(limits.max) + 1.0, product, limits.max)
+    return torch.where(near > limits.min, product, limits.min).to(value.device)
 
 
 # --- what a world of one needs beside an engine
@@ -288,6 +294,7 @@ class GradientHooks:
     @staticmethod
     def worst_numbers(gradients: Sequence[Tensor]) -> list[Worst]:
         values = [each._values() if each.is_sparse else each for each in gradients]
+        values = [each if each.layout == torch.strided else torch.empty(0) for each in values]
         nans = [bool(each.isnan().any()) for each in values]
         infinities = [bool(each.isinf().any()) for each in values]
         pairs = zip(nans, infinities, strict=True)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Any
 
-__all__ = ["GREETING", "FrameReader", "frame", "main"]
+__all__ = ["GREETING", "FrameReader", "frame", "main", "why_unstartable"]
 
 GREETING = b"\0torch_ring agent\n"  # frames begin after it: a shell may print text before
 
@@ -210,6 +210,16 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # exit codes, as in a shell
 
 
+def why_unstartable(command: str, error: Exception) -> tuple[int, str]:
+    """Return the exit code and the text of a rank whose command cannot be started."""
+    is_missing = isinstance(error, FileNotFoundError)
+    hint = "is it installed there, and on the PATH?" if is_missing else "is it a program?"
+    if command.endswith(".py"):
+        hint = f"a Python program begins with its interpreter: `python {command}`"
+    code = _NOT_FOUND if is_missing else _NOT_EXECUTABLE
+    return code, f"cannot start {command!r}: {error}: {hint}"
+
+
 class Agent:
     """Executes the launcher's requests until all ranks have ended."""
 
@@ -376,19 +386,8 @@ class Agent:
             self._refuse(request, str(error))
             return
         except (OSError, ValueError) as error:  # ValueError: a null character
-            is_missing = isinstance(error, FileNotFoundError)
-            command = request["command"][0]
-            hint = "is it installed there, and on the PATH?" if is_missing else "is it a program?"
-            if command.endswith(".py"):
-                hint = f"a Python program begins with its interpreter: `python {command}`"
-            self._send(
-                {
-                    "event": "unstartable",
-                    "rank": request["rank"],
-                    "code": _NOT_FOUND if is_missing else _NOT_EXECUTABLE,
-                    "text": f"cannot start {command!r}: {error}: {hint}",
-                }
-            )
+            code, text = why_unstartable(request["command"][0], error)
+            self._refuse(request, text, code)
             return
         self._ranks[rank.pid] = rank
 
@@ -403,8 +402,8 @@ class Agent:
                 return
         self._refuse(request, "its standby process has ended")
 
-    def _refuse(self, request: dict[str, Any], text: str) -> None:
-        self._send({"event": "unstartable", "rank": request["rank"], "code": 1, "text": text})
+    def _refuse(self, request: dict[str, Any], text: str, code: int = 1) -> None:
+        self._send({"event": "unstartable", "rank": request["rank"], "code": code, "text": text})
 
     def _pass_on(self, rank: RankProcess, fd: int) -> bool:
         name = rank.outputs[fd]

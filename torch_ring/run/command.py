@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch_ring.errors import InvalidArgumentError, RingError
-from torch_ring.native import is_for_one_rank, require_one_rank
+from torch_ring.native import is_for_one_rank
+from torch_ring.run.agent import why_unstartable
+from torch_ring.run.alone import environment_alone
 from torch_ring.run.job import exit_code
-from torch_ring.run.job_settings import slots_of
 from torch_ring.run.launch import launch
 from torch_ring.run.options import Options, parse_options
 from torch_ring.run.screen import FdSink, say
@@ -98,9 +99,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_alone(options: Options, environment: Mapping[str, str]) -> int:
     """Run the command as a world of one rank, where there is nothing else."""
-    slots = slots_of(options.size, options.hosts, options.hostfile, environment, say)
-    require_one_rank(len(slots), "the launcher")
-    return subprocess.call(options.command, env=dict(environment))
+    variables = environment_alone(options, environment, "the launcher")
+    try:
+        process = subprocess.Popen(options.command, env=variables)
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        code, text = why_unstartable(options.command[0], error)
+        say(f"rank 0 on localhost {text}")
+        return code
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):  # the command gets Ctrl-C, too
+                return exit_code(process.wait())
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _slurm_job() -> str:

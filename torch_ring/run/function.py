@@ -6,20 +6,21 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.native import is_for_one_rank, require_one_rank
+from torch_ring.native import NEEDS_LINUX, is_for_one_rank
 from torch_ring.run import function_rank
+from torch_ring.run.alone import environment_alone
 from torch_ring.run.hosts import cluster_hosts
-from torch_ring.run.job_settings import slots_of
 from torch_ring.run.launch import launch
 from torch_ring.run.options import Options, changes_nothing, growth_settings, start_timeout_of
-from torch_ring.run.screen import StreamSink, say
-from torch_ring.setup.launchers import without_launchers
+from torch_ring.run.screen import StreamSink
+from torch_ring.setup.launchers import environment_for_now, without_launchers
 
 __all__ = ["run"]
 
@@ -62,7 +63,7 @@ def run(
     """Run a function on new ranks, and return its results: Horovod's ``horovod.run``.
 
     Each rank calls ``func(*args, **kwargs)`` in a process of its own; ``init()`` is the function's
-    business. The ranks' lines come with their numbers in front. The arguments are the options of
+    business. On macOS and Windows the only rank is this process. The ranks' lines come with their numbers in front. The arguments are the options of
     ``python -m torch_ring.run``.
 
     Args:
@@ -134,9 +135,6 @@ def run(
     )
     if not (size or hosts or hostfile or host_discovery_script or cluster_hosts(environment)):
         size = 1
-    if is_for_one_rank():
-        require_one_rank(len(slots_of(size, hosts, hostfile, environment, say)), "run()")
-        return [func(*args, **(kwargs or {}))]
     interface = _one_of(network_interface=network_interface, network_interfaces=network_interfaces)
     given = {
         "disable_cache": disable_cache,
@@ -160,6 +158,11 @@ def run(
         is_verbose=bool(verbose),
         notes=tuple(changes_nothing(name) for name, value in given.items() if value),
     )
+    if is_for_one_rank():
+        if options.command[0] != sys.executable:
+            raise InvalidArgumentError(f"executable={executable!r}: {NEEDS_LINUX}")
+        variables = environment_alone(options, environment, "run()")
+        return [_call_alone(func, args, kwargs or {}, variables)]
     code, job = launch(
         options,
         environment,
@@ -176,6 +179,23 @@ def run(
         _result(f"rank {slot.rank} on {slot.host}", bytes(job.results[slot.rank]))
         for slot in finished
     ]
+
+
+def _call_alone(
+    func: Callable[..., ResultT],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> Any:
+    """Return the function's result in this process, which has the rank's environment meanwhile."""
+    try:
+        with environment_for_now(environment):
+            return func(*args, **kwargs)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return None
+        failure = "rank 0 on localhost failed with exit code 1"
+        raise RuntimeError(f"{failure}\n{traceback.format_exc()}".rstrip()) from error
 
 
 def _one_of(**values: Any) -> Any:

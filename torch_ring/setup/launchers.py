@@ -8,7 +8,7 @@ import itertools
 import multiprocessing
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ __all__ = [
     "Identity",
     "Launcher",
     "discover",
+    "environment_for_now",
     "expand_hostlist",
     "is_of_inner_job",
     "process_name",
@@ -329,6 +330,19 @@ def without_launchers(environment: Mapping[str, str] = os.environ) -> dict[str, 
     """Return the environment for ranks started by this process, without launchers' variables."""
     theirs = variables_of_launchers(environment)
     return {name: value for name, value in environment.items() if name not in theirs}
+
+
+@contextlib.contextmanager
+def environment_for_now(environment: Mapping[str, str]) -> Iterator[None]:
+    """Context in which this process has another environment; its changes there are forgotten."""
+    before = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str:

@@ -317,7 +317,11 @@ def _thread_advice(sharers: int, local_size: int) -> str | None:
 
     More: without a launcher that sets the number, each rank has a thread for every core of the
     host, and they wait for one another in each operation. A program that has called
-    set_num_threads() shows by a number below PyTorch's own.
+    set_num_threads() shows by a number below PyTorch's own, which is half of the CPUs or more: with
+    four hardware threads a core, it is less, and nothing is said.
+
+    The quota is taken for that of all ranks of the node. Containers with a quota each that share
+    the host's network are one node, so that the advice for them is too low.
 
     Args:
         sharers: the ranks that share this one's CPUs.
@@ -345,7 +349,8 @@ def _thread_advice(sharers: int, local_size: int) -> str | None:
     there = f"{cpus:g} CPU" + ("s" if cpus != 1 else "")
     return (
         f"a rank computes with {number}, and {whose} {there} here: set "
-        f"OMP_NUM_THREADS={max(1, int(share))} {gain}, or OMP_NUM_THREADS={threads} to keep it so"
+        f"OMP_NUM_THREADS={max(1, int(share))} (or torch.set_num_threads, if the program calls it) "
+        f"{gain}, or OMP_NUM_THREADS={threads} to keep it so"
     )
 
 
