@@ -63,8 +63,8 @@ def run(
     """Run a function on new ranks, and return its results: Horovod's ``horovod.run``.
 
     Each rank calls ``func(*args, **kwargs)`` in a process of its own; ``init()`` is the function's
-    business. On macOS and Windows the only rank is this process. The ranks' lines come with their numbers in front. The arguments are the options of
-    ``python -m torch_ring.run``.
+    business. On macOS and Windows the only rank is this process. The ranks' lines come with their
+    numbers in front. The arguments are the options of ``python -m torch_ring.run``.
 
     Args:
         func: any function that cloudpickle takes; if that is not installed, a function of a module

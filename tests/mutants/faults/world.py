@@ -16,6 +16,7 @@ REASON = "torch_ring/world/exit_reason.py"
 TIMELINES = "torch_ring/world/timelines.py"
 SIGNALS = "torch_ring/world/forked_signals.py"
 ONE_RANK = "torch_ring/native/one_rank.py"
+ALONE = "torch_ring/run/alone.py"
 
 # fmt: off
 FAULTS = (
@@ -188,6 +189,17 @@ FAULTS = (
         "alone_unscaled", "on macOS an allreduce ignores the second factor", ONE_RANK,
         "factors = [factor for factor in factors if factor != 1.0]",
         "factors = [factor for factor in factors[:1] if factor != 1.0]",
+        tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
+    ),
+    Fault(
+        "alone_options_lost", "on macOS the launcher drops its options", ALONE,
+        "        variables=variables,\n", "",
+        tests=("install/test_one_rank.py::test_the_launcher_does_the_same",),
+    ),
+    Fault(
+        "alone_lowest_lost", "on macOS an integer times NaN is the highest number", ONE_RANK,
+        "torch.where(near > limits.min, product, limits.min)",
+        "torch.where(near <= limits.min, limits.min, product)",
         tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
     ),
     Fault(
