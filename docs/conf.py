@@ -32,11 +32,12 @@ include_patterns = [
     "examples/*/README.md",
     "benchmarks/README.md",
     "csrc/README.md",
+    ".github/SECURITY.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "tests/README.md",
 ]
-exclude_patterns = [".*", "build", "data", "dist"]
+exclude_patterns = [".[!g]*", ".git", "build", "data", "dist"]  # not .github
 
 nitpicky = True
 nitpick_ignore_regex = [
