@@ -34,12 +34,27 @@ Worst worst_of(double largest, double limit) {
                                : Worst::kFinite;
 }
 
+/// The stored numbers of a sparse tensor; another tensor as it is.
+at::Tensor stored_numbers(const at::Tensor& tensor) {
+  switch (tensor.layout()) {
+    case at::kSparse:
+      return tensor._values();
+    case at::kSparseCsr:
+    case at::kSparseCsc:
+    case at::kSparseBsr:
+    case at::kSparseBsc:
+      return tensor.values();
+    default:
+      return tensor;
+  }
+}
+
 /// The worst of a gradient's numbers; nullopt for a dense one on a device, which is replaced by its
 /// real numbers. A sparse one is not compressed, so only its dtype limits it.
 std::optional<Worst> worst_on_host(at::Tensor& values, double limit) {
-  const bool is_sparse = values.is_sparse();
+  const bool is_sparse = values.layout() != at::kStrided;
   if (is_sparse) {
-    values = values._values();
+    values = stored_numbers(values);
     limit = kInfinity;
   }
   if (values.layout() != at::kStrided || values.numel() == 0) return Worst::kFinite;

@@ -2,6 +2,7 @@
 """nan_check: the first non-finite gradient is named on all ranks, and no rank steps."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -229,6 +230,22 @@ def spoil_a_bucket_that_is_reduced_early() -> str:
 def test_a_rank_is_named_though_the_nan_is_everywhere():
     env = {"TORCH_RING_BUCKET_BYTES": "4"}
     run(spoil_a_bucket_that_is_reduced_early, 2, transport="tcp", env=env)
+
+
+def spoil_compressed_rows(to_layout: Callable[[Tensor], Tensor]) -> None:
+    rows = nn.Parameter(to_layout(torch.eye(4)))
+    optimizer = hvd.DistributedOptimizer(SGD([rows], lr=0.1), [("rows", rows)], nan_check=True)
+    rows.grad = to_layout(torch.eye(4) * float("nan"))
+    expect_error(ERROR, "the gradient of 'rows' has a NaN", optimizer.step)
+
+
+@pytest.mark.parametrize(
+    "to_layout",
+    [Tensor.to_sparse_csr, Tensor.to_sparse_csc, partial(Tensor.to_sparse_bsr, blocksize=(2, 2))],
+    ids=["csr", "csc", "bsr"],
+)
+def test_a_nan_of_a_compressed_layout_is_found(to_layout):
+    run(spoil_compressed_rows, 1, args=(to_layout,))
 
 
 def join_and_spoil() -> None:

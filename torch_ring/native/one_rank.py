@@ -293,12 +293,19 @@ class GradientHooks:
 
     @staticmethod
     def worst_numbers(gradients: Sequence[Tensor]) -> list[Worst]:
-        values = [each._values() if each.is_sparse else each for each in gradients]
-        values = [each if each.layout == torch.strided else torch.empty(0) for each in values]
+        values = [_stored_numbers(each) for each in gradients]
         nans = [bool(each.isnan().any()) for each in values]
         infinities = [bool(each.isinf().any()) for each in values]
         pairs = zip(nans, infinities, strict=True)
         return [Worst.nan if n else Worst.infinite if i else Worst.finite for n, i in pairs]
+
+
+def _stored_numbers(tensor: Tensor) -> Tensor:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values()
+    compressed = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+    values = tensor.values() if tensor.layout in compressed else tensor
+    return values if values.layout == torch.strided else torch.empty(0)
 
 
 def sparse_message(own: Tensor, _like: Tensor, _op: int) -> tuple[Tensor, Tensor]:
