@@ -4,14 +4,23 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from torch_ring import world
 from torch_ring.errors import NotInitializedError, ProcessSetLostError
@@ -41,8 +50,12 @@ class ScaledLR(LRScheduler):
     the rate for the new number. A call takes that many steps of `scheduler`, of some microseconds
     each.
 
+    Each group of the optimizer notes the rate of one rank and its factor (``"one_rank_lr"``,
+    ``"lr_scale"``), also in a state. A rate without that note is that of one rank: of an added
+    group, or of a loaded state of a program without ScaledLR.
+
     Args:
-        scheduler: any of torch's, fresh, on an optimizer whose rates are those of one rank. Several
+        scheduler: any of torch's, on an optimizer whose rates are those of one rank. Several
             for one optimizer: in a ChainedScheduler or SequentialLR. A ReduceLROnPlateau counts
             evaluations: leave `batch_size` out, and give the value to ``step()``.
         batch_size: the samples for which `scheduler` takes one step. None: ``step()`` is one step
@@ -50,7 +63,8 @@ class ScaledLR(LRScheduler):
         scale: the factor of the rates, as a function of the number of ranks, such as ``math.sqrt``
             (often right for Adam), or ``lambda ranks: 1`` (Adasum, LocalSGD, DiLoCo, or a batch of
             all ranks together that stays the same). None: the number of ranks.
-        process_set: the ranks that train this model together; by default all.
+        process_set: the ranks that train this model together. None: those of the
+            DistributedOptimizer, else all.
 
     Attributes:
         optimizer, scheduler, batch_size: as given.
@@ -68,7 +82,7 @@ class ScaledLR(LRScheduler):
         batch_size: int | None = None,
         *,
         scale: Callable[[int], float] | None = None,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSet | None = None,
     ) -> None:
         # Not LRScheduler.__init__(), which would set the optimizer's rates, as `scheduler` has.
         _require_scalable(scheduler, batch_size)
@@ -78,15 +92,19 @@ class ScaledLR(LRScheduler):
             )
         self.scheduler, self.optimizer = scheduler, scheduler.optimizer
         self.batch_size, self.samples = batch_size, 0
-        self._scale_of, self._process_set = scale or float, process_set
-        self._scale = 0.0  # there is none yet
-        self._scale = self._scale_now()
-        self._rates = _rates_of(self.optimizer)
-        self._set_rates()
-        _mark(self.optimizer, self)
-        this = weakref.WeakMethod(self._set_rates_anew)
-        self.optimizer.register_load_state_dict_post_hook(lambda _: _call(this, always=True))
-        self.optimizer.register_step_pre_hook(lambda *_: _call(this, always=False))
+        self._scaling = _Scaling(scale or float, process_set)
+        self._scaling.apply(self.optimizer)
+        self._scaling.hook(self.optimizer)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return another attribute of a scheduler, such as `last_epoch`, of `scheduler`."""
+            if name == "_last_lr":
+                return self.get_last_lr()
+            if name == "scheduler" or name.startswith("__"):  # a copy does not have it yet
+                raise AttributeError(name)
+            return getattr(self.scheduler, name)
 
     def step(self, samples: Any = None) -> None:
         """Go on by one step of all ranks, after ``optimizer.step()``.
@@ -94,40 +112,44 @@ class ScaledLR(LRScheduler):
         Args:
             samples: the number that this rank has trained on since the last call, in all its
                 backward passes. It must be the same on all ranks: samplers for training deal
-                equally many to each. None: `batch_size` in each pass, also at the end of an epoch,
-                where a batch may be smaller: then the schedule ends early. With a
-                ReduceLROnPlateau: the value that it watches, the same on all ranks.
+                equally many to each. (After ``join()`` the counts may differ: load one rank's
+                state on all.) None: `batch_size` in each of the optimizer's
+                ``backward_passes_per_step``, also at the end of an epoch, where a batch may be
+                smaller: then the schedule ends early. Passes in ``no_sync()`` are not counted: give
+                the number. With a ReduceLROnPlateau: the value that it watches, the same on all
+                ranks.
 
         Raises:
-            ValueError: `samples` is negative, or is given though there is no `batch_size`.
+            ValueError: `samples` is no whole number, or negative, or is given though there is no
+                `batch_size`.
         """
-        self._rates = self._unscaled()
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
-            _set_rate(group, rate)
+        groups = self.optimizer.param_groups
+        _set_rates(groups, _rates_of_one(groups), 1.0)
         try:
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step(samples)
             else:
                 for _ in range(self._steps(samples)):
+                    if _is_over(self.scheduler):  # samplers may repeat samples
+                        break
                     self.scheduler.step()
-            self._rates = _rates_of(self.optimizer)
         finally:
-            self._scale = self._scale_now()
-            self._set_rates()
+            self._scaling.apply(self.optimizer)
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Return the rate of each group, with which the optimizer steps."""
-        self._set_rates_anew(always=False)
-        return [group["lr"] for group in self.optimizer.param_groups]
+        """Return the rate of each group, with which the optimizer steps; tensors are copies."""
+        self._scaling.apply(self.optimizer)
+        rates = (group["lr"] for group in self.optimizer.param_groups)
+        return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, which fits any number of ranks."""
         # Elastic ranks compare the optimizer's rates with those of a rank that loads this.
-        self._set_rates_anew(always=False)
+        self._scaling.apply(self.optimizer)
         return {
             "samples": self.samples,
             "batch_size": self.batch_size,
-            "rates": self._unscaled(),
+            "rates": _rates_of_one(self.optimizer.param_groups),
             "scheduler": self.scheduler.state_dict(),
         }
 
@@ -140,12 +162,14 @@ class ScaledLR(LRScheduler):
             state_dict: a result of ``state_dict()``, from any number of ranks.
 
         Raises:
-            ValueError: the state is not from a ScaledLR, or has another `batch_size`.
+            ValueError: the state is not from a ScaledLR, or has another `batch_size` or number of
+                groups.
         """
         if "samples" not in state_dict or "scheduler" not in state_dict:
             raise ValueError(
                 "this is not a state of ScaledLR: give one of a plain scheduler to the scheduler "
-                "itself, before ScaledLR wraps it, if its steps are those of one rank"
+                "itself, and its optimizer's to the optimizer, if steps and rates are those of one "
+                "rank"
             )
         if state_dict["batch_size"] != self.batch_size:
             raise ValueError(
@@ -153,12 +177,18 @@ class ScaledLR(LRScheduler):
                 f"this schedule those of {self.batch_size}: give ScaledLR that of the state, and "
                 "step() the number of a rank's samples"
             )
+        rates, groups = state_dict["rates"], self.optimizer.param_groups
+        if len(rates) != len(groups):
+            raise ValueError(
+                f"the state is of an optimizer with {len(rates)} groups of parameters, and this "
+                f"one has {len(groups)}: add_param_group() first"
+            )
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.samples = state_dict["samples"]
-        self._rates = list(state_dict["rates"])
-        self._set_rates_anew(always=True)
+        _set_rates(groups, rates, 1.0)
+        self._scaling.apply(self.optimizer)
 
-    def _steps(self, samples: int | None) -> int:
+    def _steps(self, samples: Any) -> int:
         """Count a step of all ranks; return the steps that the schedule takes for it."""
         if self.batch_size is None:
             if samples is not None:
@@ -169,67 +199,98 @@ class ScaledLR(LRScheduler):
             return 1
         if samples is None:  # a DistributedOptimizer knows its passes
             samples = self.batch_size * getattr(self.optimizer, "backward_passes_per_step", 1)
+        samples = _whole(samples, f"step({samples!r}): the number of samples")
         if samples < 0:
             raise ValueError(f"step({samples}): the number of samples must not be negative")
         before = self.samples // self.batch_size
-        self.samples += int(samples) * self._process_set.size()
-        steps = self.samples // self.batch_size - before
-        if isinstance(self.scheduler, OneCycleLR):  # samplers may repeat samples: no step too many
-            steps = min(steps, self.scheduler.total_steps - self.scheduler.last_epoch)
-        return steps
+        self.samples += samples * self._scaling.size(self.optimizer)
+        return self.samples // self.batch_size - before
 
-    def _scale_now(self) -> float:
+
+_ONE, _SCALE = "one_rank_lr", "lr_scale"  # in a group: of its "lr", which is their product
+_SCALING = "_lr_scaling"  # an optimizer's, as _MARK; a DistributedOptimizer looks for both, too
+_MARK = "_scaled_by"  # a WarmupLR, whose rates are those of the present ranks
+
+
+class _Scaling:
+    """Multiplies an optimizer's rates by a factor. Its hooks live as long as the optimizer."""
+
+    def __init__(
+        self, scale_of: Callable[[int], float], process_set: ProcessSet | None = None
+    ) -> None:
+        self._scale_of, self._process_set = scale_of, process_set
+        self._last = 0.0  # there is none yet
+
+    def hook(self, optimizer: Optimizer) -> None:
+        """Let the rates follow the number of ranks, and states of other numbers."""
+        vars(optimizer)[_SCALING] = self
+        optimizer.register_step_pre_hook(lambda stepping, *_: self.apply(stepping))
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            optimizer.register_load_state_dict_post_hook(self.apply)
+
+    def size(self, optimizer: Optimizer) -> int:
+        """Return the number of ranks."""
+        own: ProcessSet = getattr(optimizer, "_process_set", global_process_set)  # once wrapped
+        return (own if self._process_set is None else self._process_set).size()
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Set the rates for the present number of ranks."""
         try:
-            size = self._process_set.size()
+            size = self.size(optimizer)
         except (NotInitializedError, ProcessSetLostError):
-            if not self._scale:
+            if not self._last:
                 raise
-            return self._scale  # nobody can step with it; a state may be restored
-        scale = float(self._scale_of(size))
-        if not scale > 0:
-            raise ValueError(f"scale({size}) is {scale}, and must be more than 0")
-        return scale
-
-    def _unscaled(self) -> list[float]:
-        """Return the rates for one rank, with changes that the program has made since."""
-        return [
-            rate if float(group["lr"]) == applied else float(group["lr"]) / self._scale
-            for group, rate, applied in zip(
-                self.optimizer.param_groups, self._rates, self._applied, strict=False
-            )
-        ]
-
-    def _set_rates(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
-            _set_rate(group, rate * self._scale)
-        self._applied = _rates_of(self.optimizer)
-
-    def _set_rates_anew(self, *, always: bool) -> None:
-        """Scale the rates by the present number of ranks.
-
-        Args:
-            always: whether the optimizer's rates are of another time, because a state was loaded.
-                Else nothing changes as long as the number of ranks stays.
-        """
-        scale = self._scale_now()
-        if always or scale != self._scale:
-            self._rates = self._rates if always else self._unscaled()
-            self._scale = scale
-            self._set_rates()
+            scale = self._last  # nobody can step with it; a state may be restored
+        else:
+            scale = float(self._scale_of(size))
+            if not scale > 0:
+                raise ValueError(f"scale({size}) is {scale}, and must be more than 0")
+        self._last, groups = scale, optimizer.param_groups
+        if any(group.get(_SCALE) != scale for group in groups):
+            _set_rates(groups, _rates_of_one(groups), scale)
 
 
-_MARK = "_scaled_by"  # a DistributedOptimizer looks for it, too
+def _rates_of_one(groups: Sequence[dict[str, Any]]) -> list[float]:
+    """Return each group's rate for one rank, with changes that the program has made since."""
+    # A group that is added to others has their tensor, if the rate is one.
+    notes = {id(g["lr"]): g for g in groups if _SCALE in g and isinstance(g["lr"], Tensor)}
+    rates = []
+    for group in groups:
+        lr, note = group["lr"], notes.get(id(group["lr"]), group)
+        rate = float(lr)
+        if _SCALE in note:
+            applied = note[_ONE] * note[_SCALE]
+            if isinstance(lr, Tensor):
+                applied = torch.tensor(applied, dtype=lr.dtype, device="cpu").item()
+            rate = note[_ONE] if rate == applied else rate / note[_SCALE]
+        rates.append(rate)
+    return rates
 
 
-def _mark(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Note that the optimizer's rates follow the number of ranks."""
-    vars(optimizer)[_MARK] = weakref.ref(scheduler)
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float], scale: float) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        _set_rate(group, rate * scale)
+        group[_ONE], group[_SCALE] = rate, scale
 
 
-def _call(method: weakref.WeakMethod[Callable[..., None]], *, always: bool) -> None:
-    found = method()
-    if found is not None:
-        found(always=always)
+def _is_over(scheduler: LRScheduler) -> bool:
+    """Return whether one more step would be too many for a OneCycleLR."""
+    if isinstance(scheduler, ChainedScheduler):
+        return any(map(_is_over, scheduler._schedulers))
+    if isinstance(scheduler, SequentialLR):
+        step = scheduler.last_epoch + 1
+        active = scheduler._schedulers[bisect_right(scheduler._milestones, step)]
+        return step not in scheduler._milestones and _is_over(active)
+    return isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps
+
+
+def _whole(number: Any, name: str) -> int:
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return operator.index(number)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number") from None
 
 
 def _require_scalable(scheduler: Any, batch_size: int | None) -> None:
@@ -243,11 +304,20 @@ def _require_scalable(scheduler: Any, batch_size: int | None) -> None:
     for each in (scheduler, *inner):
         if isinstance(each, (ScaledLR, WarmupLR)):
             raise ValueError(f"{type(each).__name__} scales the rates itself: use it as it is")
-    other = vars(scheduler.optimizer).get(_MARK, lambda: None)()
-    if other is not None:
+    optimizer = scheduler.optimizer
+    warmup = vars(optimizer).get(_MARK, lambda: None)()
+    if warmup is not None:
+        raise ValueError("a WarmupLR scales the rates of this optimizer already: use it as it is")
+    if any(_SCALE in group for group in optimizer.param_groups):
         raise ValueError(
-            f"a {type(other).__name__} scales the rates of this optimizer already: give one "
-            "ScaledLR all schedulers, in a ChainedScheduler or a SequentialLR"
+            "a ScaledLR scales the rates of this optimizer already, or did so in the state that it "
+            "has loaded: make one ScaledLR, before you load states, and give it all schedules, in "
+            "a ChainedScheduler or a SequentialLR"
+        )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ValueError(
+            f"{type(optimizer).__name__} does not call Optimizer.__init__(), so its step() calls "
+            "no hooks: give it to DistributedOptimizer first"
         )
     if batch_size is None:
         return
@@ -256,12 +326,8 @@ def _require_scalable(scheduler: Any, batch_size: int | None) -> None:
             "ReduceLROnPlateau counts evaluations, not samples: leave batch_size out, and give "
             "the value to step()"
         )
-    if not batch_size > 0 or batch_size != int(batch_size):
-        raise ValueError(f"batch_size={batch_size} must be a whole number of samples, 1 or more")
-
-
-def _rates_of(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    if _whole(batch_size, f"batch_size={batch_size!r}") < 1:
+        raise ValueError(f"batch_size={batch_size} must be 1 or more")
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
@@ -306,7 +372,8 @@ class WarmupLR(LambdaLR):
         last_epoch: as in torch's schedulers; it counts the calls of ``step()``.
 
     Raises:
-        ValueError: `warmup` is negative, or `scale` or `steps_per_epoch` is not positive.
+        ValueError: `warmup` is negative, or `scale` or `steps_per_epoch` is not positive; or the
+            optimizer has a ScaledLR.
     """
 
     def __init__(
@@ -320,12 +387,15 @@ class WarmupLR(LambdaLR):
         last_epoch: int = -1,
     ) -> None:
         # The arguments are not stored as attributes: state_dict() would carry them to another run.
+        follows_ranks = scale is None
         scale = world.size() if scale is None else scale
         if warmup < 0 or not scale > 0 or not steps_per_epoch > 0:
             raise ValueError(
                 f"warmup={warmup} must be 0 or more, scale={scale} and "
                 f"steps_per_epoch={steps_per_epoch} more than 0"
             )
+        if _SCALING in vars(optimizer):
+            raise ValueError("a ScaledLR scales the rates of this optimizer already")
         self.steps_per_epoch = steps_per_epoch
 
         def factor(step: int) -> float:
@@ -335,7 +405,8 @@ class WarmupLR(LambdaLR):
             return scale * (1.0 if after is None else after(epoch))
 
         super().__init__(optimizer, factor, last_epoch)
-        _mark(optimizer, self)
+        if follows_ranks:
+            vars(optimizer)[_MARK] = weakref.ref(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the state's epoch. Sets the optimizer's rates, so load that one first.

@@ -55,7 +55,9 @@ def wrapping_keeps_everything() -> None:
         assert (type(wrapped).__name__, type(wrapped).__module__) == (cls.__name__, cls.__module__)
         assert wrapped.state is state
         assert wrapped.param_groups is groups
-        assert pickle.dumps(wrapped.state_dict()) == pickle.dumps(before | {"ranks": hvd.size()})
+        assert pickle.dumps(wrapped.state_dict()) == pickle.dumps(
+            before | {"torch_ring_ranks": hvd.size()}
+        )
         assert list(wrapped._parameter_names.values()) == list(named)
         with pytest.raises(ValueError, match="already"):
             hvd.DistributedOptimizer(wrapped)
@@ -70,7 +72,7 @@ def state_dicts_are_interchangeable() -> None:
         train(alone, plain, first)
         train(together, wrapped, map(part, first))
         saved, plain_saved = wrapped.state_dict(), plain.state_dict()
-        assert saved.keys() == plain_saved.keys() | {"ranks"}
+        assert saved.keys() == plain_saved.keys() | {"torch_ring_ranks"}
         plain, wrapped = make(alone), hvd.DistributedOptimizer(make(together))
         plain.load_state_dict(copy.deepcopy(saved))
         wrapped.load_state_dict(plain_saved)
@@ -88,7 +90,7 @@ def copy_and_step(duplicate: Callable[[Optimizer], Optimizer]) -> None:
     twins, twin = duplicate((model, wrapped))
     assert isinstance(twin, SGD)
     assert type(twin).__qualname__ == "SGD"
-    assert {*twin.state_dict(), "ranks"} == wrapped.state_dict().keys()
+    assert {*twin.state_dict(), "torch_ring_ranks"} == wrapped.state_dict().keys()
     loss_of(twins, part(batches[0])).backward()
     before = [parameter.detach().clone() for parameter in twins.parameters()]
     for each in (twin, twin, duplicate(twin)):  # the gradients are this rank's own

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import os
 import re
@@ -17,6 +19,12 @@ from arrivals import run_with_arrivals
 from logs import logged
 from pool import run
 from scripts import ROOT
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -45,6 +53,12 @@ KINDS: dict[str, Make] = {
     "multiplicative": lambda o, n: lr_scheduler.MultiplicativeLR(o, lambda _: 0.5 ** (1 / n)),
     "in turn": lambda o, n: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 8), lr_scheduler.CosineAnnealingLR(o, n - 8)], [8]
+    ),
+    "one cycle in turn": lambda o, n: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5, 9), lr_scheduler.OneCycleLR(o, 0.3, n - 8)], [8]
+    ),
+    "one cycle together": lambda o, n: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.OneCycleLR(o, 0.3, n), lr_scheduler.ConstantLR(o, 0.5, n // 2)], o
     ),
     "together": lambda o, _: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(o, 0.1, 1.0, 8), lr_scheduler.ExponentialLR(o, 0.9)], o
@@ -163,6 +177,10 @@ def everything(path: Path, begin: int, end: int) -> None:
         assert scheduler.samples == end * BATCH
         parts = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
         states[kind] = parts
+        if end == STEPS and "one cycle" in kind:  # samples that a sampler repeats are no step
+            rate = optimizer.param_groups[0]["lr"]
+            scheduler.step(9 * BATCH)
+            assert scheduler.get_last_lr() == [rate]
     checkpoint.save(path, states)
 
 
@@ -174,7 +192,7 @@ def test_every_kind_of_schedule(tmp_path):
 # --- counting
 
 
-def optimizer_of(rate: float = 0.1, **options: Any) -> Any:
+def optimizer_of(rate: Any = 0.1, **options: Any) -> Any:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = SGD([weight], lr=rate)
     return hvd.DistributedOptimizer(optimizer, [("weight", weight)], **options)
@@ -251,6 +269,180 @@ def test_plateaus_and_changes_by_hand():
     run(watch, 2)
 
 
+# --- rates without a note of their factor are those of one rank
+
+
+class Plain(SGD):
+    """Calls none of torch's hooks in load_state_dict(), as bitsandbytes' optimizers."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({**saved, "params": group["params"]})
+
+
+class Delegating(torch.optim.Optimizer):
+    """Does not call torch's __init__()."""
+
+    def __init__(self, inner: SGD) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
+def taken(optimizer: Any) -> list[float]:
+    """Step with gradients of 1, and return how far the parameters have gone."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [parameter[0].item() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moves = [b - p[0].item() for b, p in zip(before, parameters, strict=True)]
+    return [pytest.approx(move, abs=1e-6) for move in moves]
+
+
+def scaled(optimizer: Any, **options: Any) -> tuple[Any, ScaledLR]:
+    return optimizer, ScaledLR(lr_scheduler.StepLR(optimizer, 10), 8, **options)
+
+
+def new(rate: Any = 0.1, kind: type[SGD] = SGD) -> SGD:
+    return kind([torch.nn.Parameter(torch.ones(2))], lr=rate)
+
+
+def add_groups() -> None:
+    for kind in (float, torch.tensor):
+        one, scheduler = scaled(optimizer_of(kind(0.1)))
+        one.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        other, loaded = scaled(optimizer_of(kind(0.1)))
+        other.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        loaded.load_state_dict(scheduler.state_dict())  # before any step
+        assert [float(lr) for lr in scheduler.get_last_lr()] == pytest.approx([0.2, 0.2])
+        for each in (one, other):
+            assert taken(each) == [0.2, 0.2]
+    history = scheduler.get_last_lr()
+    scheduler.step(5 * 8)
+    assert history == [pytest.approx(0.2)] * 2  # copies
+    assert scheduler.get_last_lr() == [pytest.approx(0.02)] * 2
+    with pytest.raises(ValueError, match="2 groups of parameters, and this one has 1"):
+        scaled(new())[1].load_state_dict(scheduler.state_dict())
+
+
+def test_added_groups_are_scaled():
+    run(add_groups, 2)
+
+
+def load() -> None:
+    optimizer = new()
+    plain = lr_scheduler.StepLR(optimizer, 10)
+    for _ in range(25):
+        optimizer.step()
+        plain.step()
+    states = copy.deepcopy((optimizer.state_dict(), plain.state_dict()))
+    for first in (True, False):  # from one rank, without ScaledLR
+        optimizer = new()
+        schedule = lr_scheduler.StepLR(optimizer, 10)
+        schedule.load_state_dict(states[1])
+        if first:
+            optimizer.load_state_dict(states[0])
+        scheduler = ScaledLR(schedule, 8)
+        if not first:
+            optimizer.load_state_dict(states[0])
+        assert taken(optimizer) == [0.002]
+        scheduler.step(3 * 8)  # steps 26 to 31
+        assert taken(optimizer) == [0.0002]
+
+        optimizer = new()
+        optimizer.load_state_dict(states[0])
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, 100, last_epoch=25)
+        rate = optimizer.param_groups[0]["lr"]
+        ScaledLR(cosine, 8)
+        assert optimizer.param_groups[0]["lr"] == 2 * rate
+
+        of_four = [part.state_dict() for part in scaled(new(0.1, Plain), scale=lambda _: 4)]
+        for wrap in (hvd.DistributedOptimizer, lambda optimizer: optimizer):
+            parts = scaled(wrap(new(0.1, Plain)))
+            pairs = list(zip(parts, of_four, strict=True))
+            for part, state in pairs if first else reversed(pairs):
+                part.load_state_dict(state)
+            assert taken(parts[0]) == [0.2]
+        gone, _ = scaled(new())
+        del _
+        gc.collect()
+        gone.load_state_dict(of_four[0])
+        assert gone.param_groups[0]["lr"] == 0.2  # right at once, and without its ScaledLR
+
+
+def test_states_of_other_ranks_and_of_plain_schedulers_in_any_order():
+    run(load, 2)
+
+
+def train_in_sets() -> None:
+    alone = [hvd.add_process_set([rank]) for rank in range(2)][hvd.rank()]
+    optimizer, scheduler = scaled(new())  # before it is wrapped
+    hvd.DistributedOptimizer(optimizer, process_set=alone)
+    assert taken(optimizer) == [0.1]
+    scheduler.step(8)
+    assert scheduler.samples == 8
+    optimizer, _ = scaled(hvd.DistributedOptimizer(new(), process_set=alone))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    both, _ = scaled(optimizer_of(), process_set=alone)
+    assert both.param_groups[0]["lr"] == 0.1
+    optimizer = hvd.DistributedOptimizer(new(), process_set=alone)
+    _, scheduler = scaled(hvd.LocalSGD(optimizer), scale=lambda _: 1)
+    scheduler.step(8)
+    assert scheduler.samples == 16  # of all ranks
+    odd, scheduler = scaled(hvd.DistributedOptimizer(Delegating(new()), process_set=alone))
+    assert taken(odd) == [0.1]
+    assert (scheduler.last_epoch, scheduler._step_count, scheduler.base_lrs) == (0, 1, [0.1])
+    assert scheduler._last_lr == [0.1]
+    copied = copy.deepcopy(scaled(new())[1])
+    copied.step(8)
+    assert (copied.last_epoch, copied.get_last_lr()) == (2, [0.2])
+
+
+def test_the_ranks_are_those_of_the_optimizer():
+    run(train_in_sets, 2)
+
+
+def read_plain_checkpoint(path: Path) -> None:
+    def trained(*, wrap: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        if wrap:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        model(torch.full((2,), hvd.size() - wrap * 1.0)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def average(optimizer: torch.optim.Optimizer) -> Any:
+        return optimizer.state_dict()["state"][0]["exp_avg"].tolist()
+
+    plain = trained(wrap=False)
+    if hvd.rank() == 0:
+        states = {"a": plain[1].state_dict(), "b": get_optimizer_state_dict(*plain)}
+        for name, state in states.items():
+            dcp.save({"optimizer": state}, checkpoint_id=path / name, no_dist=True)
+    hvd.barrier()
+
+    _, optimizer = trained(wrap=True)
+    assert average(optimizer) != average(plain[1])
+    state = {"optimizer": optimizer.state_dict()}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=path / "a", no_dist=True, planner=planner)
+    optimizer.load_state_dict(state["optimizer"])
+    assert average(optimizer) == average(plain[1])
+
+    model, optimizer = trained(wrap=True)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path / "b", no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert average(optimizer) == average(plain[1])
+
+
+def test_dcp_reads_checkpoints_of_plain_optimizers(tmp_path):
+    run(read_plain_checkpoint, 2, args=(tmp_path,))
+
+
 # --- another number of ranks within a job
 
 
@@ -318,6 +510,12 @@ def refused() -> list[str]:
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, 4)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
     scaled = ScaledLR(lr_scheduler.StepLR(optimizer_of(), 1))
+    counting = ScaledLR(lr_scheduler.StepLR(optimizer_of(), 1), 8)
+    gone = optimizer_of()
+    ScaledLR(lr_scheduler.StepLR(gone, 1))
+    gc.collect()
+    resumed = SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    resumed.load_state_dict(gone.state_dict())
     for call in (
         lambda: ScaledLR(plateau, 8),
         lambda: ScaledLR(cosine, 0),
@@ -326,6 +524,15 @@ def refused() -> list[str]:
         lambda: ScaledLR(cosine, 8, scale=lambda size: size - 2),
         lambda: ScaledLR(scaled),
         lambda: ScaledLR(lr_scheduler.StepLR(scaled.optimizer, 1)),
+        lambda: ScaledLR(lr_scheduler.StepLR(gone, 1)),
+        lambda: ScaledLR(lr_scheduler.StepLR(copy.deepcopy(counting.optimizer), 1)),
+        lambda: ScaledLR(lr_scheduler.CosineAnnealingLR(resumed, 100, last_epoch=19)),
+        lambda: WarmupLR(gone, 1),
+        lambda: ScaledLR(cosine, 8.0),
+        lambda: counting.step(7.9),
+        lambda: counting.step(True),
+        lambda: counting.step(torch.tensor(1.5)),
+        lambda: ScaledLR(lr_scheduler.StepLR(Delegating(new()), 1)),
         lambda: ScaledLR(WarmupLR(optimizer_of(), 1)),
         lambda: scaled.step(8),
         lambda: scaled.load_state_dict(cosine.state_dict()),
@@ -354,6 +561,15 @@ def test_what_cannot_be_scaled_is_refused():
             r"scale(2) is 0.0",
             "ScaledLR scales the rates itself",
             "a ScaledLR scales the rates of this optimizer already",
+            "a ScaledLR scales the rates of this optimizer already",
+            "a ScaledLR scales the rates of this optimizer already",
+            "a ScaledLR scales the rates of this optimizer already",
+            "a ScaledLR scales the rates of this optimizer already",
+            "batch_size=8.0",
+            "step(7.9)",
+            "step(True)",
+            "whole number",
+            "Delegating does not call Optimizer.__init__()",
             "WarmupLR scales the rates itself",
             "give ScaledLR a batch_size",
             "not a state of ScaledLR",
@@ -378,43 +594,65 @@ class Rateless(torch.optim.Optimizer):
 def resume(path: Path, how: str) -> list[str]:
     """Load an optimizer's state on other ranks, and step; return what was told."""
     optimizer = optimizer_of(0.1 * hvd.size())
-    scheduler = None
+    schedulers = []
     if how == "without rates":
         weight = torch.nn.Parameter(torch.ones(2))
         optimizer = hvd.DistributedOptimizer(Rateless([weight], {}), [("weight", weight)])
-    if how == "scaled":
-        scheduler = ScaledLR(lr_scheduler.StepLR(optimizer, 9), 8, scale=lambda _: 1)
+    if "scaled" in how:
+        ScaledLR(lr_scheduler.StepLR(optimizer, 9), 8)  # its hooks stay
+    if "warmup" in how:
+        schedulers = [WarmupLR(optimizer, 1, scale=2.0 if "own" in how else None)]
+    if "gone" in how:
+        schedulers.clear()
+        gc.collect()
     with logged() as messages:
         state = torch.load(path, weights_only=True)
+        group = state["param_groups"][0]
         if how == "without rates":
-            state["param_groups"][0]["lr"] = None
+            group["lr"] = None
+        if how == "several rates":
+            group["lr"] = torch.tensor([0.2, 0.2])
         optimizer.load_state_dict(state)
-        if how == "by hand":
+        if how in ("by hand", "several rates"):
             optimizer.param_groups[0]["lr"] = 0.1 * hvd.size()
         train(optimizer)
         train(optimizer)
-    del scheduler
+    if how == "scaled":
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * hvd.size())
     return messages
 
 
-def keep(path: Path) -> None:
-    optimizer = optimizer_of(0.1 * hvd.size())
+def keep(path: Path, how: str) -> None:
+    optimizer = optimizer_of(0.1 * (1 if how == "scaled" else hvd.size()))
+    scheduler = ScaledLR(lr_scheduler.StepLR(optimizer, 9), 8) if how == "scaled" else None
     train(optimizer)
     if hvd.rank() == 0:
         torch.save(optimizer.state_dict(), path)
+    del scheduler
 
 
-@pytest.mark.parametrize("how", ["", "by hand", "scaled", "without rates"])
-def test_a_rate_of_other_ranks_is_told(tmp_path, how):
-    run(keep, 2, args=(tmp_path / "state",))
-    assert run(resume, 2, args=(tmp_path / "state", how)) == [[], []]
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("", "state is of 2 ranks, and 3 continue with its learning rate 0.2"),
+        ("by hand", ""),
+        ("warmup", ""),
+        ("warmup of its own", "state is of 2 ranks, and 3 continue with its learning rate 0.2"),
+        ("warmup gone", "state is of 2 ranks, and 3 continue with its learning rate 0.2"),
+        ("scaled", ""),
+        ("scaled, of a plain state", "state is of 2 ranks without ScaledLR"),
+        ("without rates", ""),
+        ("several rates", ""),
+    ],
+)
+def test_a_rate_of_other_ranks_is_told(tmp_path, how, told):
+    run(keep, 2, args=(tmp_path / "state", how))
+    first, *others = run(resume, 2, args=(tmp_path / "state", how))
+    assert others == [[]]
+    assert [told in line for line in first] == [True] * ("scaled," in how)
     first, *others = run(resume, 3, args=(tmp_path / "state", how))
     assert others == [[], []]
-    if how:
-        assert first == []
-    else:
-        (line,) = first
-        assert "state is of 2 ranks, and 3 continue with its learning rate 0.2" in line
+    assert [told in line for line in first] == [True] * bool(told)
 
 
 # --- the program of the docs

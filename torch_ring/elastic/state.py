@@ -316,7 +316,7 @@ class OptimizerStateHandler(StateHandler):
     def save(self) -> None:
         """See `StateHandler`."""
         self._saved, self._saved_settings = copy.deepcopy(self.value.state_dict()), self._settings
-        self._saved.pop("ranks", None)  # other ranks are usual here: no warning
+        self._saved.pop("torch_ring_ranks", None)  # other ranks are usual here: no warning
 
     def restore(self) -> None:
         """See `StateHandler`."""

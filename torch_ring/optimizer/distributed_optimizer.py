@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -361,27 +361,39 @@ class _DistributedOptimizer(Wrapped):
         if self._reducer:
             self._backward_sync.drop_gradients(self._reducer)
 
+    @property
+    def _process_set(self) -> ProcessSet:
+        """The ranks that train together, for a ScaledLR."""
+        return self._settings.process_set
+
     def _after_load_state_dict(self) -> None:
-        self._loaded_rates = self._rates()
+        self._loaded_rates = [] if self._loaded_ranks is None else self._rates()
         if self._reducer:
             self._reducer.hooks.restart_passes()
 
     def _rates(self) -> list[float]:
         rates = (group.get("lr") for group in self.param_groups)
-        return [float(rate) for rate in rates if rate is not None]  # Adafactor may have none
+        return [float(rate) for rate in rates if _is_number(rate)]  # Adafactor may have none
 
     def _tell_loaded_rate(self) -> None:
         """Warn if this first step after load_state_dict() has the rates of another size."""
         ranks, self._loaded_ranks = self._loaded_ranks, None
         process_set = self._settings.process_set
         size, rates = process_set.size(), self._rates()
-        if (
-            ranks not in (size, None)
-            and rates
-            and rates == self._loaded_rates
-            and "_scaled_by" not in vars(self)  # of torch_ring.lr_schedules
-            and current.rank() == (process_set.ranks or [0])[0]
-        ):
+        warmup = vars(self).get("_scaled_by", lambda: None)()  # of torch_ring.lr_schedules
+        if not rates or rates != self._loaded_rates or warmup is not None:
+            return
+        if current.rank() != (process_set.ranks or [0])[0]:
+            return
+        if "_lr_scaling" in vars(self):
+            _log.warning(
+                "the optimizer's state is of %d ranks without ScaledLR, which takes its learning "
+                "rate for that of one: the next step has %g. Set the rate of one rank after "
+                "loading, if it was another: docs/input-pipeline.md#learning-rates",
+                ranks,
+                rates[0],
+            )
+        elif ranks != size:
             _log.warning(
                 "the optimizer's state is of %d rank%s, and %d continue%s with its learning rate "
                 "%g: adapt the rate, and whatever counts steps or batches (a schedule, a place in "
@@ -622,7 +634,7 @@ def _joint(closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> _Joi
     return closure if isinstance(closure, _JointClosure) else _JointClosure(closure, optimizer)
 
 
-_RANKS = "ranks"  # in an optimizer's state_dict()
+_RANKS = "torch_ring_ranks"  # in an optimizer's state_dict()
 
 
 def _add_ranks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -635,8 +647,13 @@ def _add_ranks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 def _take_ranks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load hook, for the warning of the next step."""
     assert isinstance(optimizer, _DistributedOptimizer)
-    ranks = state_dict.get(_RANKS)
-    optimizer._loaded_ranks = ranks if isinstance(ranks, int) else None
+    ranks, size = state_dict.get(_RANKS), None
+    with contextlib.suppress(NotInitializedError, ProcessSetLostError):
+        size = optimizer._settings.process_set.size()
+    if "_lr_scaling" in vars(optimizer):  # of torch_ring.lr_schedules
+        groups = state_dict.get("param_groups", ())
+        size = ranks if all("lr_scale" in group for group in groups) else 1
+    optimizer._loaded_ranks = ranks if isinstance(ranks, int) and ranks != size else None
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -651,6 +668,10 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
         verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
     elif is_open:
         optimizer._steps_alone += 1
+
+
+def _is_number(rate: Any) -> TypeGuard[SupportsFloat]:
+    return rate.numel() == 1 if isinstance(rate, Tensor) else isinstance(rate, Real)
 
 
 def _check_passes(passes: int) -> None:

@@ -255,6 +255,7 @@ class LocalStepsOptimizer(Wrapped):
     """The methods that are added to the optimizer's class."""
 
     _rounds: Rounds
+    _process_set = global_process_set  # for ScaledLR: not the smaller set of a DistributedOptimizer
 
     def _start(self, names: dict[Tensor, str], settings: _LocalSettings) -> None:
         if not hasattr(self, "_optimizer_state_dict_post_hooks"):
