@@ -399,6 +399,14 @@ def train_in_sets() -> None:
     copied.step(8)
     assert (copied.last_epoch, copied.get_last_lr()) == (2, [0.2])
 
+    optimizer, scheduler = scaled(optimizer_of())
+    for _ in range(1 + hvd.rank()):
+        train(optimizer)
+        scheduler.step(8)
+    last = hvd.join()
+    scheduler.load_state_dict(hvd.broadcast_object(scheduler.state_dict(), root_rank=last))
+    assert scheduler.samples == 2 * 16
+
 
 def test_the_ranks_are_those_of_the_optimizer():
     run(train_in_sets, 2)

@@ -388,10 +388,12 @@ class _DistributedOptimizer(Wrapped):
         if "_lr_scaling" in vars(self):
             _log.warning(
                 "the optimizer's state is of %d ranks without ScaledLR, which takes its learning "
-                "rate for that of one: the next step has %g. Set the rate of one rank after "
-                "loading, if it was another: docs/input-pipeline.md#learning-rates",
+                "rate for that of one: this step has %g. If it was that of %d ranks, set "
+                "group['lr'] for the present ranks after loading: "
+                "docs/input-pipeline.md#learning-rates",
                 ranks,
                 rates[0],
+                ranks,
             )
         elif ranks != size:
             _log.warning(

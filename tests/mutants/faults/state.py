@@ -110,33 +110,34 @@ FAULTS = (
     ),
     Fault(
         "samples_of_one", "a schedule counts the samples of one rank", SCHEDULES,
-        "self.samples += int(samples) * self._process_set.size()", "self.samples += int(samples)",
+        "self.samples += samples * self._scaling.size(self.optimizer)", "self.samples += samples",
         tests=("state/test_scaled_lr.py",),
     ),
     Fault(
         "old_rate_loaded", "an optimizer's state brings back the rate of its ranks", SCHEDULES,
-        "self.optimizer.register_load_state_dict_post_hook(lambda _: _call(this, always=True))", "",
+        "optimizer.register_load_state_dict_post_hook(self.apply)", "pass",
         tests=("state/test_scaled_lr.py::test_a_resumed_job_has_the_rates_of_one_that_never_changed",),
     ),
     Fault(
         "rate_of_the_dead", "the step after a death has the rate of the ranks before", SCHEDULES,
-        "self.optimizer.register_step_pre_hook(lambda *_: _call(this, always=False))", "",
+        "optimizer.register_step_pre_hook(lambda stepping, *_: self.apply(stepping))", "",
         tests=("state/test_scaled_lr.py::test_rates_follow_the_ranks_when_one_dies",),
     ),
     Fault(
         "rate_before_newcomer", "a newcomer's rates are not those of the ranks that were there",
         SCHEDULES,
-        "        self._set_rates_anew(always=False)\n        return {\n", "        return {\n",
+        "        self._scaling.apply(self.optimizer)\n        return {\n", "        return {\n",
         tests=("state/test_scaled_lr.py::test_rates_follow_the_ranks_when_one_comes",),
     ),
     Fault(
         "changes_lost", "a schedule undoes the changes of a program", SCHEDULES,
-        'rate if float(group["lr"]) == applied else float(group["lr"]) / self._scale', "rate",
+        "note[_ONE] if rate == applied else rate / note[_SCALE]", "note[_ONE]",
         tests=("state/test_scaled_lr.py::test_plateaus_and_changes_by_hand",),
     ),
     Fault(
         "one_step_too_many", "samples that a sampler repeats end a OneCycleLR", SCHEDULES,
-        "steps = min(steps, self.scheduler.total_steps - self.scheduler.last_epoch)", "pass",
+        "isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps",
+        "False",
         tests=("state/test_scaled_lr.py::test_samples_of_all_ranks_are_counted",),
     ),
     Fault(
@@ -145,13 +146,39 @@ FAULTS = (
         tests=("state/test_scaled_lr.py::test_samples_of_all_ranks_are_counted",),
     ),
     Fault(
+        "scaled_twice", "a second ScaledLR multiplies the rates again", SCHEDULES,
+        "if any(_SCALE in group for group in optimizer.param_groups):", "if False:",
+        tests=("state/test_scaled_lr.py::test_what_cannot_be_scaled_is_refused",),
+    ),
+    Fault(
+        "shared_twice", "an added group that shares the others' tensor is multiplied again",
+        SCHEDULES, 'notes.get(id(group["lr"]), group)', "group",
+        tests=("state/test_scaled_lr.py::test_added_groups_are_scaled",),
+    ),
+    Fault(
+        "set_ignored", "a schedule has the ranks of all sets", SCHEDULES,
+        "(own if self._process_set is None else self._process_set)",
+        "(self._process_set or global_process_set)",
+        tests=("state/test_scaled_lr.py::test_the_ranks_are_those_of_the_optimizer",),
+    ),
+    Fault(
+        "silenced", "a warm-up to a factor of its own silences the rate of other ranks", SCHEDULES,
+        "        if follows_ranks:\n", "        if True:\n",
+        tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
+    ),
+    Fault(
+        "plain_not_told", "a rate of several ranks that ScaledLR multiplies is not told", OPTIMIZER,
+        'size = ranks if all("lr_scale" in group for group in groups) else 1', "size = ranks",
+        tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
+    ),
+    Fault(
         "ranks_not_kept", "the rate of other ranks is not told", OPTIMIZER,
         "state_dict[_RANKS] = optimizer._settings.process_set.size()", "pass",
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
         "adapted_told", "a rate that a program has adapted is told", OPTIMIZER,
-        "and rates == self._loaded_rates", "",
+        "rates != self._loaded_rates", "False",
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
