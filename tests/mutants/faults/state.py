@@ -119,9 +119,13 @@ FAULTS = (
         tests=("state/test_scaled_lr.py::test_a_resumed_job_has_the_rates_of_one_that_never_changed",),
     ),
     Fault(
-        "rate_of_the_dead", "the step after a death has the rate of the ranks before", SCHEDULES,
-        "optimizer.register_step_pre_hook(lambda stepping, *_: self.apply(stepping))", "",
-        tests=("state/test_scaled_lr.py::test_rates_follow_the_ranks_when_one_dies",),
+        "no_load_hooks", "an optimizer without load hooks steps with the rate of other ranks",
+        SCHEDULES, "optimizer.register_step_pre_hook(lambda stepping, *_: self.apply(stepping))",
+        "",
+        tests=(
+            "state/test_scaled_lr.py::"
+            "test_states_of_other_ranks_and_of_plain_schedulers_in_any_order",
+        ),
     ),
     Fault(
         "rate_before_newcomer", "a newcomer's rates are not those of the ranks that were there",
