@@ -40,7 +40,7 @@ from torch_ring.optimizer.planned_pass import Entered, Gradients, PlannedPasses,
 # wait for its device.
 ENDINGS: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], ...]] = {
     "leaves out a step": (hvd.MismatchError, (hvd.MismatchError, hvd.PeerLostError)),
-    "waits elsewhere": (hvd.TimeoutError, hvd.TimeoutError),
+    "waits elsewhere": (hvd.MismatchError, hvd.TimeoutError),
     "leaves": (hvd.PeerLostError, hvd.PeerLostError),
 }
 PROGRAM_DEADLINE_S = 60.0  # a hang, not a slow machine: a program takes a second
