@@ -7,7 +7,7 @@
 # Both make a virtual environment first and build the extension there. Others:
 #
 #   make test-all   all tests, those in C++ under sanitizers too, and those with Lightning, Ray and
-#                   others, which it installs; half an hour to an hour on two cores, where `test` takes 5
+#                   others, which it installs; half an hour to an hour on two cores, where `test` takes 5 to 11 minutes
 #   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
 #   make docs     the documentation site, in build/docs/
 #   make sdist    the source archive, in dist/

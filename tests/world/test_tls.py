@@ -74,11 +74,12 @@ def packets() -> Iterator[bytearray]:
         sniffer.settimeout(0.1)
 
         def collect() -> None:
-            while not done.is_set():
+            while True:  # also those that wait in the socket at the end
                 try:
                     seen.extend(sniffer.recv(1 << 17))
                 except TimeoutError:
-                    continue
+                    if done.is_set():
+                        return
 
         thread = threading.Thread(target=collect)
         thread.start()
@@ -89,19 +90,19 @@ def packets() -> Iterator[bytearray]:
             thread.join()
 
 
-def reduce_marks() -> None:
+def reduce_marks(mark: float) -> None:
     for count in (2, 20_000):  # with the agreement, and by the ring
-        hvd.allreduce(torch.full((count,), MARK), op=hvd.Max)
-    hvd.broadcast(torch.full((20_000,), MARK), 0)
+        hvd.allreduce(torch.full((count,), mark), op=hvd.Max)
+    hvd.broadcast(torch.full((20_000,), mark), 0)
 
 
 @needs_root
 @pytest.mark.parametrize("is_encrypted", [True, False])
 def test_nobody_on_the_way_can_read(is_encrypted: bool) -> None:
+    mark = MARK if is_encrypted else -MARK  # the two tests may run at once
     with packets() as seen:
-        run(reduce_marks, 2, transport="tcp", env=TLS if is_encrypted else None)
-    mark = torch.full((2,), MARK).numpy().tobytes()
-    assert (mark in seen) != is_encrypted
+        run(reduce_marks, 2, args=(mark,), transport="tcp", env=TLS if is_encrypted else None)
+    assert (torch.full((2,), mark).numpy().tobytes() in seen) != is_encrypted
 
 
 def die(passed: Path) -> str:
