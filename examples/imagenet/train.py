@@ -253,7 +253,9 @@ def main() -> None:
         """Continue the training from `state.done`, on the present ranks."""
         is_first = hvd.rank() == 0
         # The ranks of a host share its cores; more threads than cores would be slower.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+        on_linux = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // hvd.local_size()))
         steps, parts["schedule"] = steps_of_epoch(), make_schedule()
         for name in ("schedule", "scaler", "sampler"):
             parts[name].load_state_dict(state.done[name])

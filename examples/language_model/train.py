@@ -162,7 +162,9 @@ def main() -> None:
     hvd.preemption.watch()  # SIGTERM or SIGUSR1 to a rank: all stop at one step, and save it
     log = partial(print, flush=True) if hvd.rank() == 0 else lambda *_, **__: None
     # The ranks of a host share its cores; more threads than cores would be slower.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // hvd.local_size()))
     if args.device == "cuda":
         # One process drives one GPU; it may see one alone, or all GPUs of the host.
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())

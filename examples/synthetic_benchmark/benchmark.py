@@ -150,7 +150,9 @@ def main() -> None:
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
         torch.backends.cudnn.benchmark = True
     # The ranks of a host share its cores; more threads than cores would be slower.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // hvd.local_size()))
 
     steps = make_steps(args)
     device = "GPU" if args.device == "cuda" else "CPU"

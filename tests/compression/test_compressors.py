@@ -243,7 +243,10 @@ def test_a_wrong_value_is_named_as_it_was_typed(given: Any, text: str) -> None:
         hvd.DistributedOptimizer(torch.optim.SGD([parameter]), compression=given)
 
 
-def test_an_allreduce_names_it_too() -> None:
-    for call in (hvd.allreduce, lambda each, **more: hvd.grouped_allreduce([each], **more)):
+def test_a_collective_names_it_too() -> None:
+    for call in (
+        *(hvd.allreduce, lambda each, **more: hvd.grouped_allreduce([each], **more)),
+        *(hvd.reducescatter, lambda each, **more: hvd.grouped_reducescatter([each], **more)),
+    ):
         with pytest.raises(ValueError, match=r"^compression='fp16' is no compressor, as"):
             call(torch.ones(2), compression="fp16")

@@ -29,6 +29,7 @@ from torch_ring.data import (
     prefetcher,
 )
 from torch_ring.data.pipeline import Rates, Waits
+from torch_ring.setup import control_groups
 
 FORK = multiprocessing.get_context("fork")  # for workers of ranks, which are themselves forked
 
@@ -317,10 +318,10 @@ def test_ranks_divide_the_cpus_that_they_share(bound, number):
 
 def test_default_num_workers():
     cpus = patch("os.sched_getaffinity", lambda _pid: set(range(8)))
-    with cpus, patch.object(prefetcher, "cpu_quota", lambda: math.inf):
+    with cpus, patch.object(control_groups, "cpu_quota", lambda: math.inf):
         assert prefetcher.default_num_workers() == 7
         with patch.dict("os.environ", RANK="0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"):
             assert prefetcher.default_num_workers() == 3
         assert prefetcher.default_num_workers(limit=2) == 2
-    with cpus, patch.object(prefetcher, "cpu_quota", lambda: 2.5):
+    with cpus, patch.object(control_groups, "cpu_quota", lambda: 2.5):
         assert prefetcher.default_num_workers() == 1

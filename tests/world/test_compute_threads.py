@@ -13,7 +13,7 @@ from logs import logged
 from pool import run
 
 import torch_ring as hvd
-from torch_ring.world import join
+from torch_ring.setup import control_groups
 
 BOUND = {"bound": True}
 A_GPU = {"gpus": 1}
@@ -30,7 +30,7 @@ def lines(cpus: int, threads: int, machine: dict[str, float], variables: dict[st
     mine = set(range(first, first + cpus))
     with (
         patch("os.sched_getaffinity", lambda _pid: mine),
-        patch.object(join, "cpu_quota", lambda: machine.get("quota", math.inf)),
+        patch.object(control_groups, "cpu_quota", lambda: machine.get("quota", math.inf)),
         patch("torch.cuda.device_count", lambda: machine.get("gpus", 0)),
         logged() as messages,
     ):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from torch_ring import world
-from torch_ring.setup.control_groups import allowed_cpus, cpu_quota
+from torch_ring.setup.control_groups import shared_cpus
 from torch_ring.setup.launchers import discover
 from torch_ring.world import current
 
@@ -36,8 +36,8 @@ def default_num_workers(limit: int = 16) -> int:
         local_size, sharers = world.local_size(), current.cpu_sharers()
     else:
         local_size = sharers = discover().local_size or 1
-    cpus = min(allowed_cpus() / sharers, cpu_quota() / local_size)
-    return max(0, min(limit, int(cpus) - 1))
+    cpus, ranks = shared_cpus(sharers, local_size)
+    return max(0, min(limit, int(cpus / ranks) - 1))
 
 
 class DevicePrefetcher:

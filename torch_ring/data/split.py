@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -15,6 +14,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torch_ring.setup.network import at_fork
 from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
@@ -259,5 +259,4 @@ def _tell_workers() -> None:
 
 
 current.after_join(_tell_workers)
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_splits.clear)
+at_fork(after_in_child=_splits.clear)

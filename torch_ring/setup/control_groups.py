@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""usable_cpus, cpu_quota: a process's CPUs under the control groups of a container or a job.
+"""usable_cpus, shared_cpus, cpu_quota: a process's CPUs under a container's or a job's groups.
 
 The text of this file is sent to every host: it uses only the standard library.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 
-__all__ = ["allowed_cpus", "cpu_quota", "usable_cpus"]
+__all__ = ["allowed_cpus", "cpu_quota", "shared_cpus", "usable_cpus"]
 
 _ROOT = "/sys/fs/cgroup"
 
@@ -24,6 +24,17 @@ def allowed_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # macOS, Windows
+
+
+def shared_cpus(sharers: int, local_size: int) -> tuple[float, int]:
+    """Return the CPUs of which this rank's share is least, and the number of ranks that share them.
+
+    Args:
+        sharers: the ranks that share the CPUs on which this process may run.
+        local_size: the ranks that share its quota.
+    """
+    limits = ((float(allowed_cpus()), sharers), (cpu_quota(), local_size))
+    return min(limits, key=lambda limit: limit[0] / limit[1])
 
 
 def cpu_quota() -> float:

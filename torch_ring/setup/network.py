@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 from weakref import WeakSet
@@ -31,6 +31,7 @@ __all__ = [
     "Deadline",
     "ForeignUserError",
     "address_of_interface",
+    "at_fork",
     "close_all_in_child",
     "close_in_child",
     "is_loopback",
@@ -288,6 +289,9 @@ class Closable(Protocol):
     def close(self) -> None:
         """Close the descriptor. Does nothing the second time."""
 
+
+at_fork: Callable[..., None] = getattr(os, "register_at_fork", lambda **_: None)
+"""os.register_at_fork(). On Windows, where no process forks, it does nothing."""
 
 Made = TypeVar("Made", bound=Closable)
 

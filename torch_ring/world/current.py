@@ -7,7 +7,6 @@ import atexit
 import logging
 import multiprocessing
 import multiprocessing.util
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from torch_ring.setup import connect, network
 from torch_ring.setup import store as stores
 from torch_ring.setup.exchange import Missed
 from torch_ring.setup.launchers import is_of_inner_job
+from torch_ring.setup.network import at_fork
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit
 from torch_ring.world.join import World, join_world
 from torch_ring.world.recorded import group_of_job, place_in
@@ -404,6 +404,5 @@ def _leave_parents_world() -> None:
     stores.drop_in_child()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_parents_world)
+at_fork(after_in_child=_leave_parents_world)
 atexit.register(_leave_at_exit)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from torch_ring.setup.network import at_fork
 
 __all__ = ["give_back", "handle"]
 
@@ -57,7 +58,4 @@ class _Fork(threading.local):
 
 
 _fork = _Fork()
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(
-        before=_fork.in_parent_before, after_in_parent=_fork.after, after_in_child=_fork.in_child
-    )
+at_fork(before=_fork.in_parent_before, after_in_parent=_fork.after, after_in_child=_fork.in_child)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.native import require_one_rank
 from torch_ring.setup.claim import claim_rank
 from torch_ring.setup.connect import Connections, Queries, connect, listen
-from torch_ring.setup.control_groups import cpu_quota
+from torch_ring.setup.control_groups import allowed_cpus, shared_cpus
 from torch_ring.setup.exchange import FailurePath, Missed, exchange_hosts, failing_together
 from torch_ring.setup.failure import lacking
 from torch_ring.setup.host_socket import meet_on_host
@@ -329,16 +328,15 @@ def _thread_advice(sharers: int, local_size: int) -> str | None:
     """
     if threads_are_chosen():
         return None
-    threads, allowed = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    limits = ((float(allowed), sharers), (cpu_quota(), local_size))
-    cpus, ranks = min(limits, key=lambda limit: limit[0] / limit[1])
+    threads = torch.get_num_threads()
+    cpus, ranks = shared_cpus(sharers, local_size)
     share = cpus / ranks
     if threads * _MANY_IDLE <= share:
         gain = "for all ranks to use them"
     elif (
         threads > 1
         and threads >= _MANY_WAITING * share
-        and 2 * threads >= allowed  # PyTorch's own number
+        and 2 * threads >= allowed_cpus()  # PyTorch's own number
         and torch.cuda.device_count() == 0  # otherwise the GPUs compute
     ):
         gain = "so that threads do not wait for a CPU"

@@ -19,7 +19,7 @@ from types import FrameType
 from torch_ring._C import ControlPlane
 from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.native import is_for_one_rank
-from torch_ring.setup.network import Deadline, pauses
+from torch_ring.setup.network import Deadline, at_fork, pauses
 from torch_ring.world import current
 from torch_ring.world.forked_signals import give_back, handle
 from torch_ring.world.join import World
@@ -190,5 +190,4 @@ def _forget_in_child() -> None:
 
 
 current.after_join(_tell)
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(after_in_child=_forget_in_child)

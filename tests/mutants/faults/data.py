@@ -132,8 +132,7 @@ FAULTS = (
     ),
     Fault(
         "cpus_not_shared", "ranks that share CPUs each start workers for all of them", PREFETCHER,
-        "cpus = min(allowed_cpus() / sharers, cpu_quota() / local_size)",
-        "cpus = allowed_cpus()",
+        "int(cpus / ranks)", "int(cpus)",
         tests=("data/test_input_pipeline.py::test_ranks_divide_the_cpus_that_they_share",),
     ),
 )

@@ -9,6 +9,7 @@ SETS = "torch_ring/world/process_set.py"
 TABLE = "torch_ring/world/process_set_table.py"
 CURRENT = "torch_ring/world/current.py"
 JOIN = "torch_ring/world/join.py"
+GROUPS = "torch_ring/setup/control_groups.py"
 STOP = "torch_ring/world/preemption.py"
 RANKS = "torch_ring/world/ranks.py"
 ENGINE = "torch_ring/world/engine.py"
@@ -171,7 +172,7 @@ FAULTS = (
         tests=("world/test_compute_threads.py",),
     ),
     Fault(
-        "quota_of_all", "advice on threads takes a quota for that of other ranks", JOIN,
+        "quota_of_all", "advice on threads takes a quota for that of other ranks", GROUPS,
         "(cpu_quota(), local_size)", "(cpu_quota(), sharers)",
         tests=("world/test_compute_threads.py",),
     ),
