@@ -33,6 +33,7 @@ from torch_ring.optimizer.distributed_optimizer import (
     has_moved,
     require_survivors,
 )
+from torch_ring.optimizer.loaded_rate import RANKS
 from torch_ring.optimizer.local_steps import LocalStepsOptimizer
 from torch_ring.state import broadcast_nested, broadcast_parameters, copy_optimizer_state
 from torch_ring.world import current
@@ -316,7 +317,7 @@ class OptimizerStateHandler(StateHandler):
     def save(self) -> None:
         """See `StateHandler`."""
         self._saved, self._saved_settings = copy.deepcopy(self.value.state_dict()), self._settings
-        self._saved.pop("torch_ring_ranks", None)  # other ranks are usual here: no warning
+        self._saved.pop(RANKS, None)  # other ranks are usual here: no warning
 
     def restore(self) -> None:
         """See `StateHandler`."""

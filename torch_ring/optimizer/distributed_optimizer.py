@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import (
     InvalidArgumentError,
     NonFiniteGradientError,
-    NotInitializedError,
     ProcessSetLostError,
 )
 from torch_ring.optimizer.adasum_optimizer import wrap_adasum
@@ -35,6 +34,7 @@ from torch_ring.optimizer.backward_sync import BackwardSync, backward_sync_of
 from torch_ring.optimizer.bucket_wire import ReductionSettings
 from torch_ring.optimizer.buckets import split_evenly
 from torch_ring.optimizer.gradient_report import culprit
+from torch_ring.optimizer.loaded_rate import LoadedRate
 from torch_ring.optimizer.parameters import has_gradients
 from torch_ring.optimizer.reducer import Reducer
 from torch_ring.optimizer.shard_parts import can_cut, require_dense
@@ -285,8 +285,7 @@ class _DistributedOptimizer(Wrapped):
     _steps_alone: int  # steps without other ranks
     _broken_by: str  # the error of the last change of its parameters
     _checked_groups: list[list[Tensor]]  # the parameters of each group at the last step
-    _loaded_ranks: int | None  # those of the last state loaded; None: not known, or a step since
-    _loaded_rates: list[float]  # the learning rates of that state
+    _loaded_rate: LoadedRate
 
     def _start(
         self, names: dict[Tensor, str], settings: _WrapSettings, passes_per_step: int
@@ -307,10 +306,8 @@ class _DistributedOptimizer(Wrapped):
         if settings.reduction.nan_check:
             self.register_step_pre_hook(_look)
         self.register_step_post_hook(_after_step)
-        self._loaded_ranks, self._loaded_rates = None, []
-        if hasattr(self, "_optimizer_state_dict_post_hooks"):  # not if it lacks torch's __init__()
-            self.register_state_dict_post_hook(_add_ranks)
-            self.register_load_state_dict_pre_hook(_take_ranks)
+        self._loaded_rate = LoadedRate(settings.process_set)
+        self._loaded_rate.hook(self)
 
     def synchronize(self) -> None:
         """Reduce the gradients accumulated on any rank since the last reduction. Collective."""
@@ -367,47 +364,9 @@ class _DistributedOptimizer(Wrapped):
         return self._settings.process_set
 
     def _after_load_state_dict(self) -> None:
-        self._loaded_rates = [] if self._loaded_ranks is None else self._rates()
+        self._loaded_rate.after_load(self)
         if self._reducer:
             self._reducer.hooks.restart_passes()
-
-    def _rates(self) -> list[float]:
-        rates = (group.get("lr") for group in self.param_groups)
-        return [float(rate) for rate in rates if _is_number(rate)]  # Adafactor may have none
-
-    def _tell_loaded_rate(self) -> None:
-        """Warn if this first step after load_state_dict() has the rates of another size."""
-        ranks, self._loaded_ranks = self._loaded_ranks, None
-        process_set = self._settings.process_set
-        size, rates = process_set.size(), self._rates()
-        warmup = vars(self).get("_scaled_by", lambda: None)()  # of torch_ring.lr_schedules
-        if not rates or rates != self._loaded_rates or warmup is not None:
-            return
-        if current.rank() != (process_set.ranks or [0])[0]:
-            return
-        if "_lr_scaling" in vars(self):
-            _log.warning(
-                "the optimizer's state is of %d ranks without ScaledLR, which takes its learning "
-                "rate for that of one: this step has %g. If it was that of %d ranks, set "
-                "group['lr'] for the present ranks after loading: "
-                "docs/input-pipeline.md#learning-rates",
-                ranks,
-                rates[0],
-                ranks,
-            )
-        elif ranks != size:
-            _log.warning(
-                "the optimizer's state is of %d rank%s, and %d continue%s with its learning rate "
-                "%g: adapt the rate, and whatever counts steps or batches (a schedule, a place in "
-                "the data), unless the batch of all ranks together is the same. "
-                "lr_schedules.ScaledLR does it: docs/input-pipeline.md#go-on-with-another-"
-                "number-of-ranks",
-                ranks,
-                "" if ranks == 1 else "s",
-                size,
-                "s" if size == 1 else "",
-                rates[0],
-            )
 
     def _require_known_parameters(self) -> None:
         """Raise ValueError for a parameter that is not reduced.
@@ -602,8 +561,7 @@ def _before_step(
     """Step pre-hook; called twice for one step if `step` calls the base class's `step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
-    if optimizer._loaded_ranks is not None:
-        optimizer._tell_loaded_rate()
+    optimizer._loaded_rate.before_step(optimizer)
     if optimizer._broken_by:  # else it would step with gradients of this rank alone
         raise InvalidArgumentError(
             f"the optimizer cannot step: adding parameters has failed ({optimizer._broken_by})"
@@ -636,28 +594,6 @@ def _joint(closure: Callable[[], Any], optimizer: _DistributedOptimizer) -> _Joi
     return closure if isinstance(closure, _JointClosure) else _JointClosure(closure, optimizer)
 
 
-_RANKS = "torch_ring_ranks"  # in an optimizer's state_dict()
-
-
-def _add_ranks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """State-dict hook: the state says for how many ranks its rates are."""
-    assert isinstance(optimizer, _DistributedOptimizer)
-    with contextlib.suppress(NotInitializedError, ProcessSetLostError):
-        state_dict[_RANKS] = optimizer._settings.process_set.size()
-
-
-def _take_ranks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load hook, for the warning of the next step."""
-    assert isinstance(optimizer, _DistributedOptimizer)
-    ranks, size = state_dict.get(_RANKS), None
-    with contextlib.suppress(NotInitializedError, ProcessSetLostError):
-        size = optimizer._settings.process_set.size()
-    if "_lr_scaling" in vars(optimizer):  # of torch_ring.lr_schedules
-        groups = state_dict.get("param_groups", ())
-        size = ranks if all("lr_scale" in group for group in groups) else 1
-    optimizer._loaded_ranks = ranks if isinstance(ranks, int) and ranks != size else None
-
-
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Step post-hook; called as often as `_before_step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
@@ -670,10 +606,6 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
         verify_step(settings.check_every, reducer.steps, optimizer, names, process_set)
     elif is_open:
         optimizer._steps_alone += 1
-
-
-def _is_number(rate: Any) -> TypeGuard[SupportsFloat]:
-    return rate.numel() == 1 if isinstance(rate, Tensor) else isinstance(rate, Real)
 
 
 def _check_passes(passes: int) -> None:

@@ -9,7 +9,7 @@ STATE = "torch_ring/state.py"
 CHECKPOINT = "torch_ring/checkpoint.py"
 METRICS = "torch_ring/metrics.py"
 SCHEDULES = "torch_ring/lr_schedules.py"
-OPTIMIZER = "torch_ring/optimizer/distributed_optimizer.py"
+LOADED = "torch_ring/optimizer/loaded_rate.py"
 NORM = "torch_ring/sync_batch_norm.py"
 
 # fmt: off
@@ -171,18 +171,18 @@ FAULTS = (
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
-        "plain_not_told", "a rate of several ranks that ScaledLR multiplies is not told", OPTIMIZER,
-        'size = ranks if all("lr_scale" in group for group in groups) else 1', "size = ranks",
+        "plain_not_told", "a rate of several ranks that ScaledLR multiplies is not told", LOADED,
+        'right = ranks if all("lr_scale" in group for group in groups) else 1', "right = ranks",
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
-        "ranks_not_kept", "the rate of other ranks is not told", OPTIMIZER,
-        "state_dict[_RANKS] = optimizer._settings.process_set.size()", "pass",
+        "ranks_not_kept", "the rate of other ranks is not told", LOADED,
+        "state_dict[RANKS] = self._process_set.size()", "pass",
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
-        "adapted_told", "a rate that a program has adapted is told", OPTIMIZER,
-        "rates != self._loaded_rates", "False",
+        "adapted_told", "a rate that a program has adapted is told", LOADED,
+        "rates != self._rates", "False",
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
