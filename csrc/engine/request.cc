@@ -5,6 +5,7 @@
 #include <iterator>
 #include <numeric>
 #include <sstream>
+#include <utility>
 
 #include "core/at.h"
 
@@ -87,6 +88,55 @@ std::optional<std::uint64_t> take_number(std::string_view& text) {
   return number;
 }
 
+/// What a name that backward synchronisation makes stands for.
+struct Meaning {
+  const char* kind;   // alike in each pass and for each bucket
+  std::string words;  // with the numbers
+};
+
+std::optional<Meaning> meaning_of(std::string_view name) {
+  constexpr const char* kAgreeing = "agreeing on gradients";
+  constexpr const char* kAveraging = "averaging gradients";
+  const auto pass = [](std::uint64_t number) {
+    return "backward pass " + std::to_string(number + 1);
+  };
+  if (take(name, kBackward)) {
+    const auto number = take_number(name);
+    if (!number) return std::nullopt;
+    if (name.empty()) return Meaning{kAgreeing, "averaging the gradients of " + pass(*number)};
+    if (name == kAhead) {
+      return Meaning{kAgreeing, "comparing " + pass(*number) + " with the other ranks"};
+    }
+    if (name == ".weights") {
+      return Meaning{"comparing weights", "comparing the ranks' weights in " + pass(*number)};
+    }
+    return std::nullopt;
+  }
+  if (!take(name, kGradients)) return std::nullopt;
+  const auto optimizer = take_number(name);
+  if (!optimizer || !take(name, ".")) return std::nullopt;
+  const auto number = take_number(name);
+  if (!number || !take(name, ".")) return std::nullopt;
+  if (name == "loss") {  // `number` passes have ended
+    return Meaning{"averaging the closure's loss",
+                   "averaging the closure's loss after backward pass " + std::to_string(*number)};
+  }
+  if (take(name, "carried.")) {
+    return Meaning{kAveraging, "averaging once more what '" + std::string(name) + "' had before " +
+                                   pass(*number)};
+  }
+  if (take(name, "sparse.")) {
+    const auto parameter = std::string(name.substr(0, name.rfind('.')));
+    return Meaning{kAveraging,
+                   "averaging the sparse gradient of '" + parameter + "' of " + pass(*number)};
+  }
+  const auto bucket = take_number(name);
+  if (!bucket || !name.starts_with('.')) return std::nullopt;
+  return Meaning{kAveraging, "averaging the gradients of " + pass(*number) + " (optimizer " +
+                                 std::to_string(*optimizer) + ", bucket " +
+                                 std::to_string(*bucket) + ")"};
+}
+
 }  // namespace
 
 std::string backward_name(std::uint64_t number) {
@@ -108,43 +158,15 @@ std::string bucket_name(std::size_t optimizer, std::uint64_t number, std::size_t
 }
 
 std::optional<std::string> in_words(std::string_view name) {
-  const auto pass = [](std::uint64_t number) {
-    return "backward pass " + std::to_string(number + 1);
-  };
-  if (take(name, kBackward)) {
-    const auto number = take_number(name);
-    if (number && name.empty()) return "averaging the gradients of " + pass(*number);
-    if (number && name == kAhead) return "comparing " + pass(*number) + " with the other ranks";
-    if (number && name == ".weights") return "comparing the ranks' weights in " + pass(*number);
-    return std::nullopt;
-  }
-  if (!take(name, kGradients)) return std::nullopt;
-  const auto optimizer = take_number(name);
-  if (!optimizer || !take(name, ".")) return std::nullopt;
-  const auto number = take_number(name);
-  if (!number || !take(name, ".")) return std::nullopt;
-  if (name == "loss") {  // `number` passes have ended
-    return "averaging the closure's loss after backward pass " + std::to_string(*number);
-  }
-  if (take(name, "carried.")) {
-    return "averaging once more what '" + std::string(name) + "' had before " + pass(*number);
-  }
-  if (take(name, "sparse.")) {
-    const auto parameter = std::string(name.substr(0, name.rfind('.')));
-    return "averaging the sparse gradient of '" + parameter + "' of " + pass(*number);
-  }
-  const auto bucket = take_number(name);
-  if (!bucket || !name.starts_with('.')) return std::nullopt;
-  return "averaging the gradients of " + pass(*number) + " (optimizer " +
-         std::to_string(*optimizer) + ", bucket " + std::to_string(*bucket) + ")";
+  auto meaning = meaning_of(name);
+  if (!meaning) return std::nullopt;
+  return std::move(meaning->words);
 }
 
 std::optional<std::string> kind_in_words(std::string_view name) {
-  const auto words = in_words(name);
-  if (!words) return std::nullopt;
-  if (words->starts_with("comparing the ranks' weights")) return "comparing weights";
-  if (words->starts_with("averaging the closure's loss")) return "averaging the closure's loss";
-  return name.starts_with(kBackward) ? "agreeing on gradients" : "averaging gradients";
+  const auto meaning = meaning_of(name);
+  if (!meaning) return std::nullopt;
+  return meaning->kind;
 }
 
 bool all_sent(std::string_view gathered, std::string_view own) {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def numbers(begin: int, end: int, *, own: bool) -> list[Any]:
     for epoch in range(begin, end):
         sampler.set_epoch(epoch)
         if own:
-            torch.manual_seed(SEED + epoch * hvd.size() + hvd.rank())
+            torch.manual_seed(SEED + 100_000 * epoch + hvd.rank())
         samples, drawn = [], []
         for indices, values in loader:
             samples += indices.tolist()
@@ -67,6 +68,13 @@ def test_ranks_draw_numbers_of_their_own():
             seen.append(drawn)
     assert first_again == first[2:]  # as if the job had not stopped
     assert second_again == second[2:]
+
+
+def test_other_ranks_repeat_no_numbers():
+    before = run(partial(numbers, own=True), 4, args=(0, 2))
+    after = run(partial(numbers, own=True), 2, args=(2, 4))
+    masks = [mask for rank in (*before, *after) for _, _, mask in rank]
+    assert all(masks.count(mask) == 1 for mask in masks)
 
 
 def test_one_seed_gives_all_ranks_the_same_numbers():
@@ -99,7 +107,7 @@ def seed_in_the_function(victims: set[int]) -> list[tuple[int, int, float]]:
     @hvd.elastic.run
     def training(state: Any) -> None:
         for state.epoch in range(state.epoch, 3):
-            torch.manual_seed(SEED + state.epoch * hvd.size() + hvd.rank())
+            torch.manual_seed(SEED + 100_000 * state.epoch + hvd.rank())
             drawn.append((hvd.size(), hvd.rank(), torch.rand(1).item()))
             if rank in victims and state.epoch == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
