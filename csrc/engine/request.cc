@@ -88,7 +88,7 @@ std::optional<std::uint64_t> take_number(std::string_view& text) {
   return number;
 }
 
-/// What a name that backward synchronisation makes stands for.
+/// The meaning of a name that backward synchronisation makes.
 struct Meaning {
   const char* kind;   // alike in each pass and for each bucket
   std::string words;  // with the numbers

@@ -21,7 +21,7 @@ from torch_ring.collectives.handle import (
     written_in_place,
 )
 from torch_ring.collectives.reduce_op import Max, resolve_op
-from torch_ring.compression import Compression, Compressor, checked
+from torch_ring.compression import Compression, Compressor, require_compressor
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = [
@@ -109,7 +109,9 @@ def allreduce(
     """
     require_tensor(tensor, "allreduce")
     arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
-    compressed, context = checked(compression).compress(tensor)
+    if not hasattr(compression, "compress"):
+        require_compressor(compression)
+    compressed, context = compression.compress(tensor)
     if is_dynamo_compiling() and operators.are_traced():
         reduced = operators.allreduce(compressed, name, *arguments)
     elif is_recorded(tensor):
@@ -277,7 +279,9 @@ def grouped_allreduce(
         The list of results, with the shapes and dtypes of `tensors`; equal on all ranks.
     """
     op = resolve_op(average, op)
-    compressed = [checked(compression).compress(tensor) for tensor in checked_group(tensors)]
+    if not hasattr(compression, "compress"):
+        require_compressor(compression)
+    compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
     arguments = (op, prescale_factor, postscale_factor, process_set)
     reduced = _GroupedAllreduce.apply(name, arguments, *[wire for wire, _ in compressed])
     return [

@@ -20,7 +20,7 @@ from torch_ring.collectives.handle import (
     require_tensor,
 )
 from torch_ring.collectives.reduce_op import Average, Sum, checked_op
-from torch_ring.compression import Compression, Compressor, checked
+from torch_ring.compression import Compression, Compressor, require_compressor
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = [
@@ -84,7 +84,9 @@ def reducescatter(
         RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "reducescatter")
-    compressed, context = checked(compression).compress(tensor)
+    if not hasattr(compression, "compress"):
+        require_compressor(compression)
+    compressed, context = compression.compress(tensor)
     if is_dynamo_compiling() and operators.are_traced():
         op = checked_op(op, (Average, Sum))
         reduced = operators.reducescatter(
@@ -167,7 +169,9 @@ def grouped_reducescatter(
     Returns:
         The list of this rank's rows of each reduction, in the dtypes of `tensors`.
     """
-    compressed = [checked(compression).compress(tensor) for tensor in checked_group(tensors)]
+    if not hasattr(compression, "compress"):
+        require_compressor(compression)
+    compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
     arguments = (op, prescale_factor, postscale_factor, process_set)
     reduced = _GroupedReducescatter.apply(name, arguments, *[wire for wire, _ in compressed])
     return [

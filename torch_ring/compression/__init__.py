@@ -20,7 +20,6 @@ __all__ = [
     "Compressor",
     "FP16Compressor",
     "NoneCompressor",
-    "checked",
     "require_compressor",
 ]
 
@@ -33,16 +32,6 @@ class Compression:
     bf16 = BF16Compressor
     int8 = Int8Compressor
     powersgd = PowerSGDCompressor
-
-
-def checked(compression: Compressor) -> Compressor:
-    """Return the compressor of a collective, or raise ValueError: require_compressor(), in no time.
-
-    torch.compile reads it, too.
-    """
-    if not hasattr(compression, "compress"):
-        require_compressor(compression)
-    return compression
 
 
 def require_compressor(given: object) -> None:

@@ -561,7 +561,8 @@ def _before_step(
     """Step pre-hook; called twice for one step if `step` calls the base class's `step`."""
     assert isinstance(optimizer, _DistributedOptimizer)
     optimizer._step_is_open = True
-    optimizer._loaded_rate.before_step(optimizer)
+    if optimizer._loaded_rate.ranks is not None:
+        optimizer._loaded_rate.before_step(optimizer)
     if optimizer._broken_by:  # else it would step with gradients of this rank alone
         raise InvalidArgumentError(
             f"the optimizer cannot step: adding parameters has failed ({optimizer._broken_by})"

@@ -37,11 +37,14 @@ class LoadedRate:
 
     Args:
         process_set: the ranks that step together.
+
+    Attributes:
+        ranks: those of the last state, if they are others and nothing was told of it.
     """
 
     def __init__(self, process_set: ProcessSet) -> None:
         self._process_set = process_set
-        self._ranks: int | None = None  # of the last state; None: as many, not known, or told
+        self.ranks: int | None = None
         self._rates: list[float] = []  # of that state
 
     def hook(self, optimizer: Optimizer) -> None:
@@ -52,13 +55,11 @@ class LoadedRate:
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Note the rates that a state has brought."""
-        self._rates = [] if self._ranks is None else _rates_of(optimizer)
+        self._rates = [] if self.ranks is None else _rates_of(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Warn, once, if the optimizer is about to step with such a rate."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is None:
-            return
+        """Warn, once, if the optimizer is about to step with such a rate. Call it if `ranks`."""
+        ranks, self.ranks = self.ranks, None
         rates, warmup = _rates_of(optimizer), vars(optimizer).get(_WARMED_UP, lambda: None)()
         if not rates or rates != self._rates or warmup is not None:
             return
@@ -100,7 +101,7 @@ class LoadedRate:
         if _SCALED in vars(optimizer):
             groups = state_dict.get("param_groups", ())
             right = ranks if all("lr_scale" in group for group in groups) else 1
-        self._ranks = ranks if isinstance(ranks, int) and ranks != right else None
+        self.ranks = ranks if isinstance(ranks, int) and ranks != right else None
 
 
 def _rates_of(optimizer: Optimizer) -> list[float]:
