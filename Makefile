@@ -6,8 +6,9 @@
 #
 # Both make a virtual environment first and build the extension there. Others:
 #
-#   make test-all   all tests, those in C++ under sanitizers too, and those with Lightning, Ray and
-#                   others, which it installs; half an hour to an hour on two cores, where `test` takes 5 to 11 minutes
+#   make test-all   the slow tests, too: those in C++ under sanitizers, and those with Lightning and
+#                   others, which it installs; half an hour on two cores, where `test` takes 5 to 11 minutes
+#   make test-weekly   tests with Ray, DeepSpeed, Spark and others, which it installs, and of the benchmarks
 #   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
 #   make docs     the documentation site, in build/docs/
 #   make sdist    the source archive, in dist/
@@ -48,7 +49,7 @@ CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2
 
-.PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d programs doubles mutants lint docs bench wheels \
+.PHONY: help mnist test test-all test-cpp test-python test-mpi test-c10d test-weekly programs doubles mutants lint docs bench wheels \
   sdist release clean FORCE
 .DEFAULT_GOAL := help
 
@@ -85,7 +86,11 @@ test-cpp: programs
 
 test-python: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench $(STAMPS)/docs \
   $(if $(SLOW),$(STAMPS)/integrations doubles docs) programs
-	$(call counted,$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(if $(SLOW),,-m "not slow") $(ARGS),Python,1)
+	$(call counted,$(PY) -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not $(if $(SLOW),weekly,slow)" $(ARGS),Python,1)
+
+# Other people's whole programs and test suites, the benchmarks, and what needs a build of its own.
+test-weekly: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/examples $(STAMPS)/bench $(STAMPS)/weekly doubles
+	$(PY) -m pytest --numprocesses 2 --dist loadfile -m weekly $(ARGS)
 
 test-mpi: $(STAMPS)/extension $(STAMPS)/test
 	$(call counted,$(MPIRUN) $(PY) -m pytest --with-mpi -o addopts= tests/mpi,MPI,1)
@@ -178,18 +183,25 @@ $(STAMPS)/test: $(STAMPS)/torch
 	@$(PIP) libucx-cu12 || echo "make: libucx-cu12 is not installed: tests of UCX will be skipped"
 	touch $@
 
-# 1.3 GB. Installs the packages one by one: if one is not available, only its tests are skipped.
-# $(TORCH) again: open_clip needs the torchvision of that torch. PyTorch-Ignite's own tests are in its
-# source archive. MPICH has a folder of its own, since its mpirun has the same name as Open MPI's.
+# Installs the packages one by one: if one is not available, only its tests are skipped. $(TORCH) again:
+# open_clip needs the torchvision of that torch.
+define installed
+@for package in $(1); do \
+  $(PIP) "$$package" "$(TORCH)" || echo "make: $$package is not installed: its test will be skipped"; \
+done
+endef
+
+# MPICH has a folder of its own, since its mpirun has the same name as Open MPI's.
 $(STAMPS)/integrations: $(STAMPS)/torch
-	@for package in lightning accelerate transformers "ray[train]" wandb torchdata \
-	  torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite "pyright[nodejs]"; do \
-	  $(PIP) "$$package" "$(TORCH)" || \
-	    echo "make: $$package is not installed: its test will be skipped"; \
-	done
+	$(call installed,lightning accelerate transformers torchdata "pyright[nodejs]")
+	@$(PIP) --target $(VENV)/mpich mpich || echo "make: mpich is not installed: its tests will be skipped"
+	touch $@
+
+# 1 GB. PyTorch-Ignite's own tests are in its source archive.
+$(STAMPS)/weekly: $(STAMPS)/torch
+	$(call installed,"ray[train]" torchft-nightly pyspark deepspeed "open_clip_torch[training]" pytorch-ignite)
 	@$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary pytorch-ignite \
 	  --dest build/sources pytorch-ignite || echo "make: its own tests will be skipped"
-	@$(PIP) --target $(VENV)/mpich mpich || echo "make: mpich is not installed: its tests will be skipped"
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/torch

@@ -31,6 +31,9 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("weekly"):
+            item.add_marker("slow")
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

@@ -49,7 +49,7 @@ VARIANTS = ("torch_ring", "ddp", "ddp_ring", "nan_check")
 PEERS = ("gloo", "ring-c10d", "fake-c10d", "copy", "touch")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_programs_on_two_ranks(tmp_path: Path) -> None:
     all_of = ("--collective", *COLLECTIVES, "--shared")
     all_of += ("--peers", *PEERS, "--dtypes", "float32", "bfloat16")
@@ -83,7 +83,7 @@ def test_programs_on_two_ranks(tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_sharded_state(tmp_path: Path) -> None:
     sizes = ("--ranks", "2", "--parameters", "100000", "--rounds", "1", "--steps", "1")
     command = [sys.executable, str(BENCHMARKS / "sharded_state.py"), *sizes, "--json", "out.json"]
@@ -220,7 +220,7 @@ def run_between_hosts(command: str, tmp_path: Path) -> tuple[dict[str, Any], str
     return json.loads((tmp_path / "out.json").read_text()), done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @needs_namespaces
 def test_benchmark_between_hosts(tmp_path: Path) -> None:
     command = "hosts.py --hosts 2 --rate 1gbit --window 65536 --plain-sockets --seconds 0 "
@@ -279,7 +279,7 @@ def test_targets_of_the_stored_results() -> None:
     assert list(targets.targets({})) == []
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("plots")
@@ -297,7 +297,7 @@ def test_plots(tmp_path: Path) -> None:
 SCRIPT = ROOT / "benchmarks" / "input_pipeline.py"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_from_jobs_to_curves(tmp_path: Path, monkeypatch, capsys):
     pytest.importorskip("torchvision")
     fast = ("--epoch-steps", "3", "--steps", "1", "--rounds", "1", "--workers", "0")
@@ -331,7 +331,7 @@ def test_from_jobs_to_curves(tmp_path: Path, monkeypatch, capsys):
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_losses(tmp_path: Path) -> None:
     cases = ["cut off", "torch_ring, standby"]
     folders = (str(BENCHMARKS), str(Path(torch_ring.__file__).parents[1]))

@@ -145,7 +145,7 @@ def test_each_part_selects_tests():
     assert counts[0] > 50, counted  # on a GPU
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.launcher
 @device_double.needed
 def test_parts_of_each_kind_on_the_stand_ins(tmp_path):

@@ -22,12 +22,15 @@ EXAMPLES = ROOT / "examples" / "integrations"
 DEADLINE_S = 900  # a hang, not a slow machine: Ray starts a dozen processes
 LEAVING_S = 30
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# The packages that each example needs, and its launcher: four start their own workers.
+# The packages that each example needs, and its launcher: four start their own workers. Those whose
+# start takes a minute are for `make test-weekly`.
 PROGRAMS = {
     "lightning_ddp.py": (("lightning",), ()),
     "accelerate_train.py": (("accelerate",), TORCHRUN),
     "trainer.py": (("accelerate", "transformers"), TORCHRUN),
     "stateful_loader.py": (("torchdata",), TORCHRUN),
+}
+WEEKLY = {
     "torchft_train.py": (("torchft", "opentelemetry"), ()),
     "deepspeed_zero1.py": (("deepspeed",), TORCHRUN),
     "spark_train.py": (("pyspark",), ()),
@@ -106,7 +109,7 @@ def run_to_the_end(*command: str, **variables: str) -> str:
 
 
 def test_every_example_is_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROGRAMS)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == PROGRAMS.keys() | WEEKLY.keys()
 
 
 def skip_without(packages: Sequence[str]) -> None:
@@ -119,9 +122,11 @@ def skip_without(packages: Sequence[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.launcher
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [*PROGRAMS, *(pytest.param(each, marks=pytest.mark.weekly) for each in WEEKLY)]
+)
 def test_two_ranks_train_on_ring(name: str) -> None:
-    packages, launcher = PROGRAMS[name]
+    packages, launcher = {**PROGRAMS, **WEEKLY}[name]
     skip_without(packages)
     output = run_to_the_end(*launcher, str(EXAMPLES / name))
     found = sorted(set(LINE.findall(output)))  # a set: Ray prints lines of workers more than once

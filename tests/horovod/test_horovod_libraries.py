@@ -58,7 +58,7 @@ IGNITES = {
         (18, 18),
     ),
 }
-pytestmark = [pytest.mark.slow, pytest.mark.launcher]
+pytestmark = [pytest.mark.weekly, pytest.mark.launcher]
 
 
 def require(*packages: str) -> None:
@@ -141,7 +141,7 @@ def test_ignites_own_tests(backend: str, full: bool, tmp_path: Path) -> None:
     name = f"pytorch_ignite-{version}"
     archive = ROOT / "build" / "sources" / f"{name}.tar.gz"
     if not archive.exists():
-        pytest.skip(f"there is no {archive}: make test-all puts it there")
+        pytest.skip(f"there is no {archive}: make test-weekly puts it there")
     with tarfile.open(archive) as sources:
         parts = (f"{name}/tests/", f"{name}/pyproject.toml")  # in place of the installed ignite
         members = [each for each in sources.getmembers() if each.name.startswith(parts)]

@@ -62,14 +62,14 @@ def output_of(program: str, tree: Path, **env: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_collective(tree: Path, transport: str) -> None:
     output = output_of("rotate.py", tree, TORCH_RING_TRANSPORT=transport)
     assert output.count("rotated") == RANKS, output
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_setting(tree: Path) -> None:
     env = {"TORCH_RING_TIMEOUT": "1", "TORCH_RING_MOST_BLAMED": "1"}
     output = output_of("late.py", tree, **env)
