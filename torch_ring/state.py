@@ -246,6 +246,8 @@ def copy_optimizer_state(
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, values in zip(groups, hyper, strict=True):
+            for key in group.keys() - values.keys() - {"params"}:
+                del group[key]
             group.update(values)
 
 

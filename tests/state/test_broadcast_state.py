@@ -252,6 +252,8 @@ def broadcast_one_optimizer(name: str, root: int, wrap: bool, warm: bool) -> Non
     if hvd.rank() == root:
         optimizer.param_groups[0]["lr"] *= 3
         optimizer.param_groups[0]["note"] = ("a tuple", None, True, 7)
+    else:
+        optimizer.param_groups[0]["of_another_run"] = 1
     before = [parameter.detach().clone() for parameter in model.parameters()]
     wrapped = hvd.DistributedOptimizer(optimizer) if wrap else optimizer
     hvd.broadcast_optimizer_state(wrapped, root_rank=root)

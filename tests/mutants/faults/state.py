@@ -47,6 +47,11 @@ FAULTS = (
         tests=("state/test_broadcast_state.py::test_broadcast_optimizer_state",),
     ),
     Fault(
+        "hyper_kept", "an optimizer keeps hyper-parameters that the root's does not have", STATE,
+        "                del group[key]\n", "                pass\n",
+        tests=("state/test_broadcast_state.py::test_broadcast_optimizer_state",),
+    ),
+    Fault(
         "metadata_lost", "a state dict loses its metadata on the other ranks", STATE,
         "    if type(value) is dict:\n        return items\n    same = copy.copy(value)",
         "    return items\n    same = copy.copy(value)",
