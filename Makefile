@@ -39,12 +39,16 @@ JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-# One pip at a time, even with make -j: two at once would break the environment.
-PIP = flock $(STAMPS) $(PY) -m pip install --quiet --disable-pip-version-check
+# One pip at a time, even with make -j: two at once would break the environment. Python compiles what it
+# imports, a small part of torch.
+PIP = flock $(STAMPS) $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 STAMPS := $(VENV)/stamps
 SOURCES := $(wildcard csrc/*.cc csrc/*.py csrc/*/*.cc csrc/*/*.h csrc/*/*.inc) setup.py pyproject.toml
 # With all processors, or those of a parent make's job server. ARGS are not for these tests.
 CPP = $(MAKE) --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j $(JOBS)) -C tests/cpp ARGS=
+
+# Each process of a test would compile torch_ring again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # mpirun refuses root, and fewer cores than ranks, unless told otherwise.
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe -np 2

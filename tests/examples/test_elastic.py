@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,7 @@ import pytest
 import scripts
 from scripts import ROOT
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="sklearn is not installed")
 FOLDER = ROOT / "examples" / "elastic"
 
 
