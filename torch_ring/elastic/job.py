@@ -261,9 +261,8 @@ class ElasticJob:
         if self._own not in group.members:
             raise LeftOutError("the other ranks go on without this one")
         rank = list(group.members).index(self._own)
-        if group.store != self._serves:
+        if len(group.members) > 1 and group.store != self._serves:
             self._store = self._open_store(group.store)
-        assert self._store is not None
         missed = functools.partial(self._missed, group.members)
         with _regrouping():
             current.rejoin(rank, len(group.members), self._store, self._listener.key.hex(), missed)

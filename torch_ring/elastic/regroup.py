@@ -89,7 +89,7 @@ class NextWorld:
 
     Attributes:
         members: the processes, by rank.
-        store: the address of the store where they meet.
+        store: the address of the store where they meet; one process needs none.
         generation: the number of worlds so far, this one included.
     """
 
@@ -290,7 +290,8 @@ class _Leading:
                 self._joined[request.member.id] = request
                 survivors.append(request.member)
             self._require_enough(survivors)
-            group = NextWorld(survivors, serve(), self._generation + 1)
+            store = serve() if len(survivors) > 1 else ("", 0)
+            group = NextWorld(survivors, store, self._generation + 1)
         except _ElsewhereError:
             self._tell({"kind": "elsewhere"})
             raise

@@ -152,13 +152,13 @@ def init(
         _join(comm, process_sets, config, given, store)
 
 
-def rejoin(rank: int, size: int, store: Store, secret: str, missed: Missed) -> None:
+def rejoin(rank: int, size: int, store: Store | None, secret: str, missed: Missed) -> None:
     """Join the remaining ranks of a world that has ended.
 
     Args:
         rank: this process's rank in the new world.
         size: the number of ranks there.
-        store: the store where they meet.
+        store: the store where they meet; one rank needs none.
         secret: a secret that only they know.
         missed: as for `FailurePath`.
 

@@ -141,8 +141,8 @@ FAULTS = (
     ),
     Fault(
         "generation_stays", "the generation of worlds does not grow", REGROUP,
-        "NextWorld(survivors, serve(), self._generation + 1)",
-        "NextWorld(survivors, serve(), self._generation)",
+        "NextWorld(survivors, store, self._generation + 1)",
+        "NextWorld(survivors, store, self._generation)",
         tests=("elastic/test_regroup.py",),
     ),
     Fault(
