@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import torch_ring as hvd
 from torch_ring import checkpoint, data, elastic, lr_schedules, metrics, preemption
@@ -66,7 +67,7 @@ def tensors() -> Iterator[Tensor]:
     yield torch.empty(0, 3)
     yield torch.tensor([1 + 2j, 3j]).conj()
     yield torch.tensor([1 + 2j, 3j]).conj().imag
-    yield torch.tensor([2**62, -(2**62), 7])
+    yield torch.tensor([2**62, -(2**62), 2**53 + 1, 7])
 
 
 def outcome(function: Callable[[], Any]) -> Any:
@@ -310,7 +311,11 @@ def in_autograd() -> Any:
     with torch.inference_mode():
         inference = hvd.allreduce_(torch.ones(2))
     result = hvd.allreduce_async(tensor).wait()
-    return [outcome(loss.backward), inference, result.requires_grad]
+    refused = [outcome(lambda: torch.func.vmap(hvd.allreduce_async)(torch.ones(2)))]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        refused += [outcome(lambda: hvd.allreduce(dual)), outcome(lambda: hvd.broadcast_(dual, 0))]
+    return [outcome(loss.backward), inference, result.requires_grad, refused]
 
 
 @call("elastic.run", "elastic.TorchState", "elastic.ElasticSampler")

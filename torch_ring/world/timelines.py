@@ -13,6 +13,7 @@ from pathlib import Path
 from torch_ring._C import Engine, RecordStream, Timeline
 from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError, RingError
+from torch_ring.native import NEEDS_LINUX, is_for_one_rank
 from torch_ring.setup.connect import Connections
 
 __all__ = ["Timelines"]
@@ -90,9 +91,12 @@ class Timelines:
         for engine in list(self._connections.engines):
             self._watch(engine)
 
-    def _make(self, path: str | os.PathLike[str], mark_cycles: bool) -> Timeline:
+    def _make(self, path: str | os.PathLike[str], mark_cycles: bool) -> Timeline | None:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise InvalidArgumentError(f"file_path={path!r} is not the path of a file")
+        if is_for_one_rank():
+            _log.warning("no timeline is written: it %s", NEEDS_LINUX)
+            return None
         mine = self._connections
         return Timeline(
             rank=mine.rank,

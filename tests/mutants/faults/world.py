@@ -188,8 +188,7 @@ FAULTS = (
     ),
     Fault(
         "alone_unscaled", "on macOS an allreduce ignores the second factor", ONE_RANK,
-        "factors = [factor for factor in factors if factor != 1.0]",
-        "factors = [factor for factor in factors[:1] if factor != 1.0]",
+        "for factor in map(float, factors):", "for factor in map(float, factors[:1]):",
         tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
     ),
     Fault(
@@ -199,13 +198,13 @@ FAULTS = (
     ),
     Fault(
         "alone_lowest_lost", "on macOS an integer times NaN is the highest number", ONE_RANK,
-        "torch.where(near > limits.min, product, limits.min)",
-        "torch.where(near <= limits.min, limits.min, product)",
+        "min(limits.max, max(limits.min, number * exact))",
+        "max(limits.min, min(limits.max, number * exact))",
         tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
     ),
     Fault(
         "alone_not_in_place", "on macOS a collective in place does not write", ONE_RANK,
-        "    output.detach().copy_(value)\n", "",
+        "output.copy_(result)", "output",
         tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
     ),
 )
