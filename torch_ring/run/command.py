@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch_ring.errors import InvalidArgumentError, RingError
 from torch_ring.native import is_for_one_rank
 from torch_ring.run.agent import why_unstartable
-from torch_ring.run.alone import environment_alone
 from torch_ring.run.job import exit_code
-from torch_ring.run.launch import launch
+from torch_ring.run.launch import environment_alone, launch
 from torch_ring.run.options import Options, parse_options
 from torch_ring.run.screen import FdSink, say
 from torch_ring.setup.launchers import slurm_job, without_launchers
@@ -106,13 +105,10 @@ def _run_alone(options: Options, environment: Mapping[str, str]) -> int:
         code, text = why_unstartable(options.command[0], error)
         say(f"rank 0 on localhost {text}")
         return code
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):  # the command gets Ctrl-C, too
-                return exit_code(process.wait())
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):  # the command gets Ctrl-C, too
+            return exit_code(process.wait())
 
 
 def _slurm_job() -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 import sys
@@ -15,9 +16,8 @@ from typing import Any, TypeVar
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.native import NEEDS_LINUX, is_for_one_rank
 from torch_ring.run import function_rank
-from torch_ring.run.alone import environment_alone
 from torch_ring.run.hosts import cluster_hosts
-from torch_ring.run.launch import launch
+from torch_ring.run.launch import environment_alone, launch
 from torch_ring.run.options import Options, changes_nothing, growth_settings, start_timeout_of
 from torch_ring.run.screen import StreamSink
 from torch_ring.setup.launchers import environment_for_now, without_launchers
@@ -161,8 +161,8 @@ def run(
     if is_for_one_rank():
         if options.command[0] != sys.executable:
             raise InvalidArgumentError(f"executable={executable!r}: {NEEDS_LINUX}")
-        variables = environment_alone(options, environment, "run()")
-        return [_call_alone(func, args, kwargs or {}, variables)]
+        with environment_for_now(environment_alone(options, environment, "run()")):
+            return [_outcome(functools.partial(func, *args, **kwargs or {}))]
     code, job = launch(
         options,
         environment,
@@ -181,16 +181,10 @@ def run(
     ]
 
 
-def _call_alone(
-    func: Callable[..., ResultT],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    environment: Mapping[str, str],
-) -> Any:
-    """Return the function's result in this process, which has the rank's environment meanwhile."""
+def _outcome(call: Callable[[], ResultT]) -> Any:
+    """Return the result of a call, or raise its error, as if a rank had made it."""
     try:
-        with environment_for_now(environment):
-            return func(*args, **kwargs)
+        return call()
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and not error.code:
             return None

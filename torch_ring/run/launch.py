@@ -1,33 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""launch: runs a job from its options, for the command line and for `run`."""
+"""launch: runs a job from its options; environment_alone: prepares a job that needs no launch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from torch_ring.config.horovod_path import alias_variables
+from torch_ring.errors import InvalidArgumentError
 from torch_ring.membership.directory import Directory
 from torch_ring.membership.member import key_of
+from torch_ring.native import NEEDS_LINUX, require_one_rank
 from torch_ring.run.growth import Growth, standby_command
 from torch_ring.run.host_connection import Ssh
 from torch_ring.run.hosts import RankSlot, is_this_host
 from torch_ring.run.job import Job
 from torch_ring.run.job_settings import (
+    JobFacts,
     JobSpec,
     discover_hosts,
     job_variables,
+    rank_environment,
     secret_of,
     slots_of,
     slots_of_hosts,
 )
-from torch_ring.run.options import Options
+from torch_ring.run.options import DEFAULT_GRACE_S, Options
 from torch_ring.run.screen import Screen, Sink, say
 from torch_ring.run.supervisor import Supervisor
 from torch_ring.setup.network import own_address, own_loopback
 
-__all__ = ["launch"]
+__all__ = ["environment_alone", "launch"]
 
 
 def launch(
@@ -115,3 +121,38 @@ def _address_for(slots: Sequence[RankSlot], options: Options) -> str:
     if others:
         return own_address(interface, others[0].rpartition("@")[2])
     return own_address(interface, None) if options.growth.script is not None else own_loopback()
+
+
+def environment_alone(
+    options: Options, environment: Mapping[str, str], source: str
+) -> dict[str, str]:
+    """Return the environment of a job's only rank, which macOS and Windows start without agents.
+
+    Raises:
+        InvalidArgumentError: an option is wrong, or needs Linux; or `source` wants several ranks.
+    """
+    needs_linux = {
+        "--host-discovery-script": options.growth.script,
+        "--standby": options.growth.standbys,
+        "--output-filename": options.output_folder,
+        "--prefix-output-with-timestamp": options.with_time,
+        "--numa-binding": options.numa_binding,
+        "--requeue": options.requeues,
+        "--grace-period": options.grace_s != DEFAULT_GRACE_S,
+    }
+    for option in filter(needs_linux.get, needs_linux):
+        raise InvalidArgumentError(f"{option} {NEEDS_LINUX}")
+    slots = slots_of(options.size, options.hosts, options.hostfile, environment, say)
+    require_one_rank(len(slots), source)
+    if not is_this_host(slots[0].host):
+        raise InvalidArgumentError(f"a rank on another host, {slots[0].host}, {NEEDS_LINUX}")
+    options.growth.check(1)
+    for note in options.notes:
+        say(note)
+    variables, unset = job_variables(options.variables, environment)
+    variables |= alias_variables({**environment, **variables})
+    secret = secret_of(environment, variables)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    facts = JobFacts(secrets.token_hex(8), secret, "127.0.0.1", port, "", variables, unset)
+    return rank_environment(slots[0], facts, environment, is_local=True)

@@ -17,7 +17,7 @@ REASON = "torch_ring/world/exit_reason.py"
 TIMELINES = "torch_ring/world/timelines.py"
 SIGNALS = "torch_ring/world/forked_signals.py"
 ONE_RANK = "torch_ring/native/one_rank.py"
-ALONE = "torch_ring/run/alone.py"
+LAUNCH = "torch_ring/run/launch.py"
 
 # fmt: off
 FAULTS = (
@@ -192,8 +192,8 @@ FAULTS = (
         tests=("install/test_one_rank.py::test_all_calls_do_the_same",),
     ),
     Fault(
-        "alone_options_lost", "on macOS the launcher drops its options", ALONE,
-        "        variables=variables,\n", "",
+        "alone_options_lost", "on macOS the launcher drops its options", LAUNCH,
+        'port, "", variables, unset)', 'port, "", {}, unset)',
         tests=("install/test_one_rank.py::test_the_launcher_does_the_same",),
     ),
     Fault(
