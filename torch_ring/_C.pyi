@@ -198,7 +198,6 @@ class ControlPlane:
         heartbeat_timeout_s: silence after which a rank is lost.
         launcher: a pidfd of the process that has started this one, taken over; -1 for none.
         launcher_died: the line for stderr when that has ended; then this process ends, too.
-        claim: the listening socket of this rank's claim, duplicated; -1 for none.
         tls: whether connections over TCP are encrypted. InvalidArgumentError: there is no OpenSSL.
     """
 
@@ -214,7 +213,6 @@ class ControlPlane:
         heartbeat_timeout_s: float,
         launcher: int,
         launcher_died: str,
-        claim: int,
         tls: bool,
     ) -> None: ...
     def missing(self) -> list[int]:

@@ -111,12 +111,11 @@ std::unique_ptr<PyControlPlane> make_plane(int rank, std::vector<int> host_of,
                                            const py::bytes& key, int unix_listener,
                                            const std::vector<int>& tcp_listeners,
                                            double heartbeat_timeout_s, int launcher,
-                                           std::string launcher_died, int claim, bool tls) {
+                                           std::string launcher_died, bool tls) {
   ControlPlane::Options options;
   options.launcher = Fd(launcher);  // first: owned, so closed on errors
   options.unix_listener = copy_of(unix_listener);
   for (const int fd : tcp_listeners) options.tcp_listeners.push_back(copy_of(fd));
-  options.claim = copy_of(claim);
   options.launcher_died = std::move(launcher_died);
   options.rank = rank;
   options.host_of = std::move(host_of);
@@ -216,7 +215,7 @@ void bind_control_plane(py::module_& module) {
       .def(py::init(&make_plane), py::arg("rank"), py::arg("host_of"), py::arg("labels"),
            py::arg("addresses"), py::arg("key"), py::arg("unix_listener"), py::arg("tcp_listeners"),
            py::arg("heartbeat_timeout_s"), py::arg("launcher"), py::arg("launcher_died"),
-           py::arg("claim"), py::arg("tls"))
+           py::arg("tls"))
       .def("missing", &PyControlPlane::missing)
       .def("trouble", &PyControlPlane::trouble)
       .def("fail", &PyControlPlane::fail, py::arg("number"), py::arg("why"))

@@ -113,7 +113,6 @@ ControlPlane::ControlPlane(Options options)
                                         {},
                                         options.heartbeat_timeout,
                                         {},
-                                        {},
                                         {}})),
       rank_(options_.rank),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -123,7 +122,6 @@ ControlPlane::ControlPlane(Options options)
       acceptor_(static_cast<std::uint32_t>(rank_), options_.key, std::move(options.unix_listener),
                 std::move(options.tcp_listeners), options_.tls),
       launcher_(std::move(options.launcher), std::move(options.launcher_died)),
-      claim_(std::move(options.claim)),
       dials_(options_),
       data_(options_),
       next_heartbeat_(Clock::now()) {
@@ -161,7 +159,6 @@ void ControlPlane::end(Farewell farewell, std::chrono::milliseconds patience, st
   dials_.close();
   data_.close_all();
   acceptor_.close();
-  claim_.close();
 }
 
 class ControlPlane::Sockets : public SocketSource {
@@ -377,7 +374,6 @@ std::string ControlPlane::cipher() const {
 std::vector<int> ControlPlane::open_descriptors() const {
   std::vector<int> fds{wake_.get()};
   fds.push_back(launcher_.fd());
-  fds.push_back(claim_.fd());
   acceptor_.append_descriptors(fds);
   for (const ControlLink& link : links_) fds.push_back(link.fd());
   dials_.append_descriptors(fds);
@@ -433,7 +429,6 @@ void ControlPlane::run() {
 Clock::time_point ControlPlane::prepare(PollSet& polls) {
   polls.add(wake_.get(), POLLIN);
   launcher_.add_to(polls);
-  claim_.add_to(polls);
   acceptor_.add_to(polls, Clock::now());
   dials_.add_to(polls);
   data_.add_to(polls);
@@ -454,7 +449,6 @@ void ControlPlane::turn(const PollSet& polls, Clock::time_point slept, Clock::ti
   eventfd_t rings = 0;
   ::eventfd_read(wake_.get(), &rings);
   launcher_.check(polls, now);
-  if (const auto pid = claim_.check(polls)) leave_mixed(*pid, now);
   receive(polls, now);
   admit(polls, now);
   connect(polls, now);
@@ -462,18 +456,6 @@ void ControlPlane::turn(const PollSet& polls, Clock::time_point slept, Clock::ti
   send_own_news(now);
   seek_neighbours(now);
   send(now);
-}
-
-/// Ends this world, which may have ranks of two jobs: process `pid` claims the same rank.
-void ControlPlane::leave_mixed(pid_t pid, Clock::time_point now) {
-  const std::string why =
-      "may be in the wrong job: process " + std::to_string(pid) +
-      " has come as the same rank. Two jobs of one name that start together cannot be told apart: "
-      "give each its own MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host";
-  if (in_setup())
-    give_setup_up(Error(ErrorKind::kPeerLost, at(options_.labels, rank_) + ' ' + why));
-  learn(Message::departed(rank_, "it " + why), nullptr, now);
-  pending_news_.push_back(Message::lost(rank_, rank_, why));  // for this rank's own sets
 }
 
 void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {

@@ -24,7 +24,6 @@
 #include "control/options.h"
 #include "control/outgoing.h"
 #include "control/queries.h"
-#include "control/rank_claim.h"
 #include "control/subscriptions.h"
 #include "core/clock.h"
 #include "core/error.h"
@@ -240,7 +239,6 @@ class ControlPlane {
   Clock::time_point prepare(PollSet& polls);
   void turn(const PollSet& polls, Clock::time_point slept, Clock::time_point now);
 
-  void leave_mixed(pid_t pid, Clock::time_point now);
   void receive(const PollSet& polls, Clock::time_point now);
   void admit(const PollSet& polls, Clock::time_point now);
   void connect(const PollSet& polls, Clock::time_point now);
@@ -276,7 +274,6 @@ class ControlPlane {
   bool moved_ = true;  // neighbourhood_ has changed
   Acceptor acceptor_;
   LauncherWatch launcher_;
-  RankClaim claim_;
   std::list<ControlLink> links_;
   DialRequests dials_;
   DataConnections data_;

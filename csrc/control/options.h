@@ -47,12 +47,11 @@ struct ControlOptions {
   std::vector<Address> addresses;   // by rank
   Key key{};
   std::shared_ptr<const TlsContext> tls;  // of connections between hosts; null: in the clear
-  Fd unix_listener;                       // bound and listening; none where no rank shares the host
+  Fd unix_listener;                       // bound and listening
   std::vector<Fd> tcp_listeners;          // one per network interface; none on one host
   std::chrono::milliseconds heartbeat_timeout{60'000};
   Fd launcher;                // a pidfd of the process that started this one; none: no watch
   std::string launcher_died;  // the line for stderr, before this process ends, too
-  Fd claim;                   // a listener at this rank's claim; none: no claim
 
   int size() const { return static_cast<int>(host_of.size()); }
 };

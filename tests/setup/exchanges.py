@@ -30,7 +30,7 @@ def path_on_host(identity, timeout_s, place, name):
     deadline = Deadline(timeout_s)
     path = FailurePath(identity, deadline, place)
     has_store = place is not None
-    path.host = meet_on_host(name, "", identity, deadline, path.watch, has_store=has_store)
+    path.host = meet_on_host(name, identity, deadline, path.watch, has_store=has_store)
     return path
 
 

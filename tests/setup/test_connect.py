@@ -23,11 +23,12 @@ from torch.distributed import HashStore, PrefixStore
 from torch_ring.config import Config
 from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup import connect as connecting
+from torch_ring.setup import socket_name
 from torch_ring.setup.connect import connect, listen
 from torch_ring.setup.exchange import exchange_hosts, failing_together
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
-from torch_ring.setup.socket_name import socket_name_by_store
+from torch_ring.setup.socket_name import listen_as_rank, socket_name_by_store
 from torch_ring.setup.store import given_store
 from torch_ring.world.engine import make_engine, wait_for_all
 
@@ -60,7 +61,11 @@ def connect_rank(store, rank, size, config=CONFIG, host=""):
     place = given_store(store, identity)
     name = socket_name_by_store(PrefixStore(host, store))
     path = path_on_host(identity, config.init_timeout_s, place, name)
-    with failing_together(path), listen(identity, config, "127.0.0.1") as listeners:
+    with (
+        failing_together(path),
+        listen_as_rank(None, identity, path.deadline, path.watch) as unix,
+        listen(identity, config, "127.0.0.1", unix) as listeners,
+    ):
         own = listeners.info.to_value()
         table = exchange_hosts(own, config.common(), path)
         connections = connect(config, table, listeners, path)
@@ -134,7 +139,7 @@ def test_descriptors_of_a_rank(put_on_hosts, size, count):
     everyone = connect_all(size, hosts=hosts)
     opened = len(open_descriptors() - before)
     shares = len(set(hosts)) < size
-    listeners = (hosts.count(0) > 1) + (len(set(hosts)) > 1)
+    listeners = 1 + (len(set(hosts)) > 1)
     # An event, the memory, the listeners, and the connections of the plane.
     assert opened == size * (1 + shares + listeners + neighbours(size))
     for connections in everyone:
@@ -226,8 +231,8 @@ def test_strangers_disturb_nobody(monkeypatch, transport):
         strangers.extend(knock(*listeners[-1], noise) for noise in NOISES * 5)
         return listener
 
-    for name in ("_listen_tcp", "listen_unix"):
-        monkeypatch.setattr(connecting, name, partial(besieged, getattr(connecting, name)))
+    for module, name in ((connecting, "_listen_tcp"), (socket_name, "listen_unix")):
+        monkeypatch.setattr(module, name, partial(besieged, getattr(module, name)))
     config = replace(CONFIG, transport=transport)
     everyone = connect_all(3, lambda _: config)
     assert len(listeners) == 6
@@ -260,7 +265,7 @@ def replace_plane(monkeypatch, rank, instead):
     def plane(own, *rest):
         if own != rank:
             return make(own, *rest)
-        *_, launcher, _, _, _ = rest
+        *_, launcher, _, _ = rest
         try:
             instead()
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two jobs of the same name on one host: no world has ranks of both."""
+"""Two jobs of the same name on one host: at least one of them ends with an error."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ import json
 import os
 import random
 import re
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from exchanges import new_name
 from pool import eventually, run
 from ports import free_port
-from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.setup.launchers import Identity, variables_of_launchers
-from torch_ring.setup.socket_name import socket_name
-from torch_ring.world import join
+from torch_ring.setup.network import Deadline, listen_unix
+from torch_ring.setup.socket_name import listen_as_rank
 
 PATIENCE_S = 40.0
 BY_VARIABLES, BY_ARGUMENTS = "RANK and WORLD_SIZE", "init(rank=, size=)"
-on_both_doors = pytest.mark.parametrize(
-    ("door", "transport"), [(BY_VARIABLES, "shm"), (BY_ARGUMENTS, "tcp")]
-)
 
 
 class Stage:
@@ -64,35 +60,8 @@ class Stage:
         except hvd.RingError as error:
             self.note(f"said-{name}", str(error))
             return
-        try:
-            seen = 0.0
-            while seen < 2:
-                time.sleep(0.005)
-                is_over = float((self.folder / "over").exists())
-                seen = hvd.allreduce(torch.tensor([is_over]), op=hvd.Sum).item()
-            self.note(f"lives-{name}", "to the end")
-        except hvd.RingError as error:
-            self.note(f"lives-{name}", str(error))
-            self.hear("over")
+        self.hear("over")
         hvd.shutdown()
-
-    def start_and_meet_late(self, name: str) -> None:
-        """Run as a rank that has begun init(), and meets the others only at "meet"."""
-        meet = join.meet_on_host
-
-        def meet_late(*args: Any, **more: Any) -> Any:
-            self.note(f"begun-{name}")
-            self.hear("meet")
-            return meet(*args, **more)
-
-        join.meet_on_host = meet_late
-        self.start(name)
-
-    def at_the_name(self) -> int:
-        """Return the number of sockets with this host's name: the leader's, and the others'."""
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-        name = "@" + socket_name(Identity(0, 2, launcher="env"), env)[1:]
-        return sum(line.endswith(name) for line in Path("/proc/net/unix").read_text().splitlines())
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -132,40 +101,12 @@ def scripts(folder: Path, door: str, *jobs: Sequence[str]):
         os.waitpid(pid, 0)
 
 
-def direct(
-    director: Callable[..., Any], *args: Any, transport: str = "shm", init_s: float = PATIENCE_S
-) -> Any:
-    env = {"TORCH_RING_INIT_TIMEOUT": str(init_s)}
+def direct(director: Callable[..., Any], *args: Any, transport: str = "shm") -> Any:
+    env = {"TORCH_RING_INIT_TIMEOUT": str(PATIENCE_S)}
     [found] = run(
-        director,
-        1,
-        args=args,
-        transport=transport,
-        env=env,
-        initialized=False,
-        kind="directors",
+        director, 1, args=args, transport=transport, env=env, initialized=False, kind="directors"
     )
     return found
-
-
-# --- other starts: scripts with the same MASTER_ADDR and MASTER_PORT
-
-
-def start_two_scripts(folder: Path) -> list[str]:
-    with scripts(folder, BY_VARIABLES, ["A0", "A1"], ["B0", "B1"]) as stage:
-        stage.note("go-A0")
-        assert eventually(lambda: stage.at_the_name() > 0, PATIENCE_S)
-        stage.note("go-B1")  # it finds rank 0 of the other job
-        assert eventually(lambda: stage.at_the_name() > 1, PATIENCE_S)
-        stage.note("go-B0")
-        stage.note("go-A1")
-        return [stage.hear(f"said-{name}") for name in ("A0", "A1", "B0", "B1")]
-
-
-@on_both_transports
-def test_each_of_two_scripts_has_its_own_job(tmp_path, transport):
-    said = direct(start_two_scripts, tmp_path, transport=transport)
-    assert said == ["AA", "AA", "BB", "BB"]
 
 
 def start_in_two_terminals(folder: Path, names: list[str]) -> list[str]:
@@ -184,80 +125,32 @@ def test_two_terminals_with_one_rank_are_told_at_once(tmp_path):
         assert text.startswith("two processes are rank 0 of 2, or another job has the same")
 
 
-# --- one start: two jobs of one parent
-
-
-def mix_the_jobs_of_a_parent(folder: Path, door: str) -> list[list[Any]]:
-    with scripts(folder, door, ["A0", "B0", "A1", "B1"]) as stage:
+def mix_two_jobs(folder: Path, door: str, jobs: list[list[str]]) -> list[list[str]]:
+    with scripts(folder, door, *jobs) as stage:
         stage.note("go-A0")
         stage.note("go-B1")
         mixed = [stage.hear("said-A0"), stage.hear("said-B1")]
         stage.note("go-B0")
         stage.note("go-A1")
-        refused = [stage.hear("said-B0"), stage.hear("said-A1")]
-        return [mixed, refused, [stage.hear("lives-A0"), stage.hear("lives-B1")]]
+        return [mixed, [stage.hear("said-B0"), stage.hear("said-A1")]]
 
 
-@on_both_doors
-def test_two_jobs_that_cannot_be_told_apart_fail_all(tmp_path, transport, door):
-    mixed, refused, lives = direct(mix_the_jobs_of_a_parent, tmp_path, door, transport=transport)
+@pytest.mark.parametrize(
+    ("door", "transport", "jobs"),
+    [
+        (BY_VARIABLES, "shm", [["A0", "A1"], ["B0", "B1"]]),
+        (BY_ARGUMENTS, "tcp", [["A0", "B0", "A1", "B1"]]),  # of one parent
+    ],
+)
+def test_two_jobs_of_one_name_never_mix_silently(tmp_path, door, transport, jobs):
+    mixed, refused = direct(mix_two_jobs, tmp_path, door, jobs, transport=transport)
     assert mixed == ["AB", "AB"]  # not detectable yet
-    own = [rf"two processes are rank {rank} of 2: process \d+ is" for rank in range(2)]
+    own = [rf"two processes are rank {rank} of 2: process \d+ is, too" for rank in range(2)]
     assert any(map(re.match, own, refused)), refused
-    for rank, text in enumerate(refused):  # by its own question, or by that of the other
+    for rank, text in enumerate(refused):  # by its own name, or by that of the other
         of_other = f"init failed on rank {1 - rank}: {own[1 - rank]}"
         assert re.match(f"{own[rank]}|{of_other}", text), text
-        assert "give each its own MASTER_PORT" in text
-    for text in lives:
-        assert "has come as the same rank. Two jobs of one name" in text
-
-
-def come_when_the_others_have_met(folder: Path) -> list[str]:
-    with scripts(folder, BY_VARIABLES) as stage:
-        pids = [fork(lambda: stage.start_and_meet_late("A1"))]
-        stage.note("go-A1")
-        stage.hear("begun-A1")
-        for name in ("A0", "B1"):
-            pids.append(fork(lambda name=name: stage.start(name)))
-            stage.note(f"go-{name}")
-        mixed = [stage.hear(f"said-{name}") for name in ("A0", "B1")]
-        assert mixed == ["AB", "AB"], mixed
-        stage.note("meet")
-        said = [stage.hear(what) for what in ("said-A1", "lives-A0", "lives-B1")]
-        stage.note("over")
-        for pid in pids:
-            os.waitpid(pid, 0)
-        return said
-
-
-def test_a_rank_that_was_starting_when_a_mixed_world_began_ends_it(tmp_path):
-    refused, *lives = direct(come_when_the_others_have_met, tmp_path)
-    assert refused.startswith("two processes are rank 1 of 2: process "), refused
-    for text in lives:
-        assert "has come as the same rank. Two jobs of one name" in text
-
-
-def begin_another_job_later(folder: Path, door: str) -> list[Any]:
-    with scripts(folder, door) as stage:
-        jobs = ["A0", "A1"], ["C0", "C1"]
-        pids = []
-        for job in jobs:  # children of this process
-            for name in job:
-                pids.append(fork(lambda name=name: stage.start(name)))
-                stage.note(f"go-{name}")
-            said = [stage.hear(f"said-{name}") for name in job]
-            assert said == [2 * job[0][0]] * 2, said
-        stage.note("over")
-        lives = [stage.hear(f"lives-{name}") for job in jobs for name in job]
-        for pid in pids:
-            os.waitpid(pid, 0)
-        return lives
-
-
-@on_both_doors
-def test_a_job_that_is_started_later_is_another_one(tmp_path, transport, door):
-    lives = direct(begin_another_job_later, tmp_path, door, transport=transport)
-    assert lives == ["to the end"] * 4
+        assert "they may have mixed" in text
 
 
 def work_in_a_pool(stage: Stage, worker: int, worlds: Sequence[Sequence[int]]) -> None:
@@ -267,12 +160,7 @@ def work_in_a_pool(stage: Stage, worker: int, worlds: Sequence[Sequence[int]]) -
         stage.hear(f"go-{number}")
         rank = workers.index(worker)
         try:
-            if stage.door == BY_VARIABLES:
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(workers))}
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stage.port)}
-                hvd.init()
-            else:
-                hvd.init(rank=rank, size=len(workers))
+            hvd.init(rank=rank, size=len(workers))
             said: Any = hvd.allgather(torch.tensor([worker])).tolist()
             hvd.shutdown()
         except hvd.RingError as error:
@@ -280,10 +168,8 @@ def work_in_a_pool(stage: Stage, worker: int, worlds: Sequence[Sequence[int]]) -
         stage.note(f"said-{number}-{rank}", said)
 
 
-def begin_one_world_after_another(
-    folder: Path, door: str, worlds: list[list[int]]
-) -> list[list[Any]]:
-    with scripts(folder, door) as stage:
+def begin_one_world_after_another(folder: Path, worlds: list[list[int]]) -> list[list[Any]]:
+    with scripts(folder, BY_ARGUMENTS) as stage:
         pool = sorted({worker for workers in worlds for worker in workers})
         pids = [fork(lambda w=w: work_in_a_pool(stage, w, worlds)) for w in pool]
         found = []
@@ -295,17 +181,20 @@ def begin_one_world_after_another(
         return found
 
 
-@on_both_doors
-def test_processes_of_a_pool_begin_one_world_after_another(tmp_path, transport, door):
-    # All processes started before the worlds, and may get a rank that another one had.
-    chance = random.Random(f"{transport} {door}")
+def test_processes_of_a_pool_begin_one_world_after_another(tmp_path):
+    # A process may get a rank that another one had.
+    chance = random.Random(1)
     worlds = [[0, 1], [2, 3], [4, 0], [1, 4], [5, 2, 0]]
     worlds += [chance.sample(range(6), chance.choice([2, 3])) for _ in range(15)]
-    found = direct(begin_one_world_after_another, tmp_path, door, worlds, transport=transport)
+    found = direct(begin_one_world_after_another, tmp_path, worlds)
     assert found == [[workers] * len(workers) for workers in worlds]
 
 
-# --- a child of a rank
+def test_a_rank_is_taken_when_its_last_process_gives_it_up():
+    name = new_name()
+    last = listen_unix(f"{name}/0")
+    with listen_as_rank(name, Identity(0, 2), Deadline(10), lambda _: last.close()) as unix:
+        assert unix.getsockname().decode() == f"{name}/0"
 
 
 def init_in_a_child(folder: Path) -> list[Any]:

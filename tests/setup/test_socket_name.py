@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.errors import RingError
-from torch_ring.setup import claim
+from torch_ring.setup import network
 from torch_ring.setup import socket_name as names
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
@@ -23,13 +23,13 @@ ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 def test_the_launcher_is_the_nearest_ancestor_without_a_rank(monkeypatch):
     wrapper = subprocess.Popen(["sleep", "60"], env={"PMI_RANK": "1"})
     try:
-        monkeypatch.setattr(claim, "ancestors", lambda _: iter([wrapper.pid, os.getpid()]))
+        monkeypatch.setattr(names, "ancestors", lambda _: iter([wrapper.pid, os.getpid()]))
         deadline = Deadline(10)
         while b"PMI_RANK" not in Path(f"/proc/{wrapper.pid}/environ").read_bytes():
             assert not deadline.passed()  # exec() shows the new environment a moment after it began
             time.sleep(0.001)
-        assert claim.starter("Hydra", 7).startswith(f"{os.getpid()}.")
-        assert claim.starter("init", 7).startswith(f"{wrapper.pid}.")
+        for launcher, pid in (("Hydra", os.getpid()), ("init", wrapper.pid)):
+            assert names._starter(Identity(0, 2, launcher=launcher)).startswith(f"{pid}.")
     finally:
         wrapper.kill()
         wrapper.wait()
@@ -61,7 +61,7 @@ def test_an_address_names_a_job_without_a_launcher(monkeypatch):
 
 
 def test_where_processes_cannot_be_seen(monkeypatch):
-    monkeypatch.setattr(claim, "_stat", lambda _: Path("/no/proc").read_text().split())
+    monkeypatch.setattr(network, "stat_of", lambda _: Path("/no/proc").read_text().split())
     with pytest.raises(RingError, match="cannot see the process that started this rank"):
         socket_name(Identity(1, 2, launcher="Open MPI"), {})
 

@@ -51,7 +51,6 @@ from torch_ring.setup.network import (
     close_in_child,
     is_loopback,
     lack_of_loopback,
-    listen_unix,
     own_addresses,
     pauses,
 )
@@ -253,22 +252,24 @@ class Listeners:
 
 
 @contextlib.contextmanager
-def listen(identity: Identity, config: Config, towards: str | None) -> Iterator[Listeners]:
+def listen(
+    identity: Identity, config: Config, towards: str | None, unix: socket.socket
+) -> Iterator[Listeners]:
     """Context in which this rank listens for the others; `connect` copies the listeners.
 
     Args:
         identity: this process.
         config: the settings.
         towards: a host to which the route leads to the other ranks, if known.
+        unix: the socket for ranks of this host.
 
     Raises:
         InvalidArgumentError, RingError: the settings do not allow it, or a resource is missing.
     """
     _raise_descriptor_limit()
     shares = 0 if config.transport == "tcp" else _bytes_to_share(identity.rank, config)
-    name = f"\0torch_ring/{secrets.token_hex(8)}"
     addresses = own_addresses(config.interface, towards, one_host=identity.on_one_node())
-    with contextlib.ExitStack() as closing, listen_unix(name) as unix:
+    with contextlib.ExitStack() as closing:
         tcp = [closing.enter_context(_listen_tcp(each, identity, config)) for each in addresses]
         ucx = own_ucx(config) if config.network != "tcp" else ""
         yield Listeners(_own_info(identity, shares, tcp, unix, ucx), tcp, unix)
@@ -279,7 +280,6 @@ def connect(
     table: bytes,
     listeners: Listeners,
     path: FailurePath,
-    claim: socket.socket | None = None,
 ) -> Connections:
     """Connect this process to the other ranks.
 
@@ -288,8 +288,6 @@ def connect(
         table: the table of all ranks, on the leader of this machine; empty on other ranks.
         listeners: this rank's listening sockets.
         path: the path of failures. The leader passes the memory over its exchange of this host.
-        claim: the listening socket of this rank's claim, which the control plane duplicates; None:
-            no other job can have the job's name.
 
     Returns:
         The connections; those of the control plane are established.
@@ -342,11 +340,10 @@ def connect(
                     for peer in peers
                 ],
                 hmac.digest(os.fsencode(config.secret), secret, hashlib.sha256),
-                listeners.unix.fileno() if len(here) > 1 else -1,
+                listeners.unix.fileno(),
                 [each.fileno() for each in listeners.tcp] if len(here) < size else [],
                 config.heartbeat_timeout_s,
                 *watched,
-                claim.fileno() if claim else -1,
                 tls,
             )
             _wait_for_neighbours(connections, connections.plane, path)

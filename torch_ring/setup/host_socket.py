@@ -4,9 +4,6 @@
 The rank that binds the name leads; the others connect and send it their values. A leader handles
 the failure or the end of a rank before it accepts another connection, so that a rank which tries
 again never joins the failed world.
-
-Two jobs may have the same name. Ranks that the leader's own parent has started are let in at once;
-others wait (`HostLeader`).
 """
 
 from __future__ import annotations
@@ -23,18 +20,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_ring.errors import RingError, TimeoutError
-from torch_ring.setup.claim import is_awaited, starter
 from torch_ring.setup.failure import (
     Failure,
     gone,
     missing_ranks,
-    name_ranks,
     other_size,
     other_version,
     two_of_a_rank,
 )
 from torch_ring.setup.frames import Frame, FrameSocket, Kind
-from torch_ring.setup.host_door import Door
 from torch_ring.setup.host_follower import (
     HELLO,
     SLICE_S,
@@ -52,17 +46,11 @@ __all__ = ["HostLeader", "meet_on_host"]
 
 _log = logging.getLogger("torch_ring")
 
-_JUDGE_EVERY_S = 0.05  # between two checks for processes that are still starting
 _QUIET_S = 0.5  # after it no more ranks are expected, if their number is unknown
 
 
 class HostLeader:
     """The exchange of the rank to which others of its host are connected; see `exchange`.
-
-    A job that begins at the same time may have the same name. Ranks that another process has
-    started wait while any rank of these starts is on its way: if the ranks of this start become
-    complete, they are a job, and the others are another. If nobody is on its way any more, all are
-    ranks of one job, started in several terminals.
 
     Thread: one at a time. Blocking: `gather` and `broadcast`, until the deadline; others for the
     given time.
@@ -73,7 +61,6 @@ class HostLeader:
         deadline: the deadline of init().
         watch: called while it waits.
         grace: when to go on without late ranks, which may come by the store; None: they may not.
-        start: the process that has started this one; empty: no other job can have the name.
 
     Attributes:
         above: the leader of this machine, if that is another rank, whose group came first.
@@ -82,8 +69,6 @@ class HostLeader:
         failure: the failure of this init(), if any; all connected ranks know it.
         notified: ranks that know of the failure.
         lost: ranks that have ended: they need not be notified.
-        newest: the time when the last rank was let in.
-        expected: the number of ranks that meet here, if it is known.
     """
 
     def __init__(
@@ -93,7 +78,6 @@ class HostLeader:
         deadline: Deadline,
         watch: Watch,
         grace: Deadline | None,
-        start: str,
     ) -> None:
         self.above: HostFollower | None = None
         self.followers: dict[int, FrameSocket] = {}
@@ -101,17 +85,24 @@ class HostLeader:
         self.failure: Failure | None = None
         self.notified: set[int] = set()
         self.lost: set[int] = set()
-        self.newest = time.monotonic()
-        self.expected = identity.size if grace is None else identity.local_size
-        self._identity, self._start = identity, start
-        self._rank, self._size = identity.rank, identity.size
-        self._deadline, self._grace, self._watch = deadline, grace, watch
-        self._waiting: dict[FrameSocket, tuple[int, int]] = {}  # of other starts: rank, size
-        self._judged_at = 0.0
+        self._identity, self._deadline, self._grace, self._watch = identity, deadline, grace, watch
+        # The data of a connection is its rank; None: it has not sent its hello yet.
         self._selector = selectors.PollSelector()
-        self._door = Door(self._selector, self._rank)
+        self._listener: socket.socket | None = None
         if listener is not None:
             self.open(listener)
+
+    def open(self, listener: socket.socket) -> None:
+        """Let ranks in at `listener`, which the leader owns from now on."""
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def close_door(self) -> None:
+        """Stop accepting ranks; those that are not in yet find another leader."""
+        self._listener = None
+        for key in [*self._selector.get_map().values()]:
+            if key.data is None:
+                self._drop(key.fileobj)
 
     def gather(self, value: Any) -> dict[int, Any]:
         """Return the values of the ranks of this host that arrive in time, by rank.
@@ -121,26 +112,29 @@ class HostLeader:
                 names it.
             RingError: another rank has failed; says why.
         """
-        self.values[self._rank] = json.dumps(value).encode()
-        expected, grace = self.expected, self._grace or self._deadline
+        size, has_store = self._identity.size, self._grace is not None
+        self.values[self._identity.rank] = json.dumps(value).encode()
+        expected = self._identity.local_size if has_store else size
+        grace, quiet, met = self._grace or self._deadline, Deadline(_QUIET_S), 0
         gives_up: object = None
-        while len(self.values) < (expected or self._size):
-            is_quiet = expected is None and time.monotonic() > self.newest + _QUIET_S
-            if grace.passed() or is_quiet or (self._grace is not None and gives_up):
+        while len(self.values) < (expected or size):
+            if len(self.followers) > met:
+                quiet, met = Deadline(_QUIET_S), len(self.followers)
+            is_quiet = expected is None and quiet.passed()
+            if grace.passed() or is_quiet or (has_store and gives_up):
                 break
             gives_up = self._watch(min(SLICE_S, grace.left_s(), _QUIET_S))
-        if self._grace is not None:
+        if has_store:
             self.close_door()  # a late rank leads a group of its own
         # Wait for the value of each rank that was let in: it first makes its memory and listeners.
         while not self.followers.keys() <= self.values.keys() and not self._deadline.passed():
             self._watch(min(SLICE_S, self._deadline.left_s()))
-        late = self.followers.keys() - self.values.keys()
-        if late or (self._grace is None and len(self.values) < self._size):
-            here, advice = set(range(self._size)) - late, ""
-            if self._grace is None:
-                here, advice = set(self.values), advice_on_missing(self._identity)
-            advice = " ".join(filter(None, (self._others_waiting(), advice)))
-            raise missing_ranks(here, self._size, self._deadline, advice)
+        awaited, advice = {*self.followers}, ""
+        if not has_store:
+            awaited, advice = set(range(size)), advice_on_missing(self._identity)
+        if missing := awaited - self.values.keys():
+            here = set(range(size)) - missing
+            raise missing_ranks(here, size, self._deadline, advice)
         try:
             return {rank: json.loads(data) for rank, data in self.values.items()}
         except (ValueError, RecursionError) as error:
@@ -214,51 +208,25 @@ class HostLeader:
         Raises:
             PeerLostError: that rank is gone.
         """
-        first = min(self.followers, default=self._rank)
-        if first < self._rank:
+        first = min(self.followers, default=self._identity.rank)
+        if first < self._identity.rank:
             try:
                 self.followers[first].send(Kind.SERVE, self._deadline)
             except OSError as error:
                 raise gone(f"rank {first}", error) from None
 
-    def open(self, listener: socket.socket) -> None:
-        """Let ranks in at `listener`, which the leader owns from now on."""
-        self._door.open(listener)
-
-    def close_door(self) -> None:
-        """Stop accepting ranks; those that are not in yet find another leader."""
-        self._door.close()
-        for each in [*self._waiting]:
-            self._drop(each)
-
-    def _others_waiting(self) -> str:
-        """Return a sentence on the ranks of other starts that wait here; empty: there are none."""
-        if not self._waiting:
-            return ""
-        ranks = name_ranks(sorted(rank for rank, _ in self._waiting.values()))
-        return (
-            f"Processes that another one has started wait here, too ({ranks}): another job has the "
-            "same MASTER_ADDR and MASTER_PORT, or a rank of this one is still on its way."
-        )
-
     def pump(self, wait_s: float) -> None:
         """Handle what has arrived; wait for it if there is nothing. May set `failure`."""
-        if not self._selector.get_map():
-            time.sleep(wait_s)
-            return
-        if self._waiting:
-            wait_s = min(wait_s, _JUDGE_EVERY_S)
-        ready = [key.fileobj for key, _ in self._selector.select(wait_s)]
-        for connection in ready:
-            if isinstance(connection, FrameSocket):
-                self._receive(connection)
-        self._door.accept(ready)
-        if self._waiting:
-            self._judge_waiting()
+        ready = [key for key, _ in self._selector.select(wait_s)]
+        for key in ready:
+            if isinstance(key.fileobj, FrameSocket):
+                self._receive(key.fileobj, key.data)
+        if self._listener in [key.fileobj for key in ready]:
+            self._accept()
 
     def note(self, line: str) -> None:
         """Log a line on rank 0, if that is on this host."""
-        if self._rank == 0:
+        if self._identity.rank == 0:
             _log.info("%s", line)
         elif 0 in self.followers:
             with contextlib.suppress(OSError):
@@ -271,7 +239,7 @@ class HostLeader:
         self.failure = failure
         if self.above is not None:
             self.above.fail(failure)
-        self.notified = {self._rank, *self.followers}
+        self.notified = {self._identity.rank, *self.followers}
         deadline = Deadline(TELL_S)
         for follower in self.followers.values():
             if follower is not teller:
@@ -288,14 +256,15 @@ class HostLeader:
             Whether `expected` ranks know of it, or have ended.
         """
         patience = Deadline(TELL_S)
-        while self._door.is_open and self._reached() < expected and not patience.passed():
-            with contextlib.suppress(OSError):  # a lack of descriptors is known already
+        while len(self.notified | self.lost) < expected and not patience.passed():
+            if self._listener is None:
+                break
+            try:
                 self.pump(min(0.1, patience.left_s()))
+            except OSError:  # a lack of descriptors, which is known already
+                break
         self.close_door()
-        return self._reached() >= expected
-
-    def _reached(self) -> int:
-        return len(self.notified | self.lost)
+        return len(self.notified | self.lost) >= expected
 
     def close(self) -> None:
         """Close all connections after a goodbye."""
@@ -310,61 +279,57 @@ class HostLeader:
         if self.above is not None:
             self.above.close()
 
-    # --- arriving frames
+    # --- arriving connections and frames
 
-    def _receive(self, connection: FrameSocket) -> None:
-        rank = next((r for r, follower in self.followers.items() if follower is connection), None)
+    def _accept(self) -> None:
+        """Accept one of the connections that wait. Raises OSError: descriptors are lacking."""
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError, ForeignUserError):
+            connection, _ = self._listener.accept()
+            with contextlib.ExitStack() as refused:
+                refused.callback(connection.close)
+                require_same_user(connection)
+                refused.pop_all()
+            self._selector.register(FrameSocket(connection), selectors.EVENT_READ)
+
+    def _receive(self, connection: FrameSocket, rank: int | None) -> None:
         try:
             for frame in connection.receive():
                 if rank is None:
-                    rank = self._meet(connection, frame)
+                    rank = self._let_in(connection, frame)
                     if rank is None:
                         return
+                elif frame.kind == Kind.VALUE and rank not in self.values:
+                    self.values[rank] = frame.payload
+                elif frame.kind == Kind.FAILURE:
+                    self.fail(Failure.from_bytes(frame.payload), connection)
+                elif frame.kind == Kind.BYE:
+                    del self.followers[rank]
+                    self._drop(connection)
+                    return
                 else:
-                    self._take(rank, connection, frame)
+                    raise ValueError(f"it has sent a {frame.kind.name}")
         except (OSError, EOFError, ValueError) as error:
+            self._drop(connection)
             if rank is None:
-                _log.debug("rank %d dropped a connection: %s", self._rank, error)
-                self._drop(connection)
-            elif rank in self.followers:
-                self._drop(connection)
-                self.lost.add(rank)
-                self.fail(Failure.of_all(gone(f"rank {rank}", error)))
+                _log.debug("rank %d dropped a connection: %s", self._identity.rank, error)
+                return
+            del self.followers[rank]
+            self.lost.add(rank)
+            self.fail(Failure.of_all(gone(f"rank {rank}", error)))
 
-    def _meet(self, stranger: FrameSocket, frame: Frame) -> int | None:
+    def _let_in(self, stranger: FrameSocket, frame: Frame) -> int | None:
         """Handle the first frame of a connection, a hello; return its rank if it is let in."""
-        is_hello = frame.kind == Kind.HELLO and len(frame.payload) == HELLO.size
-        if not is_hello or stranger in self._waiting:
+        if frame.kind != Kind.HELLO or len(frame.payload) != HELLO.size:
             raise ValueError(f"{frame.kind.name} is no hello")
-        rank, size = HELLO.unpack(frame.payload)
-        if rank >= size:
-            raise ValueError(f"rank {rank} is not below {size}")
-        pid = require_same_user(stranger.socket)
-        if self._start in ("", starter(self._identity.launcher, pid)):
-            return self._let_in(stranger, rank, size)
-        self._door.forget(stranger)
-        self._waiting[stranger] = rank, size
-        return None
-
-    def _judge_waiting(self) -> None:
-        """Let ranks of other starts in when no rank of these starts is on its way any more."""
-        now = time.monotonic()
-        is_complete = len(self.followers) + 1 == self.expected
-        if is_complete or now < self._judged_at + _JUDGE_EVERY_S:
-            return
-        self._judged_at = now
-        connected = [*self.followers.values(), *self._waiting]
-        here = {os.getpid(), *(require_same_user(each.socket) for each in connected)}
-        if not is_awaited(here, self._identity.launcher):
-            for stranger, (rank, size) in list(self._waiting.items()):
-                self._let_in(stranger, rank, size)
-
-    def _let_in(self, stranger: FrameSocket, rank: int, size: int) -> int | None:
-        """Let a rank in, or refuse it; return it if it is let in."""
+        me, size = self._identity.rank, self._identity.size
+        rank, its_size = HELLO.unpack(frame.payload)
+        if rank >= its_size:
+            raise ValueError(f"rank {rank} is not below {its_size}")
         is_news = self.failure is None  # whether a refusal here is the first failure
-        if size != self._size:
-            self.fail(Failure.of_all(other_size(rank, size, self._size)))
-        elif rank == self._rank or rank in self.followers:
+        if its_size != size:
+            self.fail(Failure.of_all(other_size(rank, its_size, size)))
+        elif rank == me or rank in self.followers:
             self.fail(Failure.of_all(two_of_a_rank(rank, size)))
         if self.failure is not None:
             # A rank that knows of the failure already wants to join its next world: no new notice.
@@ -375,29 +340,15 @@ class HostLeader:
                 self.notified.add(rank)
             self._drop(stranger)
             return None
-        self._door.forget(stranger)
-        self._waiting.pop(stranger, None)
+        self._selector.modify(stranger, selectors.EVENT_READ, rank)
         self.followers[rank] = stranger
-        self.newest = time.monotonic()
         with contextlib.suppress(OSError):  # it is gone: its last frames may have the reason
-            stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(self._rank, self._size))
+            stranger.send(Kind.WELCOME, self._deadline, HELLO.pack(me, size))
         return int(rank)
 
-    def _take(self, rank: int, connection: FrameSocket, frame: Frame) -> None:
-        if frame.kind == Kind.VALUE and rank not in self.values:
-            self.values[rank] = frame.payload
-        elif frame.kind == Kind.FAILURE:
-            self.fail(Failure.from_bytes(frame.payload), connection)
-        elif frame.kind == Kind.BYE:
-            self._drop(connection)
-        else:
-            raise ValueError(f"it has sent a {frame.kind.name}")
-
-    def _drop(self, connection: FrameSocket) -> None:
-        self._waiting.pop(connection, None)
-        for rank in [r for r, follower in self.followers.items() if follower is connection]:
-            del self.followers[rank]
-        self._door.drop(connection)
+    def _drop(self, connection: Any) -> None:
+        self._selector.unregister(connection)
+        connection.close()
 
 
 _PAUSE_S = 0.005  # between two attempts to find the leader
@@ -406,7 +357,6 @@ _GRACE_S = 2.0  # seconds after which a leader goes to the store without the ran
 
 def meet_on_host(
     name: str | None,
-    start: str,
     identity: Identity,
     deadline: Deadline,
     watch: Watch,
@@ -417,7 +367,6 @@ def meet_on_host(
 
     Args:
         name: the socket's name; None: there is none, and the rank leads itself.
-        start: the process that has started this one; empty: no other job can have the name.
         identity: this process.
         deadline: the deadline of init().
         watch: called during all waits for other ranks.
@@ -432,7 +381,7 @@ def meet_on_host(
     until, rank = grace or deadline, identity.rank
 
     def leader(listener: socket.socket | None) -> HostLeader:
-        return HostLeader(listener, identity, deadline, watch, grace, start)
+        return HostLeader(listener, identity, deadline, watch, grace)
 
     if name is None:
         return leader(None)
@@ -464,8 +413,7 @@ def meet_on_host(
         if deadline.passed():
             raise TimeoutError(
                 f"the ranks of this host could not meet {deadline}: the process that has their "
-                "socket's name does not answer, or it waits for ranks that another process has "
-                "started: is another job starting with the same MASTER_ADDR and MASTER_PORT?"
+                "socket's name does not answer"
             )
         if until.passed():
             return leader(None)

@@ -1,27 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""socket_name: the name of the Unix socket at which the ranks of a host meet.
+"""socket_name, listen_as_rank: the names of a job's Unix sockets on a host.
 
-It is the same for all ranks of a start of a job on a host and node, and for no other start that
-can be told from this one.
+The name at which the ranks meet is the same for all ranks of a start of a job on a host and node.
+Two jobs may have one name: two scripts the same MASTER_ADDR and MASTER_PORT, perhaps by default, or
+two jobs of one process nothing but that process. So the socket at which a rank listens until its
+world ends is named after that name and the rank: another process cannot have the rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from torch.distributed import DistError
 
 from torch_ring.errors import RingError
-from torch_ring.setup.claim import starter
 from torch_ring.setup.job_key import AuthenticatedStore
-from torch_ring.setup.launchers import Identity
-from torch_ring.setup.network import is_loopback_name
+from torch_ring.setup.launchers import LAUNCHERS, Identity
+from torch_ring.setup.network import (
+    Deadline,
+    ancestors,
+    is_loopback_name,
+    listen_unix,
+    require_same_user,
+    stat_of,
+)
 
-__all__ = ["advice_on_missing", "socket_name", "socket_name_by_store"]
+__all__ = ["advice_on_missing", "listen_as_rank", "socket_name", "socket_name_by_store"]
 
 
 def socket_name(identity: Identity, environment: Mapping[str, str] = os.environ) -> str:
@@ -76,9 +87,79 @@ def _named(*parts: object) -> str:
 
 
 def _starter(identity: Identity) -> str:
-    if start := starter(identity.launcher, os.getpid()):
-        return start
+    """Return the process that started all ranks of this host, as "<pid>.<start time>".
+
+    It is the nearest ancestor without a rank of its own: mpirun, Hydra's proxy, Slurm's step
+    daemon, a script.
+    """
+    launcher = LAUNCHERS.get(identity.launcher)
+    prefix = launcher.rank.encode() + b"=" if launcher else None
+    with contextlib.suppress(OSError):  # it has just ended
+        for parent in ancestors(os.getpid()):
+            try:
+                environment = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+            except PermissionError:
+                continue  # a wrapper of another user, such as sudo
+            if prefix is None or not any(entry.startswith(prefix) for entry in environment):
+                return f"{parent}.{stat_of(parent)[19]}"
     raise RingError(
         f"cannot see the process that started this rank ({identity.source()}) in /proc: set "
         "MASTER_ADDR to 127.0.0.1 and MASTER_PORT to a free port, on all ranks of this host"
     )
+
+
+_PAUSE_S = 0.01
+_LEAVING_S = 2.0  # seconds in which a process that ends, or leaves its world, gives its rank up
+
+
+def listen_as_rank(
+    name: str | None, identity: Identity, deadline: Deadline, watch: Callable[[float], object]
+) -> socket.socket:
+    """Return the socket at which this rank listens for others of its host.
+
+    Call it when this rank has met another one or leads its host. Then at least one rank of two jobs
+    that have mixed finds its name taken, and fails all that it has met.
+
+    Args:
+        name: the name at which the ranks of this host meet; None: no other job can have it.
+        identity: this process.
+        deadline: the deadline of init().
+        watch: called while it waits, for some seconds.
+
+    Raises:
+        RingError: another process is this rank already.
+    """
+    if name is None:
+        return listen_unix(f"\0torch_ring/{secrets.token_hex(8)}")
+    name = f"{name}/{identity.rank}"
+    me, patience = f"rank {identity.rank} of {identity.size}", Deadline(_LEAVING_S)
+    while True:
+        try:
+            return listen_unix(name)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        holder = _holder(name)
+        if holder in ancestors(os.getpid()):
+            raise RingError(
+                f"{me} is process {holder}, which has started this one: it has inherited that "
+                "rank's variables. Start it without them (RANK, WORLD_SIZE and MASTER_PORT, or "
+                "those of your launcher) if it is to be alone, or give it a rank, a size and a "
+                "MASTER_PORT of its own job"
+            )
+        if patience.passed() or deadline.passed():
+            raise RingError(
+                f"two processes are {me}: process {holder} is, too, in a job of the same name. If "
+                "both have just begun, end both: they may have mixed. Give each its own "
+                "MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
+            )
+        watch(_PAUSE_S)
+
+
+def _holder(name: str) -> int:
+    """Return the process that listens at a name; 0: it is gone, unseen or another user's."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as look:
+        look.setblocking(False)
+        look.connect(name)
+        return require_same_user(look)
+    return 0

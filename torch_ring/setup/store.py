@@ -35,7 +35,6 @@ from torch_ring.errors import (
     TimeoutError,
     first_line,
 )
-from torch_ring.setup.claim import starter
 from torch_ring.setup.job_key import AuthenticatedStore, JobKey
 from torch_ring.setup.launchers import Identity, expand_hostlist
 from torch_ring.setup.network import Deadline, is_loopback, is_loopback_name, own_address
@@ -226,12 +225,10 @@ class Rendezvous:
     Attributes:
         place: the store where hosts meet; None: all ranks are on this host.
         socket_name: the name of the socket where the ranks of this host meet; None: there is none.
-        start: the process that has started this one; empty: no other job has the socket's name.
     """
 
     place: StorePlace | None
     socket_name: str | None
-    start: str = ""
 
     @property
     def towards(self) -> str | None:
@@ -269,11 +266,10 @@ def find_store(
         # the error names the setting.
         on_host = replace(identity, node=None)
     name = None
-    start = "" if identity.job else starter(identity.launcher, os.getpid())
     # Without a name, the ranks of this host meet in the store.
     with contextlib.suppress(*() if found is None else (RingError,)):
         name = socket_name(on_host)
-    return Rendezvous(found, name, start)
+    return Rendezvous(found, name)
 
 
 # Stores, and connections to them, that the next init() reuses: those of torchrun's agent and of

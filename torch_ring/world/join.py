@@ -18,7 +18,6 @@ from torch_ring._C import ControlPlane, Engine
 from torch_ring.config import Config, threads_are_chosen
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.native import require_one_rank
-from torch_ring.setup.claim import claim_rank
 from torch_ring.setup.connect import Connections, Queries, connect, listen
 from torch_ring.setup.control_groups import allowed_cpus, shared_cpus
 from torch_ring.setup.exchange import FailurePath, Missed, exchange_hosts, failing_together
@@ -27,6 +26,7 @@ from torch_ring.setup.host_socket import meet_on_host
 from torch_ring.setup.launchers import Identity, discover, why_not_alone
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.secret_file import read_secret
+from torch_ring.setup.socket_name import listen_as_rank
 from torch_ring.setup.store import drop_connections, find_store
 from torch_ring.setup.topology import Topology, cpu_sharers, topology_of
 from torch_ring.world.engine import wait_for_all
@@ -258,25 +258,20 @@ def _connect(
         path = FailurePath(identity, deadline, found.place, missed)
         path.host = meet_on_host(
             found.socket_name,
-            found.start,
             identity,
             deadline,
             path.watch,
             has_store=found.place is not None,
         )
         with failing_together(path):
-            claim = claim_rank(
-                None if store is not None else found.socket_name,
-                found.start,
-                identity,
-                deadline,
-                path.watch,
-                is_new=not _has_joined,
-            )
-            with claim as claimed, listen(identity, config, found.towards) as listeners:
+            name = None if store is not None else found.socket_name
+            with (
+                listen_as_rank(name, identity, deadline, path.watch) as unix,
+                listen(identity, config, found.towards, unix) as listeners,
+            ):
                 settings = {**config.common(), "process_sets": sets}
                 table = exchange_hosts(listeners.info.to_value(), settings, path)
-                connections = connect(config, table, listeners, path, claimed)
+                connections = connect(config, table, listeners, path)
             world = _start_engine(connections, config, begin, deadline)
             path.leave_store()
             # After this, torch.distributed may use the store's port. Some ranks know of no store.

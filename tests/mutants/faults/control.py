@@ -8,7 +8,6 @@ from faults.fault import Fault, Room
 PLANE = "csrc/control/control_plane.cc"
 ACCEPTOR = "csrc/control/acceptor.cc"
 NEWS = "csrc/control/news.cc"
-CLAIM = "csrc/control/rank_claim.cc"
 SUBSCRIPTIONS = "csrc/control/subscriptions.cc"
 
 # fmt: off
@@ -42,11 +41,6 @@ FAULTS = (
         "stops_at_any_point", "ranks stop at a point that one of them has passed", NEWS,
         "furthest = std::max(furthest, passed);", "furthest = passed;",
         tests=("cpp:control_planes_stop_at_one_point",),
-    ),
-    Fault(
-        "same_rank_unseen", "a world lives that may have ranks of two jobs", CLAIM,
-        "*started <= began_ms_", "false",
-        tests=("cpp:a_rank_that_was_on_its_way",),
     ),
     Fault(
         "others_death", "a set fails when a rank dies that is no member", SUBSCRIPTIONS,

@@ -8,10 +8,10 @@ from faults.fault import Fault, Room
 FRAMES = "torch_ring/setup/frames.py"
 KEY = "torch_ring/setup/job_key.py"
 SECRET = "torch_ring/setup/secret_file.py"
-CLAIM = "torch_ring/setup/claim.py"
 PEERS = "torch_ring/setup/peer_info.py"
 STORE = "torch_ring/setup/store_exchange.py"
 HOST = "torch_ring/setup/host_socket.py"
+NAME = "torch_ring/setup/socket_name.py"
 LAUNCHERS = "torch_ring/setup/launchers.py"
 TOPOLOGY = "torch_ring/setup/topology.py"
 FAILURE = "torch_ring/setup/failure.py"
@@ -124,12 +124,12 @@ FAULTS = (
     ),
     Fault(
         "sizes_mixed", "ranks of different sizes make a world", HOST,
-        "if size != self._size:", "if False:",
+        "if its_size != size:", "if False:",
         tests=("setup/test_exchange.py::test_different_sizes_are_refused",),
     ),
     Fault(
         "rank_let_in_twice", "two processes of one rank are let in on a host", HOST,
-        "elif rank == self._rank or rank in self.followers:", "elif rank == self._rank:",
+        "elif rank == me or rank in self.followers:", "elif rank == me:",
         tests=("setup/test_exchange.py::test_two_processes_of_one_rank_are_refused",),
     ),
     Fault(
@@ -138,9 +138,14 @@ FAULTS = (
         tests=("setup/test_exchange.py::test_a_rank_that_dies_is_noticed",),
     ),
     Fault(
-        "other_start_let_in", "a rank of another job of the same name is let in", HOST,
-        "if self._start in (\"\", starter(self._identity.launcher, pid)):", "if True:",
-        tests=("setup/test_jobs_of_one_name.py::test_each_of_two_scripts_has_its_own_job",),
+        "jobs_mix", "two processes have one rank in worlds of one name", NAME,
+        'name = f"{name}/{identity.rank}"', 'name = f"{name}/{secrets.token_hex(8)}"',
+        tests=("setup/test_jobs_of_one_name.py::test_two_jobs_of_one_name_never_mix_silently",),
+    ),
+    Fault(
+        "rank_not_waited_for", "a rank does not wait until its last process has left", NAME,
+        "if patience.passed() or deadline.passed():", "if True:",
+        tests=("setup/test_jobs_of_one_name.py::test_a_rank_is_taken_when_its_last_process_gives_it_up",),
     ),
     Fault(
         "foreign_user", "a process of another user may join", "torch_ring/setup/network.py",
@@ -148,7 +153,7 @@ FAULTS = (
         tests=("setup/test_host_strangers.py",),
     ),
     Fault(
-        "inherited_rank", "a child of a rank becomes that rank once more", CLAIM,
+        "inherited_rank", "a child of a rank becomes that rank once more", NAME,
         "if holder in ancestors(os.getpid()):", "if False:",
         tests=("setup/test_jobs_of_one_name.py",),
     ),
