@@ -131,12 +131,16 @@ def neighbours(size):
     return len({step % size for d in distances for step in (d, -d)})
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 1), (4, 2), (3, 3), slow(16, 2)])
-def test_descriptors_of_a_rank(put_on_hosts, size, count):
+@pytest.mark.parametrize(
+    ("size", "count", "width"), [(2, 1, 1), (4, 2, 1), (4, 3, 3), (3, 3, 1), slow(16, 2, 1)]
+)
+def test_descriptors_of_a_rank(put_on_hosts, size, count, width):
+    """Data connections are made when they are needed."""
+    config = replace(CONFIG, connections=width)
     hosts = [rank * count // size for rank in range(size)]
     put_on_hosts(hosts)
     before = open_descriptors()
-    everyone = connect_all(size, hosts=hosts)
+    everyone = connect_all(size, lambda _: config, hosts)
     opened = len(open_descriptors() - before)
     shares = len(set(hosts)) < size
     listeners = 1 + (len(set(hosts)) > 1)
@@ -146,15 +150,6 @@ def test_descriptors_of_a_rank(put_on_hosts, size, count):
         assert connections.host_of == hosts
         assert (connections.memory is not None) == shares
         assert connections.plane.missing() == []
-    use_all(everyone)
-    close_all(everyone)
-
-
-@pytest.mark.parametrize(("hosts", "width"), [([0, 1, 0, 1], 1), ([0, 0, 1, 2], 3)])
-def test_data_connections_are_made_when_needed(put_on_hosts, hosts, width):
-    put_on_hosts(hosts)
-    config = replace(CONFIG, connections=width)
-    everyone = connect_all(len(hosts), lambda _: config, hosts)
     use_all(everyone, config)
     close_all(everyone)
 

@@ -188,37 +188,6 @@ def over() -> Deadline:
     return deadline
 
 
-class SlowCall(StoreCall):
-    """A StoreCall of a host whose resolver answers at the second look."""
-
-    @staticmethod
-    def resolve(host: str) -> "SlowAnswer":
-        return SlowAnswer(StoreCall.resolve(host))
-
-
-class SlowAnswer:
-    def __init__(self, call: StoreCall) -> None:
-        self.result, self._call, self._looks = call.result, call, 0
-
-    def wait(self, seconds: float) -> bool:
-        self._looks += 1
-        return self._looks > 1 and self._call.wait(seconds)
-
-
-def test_a_resolver_that_answers_is_not_blamed_for_a_deadline_that_is_over(monkeypatch):
-    monkeypatch.setattr(store_client, "StoreCall", SlowCall)
-    assert "127.0.0.1" in addresses_of("localhost", over(), lambda: None)
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_a_deadline_that_ends_between_two_looks_for_a_server_tells_of_the_server(monkeypatch, host):
-    monkeypatch.setattr(store_client, "StoreCall", SlowCall)
-    deadline = Deadline(20)
-    with pytest.raises(TimeoutError, match="rank 0 did not arrive within 20 s"):
-        # `check` is called at the beginning of each look.
-        store_module._connect((host, free_port()), "rank 0", deadline, deadline.end)
-
-
 def test_a_store_that_answers_is_not_blamed_for_a_deadline_that_is_over():
     address = ("127.0.0.1", free_port())
     served = store_module._serve(address, over(), lambda: None)

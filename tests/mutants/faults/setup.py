@@ -190,6 +190,12 @@ FAULTS = (
         tests=("setup/test_control_groups.py",),
     ),
     Fault(
+        "late_call_blamed", "a store that answers is blamed for a deadline that is over",
+        "torch_ring/setup/store_client.py",
+        "deadline = Deadline(max(deadline.left_s(), min(_LEAST_S, deadline.timeout_s)))", "pass",
+        tests=("setup/test_store_client.py::test_a_store_that_answers_is_not_blamed_for_a_deadline_that_is_over",),
+    ),
+    Fault(
         "lack_unnamed", "an error of a full table of descriptors names no limit to raise", FAILURE,
         "if number not in _LACKS:", "if True:",
         tests=("world/test_limits.py", "setup/test_exchange.py"),
