@@ -10,7 +10,7 @@ from counting_store import CountingStore
 
 from torch_ring.errors import RingError
 from torch_ring.setup.network import Deadline
-from torch_ring.setup.peer_info import HostInfo, columns, unpack
+from torch_ring.setup.peer_info import HostInfo, unpack
 from torch_ring.setup.store_exchange import StoreExchange
 
 
@@ -35,8 +35,7 @@ def info(rank: int, host: int = 0) -> dict[str, Any]:
 
 def group(ranks: range, size: int, host: int = 0) -> HostInfo:
     """Return the description of the ranks of a host."""
-    infos = [info(rank, host) for rank in ranks]
-    return HostInfo(ranks[0], size, "00" * 16, "", len(ranks), columns(infos))
+    return HostInfo(ranks[0], size, "00" * 16, "", [info(rank, host) for rank in ranks])
 
 
 def ranks_in(size: int) -> Any:

@@ -7,7 +7,7 @@ from made_up import exchange_between_hosts, group, info
 from torch_ring.setup.peer_info import HostInfo, pack, pack_table, parse_table
 from torch_ring.setup.store_exchange import CHUNK_BYTES
 
-TABLE_BYTES = 26  # of each rank, in the table of all ranks
+TABLE_BYTES = 33  # of each rank, in the table of all ranks
 
 
 def table_of(values, size):

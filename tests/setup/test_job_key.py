@@ -90,7 +90,7 @@ def meet(store, rank, key, timeout_s=5.0):
     except RingError as error:
         side.fail(Failure.of_all(error))
         raise
-    return [value["columns"]["addresses"][0][0] for value in values]
+    return [value["infos"][0]["addresses"][0] for value in values]
 
 
 class Meddled(HashStore):
@@ -111,7 +111,8 @@ def redirected(key, value, values):
     if "value/" not in key:
         return value
     info = HostInfo.of_value(unpack(decode(value[32:], [Kind.VALUE])[1], 3), 3)
-    info.columns["addresses"] = [["10.6.6.6"]] * info.count
+    for each in info.infos:
+        each["addresses"] = ["10.6.6.6"]
     return value[:32] + encode(Kind.VALUE, pack(info.to_value()))
 
 
@@ -149,7 +150,7 @@ def test_the_own_value_is_checked_even_without_a_secret():
         found = unpack(payload[2:], 3)
         for each in found:
             if each["leader"] == 1:
-                each["columns"]["addresses"] = [["10.6.6.6"]]
+                each["infos"][0]["addresses"] = ["10.6.6.6"]
         data = encode(Kind.VALUES, payload[:2] + pack(found))
         return JobKey().tag(key, data) + data
 

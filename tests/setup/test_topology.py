@@ -9,7 +9,6 @@ from torch_ring.setup import topology
 from torch_ring.setup.peer_info import (
     HostInfo,
     PeerInfo,
-    columns,
     pack,
     pack_table,
     parse_table,
@@ -39,8 +38,7 @@ def peers_on(machines: str) -> list[PeerInfo]:
 
 def table_of(peer: PeerInfo, **changed: object) -> bytes:
     """Return the table of a world of one rank, with changed fields."""
-    columns_of = columns([{**peer.to_value(), **changed}])
-    return pack_table([HostInfo(peer.rank, 1, "", "", 1, columns_of)])
+    return pack_table([HostInfo(peer.rank, 1, "", "", [{**peer.to_value(), **changed}])])
 
 
 def test_peer_info_survives_the_table_and_nothing_else_is_accepted():
@@ -61,10 +59,7 @@ def test_peer_info_survives_the_table_and_nothing_else_is_accepted():
 
 
 def test_a_rank_of_two_hosts_is_refused():
-    hosts = [
-        HostInfo(0, 1, "", "", 1, columns([made_up_peer(0, machine).to_value()]))
-        for machine in "ab"
-    ]
+    hosts = [HostInfo(0, 1, "", "", [made_up_peer(0, machine).to_value()]) for machine in "ab"]
     assert parse_table(pack_table(hosts[:1]), 1).peers == [made_up_peer(0, "a")]
     with pytest.raises(RingError, match="a rank runs another version"):
         parse_table(pack_table(hosts), 1)

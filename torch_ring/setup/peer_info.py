@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PeerInfo, HostInfo: a rank's description of itself, and the table of all descriptions.
 
-A description is a dictionary of plain values. The descriptions of a host are sent as columns, and a
-column of equal values as one value; receivers check them.
+A description is a dictionary of plain values. Receivers check it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from torch_ring.errors import MismatchError
@@ -20,14 +19,12 @@ from torch_ring.setup.failure import other_version
 __all__ = [
     "HostInfo",
     "PeerInfo",
-    "columns",
     "difference",
     "host_info",
     "pack",
     "pack_table",
     "parse_table",
     "require_agreement",
-    "rows",
     "unpack",
 ]
 
@@ -68,41 +65,12 @@ def unpack(data: bytes, count: int) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def columns(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the columns of ranks with equal fields: lists of one value, or of one per rank."""
-    full = {field: [info[field] for info in infos] for field in infos[0]}
-    return {
-        field: values[:1] if all(_same(value, values[0]) for value in values) else values
-        for field, values in full.items()
-    }
-
-
-def rows(packed: Any, count: int) -> dict[str, list[Any]]:
-    """Return the full columns, `count` values each, from the result of `columns`.
-
-    Raises:
-        ValueError: `packed` has another format.
-    """
-    if not isinstance(packed, dict):
-        raise ValueError("there are no columns")
-    full = {}
-    for field, values in packed.items():
-        if not isinstance(values, list) or len(values) not in (1, count):
-            raise ValueError(f"column {field!r:.40} does not have {count} values")
-        full[field] = values * count if len(values) < count else values
-    return full
-
-
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)  # but 1 == True
-
-
 _SECRET_BYTES = 32
 
 
 @dataclass
 class HostInfo:
-    """The description of the ranks of a host, with common values only once.
+    """The description of the ranks of a host.
 
     Late ranks are a group of their own, as if they were on another host.
 
@@ -112,31 +80,29 @@ class HostInfo:
         settings: the settings that must be equal, as JSON.
         socket: the name of the leader's socket, for the leaders of other groups of its machine;
             random, and so unique.
-        count: the number of ranks.
-        columns: their descriptions, see `columns`; "rank" and "machine" are among them.
+        infos: their descriptions; "rank" and "machine" are among the fields.
     """
 
     leader: int
     size: int
     settings: str
     socket: str
-    count: int
-    columns: dict[str, list[Any]]
+    infos: list[dict[str, Any]]
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of the group."""
-        return rows({"rank": self.columns["rank"]}, self.count)["rank"]
+        return [info["rank"] for info in self.infos]
 
     @property
     def machine(self) -> Any:
         """A name that is equal only for ranks that can meet at a Unix socket."""
-        return self.columns["machine"][0]
+        return self.infos[0]["machine"]
 
     def apart(self) -> HostInfo:
         """Return the description with a machine name of its own."""
         machine = f"{self.socket}.{self.machine}"
-        return replace(self, columns={**self.columns, "machine": [machine]})
+        return replace(self, infos=[{**info, "machine": machine} for info in self.infos])
 
     def to_value(self) -> dict[str, Any]:
         """Return the JSON value to send."""
@@ -152,18 +118,21 @@ class HostInfo:
             info = cls(**value)
         except TypeError as error:
             raise ValueError(f"it has other fields: {error}") from None
-        whole = (info.leader, info.size, info.count)
-        if not all(type(number) is int for number in whole) or not 1 <= info.count <= size:
+        if not all(type(number) is int for number in (info.leader, info.size)):
             raise ValueError("its numbers are wrong")
         if not isinstance(info.settings, str) or not isinstance(info.socket, str):
             raise ValueError("its names are wrong")
-        full = rows(info.columns, info.count)
-        ranks = full.get("rank", [])
+        if not isinstance(info.infos, list) or not 1 <= len(info.infos) <= size:
+            raise ValueError("its descriptions are wrong")
+        if not all(isinstance(each, dict) for each in info.infos):
+            raise ValueError("its descriptions are wrong")
+        ranks = [each.get("rank") for each in info.infos]
         if not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise ValueError("its ranks are wrong")
-        if len(set(ranks)) != info.count or info.leader not in ranks:
+        if len(set(ranks)) != len(ranks) or info.leader not in ranks:
             raise ValueError("its ranks are wrong")
-        if len({str(machine) for machine in full.get("machine", [])}) != 1:
+        machines = {str(each.get("machine")) for each in info.infos}
+        if "machine" not in info.infos[0] or len(machines) != 1:
             raise ValueError("it has not one machine")
         return info
 
@@ -194,7 +163,7 @@ def host_info(leader: int, size: int, sent: Mapping[int, Any]) -> tuple[HostInfo
             raise other_version(f"rank {rank}", error) from None
         infos.append(info)
         texts[rank] = text
-    return HostInfo(leader, size, texts[min(texts)], "", len(infos), columns(infos)), texts
+    return HostInfo(leader, size, texts[min(texts)], "", infos), texts
 
 
 def require_agreement(texts: Mapping[int, str]) -> None:
@@ -301,12 +270,10 @@ def parse_table(table: bytes, size: int) -> PeerTable:
         value = unpack(table, size)
         if not isinstance(value, dict) or not isinstance(value.get("hosts"), list):
             raise ValueError("there are no hosts")
-        for host in [HostInfo.of_value(each, size) for each in value["hosts"]]:
-            for peer in _peers(rows(host.columns, host.count), host.count):
+        for host in value["hosts"]:
+            for peer in map(_peer, HostInfo.of_value(host, size).infos):
                 if peer.rank in peers:
                     raise ValueError(f"rank {peer.rank} is there twice")
-                if len(peer.addresses) != len(peer.ports):
-                    raise ValueError(f"rank {peer.rank} has not one port at each address")
                 peers[peer.rank] = peer
         if peers.keys() != set(range(size)):
             raise ValueError("its ranks are not those of the world")
@@ -319,22 +286,16 @@ def parse_table(table: bytes, size: int) -> PeerTable:
     return PeerTable([peers[rank] for rank in range(size)], secret, is_private)
 
 
-def _peers(columns: dict[str, list[Any]], count: int) -> list[PeerInfo]:
-    """Return the peers from unchecked columns. Raises ValueError."""
-    if columns.keys() != _CHECKS.keys():
-        raise ValueError(
-            f"fields are missing or unknown: {sorted(columns.keys() ^ _CHECKS.keys())}"
-        )
+def _peer(info: dict[str, Any]) -> PeerInfo:
+    """Return the peer of an unchecked description. Raises ValueError."""
+    if info.keys() != _CHECKS.keys():
+        raise ValueError(f"fields are missing or unknown: {sorted(info.keys() ^ _CHECKS.keys())}")
     for field, is_good in _CHECKS.items():
-        for value in columns[field][:1] if _is_constant(columns[field]) else columns[field]:
-            if not is_good(value):
-                raise ValueError(f"{field} is {value!r:.40}")
-    ordered = [columns[field.name] for field in fields(PeerInfo)]
-    return [PeerInfo(*values) for values in zip(*ordered, strict=True)][:count]
-
-
-def _is_constant(values: list[Any]) -> bool:
-    return all(value is values[0] for value in values)
+        if not is_good(info[field]):
+            raise ValueError(f"{field} is {info[field]!r:.40}")
+    if len(info["addresses"]) != len(info["ports"]):
+        raise ValueError(f"rank {info['rank']} has not one port at each address")
+    return PeerInfo(**info)
 
 
 def _whole(below: int) -> Callable[[Any], bool]:
