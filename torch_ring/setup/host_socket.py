@@ -256,9 +256,9 @@ class HostLeader:
             Whether `expected` ranks know of it, or have ended.
         """
         patience = Deadline(TELL_S)
-        while len(self.notified | self.lost) < expected and not patience.passed():
-            if self._listener is None:
-                break
+        while (
+            self._listener and len(self.notified | self.lost) < expected and not patience.passed()
+        ):
             try:
                 self.pump(min(0.1, patience.left_s()))
             except OSError:  # a lack of descriptors, which is known already
@@ -284,13 +284,16 @@ class HostLeader:
     def _accept(self) -> None:
         """Accept one of the connections that wait. Raises OSError: descriptors are lacking."""
         assert self._listener is not None
-        with contextlib.suppress(BlockingIOError, ForeignUserError):
+        try:
             connection, _ = self._listener.accept()
-            with contextlib.ExitStack() as refused:
-                refused.callback(connection.close)
-                require_same_user(connection)
-                refused.pop_all()
-            self._selector.register(FrameSocket(connection), selectors.EVENT_READ)
+        except BlockingIOError:  # it has gone again
+            return
+        try:
+            require_same_user(connection)
+        except ForeignUserError:
+            connection.close()
+            return
+        self._selector.register(FrameSocket(connection), selectors.EVENT_READ)
 
     def _receive(self, connection: FrameSocket, rank: int | None) -> None:
         try:

@@ -20,7 +20,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +49,6 @@ from torch_ring.setup.store_client import (
 )
 
 __all__ = [
-    "Rendezvous",
     "StorePlace",
     "broadcast",
     "common_secret",
@@ -218,32 +217,16 @@ class StorePlace:
             self._leave()
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The means by which the ranks of a world find one another.
-
-    Attributes:
-        place: the store where hosts meet; None: all ranks are on this host.
-        socket_name: the name of the socket where the ranks of this host meet; None: there is none.
-    """
-
-    place: StorePlace | None
-    socket_name: str | None
-
-    @property
-    def towards(self) -> str | None:
-        """A host to which the route leads to the other ranks, if known."""
-        return _LOOPBACK if self.place is None else self.place.host
-
-
 def find_store(
     identity: Identity,
     config: Config,
     deadline: Deadline,
     comm: Any,
     store: Store | None,
-) -> Rendezvous:
-    """Return the meeting places of the ranks: a store, this host's socket, or both.
+) -> tuple[StorePlace | None, str | None]:
+    """Return the meeting places of the ranks: a store, the name of this host's socket, or both.
+
+    Without a store all ranks are on this host.
 
     Args:
         identity: this process.
@@ -258,7 +241,7 @@ def find_store(
     """
     if store is not None:
         place = given_store(store, identity, config.secret)
-        return Rendezvous(place, socket_name_by_store(place.open(deadline)))
+        return place, socket_name_by_store(place.open(deadline))
     found = locate_store(identity, config, deadline, comm=comm)
     on_host = identity
     if identity.on_one_node() or found is None:
@@ -269,7 +252,7 @@ def find_store(
     # Without a name, the ranks of this host meet in the store.
     with contextlib.suppress(*() if found is None else (RingError,)):
         name = socket_name(on_host)
-    return Rendezvous(found, name)
+    return found, name
 
 
 # Stores, and connections to them, that the next init() reuses: those of torchrun's agent and of

@@ -254,20 +254,15 @@ def _connect(
     """Connect this rank to the others; `sets` must be the same on all of them."""
     world = None
     try:
-        found = find_store(identity, config, deadline, comm, store)
-        path = FailurePath(identity, deadline, found.place, missed)
-        path.host = meet_on_host(
-            found.socket_name,
-            identity,
-            deadline,
-            path.watch,
-            has_store=found.place is not None,
-        )
+        place, name = find_store(identity, config, deadline, comm, store)
+        path = FailurePath(identity, deadline, place, missed)
+        has_store = place is not None
+        path.host = meet_on_host(name, identity, deadline, path.watch, has_store=has_store)
         with failing_together(path):
-            name = None if store is not None else found.socket_name
+            own_name = None if store is not None else name  # no other job has a store's
             with (
-                listen_as_rank(name, identity, deadline, path.watch) as unix,
-                listen(identity, config, found.towards, unix) as listeners,
+                listen_as_rank(own_name, identity, deadline, path.watch) as unix,
+                listen(identity, config, place.host if place else "127.0.0.1", unix) as listeners,
             ):
                 settings = {**config.common(), "process_sets": sets}
                 table = exchange_hosts(listeners.info.to_value(), settings, path)
