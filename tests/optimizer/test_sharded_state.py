@@ -278,11 +278,11 @@ def look_at_memory() -> None:
     """The parts' states add up to the whole state; a rank's writes are its own until a step."""
     model, optimizer = trained()
     shards = optimizer._shards
-    own = sum(part.end - part.begin for part, _ in shards._mine)
+    own = sum(part.end - part.begin for part, _ in shards._mine.values())
     every = hvd.allgather(torch.tensor([own])).tolist()
     assert sum(every) == sum(p.numel() for p in model.parameters())
     assert max(every) < sum(every) / hvd.size() * 1.3
-    assert shards._state.keys() == {tensor for _, tensor in shards._mine}
+    assert shards._state.keys() == {tensor for _, tensor in shards._mine.values()}
     parameter = model[2].weight
     exp_avg = optimizer.state[parameter]["exp_avg"]
     if hvd.rank() == 1:
@@ -302,7 +302,7 @@ def look_at_divided_state() -> None:
     for index, parameter in enumerate(model.parameters()):
         state = optimizer.state[parameter]
         assert list(state) == list(whole[index])
-        part, _ = shards._part_of.get(index, (None, None))
+        part, _ = shards._mine.get(index, (None, None))
         for key, value in state.items():
             expected = whole[index][key]
             if part is None:
@@ -314,7 +314,7 @@ def look_at_divided_state() -> None:
                     expect_error("InvalidArgumentError", "has no rows", use)
             else:
                 assert torch.equal(value, expected), (index, key)
-    assert shards._state.keys() == {tensor for _, tensor in shards._mine}
+    assert shards._state.keys() == {tensor for _, tensor in shards._mine.values()}
     text = "copy its state_dict(), on all"
     expect_error("InvalidArgumentError", text, lambda: copy.deepcopy(optimizer))
     text = "only where the ranks of a host share memory"

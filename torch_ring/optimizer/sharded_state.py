@@ -24,6 +24,7 @@ import operator
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -78,7 +79,6 @@ class _Write(NamedTuple):
     number: int  # of the parameter
     key: str  # of its state; "": the parameter itself
     value: Any
-    is_same: bool  # it has the bits of before, and has only been moved, or restored
 
 
 _GONE = object()  # the value of a key that the program has taken out of the state
@@ -93,18 +93,12 @@ class _Told(NamedTuple):
     steps: int
     on_cpu: bool
     has_lost: bool  # the parts of ranks of an earlier world are lost
-    has_parts: bool  # the rank has parts of the state
-    things: list[list[Any]]  # number of the parameter, key of its state or "", spec or value
-    homes: list[tuple[str, int] | None]  # token and offset, for tensors in shared memory
+    # Number of the parameter, key of its state or "", place in shared memory, spec or value.
+    things: list[list[Any]]
 
     def parameters(self) -> list[list[Any]]:
         """Return the specs of the parameters."""
-        return [thing for thing in self.things if thing[1] == ""]
-
-    def home_of(self) -> dict[tuple[int, str], tuple[str, int] | None]:
-        """Return the homes by number and key."""
-        pairs = zip(self.things, self.homes, strict=True)
-        return {(index, key): home for (index, key, *_), home in pairs}
+        return [spec for _, key, _, *spec in self.things if not key]
 
 
 class ShardedState:
@@ -112,9 +106,13 @@ class ShardedState:
 
     Between steps, if the memory is shared, ``optimizer.state`` is whole on each rank, in the format
     of an unsharded optimizer; otherwise it has the same keys on all ranks, and each rank's part of
-    the tensors. The program may change it and the parameters: the next step reads the changes
-    (`_writes`), its first allreduce compares them, and all ranks take them over (`_take`). Only
-    parameters with other shapes, strides, dtypes or devices are divided anew.
+    the tensors. Both are divided by one function (`_divide_state`): what a rank has of its parts
+    follows from ``optimizer.state``, whether its tensors are whole, shared or parts.
+
+    The program may change the state and the parameters: the next step reads the changes
+    (`_writes`), its first allreduce compares them, and all ranks take them over (`_take`). A tensor
+    that the program puts in place of one in shared memory is copied there, and counts as written in
+    place. Other keys, shapes, strides, dtypes or devices are placed, or divided, anew.
 
     Thread: the one that steps. Errors: RingError of the collectives.
 
@@ -143,16 +141,15 @@ class ShardedState:
         self._names: Mapping[Tensor, str] = {}
         self._memories: list[Tensor] = []  # of the parameters; in shared memory the program's
         self._likes: list[Tensor] = []  # on the meta device, with the strides that were divided
-        self._shown: dict[Tensor, dict[str, Any]] = {}  # ``optimizer.state`` after the last step
-        self._versions: dict[Tensor, dict[str, int]] = {}  # of its tensors, where state is divided
-        self._homes: dict[int, Home] = {}  # by the address of the program's tensor
+        self._homes: dict[tuple[int, str], Home] = {}  # by parameter and key, as in `_Write`
         self._copies: list[tuple[Segment, Tensor]] = []  # pages written before this step
         self._cut: set[int] = set()  # the parameters that several ranks divide
-        self._parts: list[tuple[Part, Tensor]] = []  # all; or this rank's, if memory is shared
-        self._mine: list[tuple[Part, Tensor]] = []
-        self._part_of: dict[int, tuple[Part, Tensor]] = {}  # this rank's, by parameter
-        self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # state of this rank's parts
-        self._known: dict[Tensor, dict[str, Any]] = {}  # the same, as all ranks know it
+        self._parts: dict[int, list[tuple[Part, Tensor]]] = {}  # by parameter; or this rank's alone
+        self._mine: dict[int, tuple[Part, Tensor]] = {}  # this rank's, by parameter
+        self._state: dict[Tensor, dict[str, Any]] = {}  # state of this rank's parts
+        self._known: dict[Tensor, dict[str, Any]] = {}  # the same before the present step
+        self._shown: dict[Tensor, dict[str, Any]] = {}  # ``optimizer.state`` after the last step
+        self._versions: dict[Tensor, dict[str, int]] = {}  # of its tensors, where state is divided
         self._groups_of_ranks: list[list[int]] = []  # each writes alike: hosts; or all ranks
         self._has_warned = False
         self._written = _NONE  # for each rank of the host: its steps times two, odd while it writes
@@ -176,15 +173,16 @@ class ShardedState:
             MismatchError: on all ranks: their parameters differ, or what the program has written.
         """
         before, self._engine = self._engine, engine_of(self._process_set)
-        if self.is_active and before is self._engine:
-            writes = self._agreed_writes(optimizer)
-            if self.is_divided:
-                self._take(optimizer, [write for write in writes if write.key])
+        has_others = self.is_active and before is self._engine
+        has_lost = self.is_divided and bool(self._state) and not has_others
         self._index, self._name, self._count = index, f"sharded.{index}", 0
+        if has_others:
+            self._agreed_writes(optimizer)
+            if self.is_divided:
+                self._divide_state(optimizer)
+                self._collect(optimizer)  # now whole, the same on all ranks
         self._names = names
         self._look_for_writes()
-        has_parts = self.is_divided and bool(self._state)
-        has_lost = has_parts and before is not self._engine
         self._ranks = list(self._process_set.ranks or ())
         self._rank = current.rank()
         host_of = current.world().host_of
@@ -193,13 +191,14 @@ class ShardedState:
             hosts.setdefault(host_of[rank], []).append(rank)
         host = hosts[host_of[self._rank]]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        alone = [parameter for parameter in self._parameters if not _has_views(parameter)]
+        tied = [
+            number
+            for number, parameter in enumerate(self._parameters)
+            if _has_views(parameter) and self._home_of(number, "", parameter) is None
+        ]
         things = self._things(optimizer)
-        described = [[*key, *spec] for key, spec, _ in things]
-        found = [None if v is None else self._homes.get(v.data_ptr()) for *_, v in things]
-        homes = [None if home is None else home.address() for home in found]
         on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
-        own = _Told(self._steps, on_cpu, has_lost, has_parts, described, homes)
+        own = _Told(self._steps, on_cpu, has_lost, [line for line, _ in things])
         gathered = self._exchange(tuple(own))
         every = {r: _Told(*told) for r, told in zip(self._ranks, gathered, strict=True)}
         if any(told.has_lost for told in every.values()):
@@ -214,20 +213,10 @@ class ShardedState:
                 f"rank {self._rank}: ranks {self._ranks[0]} and {other} have parameters of other "
                 "shapes, strides or dtypes now: convert the model alike on all ranks"
             )
-        if any(told.has_parts for told in every.values()):
-            self._collect(optimizer)  # now whole, the same on all ranks, and nowhere shared
-            things = self._things(optimizer)
-            own = own._replace(
-                things=[[*key, *spec] for key, spec, _ in things], homes=[None] * len(things)
-            )
-            every = {
-                rank: told._replace(things=own.things, homes=own.homes)
-                for rank, told in every.items()
-            }
         could_share = len(hosts) < len(self._ranks)
         self.is_shared = could_share and all(told.on_cpu for told in every.values())
         if self.is_shared:
-            self._warn_of_views(alone)
+            self._warn_of_views(tied)
             self._share(optimizer, {rank: every[rank] for rank in host}, things)
         self._groups_of_ranks = list(hosts.values()) if self.is_shared else [self._ranks]
         self._divide(optimizer, host if self.is_shared else self._ranks)
@@ -239,14 +228,8 @@ class ShardedState:
         """Whether each rank has only the state of its part."""
         return self.is_active and not self.is_shared
 
-    def _warn_of_views(self, alone: Sequence[Tensor]) -> None:
+    def _warn_of_views(self, tied: Sequence[int]) -> None:
         """Warn of other tensors in the old memory of parameters that are about to be moved."""
-        kept = set(map(id, alone))
-        tied = [
-            index
-            for index, parameter in enumerate(self._parameters)
-            if id(parameter) not in kept and parameter.data_ptr() not in self._homes
-        ]
         if tied and self._rank == self._ranks[0]:
             _log.warning(
                 "shard_state=True moves the parameters into shared memory, and other tensors lie "
@@ -279,91 +262,78 @@ class ShardedState:
     def _exchange(self, value: Any) -> list[Any]:
         return allgather_object(value, process_set=self._process_set)
 
-    def _things(self, optimizer: Optimizer) -> list[tuple[tuple[int, str], Any, Tensor | None]]:
-        """Return parameters and state as (key, spec or other value, tensor)."""
-        things: list[tuple[tuple[int, str], Any, Tensor | None]] = []
-        for index, parameter in enumerate(self._parameters):
-            things.append(((index, ""), Spec.of(parameter), parameter.detach()))
-            for key, value in optimizer.state.get(parameter, {}).items():
-                is_tensor = isinstance(value, Tensor)
-                spec = self._spec_of_state(parameter, value) if is_tensor else (value,)
-                things.append(((index, key), spec, value if is_tensor else None))
-        return things
+    def _home_of(self, index: int, key: str, tensor: Tensor) -> Home | None:
+        """Return the home of a parameter or of a tensor of its state, if it lies there."""
+        home = self._homes.get((index, key))
+        return home if home and home.program.data_ptr() == tensor.data_ptr() else None
 
-    @staticmethod
-    def _spec_of_state(parameter: Tensor, value: Tensor) -> Spec:
-        """Return the spec of a state's tensor, with the memory layout of its parameter."""
-        like = parameter.detach() if value.shape == parameter.shape else value
-        return Spec.of(like)._replace(dtype=Spec.of(value).dtype)
+    def _things(self, optimizer: Optimizer) -> list[tuple[list[Any], Tensor | None]]:
+        """Return parameters and state as lines of `_Told`, with the tensors."""
+        things: list[tuple[list[Any], Tensor | None]] = []
+        for index, parameter in enumerate(self._parameters):
+            values = {"": parameter.detach(), **optimizer.state.get(parameter, {})}
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    home = self._home_of(index, key, value)
+                    spec = _spec_of(value, parameter.shape, parameter.detach())
+                    things.append(([index, key, home and home.address(), *spec], value))
+                else:
+                    things.append(([index, key, None, value], None))
+        return things
 
     def _share(
         self,
         optimizer: Optimizer,
         host: Mapping[int, _Told],
-        things: list[tuple[tuple[int, str], Any, Tensor | None]],
+        things: Sequence[tuple[list[Any], Tensor | None]],
     ) -> None:
         """Move parameters and state into shared memory, unless all ranks have them there."""
-        holder = max(host, key=lambda rank: (any(host[rank].homes), host[rank].steps, -rank))
-        described, homes = host[holder].things, host[holder].homes
-        own = {key: tensor for key, _, tensor in things}
-        at = [told.home_of() for told in host.values()]
-        new: list[tuple[tuple[int, str], Spec]] = []
-        state: dict[int, dict[str, Any]] = {}
-        shared: dict[tuple[int, str], Tensor] = {}
-        for line, home in zip(described, homes, strict=True):
-            key: tuple[int, str] = (line[0], line[1])
-            if len(line) == 3:
-                state.setdefault(key[0], {})[key[1]] = line[2]
-                continue
-            if key[1]:
-                state.setdefault(key[0], {})[key[1]] = None  # keeps the order
-            tensor = own.get(key)
-            if tensor is not None and home and all(each.get(key) == home for each in at):
-                shared[key] = tensor
-            else:
-                new.append((key, Spec(*line[2:])))
-        is_holder = self._rank == holder
-        values: list[Tensor | None] | None = [own[key] for key, _ in new] if is_holder else None
+        places = {rank: {tuple(line[:3]) for line in host[rank].things if line[2]} for rank in host}
+        kept = set.intersection(*places.values())
+        holder = max(host, key=lambda rank: (bool(places[rank]), host[rank].steps, -rank))
+        lines = host[holder].things
+        new = [line for line in lines if len(line) > 4 and tuple(line[:3]) not in kept]
         counts = Spec([len(host)], [1], "int64")  # new memory is zero
-        values = [*values, None] if values is not None else None
-        made = self._segment([*(spec for _, spec in new), counts], holder, values)
+        values: list[Tensor | None] | None = None
+        if self._rank == holder:
+            own = {(line[0], line[1]): tensor for line, tensor in things}
+            values = [*(own[index, key] for index, key, *_ in new), None]
+        made = self._segment([*(Spec(*spec) for _, _, _, *spec in new), counts], holder, values)
         if made is None:
             self.is_shared = False
             return
         self._written = made.pop().shared
-        self._homes.update((home.program.data_ptr(), home) for home in made)
-        for (key, _), home_of_new in zip(new, made, strict=True):
-            shared[key] = home_of_new.program
-            if key[1] == "":
-                self._parameters[key[0]].data = home_of_new.program
-        self._memories = [shared[index, ""] for index in range(len(self._parameters))]
-        self._shown = {}
-        for index, values_of in state.items():
-            self._shown[self._parameters[index]] = {
-                key: shared.get((index, key), value) for key, value in values_of.items()
-            }
-        self._show(optimizer)
+        self._homes = {(index, key): self._homes[index, key] for index, key, _ in kept}
+        self._homes |= {
+            (index, key): home for (index, key, *_), home in zip(new, made, strict=True)
+        }
+        state: dict[Tensor, dict[str, Any]] = {}
+        for index, key, _, *spec in lines:
+            home = self._homes.get((index, key))
+            if key:
+                value = spec[0] if home is None else home.program
+                state.setdefault(self._parameters[index], {})[key] = value
+            elif home is not None and self._home_of(index, "", self._parameters[index]) is None:
+                self._parameters[index].data = home.program
+        self._memories = [self._homes[index, ""].program for index in range(len(self._parameters))]
+        self._show(optimizer, state)
 
-    def _show(self, optimizer: Optimizer) -> None:
-        """Set ``optimizer.state`` to the state that is known, and forget the memory of others."""
-        for parameter in self._parameters:  # in the order of an unsharded optimizer
+    def _show(self, optimizer: Optimizer, shown: dict[Tensor, dict[str, Any]]) -> None:
+        """Set ``optimizer.state``, in the order of an unsharded optimizer."""
+        for parameter in self._parameters:
             values = optimizer.state.pop(parameter, {})
-            if parameter in self._shown:
+            if parameter in shown:
                 values = values if isinstance(values, dict) else {}
                 values.clear()
-                values.update(self._shown[parameter])
+                values.update(shown[parameter])
                 optimizer.state[parameter] = values
-        if self.is_shared:
-            values = (v for shown in self._shown.values() for v in shown.values())
-            tensors = [v for v in values if isinstance(v, Tensor)]
-            kept = {tensor.data_ptr() for tensor in (*self._memories, *tensors)}
-            self._homes = {at: home for at, home in self._homes.items() if at in kept}
-        else:
-            self._note_versions()
+        self._shown = shown
+        self._note_versions()
 
     def _note_versions(self) -> None:
-        """Note the versions of the tensors in the divided state, to see writes in place."""
-        self._versions = {p: _versions(shown) for p, shown in self._shown.items()}
+        """Note the versions of the tensors in a divided state, to see writes in place."""
+        shown = {} if self.is_shared else self._shown
+        self._versions = {parameter: _versions(values) for parameter, values in shown.items()}
 
     def _segment(
         self, layout: Sequence[Spec], holder: int, values: Sequence[Tensor | None] | None
@@ -386,47 +356,62 @@ class ShardedState:
             return None
 
     def _divide(self, optimizer: Optimizer, group: Sequence[int]) -> None:
-        """Assign parts to the ranks of the group, and take the state of this rank's parts."""
+        """Assign parts of parameters and state to the ranks of the group."""
         sizes = [(p.numel(), p.element_size()) for p in self._parameters]
         plan = plan_parts(sizes, len(group), may_cut=self._may_cut)
         self._owners = group
         self._cut = {part.parameter for part in plan if not part.is_whole}
         if not self.is_shared:
+            self._homes = {}
             self._memories = [parameter.detach() for parameter in self._parameters]
         self._likes = [torch.empty_like(memory, device="meta") for memory in self._memories]
         own = group.index(self._rank)
-        self._parts = [
-            (part, cut(self._twin(self._memories[part.parameter]), part))
-            for part in plan
-            if part.owner == own or not self.is_shared
-        ]
-        self._mine = [(part, tensor) for part, tensor in self._parts if part.owner == own]
-        self._part_of = {part.parameter: (part, tensor) for part, tensor in self._mine}
-        self._state, self._known = defaultdict(dict), {}
-        for part, tensor in self._mine:
-            for key, value in optimizer.state.get(self._parameters[part.parameter], {}).items():
-                self._state[tensor][key] = self._own(value, part)
-            self._known[tensor] = dict(self._state.get(tensor, {}))
-        if not self.is_shared:
-            self._homes, self._shown = {}, {}
-            for index, parameter in enumerate(self._parameters):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    self._shown.setdefault(parameter, {})[key] = self._visible(index, key, value)
-            self._show(optimizer)
+        self._parts, self._mine = defaultdict(list), {}
+        for part in plan:
+            if part.owner == own or not self.is_shared:
+                home = self._homes.get((part.parameter, ""))
+                tensor = cut(home.shared if home else self._memories[part.parameter], part)
+                self._parts[part.parameter].append((part, tensor))
+                if part.owner == own:
+                    self._mine[part.parameter] = (part, tensor)
+        self._divide_state(optimizer)
 
-    def _twin(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the program as the owners of its parts write it."""
-        home = self._homes.get(tensor.data_ptr())
-        return tensor if home is None or not tensor.numel() else home.shared
+    def _divide_state(self, optimizer: Optimizer) -> None:
+        """Take this rank's share of ``optimizer.state``, whose tensors are whole, or parts."""
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        shown: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for index, parameter in enumerate(self._parameters):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                shown[parameter][key] = value
+                if index in self._mine:
+                    tensor = self._mine[index][1]
+                    state[tensor][key] = self._own(index, key, value)
+                if isinstance(value, Tensor) and not self.is_shared:
+                    shown[parameter][key] = self._visible(index, state, key, value)
+        self._homes = {
+            (index, key): home
+            for (index, key), home in self._homes.items()
+            if not key or key in shown[self._parameters[index]]
+        }
+        self._state = state
+        self._known = {tensor: dict(state.get(tensor, {})) for _, tensor in self._mine.values()}
+        self._show(optimizer, {parameter: values for parameter, values in shown.items() if values})
 
-    def _own(self, value: Any, part: Part) -> Any:
-        """Return a part's share of a value of the state, given that of the whole parameter."""
+    def _own(self, index: int, key: str, value: Any) -> Any:
+        """Return the share of this rank's part in a value of the state."""
         if not isinstance(value, Tensor):
             return value
-        value = self._twin(value)
-        if not part.is_whole and value.shape == self._likes[part.parameter].shape:
+        part, tensor = self._mine[index]
+        home = self._homes.get((index, key))
+        if home is not None:
+            value = home.shared
+        elif isinstance(value, StatePart):
+            value = value.as_subclass(Tensor)
+        if part.is_whole or (value.shape == tensor.shape and home is None):
+            return value
+        if value.shape == self._likes[index].shape:
             own = self._slice(value, part)
-            return own if self.is_shared else own.clone()
+            return own if home else own.clone()
         # The first part uses the whole parameter's own tensor, such as its number of steps.
         return value if part.begin == 0 else value.clone()
 
@@ -435,19 +420,20 @@ class ShardedState:
         like = self._likes[part.parameter]
         return cut(value.detach(), part, like) if value.shape == like.shape else value.detach()
 
-    def _visible(self, index: int, key: str, value: Any) -> Any:
-        """Return what ``optimizer.state`` has in place of a value that is divided."""
-        if not isinstance(value, Tensor):
-            return value
-        if index not in self._part_of:
+    def _visible(
+        self, index: int, state: Mapping[Tensor, Mapping[str, Any]], key: str, value: Tensor
+    ) -> Tensor:
+        """Return what ``optimizer.state`` has in place of a tensor that is divided."""
+        if index not in self._mine:
             return torch.empty(0, dtype=value.dtype, device=value.device).as_subclass(StatePart)
-        part, tensor = self._part_of[index]
-        own: Tensor = self._state[tensor][key]
+        part, tensor = self._mine[index]
+        own: Tensor = state[tensor][key]
         is_cut = not part.is_whole and own.shape == tensor.shape
         return own.as_subclass(StatePart) if is_cut else own
 
     # --- writes of the program
 
+    @torch.no_grad()
     def _writes(self, optimizer: Optimizer) -> list[_Write]:
         """Return what the program has written since the last step.
 
@@ -455,94 +441,89 @@ class ShardedState:
             ValueError: it has put a value into ``optimizer.state`` that cannot be divided.
         """
         found: list[_Write] = []
-        touched = self._touched()
         for index, parameter in enumerate(self._parameters):
-            memory = self._memories[index]
-            if self._is_in_other_form(index):
-                require_dense({parameter: self._called(index)})
-                found.append(_Write(index, "", parameter.detach(), is_same=not self.is_shared))
-            elif parameter.data_ptr() != memory.data_ptr():
-                if self.is_shared:
-                    self._warn_of_view(index)
-                is_same = not self.is_shared or _same_bits(parameter.detach(), self._twin(memory))
-                found.append(_Write(index, "", parameter.detach(), is_same))
-            elif memory.data_ptr() in touched:
-                found.append(_Write(index, "", memory, _same_bits(memory, self._twin(memory))))
-            found += self._writes_to_state(optimizer, index, touched)
+            if parameter.data_ptr() != self._memories[index].data_ptr():
+                found += self._follow(index)
+            found += self._writes_to_state(optimizer, index)
+        for index, key in self._touched():
+            home = self._homes[index, key]
+            if not _same_bits(home.program, home.shared):
+                found.append(_Write(index, key, home.program))
         return found
 
-    def _touched(self) -> set[int]:
-        """Return the addresses of the shared tensors that this rank may have copies of."""
-        self._copies = []
-        touched: set[int] = set()
-        homes: dict[Segment, list[tuple[int, Home]]] = {}
-        for address, home in self._homes.items():
-            homes.setdefault(home.segment, []).append((address, home))
-        for segment, homes_there in homes.items():
-            pages = segment.written_pages()
-            if len(pages):
-                self._copies.append((segment, pages))
-                counts = torch.bincount(pages, minlength=segment.pages).cumsum(0).tolist()
-                touched.update(address for address, home in homes_there if home.is_on(counts))
-        return touched
+    def _follow(self, index: int) -> Iterator[_Write]:
+        """Follow a parameter to its new memory; yield a write if all must be divided anew."""
+        parameter, memory = self._parameters[index], self._memories[index]
+        value = parameter.detach()
+        is_other = value.device != memory.device or Spec.of(value) != Spec.of(memory)
+        if is_other or (not self.is_shared and value.stride() != memory.stride()):
+            require_dense({parameter: self._called(index)})
+            yield _Write(index, "", value)
+        elif self.is_shared:
+            if not self._has_warned and _has_views(parameter):
+                self._has_warned = True
+                self._warn_of_views([index])
+            memory.copy_(value)
+            parameter.data = memory
+        else:
+            self._memories[index] = value
+            for part, tensor in self._parts[index]:
+                tensor.data = cut(value, part)
 
-    def _writes_to_state(
-        self, optimizer: Optimizer, index: int, touched: set[int]
-    ) -> Iterator[_Write]:
-        """Yield what the program has written to the state of a parameter."""
+    def _writes_to_state(self, optimizer: Optimizer, index: int) -> Iterator[_Write]:
+        """Yield what the program has written to the state of a parameter, except in shared memory."""
         parameter = self._parameters[index]
         shown, state = self._shown.get(parameter, {}), optimizer.state.get(parameter, {})
         if not isinstance(state, dict):
             raise ValueError(f"optimizer.state of {self._called(index)} is no dict: {state!r}")
         versions = self._versions.get(parameter, {})
         if (
-            not touched
-            and state.keys() == shown.keys()
+            state.keys() == shown.keys()
             and all(map(operator.is_, state.values(), shown.values()))
             and (self.is_shared or versions == _versions(state))
         ):
             return
-        yield from (_Write(index, key, _GONE, is_same=False) for key in shown if key not in state)
+        yield from (_Write(index, key, _GONE) for key in shown if key not in state)
         for key, value in state.items():
-            before = shown.get(key, _GONE)
-            if not isinstance(value, Tensor):
-                if not _is_same(value, before):
-                    yield _Write(index, key, value, is_same=False)
-            elif not self.is_shared:
-                if value is not before or value._version != versions[key]:
-                    self._require_divisible(index, key, value)
-                    yield _Write(index, key, value, is_same=False)
-            elif value is not before or value.data_ptr() in touched:
-                is_same = self._has_twin(value, before) and _same_bits(value, self._twin(before))
-                yield _Write(index, key, value, is_same)
+            home = self._homes.get((index, key))
+            if home is not None and _fits(value, home.program):
+                if value is not home.program:
+                    state[key] = home.program.copy_(value)
+            elif not _is_same(value, shown.get(key, _GONE)) or (
+                isinstance(value, Tensor) and value._version != versions.get(key)
+            ):
+                self._require_divisible(index, key, value)
+                yield _Write(index, key, value)
 
-    def _has_twin(self, value: Tensor, before: Any) -> bool:
-        """Return whether a value fits into the shared memory of the one before."""
-        return (
-            isinstance(before, Tensor)
-            and before.data_ptr() in self._homes
-            and (value.shape, value.dtype, value.device)
-            == (before.shape, before.dtype, before.device)
-        )
+    def _touched(self) -> list[tuple[int, str]]:
+        """Return the keys of the shared tensors that this rank may have copies of."""
+        self._copies = []
+        touched: list[tuple[int, str]] = []
+        homes: dict[Segment, list[tuple[tuple[int, str], Home]]] = {}
+        for key, home in self._homes.items():
+            homes.setdefault(home.segment, []).append((key, home))
+        for segment, homes_there in homes.items():
+            pages = segment.written_pages()
+            if len(pages):
+                self._copies.append((segment, pages))
+                counts = torch.bincount(pages, minlength=segment.pages).cumsum(0).tolist()
+                touched += [key for key, home in homes_there if home.is_on(counts)]
+        return touched
 
-    def _is_in_other_form(self, index: int) -> bool:
-        """Return whether the program has moved a parameter so that all must be divided anew."""
-        parameter, memory = self._parameters[index], self._memories[index]
-        if parameter.data_ptr() == memory.data_ptr():
-            return False
-        if parameter.device != memory.device or Spec.of(parameter.detach()) != Spec.of(memory):
-            return True
-        return not self.is_shared and parameter.stride() != memory.stride()
-
-    def _require_divisible(self, index: int, key: str, value: Tensor) -> None:
+    def _require_divisible(self, index: int, key: str, value: Any) -> None:
         """Raise ValueError for a tensor of the state that is neither whole nor this rank's part."""
-        like, own = self._likes[index], self._part_of.get(index)
-        shapes = [like.shape, own[1].shape if own else torch.Size([0])]
-        if index in self._cut and value.numel() != 1 and value.shape not in shapes:
+        own = self._mine[index][1].shape if index in self._mine else torch.Size([0])
+        if (
+            self.is_divided
+            and index in self._cut
+            and isinstance(value, Tensor)
+            and value.numel() != 1
+            and value.shape not in (self._likes[index].shape, own)
+        ):
             raise ValueError(
                 f"optimizer.state has a tensor of shape {list(value.shape)} as '{key}' of "
                 f"{self._called(index)}. shard_state=True divides it here, and takes one of the "
-                f"parameter's shape, or of this rank's part: {list(shapes[1])}"
+                f"parameter's shape, or of this rank's part: {list(own)}"
             )
 
     def _called(self, index: int) -> str:
@@ -555,12 +536,11 @@ class ShardedState:
 
         Where memory is shared they have digests. Elsewhere ranks have different parts.
         """
-        own = [write for write in writes if not write.is_same]
-        tensors = [write.value for write in own if isinstance(write.value, Tensor)]
+        tensors = [write.value for write in writes if isinstance(write.value, Tensor)]
         digests = iter(digests_of(tensors).tolist() if self.is_shared and tensors else ())
         lines = []
-        for write in own:
-            index, key, value, _ = write
+        for write in writes:
+            index, key, value = write
             what = f"'{key}' of {self._called(index)} in optimizer.state" if key else ""
             what = what or self._called(index)
             if value is _GONE:
@@ -587,29 +567,32 @@ class ShardedState:
                 absent="nothing more",
             )
 
-    def _tell_writes(
-        self, optimizer: Optimizer, root: int | None = None
-    ) -> tuple[list[_Write], dict[int, list[str]], list[int]]:
-        """Exchange what the program has written. Collective.
+    def _found_writes(self, optimizer: Optimizer) -> tuple[list[_Write], str]:
+        """Return what the program has written, and the reason if it cannot be divided."""
+        try:
+            return self._writes(optimizer), ""
+        except ValueError as error:
+            return [], str(error)
 
-        Returns:
-            What it has written here, its description on each rank, and the ranks that have changed
-            a divided state so that the root alone cannot tell the whole.
+    def _agreed_writes(self, optimizer: Optimizer, root: int | None = None) -> list[_Write]:
+        """Return what the program has written, alike on all ranks. Collective.
+
+        Args:
+            optimizer: as for `place`.
+            root: the rank whose writes count if they differ; None: they must not.
 
         Raises:
-            InvalidArgumentError: on all ranks: one of them cannot divide a value.
+            InvalidArgumentError: on all ranks: one of them cannot divide a value, or has changed
+                the only copy of its part.
+            MismatchError: on all ranks: they have written differently.
         """
-        writes: list[_Write] = []
-        problem = ""
-        try:
-            writes = self._writes(optimizer)
-        except ValueError as error:
-            problem = str(error)
+        writes, problem = self._found_writes(optimizer)
         if self._rank == root:
             is_partial = not all(map(self._is_whole, writes))
         else:
             is_partial = any(
-                self._is_in_place(write) and write.number in self._part_of for write in writes
+                write.key and self._is_in_place(write) and write.number in self._mine
+                for write in writes
             )
         gathered = self._exchange((problem, self._lines_of(writes), is_partial))
         every = dict(zip(self._ranks, gathered, strict=True))
@@ -617,45 +600,28 @@ class ShardedState:
             if why:
                 self._refuse(problem or f"rank {rank} cannot divide the state: {why}")
         lines = {rank: told for rank, (_, told, _) in every.items()}
-        return writes, lines, [rank for rank, (*_, partial) in every.items() if partial]
-
-    def _agreed_writes(self, optimizer: Optimizer) -> list[_Write]:
-        """Return what the program has written, alike on all ranks. Collective.
-
-        Raises:
-            InvalidArgumentError: on all ranks: one of them cannot divide a value.
-            MismatchError: on all ranks: they have written differently.
-        """
-        writes, lines, _ = self._tell_writes(optimizer)
-        self._require_alike(lines)
+        if root is None:
+            self._require_alike(lines)
+        elif len(set(map(tuple, lines.values()))) > 1:
+            partial = next((rank for rank, (*_, has_part) in every.items() if has_part), None)
+            if partial is not None:
+                self._refuse(
+                    f"rank {partial} has changed its part of the state, which no other rank has "
+                    "(shard_state=True divides the state here): change it on all ranks alike, or "
+                    "call load_state_dict() with a whole state"
+                )
+            return writes if self._rank == root else []
         return writes
 
-    def _writes_of(self, optimizer: Optimizer, root: int) -> list[_Write]:
-        """Return what the program has written, where only the root's writes count. Collective.
-
-        Raises:
-            InvalidArgumentError: on all ranks: one of them cannot divide a value, or has changed
-                the only copy of its part.
-        """
-        writes, lines, partial = self._tell_writes(optimizer, root)
-        if len(set(map(tuple, lines.values()))) == 1:
-            return writes
-        if partial:
-            self._refuse(
-                f"rank {partial[0]} has changed its part of the state, which no other rank has "
-                "(shard_state=True divides the state here): change it on all ranks alike, or call "
-                "load_state_dict() with a whole state"
-            )
-        return writes if self._rank == root else []
-
     def _is_in_place(self, write: _Write) -> bool:
-        """Return whether the program has changed a tensor of a divided state in place."""
-        index, key, value, _ = write
-        return bool(key) and value is self._shown.get(self._parameters[index], {}).get(key)
+        """Return whether the program has written into the tensor that it was shown."""
+        index, key, value = write
+        shown = self._shown.get(self._parameters[index], {}).get(key)
+        return value is (shown if key else self._memories[index])
 
     def _is_whole(self, write: _Write) -> bool:
         """Return whether a write to a divided state gives the whole value."""
-        index, key, value, _ = write
+        index, key, value = write
         if not key or not isinstance(value, Tensor):
             return True
         has_all = index not in self._cut and value.numel() > 0
@@ -665,57 +631,14 @@ class ShardedState:
     @torch.no_grad()
     def _take(self, optimizer: Optimizer, writes: Sequence[_Write]) -> None:
         """Take over what the program has written, alike on all ranks."""
-        moved: dict[int, Tensor] = {}
-        for index, key, value, is_same in writes:
-            parameter, own = self._parameters[index], self._part_of.get(index)
-            if not key:
-                if own is not None and not is_same:
-                    own[1].copy_(self._slice(value, own[0]))
-                if not self.is_shared:
-                    moved[index] = self._memories[index] = value
-                elif parameter.data_ptr() != self._memories[index].data_ptr():
-                    parameter.data = self._memories[index]
-                continue
-            shown = self._shown.setdefault(parameter, {})
-            before = shown.get(key)
-            if own is not None and not is_same:
-                self._take_own(key, value, before, *own)
-            if value is _GONE:
-                del shown[key]
-            elif not self.is_shared:
-                shown[key] = value if value is before else self._visible(index, key, value)
-            elif not isinstance(value, Tensor) or not self._has_twin(value, before):
-                shown[key] = value  # a tensor: until _adopt()
-            if not shown:
-                del self._shown[parameter]
-        for part, tensor in self._parts if moved else ():
-            if part.parameter in moved:
-                tensor.data = cut(moved[part.parameter], part)
-        self._show(optimizer)
-
-    def _take_own(self, key: str, value: Any, before: Any, part: Part, tensor: Tensor) -> None:
-        """Take over a value that the program has written to the state of this rank's part."""
-        state, known = self._state[tensor], self._known[tensor]
-        if value is _GONE:
-            del state[key]
-            known.pop(key, None)
-            if not state:
-                del self._state[tensor]
+        if not self.is_shared:
+            self._divide_state(optimizer)
             return
-        if not isinstance(value, Tensor):
-            state[key] = known[key] = value
-        elif self.is_shared and self._has_twin(value, before):
-            state[key].copy_(self._slice(value, part))
-        elif value is not before:
-            state[key] = self._slice(value, part).clone()
-            if not self.is_shared:
-                known[key] = state[key]
-
-    def _warn_of_view(self, index: int) -> None:
-        """Warn once of other tensors in the memory that the program has given to a parameter."""
-        if not self._has_warned and _has_views(self._parameters[index]):
-            self._has_warned = True
-            self._warn_of_views([p for i, p in enumerate(self._parameters) if i != index])
+        for index, key, value in writes:
+            if index in self._mine:
+                part, tensor = self._mine[index]
+                own = self._state[tensor][key] if key else tensor
+                own.copy_(self._slice(value, part))
 
     # --- a step
 
@@ -743,17 +666,17 @@ class ShardedState:
         self.has_moved = False
         stepped: Any = object.__new__(type(optimizer))
         groups = self._groups(optimizer)
-        vars(stepped).update(vars(optimizer), param_groups=groups, state=self._state)
         failure: BaseException | None = None
         self._note_write(2 * self._steps_here + 1)
         try:
             if writes:
                 self._take(optimizer, writes)
+            vars(stepped).update(vars(optimizer), param_groups=groups, state=self._state)
             raw(stepped)
             self._note_write(2 * self._steps_here + 2)
         except BaseException as error:  # Ctrl-C, too: the other ranks wait
             failure = error
-        for _, tensor in self._mine:
+        for _, tensor in self._mine.values():
             tensor.grad = None
         self._leave(optimizer, failure)
         self._steps += 1
@@ -769,12 +692,11 @@ class ShardedState:
         """Return the groups with this rank's parts, and their gradients, as parameters."""
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        for part, tensor in self._mine:
-            parameter = self._parameters[part.parameter]
-            gradient = parameter.grad
+        for index, (part, tensor) in self._mine.items():
+            gradient = self._parameters[index].grad
             if gradient is not None:
                 tensor.grad = self._slice(gradient, part)
-            groups[group_of[part.parameter]]["params"].append(tensor)
+            groups[group_of[index]]["params"].append(tensor)
         return groups
 
     def _note_write(self, number: int) -> None:
@@ -794,24 +716,23 @@ class ShardedState:
         Returns:
             What the program has written since the last step, alike on the ranks of a host.
         """
-        problem = self._problem(optimizer)
         writes: list[_Write] = []
-        try:
-            writes = [] if problem else self._writes(optimizer)
-        except ValueError as error:
-            problem = str(error)
+        problem = self._problem(optimizer)
+        if not problem:
+            writes, problem = self._found_writes(optimizer)
         lines, written = self._lines(optimizer), self._lines_of(writes)
         digest = _digest(lines)
-        has_moved = any(map(self._is_in_other_form, range(len(self._parameters))))
+        placed = [write for write in writes if not self._is_in_place(write)]
+        has_moved = any(not write.key for write in placed)
+        is_rebuilt = self.is_shared and bool(placed)
         who = self._rank if problem else 0
         in_groups = [0] * 2 * len(self._groups_of_ranks)
         for number, ranks in enumerate(self._groups_of_ranks):
             if self._rank in ranks:
                 in_groups[2 * number] = _digest(written)
                 in_groups[2 * number + 1] = _digest(written) ** 2
-        here, problems, who, moved, digests, squares, *in_groups = self._sum(
-            [1, bool(problem), who, has_moved, digest, digest * digest, *in_groups], "enter"
-        )
+        own = [1, bool(problem), who, has_moved, is_rebuilt, digest, digest * digest, *in_groups]
+        here, problems, who, moved, rebuilt, digests, squares, *in_groups = self._sum(own, "enter")
         size = len(self._ranks)
         if here != size:
             self._refuse(
@@ -832,7 +753,7 @@ class ShardedState:
         sums = zip(self._groups_of_ranks, in_groups[::2], in_groups[1::2], strict=True)
         if any(total * total != len(ranks) * square for ranks, total, square in sums):
             self._require_alike(dict(zip(self._ranks, self._exchange(written), strict=True)))
-        if moved:
+        if moved or rebuilt:
             self.place(optimizer, self._index, self._names)
             return self._writes(optimizer) if self.is_shared else []
         return writes
@@ -870,7 +791,7 @@ class ShardedState:
 
     def _leave(self, optimizer: Optimizer, failure: BaseException | None) -> None:
         """Wait until all parts are stepped."""
-        is_new = any(self._is_new(tensor) for _, tensor in self._mine)
+        is_new = any(self._is_new(tensor) for _, tensor in self._mine.values())
         try:
             failed, new = self._sum([failure is not None, is_new and failure is None], "leave")
         except RingError as error:
@@ -895,7 +816,7 @@ class ShardedState:
                     f"{self._name}.{self._count}.{position}",
                     root=self._ranks.index(self._owners[part.owner]),
                 )
-                for position, (part, tensor) in enumerate(self._parts)
+                for position, (part, tensor) in enumerate(chain(*self._parts.values()))
             ]
             for work in works:
                 work.wait()
@@ -908,32 +829,39 @@ class ShardedState:
         )
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Show all ranks the state that a step has made, if shared in shared memory. Collective."""
-        changed = [(part, tensor) for part, tensor in self._mine if self._is_new(tensor)]
-        told: list[tuple[int, list[Any]]] = []
-        for part, tensor in changed:
-            if part.begin == 0:
-                items: list[Any] = []
-                for key, value in self._state[tensor].items():
-                    spec = self._spec_of_part(value, part) if isinstance(value, Tensor) else [value]
-                    items.append([key, *spec])
-                told.append((part.parameter, items))
+        """Show all ranks the state that a step has made, in shared memory if there is. Collective."""
+        changed = {i: tensor for i, (_, tensor) in self._mine.items() if self._is_new(tensor)}
+        told: list[list[Any]] = []
+        for index, tensor in changed.items():
+            if self._mine[index][0].begin == 0:
+                items: list[list[Any]] = []
+                for key, value in self._state.get(tensor, {}).items():
+                    is_tensor = isinstance(value, Tensor)
+                    like = self._likes[index]
+                    items.append(
+                        [key, *(_spec_of(value, tensor.shape, like) if is_tensor else [value])]
+                    )
+                told.append([index, items])
         every = dict(zip(self._ranks, self._exchange(told), strict=True))
         new: list[tuple[int, str, Spec]] = []
-        for index, items in sorted(each for rank in self._owners for each in every[rank]):
+        for index, items in (each for rank in self._owners for each in every[rank]):
             parameter = self._parameters[index]
-            before, shown = self._shown.pop(parameter, {}), {}
+            state: dict[str, Any] = {}
             for key, *spec in items:
-                shown[key] = spec[0]
-                if len(spec) > 1:
-                    like = torch.empty(0, dtype=Spec(*spec).torch_dtype, device=parameter.device)
-                    shown[key] = before.get(key) if self.is_shared else like
-                    if not self.is_shared:
-                        shown[key] = self._visible(index, key, like)
-                    elif not self._is_at_home(shown[key], Spec(*spec)):
-                        new.append((index, key, Spec(*spec)))
-            if shown:
-                self._shown[parameter] = shown
+                state[key] = spec[0]
+                if len(spec) == 1:
+                    continue
+                home = self._homes.get((index, key))
+                if not self.is_shared:
+                    dtype, device = Spec(*spec).torch_dtype, parameter.device
+                    state[key] = torch.empty(0, dtype=dtype, device=device)
+                    if index in self._mine:
+                        state[key] = self._state[self._mine[index][1]][key]
+                elif home is not None and Spec.of(home.program) == Spec(*spec):
+                    state[key] = home.program
+                else:
+                    new.append((index, key, Spec(*spec)))
+            optimizer.state[parameter] = state
         if self.is_shared:
             made = self._segment([spec for *_, spec in new], self._owners[0], None)
             if made is None:
@@ -941,27 +869,14 @@ class ShardedState:
                     f"rank {self._rank}: no shared memory for the state of the optimizer"
                 )
             for (index, key, _), home in zip(new, made, strict=True):
-                self._shown[self._parameters[index]][key] = home.program
-                self._homes[home.program.data_ptr()] = home
-        for part, tensor in changed:
-            state = self._state[tensor]
-            for key, value in state.items():
-                if self.is_shared and isinstance(value, Tensor):
-                    shown_there = self._shown[self._parameters[part.parameter]]
-                    state[key] = self._own(shown_there[key], part).copy_(value)
-            self._known[tensor] = dict(state)
-        self._show(optimizer)
-        self._sum([0], "adopted")
-
-    def _spec_of_part(self, value: Tensor, part: Part) -> Spec:
-        """Return the spec of the whole tensor to which a part's tensor belongs."""
-        like, spec = self._likes[part.parameter], Spec.of(value)
-        is_part = value.shape == (like.shape if part.is_whole else (part.end - part.begin,))
-        return Spec.of(like)._replace(dtype=spec.dtype) if is_part else spec
-
-    def _is_at_home(self, value: Any, spec: Spec) -> bool:
-        is_tensor = isinstance(value, Tensor)
-        return is_tensor and value.data_ptr() in self._homes and Spec.of(value) == spec
+                self._homes[index, key] = home
+                optimizer.state[self._parameters[index]][key] = home.program
+            for index, tensor in changed.items():
+                for key, value in self._state.get(tensor, {}).items():
+                    if isinstance(value, Tensor):
+                        self._own(index, key, value).copy_(value)
+        self._sum([0], "adopted")  # the values are there
+        self._divide_state(optimizer)
 
     # --- the whole state
 
@@ -971,15 +886,15 @@ class ShardedState:
         if not self.is_divided:
             yield
             return
-        writes = self._agreed_writes(optimizer)
-        self._take(optimizer, [write for write in writes if write.key])
+        self._agreed_writes(optimizer)
+        self._divide_state(optimizer)
         self._collect(optimizer, to_cpu=True)
         try:
             yield
         finally:
             for parameter in self._parameters:  # state_dict() has the dicts
                 optimizer.state.pop(parameter, None)
-            self._show(optimizer)
+            self._show(optimizer, self._shown)
 
     @contextlib.contextmanager
     def replaced(self, optimizer: Optimizer, root: int) -> Iterator[None]:
@@ -992,20 +907,21 @@ class ShardedState:
         if not self.is_divided:
             yield
             return
-        writes = [write for write in self._writes_of(optimizer, root) if write.key]
-        whole = [write for write in writes if self._is_whole(write)]
-        self._take(optimizer, writes)
+        writes = self._agreed_writes(optimizer, root)
+        whole = [write for write in writes if write.key and self._is_whole(write)]
+        if not writes:  # others may have written
+            self._show(optimizer, self._shown)
+        self._divide_state(optimizer)
         self._collect(optimizer)
-        for index, key, value, _ in whole:
-            optimizer.state.setdefault(self._parameters[index], {})[key] = value
+        for index, key, value in whole:
+            state = optimizer.state.setdefault(self._parameters[index], {})
+            state[key] = value
             if value is _GONE:
-                del optimizer.state[self._parameters[index]][key]
+                del state[key]
         try:
             yield
         finally:
-            self._state.clear()
-            self._shown, self._versions = {}, {}
-            self._known = {tensor: {} for _, tensor in self._mine}
+            self._divide_state(optimizer)
 
     def _collect(self, optimizer: Optimizer, *, to_cpu: bool = False) -> None:
         """Give ``optimizer.state`` the parts of all ranks. Collective.
@@ -1018,26 +934,25 @@ class ShardedState:
             optimizer.state.pop(parameter, None)
         own: list[Any] = []
         sent: list[Tensor] = []
-        for part, tensor in self._mine:
+        for part, tensor in self._mine.values():
             for key, value in self._state.get(tensor, {}).items():
-                line: list[Any] = [part.parameter, part.begin, part.end, part.is_whole, key]
+                line: list[Any] = [*part, key, value]
                 if isinstance(value, Tensor):
                     sent.append(value)
                     is_cut = not part.is_whole and value.shape == tensor.shape
-                    line += [is_cut, value.device.type == "cpu", *Spec.of(value)]
-                else:
-                    line.append(value)
+                    line[-1:] = [is_cut, value.device.type == "cpu", *Spec.of(value)]
                 own.append(line)
         for owner, lines in enumerate(self._exchange(own)):
             mine = iter(sent)
-            for number, (index, begin, end, is_whole, key, *rest) in enumerate(lines):
-                parameter = self._parameters[index]
+            for number, line in enumerate(lines):
+                part, (key, value, *described) = Part(*line[:5]), line[5:]
+                parameter = self._parameters[part.parameter]
                 state = optimizer.state.setdefault(parameter, {})
-                if len(rest) == 1:
-                    state[key] = rest[0]
+                if not described:
+                    state[key] = value
                     continue
-                is_cut, on_cpu, *described = rest
-                spec = Spec(*described)
+                is_cut, (on_cpu, *shape_and_more) = value, described
+                spec = Spec(*shape_and_more)
                 device = torch.device("cpu") if on_cpu else parameter.device
                 dtype = spec.torch_dtype
                 if self._ranks[owner] == self._rank:
@@ -1051,13 +966,10 @@ class ShardedState:
                     value = value.cpu()
                 if is_cut:
                     if key not in state:
-                        like = self._likes[index]
-                        state[key] = torch.empty_strided(
-                            like.shape, like.stride(), dtype=dtype, device=value.device
-                        )
-                    part = Part(index, begin, end, owner, is_whole)
+                        like = self._likes[part.parameter]
+                        state[key] = torch.empty_like(like, dtype=dtype, device=value.device)
                     cut(state[key], part).copy_(value)
-                elif begin == 0:
+                elif part.begin == 0:
                     state[key] = value.clone()
         self._count += 1
 
@@ -1076,6 +988,19 @@ def _same_bits(tensor: Tensor, other: Tensor) -> bool:
     bits = _BITS.get(other.element_size(), torch.int64)
     return torch.equal(
         *(flat(each.resolve_conj().resolve_neg()).view(bits) for each in (tensor, other))
+    )
+
+
+def _spec_of(value: Tensor, shape: torch.Size, like: Tensor) -> Spec:
+    """Return the spec of a tensor of the state: that of `like`, if it has the shape given."""
+    spec = Spec.of(value)
+    return Spec.of(like)._replace(dtype=spec.dtype) if value.shape == shape else spec
+
+
+def _fits(value: Any, other: Tensor) -> bool:
+    """Return whether a value can be copied into a tensor of the state without a loss."""
+    return isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (
+        (other.shape, other.dtype, other.device)
     )
 
 

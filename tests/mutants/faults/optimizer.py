@@ -141,8 +141,23 @@ FAULTS = (
     ),
     Fault(
         "parts_as_whole", "collected parts are placed in memory of a part's size", SHARDED,
-        "rank: told._replace(things=own.things, homes=own.homes)", "rank: told",
+        "                self._collect(optimizer)  # now whole, the same on all ranks\n", "",
         tests=("optimizer/test_sharded_state.py::test_unusual_surroundings",),
+    ),
+    Fault(
+        "put_is_lost", "a tensor that replaces one in shared memory does not count", SHARDED,
+        "state[key] = home.program.copy_(value)", "state[key] = home.program",
+        tests=("optimizer/test_sharded_state.py::test_what_a_program_does_counts_as_without",),
+    ),
+    Fault(
+        "other_keys", "other keys of a state in shared memory are not placed", SHARDED,
+        "is_rebuilt = self.is_shared and bool(placed)", "is_rebuilt = False",
+        tests=("optimizer/test_sharded_state.py::test_what_a_program_does_counts_as_without",),
+    ),
+    Fault(
+        "moved_parameter", "a part stays in the memory that its parameter has left", SHARDED,
+        "                tensor.data = cut(value, part)\n", "                pass\n",
+        tests=("optimizer/test_sharded_state.py::test_what_a_program_does_counts_as_without",),
     ),
     # --- reducers that disappear
     Fault(
