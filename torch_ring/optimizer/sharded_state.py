@@ -23,7 +23,7 @@ import logging
 import operator
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
@@ -471,7 +471,7 @@ class ShardedState:
                 tensor.data = cut(value, part)
 
     def _writes_to_state(self, optimizer: Optimizer, index: int) -> Iterator[_Write]:
-        """Yield what the program has written to the state of a parameter, except in shared memory."""
+        """Yield what the program has written to a parameter's state, but for shared memory."""
         parameter = self._parameters[index]
         shown, state = self._shown.get(parameter, {}), optimizer.state.get(parameter, {})
         if not isinstance(state, dict):
@@ -828,39 +828,52 @@ class ShardedState:
             _is_same(value, known[key]) for key, value in state.items()
         )
 
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Show all ranks the state that a step has made, in shared memory if there is. Collective."""
-        changed = {i: tensor for i, (_, tensor) in self._mine.items() if self._is_new(tensor)}
+    def _described(self, indices: Iterable[int]) -> list[list[Any]]:
+        """Return what the ranks' parts of parameters have as state, as whole values. Collective.
+
+        Args:
+            indices: the parameters on this rank. The owner of a parameter's first part describes.
+
+        Returns:
+            For each parameter its index and a list of keys, each with a value; or, for a tensor,
+            with whether it is on the CPU, and its spec.
+        """
         told: list[list[Any]] = []
-        for index, tensor in changed.items():
-            if self._mine[index][0].begin == 0:
-                items: list[list[Any]] = []
-                for key, value in self._state.get(tensor, {}).items():
-                    is_tensor = isinstance(value, Tensor)
-                    like = self._likes[index]
-                    items.append(
-                        [key, *(_spec_of(value, tensor.shape, like) if is_tensor else [value])]
-                    )
+        for index in indices:
+            part, tensor = self._mine[index]
+            items: list[list[Any]] = []
+            for key, value in self._state.get(tensor, {}).items():
+                if isinstance(value, Tensor):
+                    spec = _spec_of(value, tensor.shape, self._likes[index])
+                    items.append([key, value.device.type == "cpu", *spec])
+                else:
+                    items.append([key, value])
+            if part.begin == 0:
                 told.append([index, items])
         every = dict(zip(self._ranks, self._exchange(told), strict=True))
+        return [each for rank in self._owners for each in every[rank]]
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Show all ranks the state that a step has made. Collective."""
+        changed = {i: tensor for i, (_, tensor) in self._mine.items() if self._is_new(tensor)}
         new: list[tuple[int, str, Spec]] = []
-        for index, items in (each for rank in self._owners for each in every[rank]):
+        for index, items in self._described(changed):
             parameter = self._parameters[index]
             state: dict[str, Any] = {}
-            for key, *spec in items:
-                state[key] = spec[0]
-                if len(spec) == 1:
+            for key, value, *layout in items:
+                state[key] = value
+                if not layout:
                     continue
-                home = self._homes.get((index, key))
+                spec, home = Spec(*layout), self._homes.get((index, key))
                 if not self.is_shared:
-                    dtype, device = Spec(*spec).torch_dtype, parameter.device
-                    state[key] = torch.empty(0, dtype=dtype, device=device)
+                    device = torch.device("cpu") if value else parameter.device
+                    state[key] = torch.empty(0, dtype=spec.torch_dtype, device=device)
                     if index in self._mine:
                         state[key] = self._state[self._mine[index][1]][key]
-                elif home is not None and Spec.of(home.program) == Spec(*spec):
+                elif home is not None and Spec.of(home.program) == spec:
                     state[key] = home.program
                 else:
-                    new.append((index, key, Spec(*spec)))
+                    new.append((index, key, spec))
             optimizer.state[parameter] = state
         if self.is_shared:
             made = self._segment([spec for *_, spec in new], self._owners[0], None)
@@ -930,48 +943,30 @@ class ShardedState:
             optimizer: as for `place`.
             to_cpu: whether to put the state on the CPU rather than on the parts' device.
         """
+        whole: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for number, (index, items) in enumerate(self._described(self._mine)):
+            parameter, like = self._parameters[index], self._likes[index]
+            for key, value, *layout in items:
+                whole[parameter][key] = value
+                if not layout:
+                    continue
+                spec, device = Spec(*layout), torch.device("cpu") if value else parameter.device
+                tensor = torch.empty_strided(
+                    spec.shape, spec.stride, dtype=spec.torch_dtype, device=device
+                )
+                is_like = tensor.shape == like.shape
+                for part, own in self._parts[index] if is_like else self._parts[index][:1]:
+                    here = cut(tensor, part) if is_like else tensor
+                    if index in self._mine and self._mine[index][0] is part:
+                        here.copy_(self._state[own][key])
+                    name = f"{self._name}.{self._count}.state.{number}.{key}.{part.owner}"
+                    self._engine.run("broadcast", flat(here), flat(here), name, part.owner)
+                whole[parameter][key] = tensor.cpu() if to_cpu else tensor
+        self._count += 1
         for parameter in self._parameters:
             optimizer.state.pop(parameter, None)
-        own: list[Any] = []
-        sent: list[Tensor] = []
-        for part, tensor in self._mine.values():
-            for key, value in self._state.get(tensor, {}).items():
-                line: list[Any] = [*part, key, value]
-                if isinstance(value, Tensor):
-                    sent.append(value)
-                    is_cut = not part.is_whole and value.shape == tensor.shape
-                    line[-1:] = [is_cut, value.device.type == "cpu", *Spec.of(value)]
-                own.append(line)
-        for owner, lines in enumerate(self._exchange(own)):
-            mine = iter(sent)
-            for number, line in enumerate(lines):
-                part, (key, value, *described) = Part(*line[:5]), line[5:]
-                parameter = self._parameters[part.parameter]
-                state = optimizer.state.setdefault(parameter, {})
-                if not described:
-                    state[key] = value
-                    continue
-                is_cut, (on_cpu, *shape_and_more) = value, described
-                spec = Spec(*shape_and_more)
-                device = torch.device("cpu") if on_cpu else parameter.device
-                dtype = spec.torch_dtype
-                if self._ranks[owner] == self._rank:
-                    value = next(mine)
-                else:
-                    value = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
-                elements = flat(value)
-                name = f"{self._name}.{self._count}.state.{owner}.{number}"
-                self._engine.run("broadcast", elements, elements, name, owner)
-                if to_cpu:
-                    value = value.cpu()
-                if is_cut:
-                    if key not in state:
-                        like = self._likes[part.parameter]
-                        state[key] = torch.empty_like(like, dtype=dtype, device=value.device)
-                    cut(state[key], part).copy_(value)
-                elif part.begin == 0:
-                    state[key] = value.clone()
-        self._count += 1
+            if parameter in whole:
+                optimizer.state[parameter] = whole[parameter]
 
 
 def _has_views(parameter: Tensor) -> bool:
