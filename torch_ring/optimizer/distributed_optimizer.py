@@ -544,7 +544,7 @@ class _ShardedOptimizer(_DistributedOptimizer):
     def _make_reducer(self, before: Reducer | None = None) -> None:
         super()._make_reducer(before)
         if self._reducer is None:
-            self._shards.leave(self)
+            self._shards.leave()
         else:
             self._shards.place(self, self._reducer.index, self._parameter_names)
 

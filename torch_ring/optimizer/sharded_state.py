@@ -82,9 +82,11 @@ class _Write(NamedTuple):
 
 
 _GONE = object()  # the value of a key that the program has taken out of the state
-
-
 _NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
+_LOST = (
+    "ranks have gone with their parts of the state of an optimizer (shard_state=True without "
+    "shared memory): begin again from a checkpoint"
+)
 
 
 class _Told(NamedTuple):
@@ -202,10 +204,7 @@ class ShardedState:
         gathered = self._exchange(tuple(own))
         every = {r: _Told(*told) for r, told in zip(self._ranks, gathered, strict=True)}
         if any(told.has_lost for told in every.values()):
-            self._refuse(
-                "ranks have gone with their parts of the state of an optimizer (shard_state=True "
-                "without shared memory): begin again from a checkpoint"
-            )
+            self._refuse(_LOST)
         first = every[self._ranks[0]].parameters()
         other = next((r for r, told in every.items() if told.parameters() != first), None)
         if other is not None:
@@ -238,14 +237,10 @@ class ShardedState:
                 tied,
             )
 
-    def leave(self, optimizer: Optimizer) -> None:
+    def leave(self) -> None:
         """End the division: this rank is alone now, with the whole state."""
         if self.is_divided and self._state:
-            raise InvalidArgumentError(
-                f"rank {self._rank}: the other ranks have gone with their parts of the state of a "
-                f"{type(optimizer).__name__} (shard_state=True without shared memory): begin again "
-                "from a checkpoint"
-            )
+            self._refuse(_LOST)
         self._look_for_writes()
         self.is_active = False
         self._engine = None  # type: ignore[assignment]  # its world has ended

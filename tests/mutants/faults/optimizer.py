@@ -142,7 +142,10 @@ FAULTS = (
     Fault(
         "parts_as_whole", "collected parts are placed in memory of a part's size", SHARDED,
         "                self._collect(optimizer)  # now whole, the same on all ranks\n", "",
-        tests=("optimizer/test_sharded_state.py::test_unusual_surroundings",),
+        tests=(
+            "optimizer/test_sharded_state.py"
+            "::test_ranks_that_cannot_share_memory_divide_the_state_all_the_same",
+        ),
     ),
     Fault(
         "put_is_lost", "a tensor that replaces one in shared memory does not count", SHARDED,
