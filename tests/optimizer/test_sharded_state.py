@@ -440,6 +440,11 @@ def warn() -> None:
         optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
     assert (where in " ".join(log)) == (hvd.rank() == 0), log
     assert len(views[0]) == 5
+    model[0].weight.data = model[0].weight.data * 0.5
+    model[2].weight.data = model[2].weight.data.contiguous()
+    with logged() as log:
+        step(model, optimizer, joined_batches(1)[0])
+    assert not log
     memory = torch.zeros(3001)
     flat.data = memory[1:]
     with logged() as log:

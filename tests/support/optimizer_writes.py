@@ -61,6 +61,14 @@ def put_whole(number: int, parameters: Parameters, optimizer: Optimizer) -> None
         }
 
 
+def shift(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
+    """Put a tensor in place of another one, and zeros in its place."""
+    for state in optimizer.state.values() if number == 2 else ():
+        if "max_exp_avg_sq" in state:
+            state["max_exp_avg_sq"] = state["exp_avg_sq"]
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
+
 def pop_key(number: int, parameters: Parameters, optimizer: Optimizer) -> None:
     for parameter in parameters if number == 2 else ():
         optimizer.state[parameter].pop("momentum_buffer", None)
@@ -160,7 +168,10 @@ WRITES: dict[str, tuple[str, Callable[[], Any]]] = {
         for maker in ("sgd", "adam")
     },
     "pop_key sgd": ("sgd", lambda: pop_key),
-    **{write.__name__: ("adam", lambda write=write: write) for write in (multiply, move, clamp)},
+    **{
+        write.__name__: ("adam", lambda write=write: write)
+        for write in (multiply, move, clamp, shift)
+    },
     **{kind.__name__: ("adam", kind) for kind in (Average, AverageOnRoot, SharpnessAware, Beside)},
 }
 """By name: the kind of optimizer, and a maker of what is called before each step."""

@@ -123,6 +123,10 @@ class Segment:
         program = spec.in_memory(self._program, offset)
         return Home(self, offset, program, spec.in_memory(self._memory, offset))
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor begins in the program's mapping."""
+        return 0 <= tensor.data_ptr() - self._address < len(self._program)
+
     def written_pages(self) -> Tensor:
         """Return the numbers of the pages that may be this process's own copies, in order."""
         entries = torch.frombuffer(self._entries, dtype=torch.uint8)

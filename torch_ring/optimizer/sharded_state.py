@@ -144,6 +144,7 @@ class ShardedState:
         self._memories: list[Tensor] = []  # of the parameters; in shared memory the program's
         self._likes: list[Tensor] = []  # on the meta device, with the strides that were divided
         self._homes: dict[tuple[int, str], Home] = {}  # by parameter and key, as in `_Write`
+        self._segments: dict[Segment, list[tuple[tuple[int, str], Home]]] = {}  # of the homes
         self._copies: list[tuple[Segment, Tensor]] = []  # pages written before this step
         self._cut: set[int] = set()  # the parameters that several ranks divide
         self._parts: dict[int, list[tuple[Part, Tensor]]] = {}  # by parameter; or this rank's alone
@@ -383,11 +384,12 @@ class ShardedState:
                     state[tensor][key] = self._own(index, key, value)
                 if isinstance(value, Tensor) and not self.is_shared:
                     shown[parameter][key] = self._visible(index, state, key, value)
-        self._homes = {
-            (index, key): home
-            for (index, key), home in self._homes.items()
-            if not key or key in shown[self._parameters[index]]
-        }
+        self._segments = defaultdict(list)
+        for (index, key), home in list(self._homes.items()):
+            if key and key not in shown[self._parameters[index]]:
+                del self._homes[index, key]
+            else:
+                self._segments[home.segment].append(((index, key), home))
         self._state = state
         self._known = {tensor: dict(state.get(tensor, {})) for _, tensor in self._mine.values()}
         self._show(optimizer, {parameter: values for parameter, values in shown.items() if values})
@@ -440,6 +442,7 @@ class ShardedState:
             if parameter.data_ptr() != self._memories[index].data_ptr():
                 found += self._follow(index)
             found += self._writes_to_state(optimizer, index)
+        found = self._put_in_place(optimizer, found)
         for index, key in self._touched():
             home = self._homes[index, key]
             if not _same_bits(home.program, home.shared):
@@ -447,26 +450,23 @@ class ShardedState:
         return found
 
     def _follow(self, index: int) -> Iterator[_Write]:
-        """Follow a parameter to its new memory; yield a write if all must be divided anew."""
-        parameter, memory = self._parameters[index], self._memories[index]
-        value = parameter.detach()
-        is_other = value.device != memory.device or Spec.of(value) != Spec.of(memory)
-        if is_other or (not self.is_shared and value.stride() != memory.stride()):
-            require_dense({parameter: self._called(index)})
-            yield _Write(index, "", value)
-        elif self.is_shared:
-            if not self._has_warned and _has_views(parameter):
-                self._has_warned = True
-                self._warn_of_views([index])
-            memory.copy_(value)
-            parameter.data = memory
-        else:
+        """Follow a parameter to its new memory; yield a write if it is shared, or in other form."""
+        has_views = self.is_shared and _has_views(self._parameters[index])
+        value, memory = self._parameters[index].detach(), self._memories[index]
+        if not self.is_shared and _fits(value, memory) and value.stride() == memory.stride():
             self._memories[index] = value
             for part, tensor in self._parts[index]:
                 tensor.data = cut(value, part)
+            return
+        if not _fits(value, memory) or Spec.of(value) != Spec.of(memory):
+            require_dense({self._parameters[index]: self._called(index)})
+        elif has_views and not self._has_warned:
+            self._has_warned = True
+            self._warn_of_views([index])
+        yield _Write(index, "", value)
 
     def _writes_to_state(self, optimizer: Optimizer, index: int) -> Iterator[_Write]:
-        """Yield what the program has written to a parameter's state, but for shared memory."""
+        """Yield what the program has written to a parameter's state, unless in shared memory."""
         parameter = self._parameters[index]
         shown, state = self._shown.get(parameter, {}), optimizer.state.get(parameter, {})
         if not isinstance(state, dict):
@@ -480,29 +480,43 @@ class ShardedState:
             return
         yield from (_Write(index, key, _GONE) for key in shown if key not in state)
         for key, value in state.items():
-            home = self._homes.get((index, key))
-            if home is not None and _fits(value, home.program):
-                if value is not home.program:
-                    state[key] = home.program.copy_(value)
-            elif not _is_same(value, shown.get(key, _GONE)) or (
-                isinstance(value, Tensor) and value._version != versions.get(key)
-            ):
+            is_written = isinstance(value, Tensor) and value._version != versions.get(key)
+            if not _is_same(value, shown.get(key, _GONE)) or (is_written and not self.is_shared):
                 self._require_divisible(index, key, value)
                 yield _Write(index, key, value)
+
+    def _put_in_place(self, optimizer: Optimizer, writes: Sequence[_Write]) -> list[_Write]:
+        """Copy what replaces tensors in shared memory there; return the other writes."""
+        others: list[_Write] = []
+        copies: list[tuple[_Write, Tensor, Tensor]] = []
+        for write in writes:
+            index, key, value = write
+            home = self._homes.get((index, key))
+            if home is None or not _fits(value, home.program):
+                others.append(write)
+            elif not key and Spec.of(value) != Spec.of(home.program):
+                others.append(write)
+            else:  # the value may lie where another one is copied
+                is_shared = any(segment.holds(value) for segment in self._segments)
+                copies.append((write, home.program, value.clone() if is_shared else value))
+        for (index, key, _), program, value in copies:
+            program.copy_(value)
+            if key:
+                optimizer.state[self._parameters[index]][key] = program
+            else:
+                self._parameters[index].data = program
+        return others
 
     def _touched(self) -> list[tuple[int, str]]:
         """Return the keys of the shared tensors that this rank may have copies of."""
         self._copies = []
         touched: list[tuple[int, str]] = []
-        homes: dict[Segment, list[tuple[tuple[int, str], Home]]] = {}
-        for key, home in self._homes.items():
-            homes.setdefault(home.segment, []).append((key, home))
-        for segment, homes_there in homes.items():
+        for segment, homes in self._segments.items():
             pages = segment.written_pages()
             if len(pages):
                 self._copies.append((segment, pages))
                 counts = torch.bincount(pages, minlength=segment.pages).cumsum(0).tolist()
-                touched += [key for key, home in homes_there if home.is_on(counts)]
+                touched += [key for key, home in homes if home.is_on(counts)]
         return touched
 
     def _require_divisible(self, index: int, key: str, value: Any) -> None:
@@ -749,6 +763,7 @@ class ShardedState:
         if any(total * total != len(ranks) * square for ranks, total, square in sums):
             self._require_alike(dict(zip(self._ranks, self._exchange(written), strict=True)))
         if moved or rebuilt:
+            del writes, placed  # they would count as views of the parameters
             self.place(optimizer, self._index, self._names)
             return self._writes(optimizer) if self.is_shared else []
         return writes

@@ -149,7 +149,12 @@ FAULTS = (
     ),
     Fault(
         "put_is_lost", "a tensor that replaces one in shared memory does not count", SHARDED,
-        "state[key] = home.program.copy_(value)", "state[key] = home.program",
+        "            program.copy_(value)\n", "",
+        tests=("optimizer/test_sharded_state.py::test_what_a_program_does_counts_as_without",),
+    ),
+    Fault(
+        "put_over_another", "a tensor is copied where a value still lies", SHARDED,
+        "value.clone() if is_shared else value", "value",
         tests=("optimizer/test_sharded_state.py::test_what_a_program_does_counts_as_without",),
     ),
     Fault(
