@@ -142,11 +142,9 @@ class ShardedState:
         self._parameters: list[Tensor] = []
         self._names: Mapping[Tensor, str] = {}
         self._memories: list[Tensor] = []  # of the parameters; in shared memory the program's
-        self._likes: list[Tensor] = []  # on the meta device, with the strides that were divided
         self._homes: dict[tuple[int, str], Home] = {}  # by parameter and key, as in `_Write`
         self._segments: dict[Segment, list[tuple[tuple[int, str], Home]]] = {}  # of the homes
         self._copies: list[tuple[Segment, Tensor]] = []  # pages written before this step
-        self._cut: set[int] = set()  # the parameters that several ranks divide
         self._parts: dict[int, list[tuple[Part, Tensor]]] = {}  # by parameter; or this rank's alone
         self._mine: dict[int, tuple[Part, Tensor]] = {}  # this rank's, by parameter
         self._state: dict[Tensor, dict[str, Any]] = {}  # state of this rank's parts
@@ -356,11 +354,9 @@ class ShardedState:
         sizes = [(p.numel(), p.element_size()) for p in self._parameters]
         plan = plan_parts(sizes, len(group), may_cut=self._may_cut)
         self._owners = group
-        self._cut = {part.parameter for part in plan if not part.is_whole}
         if not self.is_shared:
             self._homes = {}
             self._memories = [parameter.detach() for parameter in self._parameters]
-        self._likes = [torch.empty_like(memory, device="meta") for memory in self._memories]
         own = group.index(self._rank)
         self._parts, self._mine = defaultdict(list), {}
         for part in plan:
@@ -379,11 +375,11 @@ class ShardedState:
         for index, parameter in enumerate(self._parameters):
             for key, value in optimizer.state.get(parameter, {}).items():
                 shown[parameter][key] = value
+                own = None
                 if index in self._mine:
-                    tensor = self._mine[index][1]
-                    state[tensor][key] = self._own(index, key, value)
+                    own = state[self._mine[index][1]][key] = self._own(index, key, value)
                 if isinstance(value, Tensor) and not self.is_shared:
-                    shown[parameter][key] = self._visible(index, state, key, value)
+                    shown[parameter][key] = self._visible(index, own, value)
         self._segments = defaultdict(list)
         for (index, key), home in list(self._homes.items()):
             if key and key not in shown[self._parameters[index]]:
@@ -406,7 +402,7 @@ class ShardedState:
             value = value.as_subclass(Tensor)
         if part.is_whole or (value.shape == tensor.shape and home is None):
             return value
-        if value.shape == self._likes[index].shape:
+        if value.shape == self._memories[index].shape:
             own = self._slice(value, part)
             return own if home else own.clone()
         # The first part uses the whole parameter's own tensor, such as its number of steps.
@@ -414,17 +410,14 @@ class ShardedState:
 
     def _slice(self, value: Tensor, part: Part) -> Tensor:
         """Return the part's elements of a tensor like the parameter; of another, all elements."""
-        like = self._likes[part.parameter]
+        like = self._memories[part.parameter]
         return cut(value.detach(), part, like) if value.shape == like.shape else value.detach()
 
-    def _visible(
-        self, index: int, state: Mapping[Tensor, Mapping[str, Any]], key: str, value: Tensor
-    ) -> Tensor:
+    def _visible(self, index: int, own: Tensor | None, value: Tensor) -> Tensor:
         """Return what ``optimizer.state`` has in place of a tensor that is divided."""
-        if index not in self._mine:
+        if own is None:
             return torch.empty(0, dtype=value.dtype, device=value.device).as_subclass(StatePart)
         part, tensor = self._mine[index]
-        own: Tensor = state[tensor][key]
         is_cut = not part.is_whole and own.shape == tensor.shape
         return own.as_subclass(StatePart) if is_cut else own
 
@@ -492,9 +485,11 @@ class ShardedState:
         for write in writes:
             index, key, value = write
             home = self._homes.get((index, key))
-            if home is None or not _fits(value, home.program):
-                others.append(write)
-            elif not key and Spec.of(value) != Spec.of(home.program):
+            if (
+                home is None
+                or not _fits(value, home.program)
+                or (not key and Spec.of(value) != Spec.of(home.program))
+            ):
                 others.append(write)
             else:  # the value may lie where another one is copied
                 is_shared = any(segment.holds(value) for segment in self._segments)
@@ -524,10 +519,10 @@ class ShardedState:
         own = self._mine[index][1].shape if index in self._mine else torch.Size([0])
         if (
             self.is_divided
-            and index in self._cut
+            and len(self._parts[index]) > 1
             and isinstance(value, Tensor)
             and value.numel() != 1
-            and value.shape not in (self._likes[index].shape, own)
+            and value.shape not in (self._memories[index].shape, own)
         ):
             raise ValueError(
                 f"optimizer.state has a tensor of shape {list(value.shape)} as '{key}' of "
@@ -633,7 +628,7 @@ class ShardedState:
         index, key, value = write
         if not key or not isinstance(value, Tensor):
             return True
-        has_all = index not in self._cut and value.numel() > 0
+        has_all = len(self._parts[index]) == 1 and value.numel() > 0
         is_like = value.numel() == 1 or value.shape == self._parameters[index].shape
         return not self._is_in_place(write) and (has_all or is_like)
 
@@ -854,7 +849,7 @@ class ShardedState:
             items: list[list[Any]] = []
             for key, value in self._state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
-                    spec = _spec_of(value, tensor.shape, self._likes[index])
+                    spec = _spec_of(value, tensor.shape, self._memories[index])
                     items.append([key, value.device.type == "cpu", *spec])
                 else:
                     items.append([key, value])
@@ -955,7 +950,7 @@ class ShardedState:
         """
         whole: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for number, (index, items) in enumerate(self._described(self._mine)):
-            parameter, like = self._parameters[index], self._likes[index]
+            parameter, like = self._parameters[index], self._memories[index]
             for key, value, *layout in items:
                 whole[parameter][key] = value
                 if not layout:
