@@ -376,6 +376,11 @@ class _Fragment:
     steps: int = 0
     on_its_way: _Mean | None = None
 
+    @property
+    def unsent(self) -> int:
+        """The steps since the last mean that has come; at least 1 if one is on its way."""
+        return max(self.steps, int(self.on_its_way is not None))
+
 
 class Rounds:
     """Counts the steps of an optimizer, and makes its ranks agree on the parameters.
@@ -619,7 +624,7 @@ class Rounds:
     def _taken_back_if_it_fails(self) -> Iterator[None]:
         """Context of an exchange. If it fails, as at the loss of a rank, it can be repeated."""
         steps = self._steps
-        counts = [max(each.steps, each.on_its_way is not None) for each in self._fragments]
+        counts = [each.unsent for each in self._fragments]
         try:
             yield
         except BaseException:
@@ -740,11 +745,7 @@ class Rounds:
         return {
             "has_begun": self.has_begun,
             "steps": self._steps,
-            "fragments": [
-                # At least 1 for a pending mean: it must be sent again.
-                [each.rounds, max(each.steps, int(each.on_its_way is not None))]
-                for each in self._fragments
-            ],
+            "fragments": [[each.rounds, each.unsent] for each in self._fragments],
             "agreed": [each.detach() for each in self._agreed],
             "outer": self.outer.state_dict() if self.outer is not None else None,
         }
@@ -789,8 +790,7 @@ class Rounds:
     def follow_world(self) -> None:
         """Drop pending means after a change of the ranks. The next means include their steps."""
         for fragment in self._fragments:
-            if fragment.on_its_way is not None:
-                fragment.on_its_way, fragment.steps = None, max(fragment.steps, 1)
+            fragment.steps, fragment.on_its_way = fragment.unsent, None
         self._engine = None
         with contextlib.suppress(ProcessSetLostError, InvalidArgumentError):  # step() raises it
             agreed, self.agrees = self.agrees, bool(self._sets())

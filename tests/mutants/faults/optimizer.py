@@ -33,14 +33,13 @@ FAULTS = (
     ),
     Fault(
         "pending_mean_lost", "a state forgets the steps of a mean that is being computed", LOCAL,
-        "[each.rounds, max(each.steps, int(each.on_its_way is not None))]",
-        "[each.rounds, each.steps]",
+        "[each.rounds, each.unsent]", "[each.rounds, each.steps]",
         tests=("optimizer/test_local_steps.py::test_rounds",),
     ),
     Fault(
         "dropped_mean_lost", "after a change of the ranks the steps of a mean are lost", LOCAL,
-        "fragment.on_its_way, fragment.steps = None, max(fragment.steps, 1)",
-        "fragment.on_its_way, fragment.steps = None, fragment.steps",
+        "fragment.steps, fragment.on_its_way = fragment.unsent, None",
+        "fragment.on_its_way = None",
         tests=("optimizer/test_local_steps.py::test_rounds",),
     ),
     Fault(
