@@ -153,7 +153,7 @@ class ControlPlane {
 
   /// Tells `observer` of the ranks `members`, until unsubscribe() returns. Earlier news arrives at
   /// once. `set`: the set's number, the same on all ranks, never used twice; or the number of its
-  /// messages (messages_number()), whose observer hears of the set's ranks, too.
+  /// messages (kMessagesUp), whose observer hears of the set's ranks, too.
   void subscribe(std::uint64_t set, std::vector<int> members, ControlObserver& observer);
   /// Also closes the set's data connections that no SocketSource has taken, and refuses later ones.
   void unsubscribe(std::uint64_t set);

@@ -73,11 +73,6 @@ constexpr std::uint64_t set_of(std::uint64_t number) {
   return number & ~(kMessagesUp | kMessagesDown);
 }
 
-/// The number of the connections on which rank `from` of the world sends messages to rank `to`.
-constexpr std::uint64_t messages_number(std::uint64_t set, int from, int to) {
-  return set | (from < to ? kMessagesUp : kMessagesDown);
-}
-
 /// The numbers of all connections of a set.
 constexpr std::array<std::uint64_t, 3> numbers_of(std::uint64_t set) {
   return {set, set | kMessagesUp, set | kMessagesDown};

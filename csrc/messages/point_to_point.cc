@@ -16,7 +16,7 @@ namespace torch_ring {
 namespace {
 
 /// The sockets on which a rank sends its messages, or receives them. Those to higher ranks and
-/// those to lower ranks have different numbers (messages_number()).
+/// those to lower ranks have different numbers (kMessagesUp).
 class MessageSockets final : public SocketSource {
  public:
   MessageSockets(ControlPlane& plane, std::uint64_t set, std::vector<int> members, int rank,
