@@ -73,8 +73,29 @@ bool add_test(std::string name, std::function<void()> body) {
   return true;
 }
 
+bool add_test(const char* name, void (*body)()) {
+  return add_test(std::string(name), std::function<void()>(body));
+}
+
 void fail(const char* file, int line, const std::string& what) {
   throw CheckFailed(std::string(file) + ":" + std::to_string(line) + ": " + what);
+}
+
+void fail_condition(const char* file, int line, const char* condition) {
+  fail(file, line, std::string("not true: ") + condition);
+}
+
+void check_throws(const char* file, int line, Call call, ErrorKind kind, std::string_view part) {
+  try {
+    call.run(call.object);
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    if (error.kind() != kind) fail(file, line, "an error of another kind: " + what);
+    if (what.find(part) == std::string::npos)
+      fail(file, line, what + "\nlacks: " + std::string(part));
+    return;
+  }
+  fail(file, line, "nothing was thrown");
 }
 
 void run_ranks(int ranks, const std::function<void(int)>& fn) {
