@@ -86,8 +86,8 @@ void is_the_pairwise_formula(const Layout& layout, int size) {
 const bool added = [] {
   for (const Layout& layout :
        {Layout{"shm", one_host, {1, 2, 4, 8}}, Layout{"ring", one_rank_a_host, {2, 4, 8}},
-        Layout{"two hosts", two_hosts, {4}}, Layout{"two hosts in turns", two_hosts_in_turns, {8}},
-        Layout{"three hosts", three_hosts, {4, 8}}}) {
+        Layout{"two hosts in turns", two_hosts_in_turns, {4}},
+        Layout{"three hosts", three_hosts, {8}}}) {
     add_for_sizes(layout, "adasum is the pairwise formula", is_the_pairwise_formula);
   }
   return true;

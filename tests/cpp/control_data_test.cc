@@ -2,9 +2,7 @@
 // Data connections of the control plane.
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +13,7 @@
 
 #include "control/news.h"
 #include "control/outgoing.h"
+#include "descriptors.h"
 #include "planes.h"
 #include "recording_observer.h"
 #include "tls_pair.h"
@@ -23,24 +22,6 @@ namespace torch_ring::test::control_data_test {
 namespace {
 
 constexpr std::uint64_t kSet = 5;
-
-/// While it lives, this process can open no descriptor, and poll() those that it has.
-struct NoMoreDescriptors {
-  NoMoreDescriptors() {
-    const int lowest = ::dup(STDIN_FILENO);
-    ::close(lowest);
-    rlimit none{};
-    CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
-    none = before;
-    none.rlim_cur = static_cast<rlim_t>(lowest);
-    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
-    limit = std::to_string(lowest);
-  }
-  ~NoMoreDescriptors() { ::setrlimit(RLIMIT_NOFILE, &before); }
-
-  rlimit before{};
-  std::string limit;
-};
 
 std::vector<Socket> take_all(SocketSource& source, int peer, bool needed) {
   std::vector<Socket> sockets;
@@ -269,9 +250,11 @@ TEST(control_plane_says_when_there_are_no_descriptors) {
   const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
   const auto low = planes[0]->sockets(kSet, {0, 1}, 1);
   const auto error_of = [](SocketSource& source, int peer, const std::function<void()>& begin) {
-    const NoMoreDescriptors none;
+    const int count = next_descriptor();
+    const DescriptorLimit none(count);  // poll() still takes those that are there
     begin();
-    const std::string limit = ": Too many open files: raise `ulimit -n` (now " + none.limit + ")";
+    const std::string limit =
+        ": Too many open files: raise `ulimit -n` (now " + std::to_string(count) + ")";
     try {
       wait_until([&] { return !source.take(peer, true).empty(); }, "an error");
     } catch (const Error& error) {

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "control/control_plane.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <filesystem>
 #include <functional>
 #include <future>
 #include <numeric>
 #include <set>
 
 #include "armed.h"
+#include "descriptors.h"
 #include "forked.h"
 #include "planes.h"
 #include "recording_observer.h"
@@ -33,24 +32,6 @@ std::vector<int> host_of(int size, int hosts) {
   std::vector<int> host_of;
   for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * hosts / size);
   return host_of;
-}
-
-int open_descriptors() {
-  int count = 0;
-  DIR* const folder = ::opendir("/proc/self/fd");
-  while (::readdir(folder) != nullptr) ++count;
-  ::closedir(folder);
-  return count;
-}
-
-/// The number of open sockets of this process.
-int open_sockets() {
-  int count = 0;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // the descriptor that reads the folder
-    count += std::filesystem::read_symlink(entry.path(), gone).string().starts_with("socket:");
-  }
-  return count;
 }
 
 /// Connected planes, each with a recorder that observes the world.
@@ -157,7 +138,7 @@ TEST(control_plane_tells_all_of_a_death) {
 /// The planes' threads dial and accept at any moment of a fork.
 TEST(control_planes_leave_a_forked_child_no_socket) {
   if (kSanitized) return;  // a sanitizer's locks may stay held in the child
-  const int before = open_sockets();
+  const int before = open_descriptors("socket:");
   for (int round = 0; round < 30; ++round) {
     std::vector<std::unique_ptr<ControlPlane>> planes;
     for (ControlOptions& options : make_plane_options(host_of(6, 3))) {
@@ -165,7 +146,7 @@ TEST(control_planes_leave_a_forked_child_no_socket) {
     }
     const auto missing = [](const auto& plane) { return !plane->missing().empty(); };
     while (std::ranges::any_of(planes, missing)) {
-      CHECK(holds_in_child([&] { return open_sockets() == before; }));
+      CHECK(holds_in_child([&] { return open_descriptors("socket:") == before; }));
     }
   }
 }
@@ -531,18 +512,9 @@ TEST(control_plane_says_who_has_exited_during_init) {
   all.erase(all.begin());
   const Planes planes = start_planes(std::move(all));
   for (const auto& plane : planes) {
-    wait_until(
-        [&] {
-          try {
-            plane->missing();
-            return false;
-          } catch (const Error& error) {
-            CHECK(error.kind() == ErrorKind::kPeerLost);
-            CHECK(std::string(error.what()).find("rank 0 (a thread) has exited during init") == 0);
-            return true;
-          }
-        },
-        "an error");
+    const Error error = setup_error(*plane);
+    CHECK(error.kind() == ErrorKind::kPeerLost);
+    CHECK(std::string(error.what()).starts_with("rank 0 (a thread) has exited during init"));
   }
 }
 
@@ -553,33 +525,17 @@ TEST(control_plane_says_that_a_rank_died_during_init) {
   planes.push_back(std::make_unique<ControlPlane>(std::move(all[1])));
   wait_until([&] { return planes[0]->missing() == std::vector<int>{2}; }, "rank 1 connects");
   planes[1]->die();
-  wait_until(
-      [&] {
-        try {
-          return planes[0]->missing().empty();
-        } catch (const Error& error) {
-          return std::string(error.what()) ==
-                 "rank 1 (a thread) died: its connection closed; see its output";
-        }
-      },
-      "an error");
+  CHECK_EQ(std::string(setup_error(*planes[0]).what()),
+           "rank 1 (a thread) died: its connection closed; see its output");
 }
 
 TEST(control_plane_with_another_key_says_so) {
   auto all = make_plane_options(host_of(3, 3));
   all[2].key.fill(std::byte{9});
   const Planes planes = start_planes(std::move(all));
-  wait_until(
-      [&] {
-        try {
-          return planes[2]->missing().empty();
-        } catch (const Error& error) {
-          CHECK(error.kind() == ErrorKind::kMismatch);
-          CHECK(std::string(error.what()).find("no connection to rank ") == 0);
-          return true;
-        }
-      },
-      "an error");
+  const Error error = setup_error(*planes[2]);
+  CHECK(error.kind() == ErrorKind::kMismatch);
+  CHECK(std::string(error.what()).starts_with("no connection to rank "));
   wait_until([&] { return planes[0]->missing() == std::vector<int>{2}; }, "the others connect");
 }
 

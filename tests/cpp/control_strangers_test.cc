@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Strangers and silent peers, which the control plane must not trust.
-#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include "control/message.h"
 #include "control/options.h"
 #include "control/outgoing.h"
+#include "descriptors.h"
 #include "planes.h"
 #include "recording_observer.h"
 
@@ -56,27 +56,6 @@ Fd join_as(std::uint32_t rank, const Address& address) {
   shake_hands(handshake, socket);
   return socket;
 }
-
-/// Limits the descriptors of this process: their numbers are below `count`.
-class DescriptorLimit {
- public:
-  explicit DescriptorLimit(int count) {
-    ::getrlimit(RLIMIT_NOFILE, &before_);
-    set(static_cast<rlim_t>(count));
-  }
-  ~DescriptorLimit() { ::setrlimit(RLIMIT_NOFILE, &before_); }
-  DescriptorLimit(const DescriptorLimit&) = delete;
-  DescriptorLimit& operator=(const DescriptorLimit&) = delete;
-
-  void raise() const { set(before_.rlim_max); }
-
- private:
-  void set(rlim_t count) const {
-    const rlimit limit{count, before_.rlim_max};
-    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
-  }
-  rlimit before_{};
-};
 
 /// A plane of rank 0, whose peers the test plays.
 struct Alone {
@@ -221,17 +200,8 @@ TEST(control_plane_says_which_limit_to_raise) {
   const DescriptorLimit limit(peer.get() + 1);
   const SocketAddress to(rank0.address.socket);
   CHECK_EQ(::connect(peer.get(), to.generic(), to.bytes), 0);
-  wait_until(
-      [&] {
-        try {
-          rank0.plane->missing();
-          return false;
-        } catch (const Error& error) {
-          CHECK(std::string(error.what()).find("raise `ulimit -n` (now ") != std::string::npos);
-          return true;
-        }
-      },
-      "it gives up");
+  const std::string error = setup_error(*rank0.plane).what();
+  CHECK(error.find("raise `ulimit -n` (now ") != std::string::npos);
 }
 
 TEST(control_plane_loses_a_silent_neighbour) {

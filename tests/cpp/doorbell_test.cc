@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "descriptors.h"
 #include "test_world.h"
 
 namespace torch_ring::test::doorbell_test {
@@ -80,13 +81,6 @@ void join(pid_t child) {
   int status = 0;
   CHECK_EQ(::waitpid(child, &status, 0), child);
   CHECK_EQ(status, 0);
-}
-
-/// The number of open descriptors of this process.
-std::size_t open_descriptors() {
-  std::size_t count = 0;
-  for (int fd = 0; fd < 1024; ++fd) count += ::fcntl(fd, F_GETFD) >= 0 ? 1 : 0;
-  return count;
 }
 
 std::string name_of(const Doorbell::Word& word) {
@@ -269,7 +263,7 @@ TEST(doorbell_has_no_descriptor_until_its_owner_polls) {
   Doorbell::Word word;
   Doorbell sleeper(word);
   Doorbell ringer;
-  const std::size_t before = open_descriptors();
+  const int before = open_descriptors();
   sleeper.sleep([] { return false; }, Clock::now() + milliseconds(1));
   ringer.ring(word);
   CHECK_EQ(open_descriptors(), before);
@@ -359,12 +353,7 @@ TEST(doorbell_without_descriptors_is_an_error) {
   Doorbell::Word word;
   Doorbell sleeper(word);
   Doorbell ringer;
-  rlimit before{};
-  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
-  const rlimit none{0, before.rlim_max};
-  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
-  const std::shared_ptr<void> restored(nullptr,
-                                       [&](void*) { ::setrlimit(RLIMIT_NOFILE, &before); });
+  const DescriptorLimit none(0);
   CHECK_THROWS(sleeper.sleep([] { return false; }, Clock::now(), silent.fds), ErrorKind::kInternal,
                "socket, for a doorbell");
   word.state = Doorbell::kInPoll;

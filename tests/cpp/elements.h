@@ -47,6 +47,12 @@ inline bool same(const Bytes& a, const Bytes& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
 }
 
+/// Whether all of these bytes are `value`.
+inline bool is_filled(const void* data, std::size_t bytes, int value) {
+  const auto* const first = static_cast<const unsigned char*>(data);
+  return bytes == 0 || (*first == value && std::memcmp(first, first + 1, bytes - 1) == 0);
+}
+
 /// A buffer of `count` elements.
 class Elements {
  public:

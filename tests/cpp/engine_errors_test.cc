@@ -245,17 +245,17 @@ void check_accusation(const std::vector<int>& host_of, int late, int slow = -1) 
 const bool kAccusations = [] {
   for (const Hosts& layout : kLayouts) {
     const auto size = static_cast<int>(layout.host_of.size());
+    if (layout.host_of.size() > kMostRanks) continue;
     for (int late = 0; size > 1 && late < size; ++late) {
       add_test(std::string("engine, ") + layout.name + ": warnings name rank " +
                    std::to_string(late) + ", which is late",
                [=] { check_accusation(layout.host_of, late); });
-      for (int slow = 0; size > 2 && slow < size; ++slow) {
-        if (slow == late) continue;
-        add_test(std::string("engine, ") + layout.name + ": warnings name rank " +
-                     std::to_string(late) + ", which is late, and no more rank " +
-                     std::to_string(slow) + ", which has come",
-                 [=] { check_accusation(layout.host_of, late, slow); });
-      }
+      if (size == 2) continue;
+      const int slow = (late + 1) % size;
+      add_test(std::string("engine, ") + layout.name + ": warnings name rank " +
+                   std::to_string(late) + ", which is late, and no more rank " +
+                   std::to_string(slow) + ", which has come",
+               [=] { check_accusation(layout.host_of, late, slow); });
     }
   }
   return true;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fuzzed frames: random and mutated bytes are an Error or entries, at a cost bounded by their size.
 #include <cstring>
-#include <random>
 #include <string>
 
+#include "fuzz.h"
 #include "simulated_members.h"
 
 namespace torch_ring::test::frames_fuzz_test {
@@ -14,37 +14,16 @@ constexpr int kMembers = 7;
 constexpr int kRanksEach = 3;
 constexpr int kTries = kSanitized ? 20'000 : 200'000;
 
-using Random = std::mt19937_64;
 using Frame = std::vector<std::byte>;
 
-/// Changes bytes, sizes and the length of a frame.
-void mutate(Frame& frame, Random& random) {
-  constexpr std::uint32_t kOdd[] = {0, 1, 7, 8, 21, 0x7fffffff, 0x80000000, 0xfffffff8, 0xffffffff};
-  for (auto changes = 1 + random() % 3; changes > 0; --changes) {
-    const std::size_t at = frame.empty() ? 0 : random() % frame.size();
-    switch (random() % 5) {
-      case 0:
-        if (!frame.empty()) frame[at] ^= static_cast<std::byte>(1u << random() % 8);
-        break;
-      case 1:
-        if (frame.size() >= 4) {
-          const std::uint32_t word = kOdd[random() % std::size(kOdd)];
-          std::memcpy(frame.data() + (frame.size() - 4 < at ? 0 : at / 4 * 4), &word, sizeof word);
-        }
-        break;
-      case 2:
-        frame.resize(at);
-        break;
-      case 3:
-        frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(at), random() % 64, std::byte{1});
-        break;
-      default:
-        if (frame.size() >= 24) {  // the header agrees with the length
-          const std::uint64_t bytes = frame.size() - 24;
-          std::memcpy(frame.data() + 16, &bytes, sizeof bytes);
-        }
-    }
+/// A frame with some changes, among them sizes; in some the header agrees with the length.
+Frame changed(const Frame& frame, Rng& random) {
+  Frame it = mutate(frame, random);
+  if (it.size() >= 24 && below(3, random) == 0) {
+    const std::uint64_t bytes = it.size() - 24;
+    std::memcpy(it.data() + 16, &bytes, sizeof bytes);
   }
+  return it;
 }
 
 /// Feeds a frame to the step that is due. Returns whether it was accepted; checks that accepted
@@ -85,7 +64,7 @@ const std::string kTexts[] = {"", "request", std::string(90, 'f'), "payload", "p
 
 /// The frames of a round with runs of all kinds, and the entries of member 0.
 struct Example {
-  explicit Example(Random& random) : world(kMembers, kRanksEach, kCapacity) {
+  explicit Example(Rng& random) : world(kMembers, kRanksEach, kCapacity) {
     const auto text = [&](std::size_t first, std::size_t count) {
       return std::as_bytes(std::span(kTexts[first + random() % count]));
     };
@@ -117,7 +96,7 @@ BruckFrames begun(const Example& example) {
 }
 
 TEST(frames_fuzz_mutated_frames_are_an_error_or_entries) {
-  Random random(20);
+  Rng random(20);
   int believed = 0;
   for (int i = 0; i < kTries / 100; ++i) {
     const Example example(random);
@@ -127,7 +106,7 @@ TEST(frames_fuzz_mutated_frames_are_an_error_or_entries) {
       bool good = true;
       for (std::size_t step = 0; good && step < frames.steps().size(); ++step) {
         Frame frame = example.frame(step);
-        if (step == mutated) mutate(frame, random);
+        if (step == mutated) frame = changed(frame, random);
         good = feed(frames, frame);
       }
       believed += good;
@@ -139,7 +118,7 @@ TEST(frames_fuzz_mutated_frames_are_an_error_or_entries) {
 }
 
 TEST(frames_fuzz_random_frames_are_an_error_or_entries) {
-  Random random(21);
+  Rng random(21);
   const Example example(random);
   for (int i = 0; i < kTries; ++i) {
     Frame frame(random() % 200);

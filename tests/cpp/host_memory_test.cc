@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "elements.h"
 #include "emulated.h"
 #include "forked.h"
 #include "memory/huge_pages.h"
@@ -43,10 +44,6 @@ struct stat status_of(const Fd& fd) {
 std::size_t size_of(const Fd& fd) { return static_cast<std::size_t>(status_of(fd).st_size); }
 std::size_t committed(const Fd& fd) {
   return static_cast<std::size_t>(status_of(fd).st_blocks) * 512;
-}
-
-bool is_zero(const std::byte* data, std::size_t bytes) {
-  return std::all_of(data, data + bytes, [](std::byte byte) { return byte == std::byte{0}; });
 }
 
 std::shared_ptr<const SharedMemory> view(const std::shared_ptr<const HostMemory>& host, int rank) {
@@ -156,13 +153,13 @@ TEST(host_memory_is_left_to_the_parent_by_a_forked_child) {
     CHECK(own[0] == std::byte{1});
     host.leave_to_parent();
     CHECK(!holds(file));
-    CHECK(is_zero(own, kPage));
+    CHECK(is_filled(own, kPage, 0));
     std::memset(own, 2, kPage);
     CHECK(own[7] == std::byte{2});
     host.release(1, Slot::kBytes, kPage);  // nothing
     return true;
   }));
-  CHECK(std::all_of(own, own + kPage, [](std::byte byte) { return byte == std::byte{1}; }));
+  CHECK(is_filled(own, kPage, 1));
 }
 
 TEST(host_memory_cannot_be_shrunk) {

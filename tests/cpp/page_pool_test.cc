@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "elements.h"
 #include "harness.h"
 #include "memory/huge_pages.h"
 
@@ -23,9 +24,7 @@ constexpr std::size_t kMostBytes = 4 * kBytes;
 void fill(void* block, int value) { std::memset(block, value, PagePool::bytes_of(block)); }
 
 bool is_filled(const void* block, int value) {
-  const auto* const bytes = static_cast<const unsigned char*>(block);
-  return std::all_of(bytes, bytes + PagePool::bytes_of(block),
-                     [&](unsigned char byte) { return byte == value; });
+  return test::is_filled(block, PagePool::bytes_of(block), value);
 }
 
 }  // namespace

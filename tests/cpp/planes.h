@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -101,6 +102,21 @@ inline void wait_until_complete(const Planes& planes) {
   for (const auto& plane : planes) {
     if (plane) wait_until([&] { return plane->missing().empty(); }, "all neighbours connected");
   }
+}
+
+/// The error of a plane that cannot connect to its neighbours.
+inline Error setup_error(const ControlPlane& plane) {
+  std::optional<Error> error;
+  const auto fails = [&] {
+    try {
+      plane.missing();
+    } catch (const Error& caught) {
+      error = caught;
+    }
+    return error.has_value();
+  };
+  wait_until(fails, "an error");
+  return *error;
 }
 
 inline Planes start_planes(std::vector<ControlOptions> all) {

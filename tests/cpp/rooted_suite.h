@@ -179,43 +179,6 @@ inline void rooted_in_turns(const Layout& layout, int size) {
   });
 }
 
-/// The root waits in vain for rank 0: a timeout. The others are done, or time out, too.
-inline void silence_at_a_root_is_a_timeout(const Layout& layout, int size) {
-  EngineConfig config;
-  config.timeout = std::chrono::milliseconds(50);
-  const std::vector<std::size_t> bytes(static_cast<std::size_t>(size), 100'000);
-  for (const int kind : {0, 1, 2}) {
-    std::latch ended(size - 1);
-    run_world(
-        layout, size,
-        [&](Communicator& communicator, Abort&) {
-          if (communicator.rank() == 0) return ended.wait();
-          Elements input(DType::kUInt8, 100'000 * bytes.size());
-          Elements output(DType::kUInt8, input.count());
-          const int last = communicator.size() - 1;
-          const auto collective = [&] {
-            if (kind == 0) communicator.gather(input.data(), output.data(), bytes, last);
-            if (kind == 1) communicator.scatter(input.data(), output.data(), bytes, 0);
-            if (kind == 2) {
-              communicator.reduce_to(last, input.data(), output.data(), input.count(),
-                                     {DType::kUInt8, ReduceOp::kSum, {}});
-            }
-          };
-          if (kind == 1 || communicator.rank() == last) {
-            CHECK_THROWS(collective(), ErrorKind::kTimeout, "no progress for 0.05");
-          } else {
-            try {
-              collective();
-            } catch (const Error& error) {
-              CHECK(error.kind() == ErrorKind::kTimeout);
-            }
-          }
-          ended.arrive_and_wait();
-        },
-        config);
-  }
-}
-
 /// Registers the suite. Returns true, to initialise a static variable.
 inline bool add_rooted_suite(const Layout& layout) {
   add_for_sizes(layout, "reduce of every dtype, op, edge and root", reduce_of_every_kind);

@@ -152,34 +152,6 @@ inline void alltoall_all(const Layout& layout, int size) {
   });
 }
 
-inline void silence_in_parts_is_a_timeout(const Layout& layout, int size) {
-  EngineConfig config;
-  config.timeout = std::chrono::milliseconds(50);
-  const std::vector<std::size_t> counts(static_cast<std::size_t>(size), 100'000);
-  const std::vector<std::size_t> matrix(counts.size() * counts.size(), 100'000);
-  for (const bool reduces : {false, true}) {
-    std::latch failed(size - 1);
-    run_world(
-        layout, size,
-        [&](Communicator& communicator, Abort&) {
-          if (communicator.rank() == 0) return failed.wait();
-          Elements input(DType::kUInt8, 100'000 * counts.size());
-          Elements output(DType::kUInt8, input.count());
-          const auto collective = [&] {
-            if (reduces) {
-              communicator.reducescatter(input.data(), output.data(), counts,
-                                         {DType::kUInt8, ReduceOp::kSum, {}});
-            } else {
-              communicator.alltoall(input.data(), output.data(), matrix);
-            }
-          };
-          CHECK_THROWS(collective(), ErrorKind::kTimeout, "no progress for 0.05");
-          failed.arrive_and_wait();
-        },
-        config);
-  }
-}
-
 /// Registers the suite. Returns true, to initialise a static variable.
 inline bool add_scatter_suite(const Layout& layout) {
   add_for_sizes(layout, "reducescatter of every dtype, op and edge", reducescatter_all);

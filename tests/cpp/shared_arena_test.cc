@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "elements.h"
 #include "emulated.h"
 #include "harness.h"
 #include "memory/huge_pages.h"
@@ -63,10 +64,6 @@ struct Block {
   std::size_t bytes;
   unsigned char value;
 };
-
-bool is_filled(const unsigned char* data, std::size_t bytes, unsigned char value) {
-  return std::all_of(data, data + bytes, [&](unsigned char byte) { return byte == value; });
-}
 
 /// The number of huge pages in which a block lies.
 std::size_t huge_pages_of(const std::vector<Block>& blocks) {

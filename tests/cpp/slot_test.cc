@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "elements.h"
 #include "memory/huge_pages.h"
 #include "test_world.h"
 #include "transport/shared_arena.h"
@@ -27,10 +28,6 @@ std::size_t committed(const Fd& fd) {
   struct stat status{};
   CHECK_EQ(::fstat(fd.get(), &status), 0);
   return static_cast<std::size_t>(status.st_blocks) * 512;
-}
-
-bool is_zero(const std::byte* data, std::size_t bytes) {
-  return std::all_of(data, data + bytes, [](std::byte byte) { return byte == std::byte{0}; });
 }
 
 std::shared_ptr<const SharedMemory> view(const std::shared_ptr<const HostMemory>& host, int rank) {
@@ -78,7 +75,7 @@ TEST(slots_are_reserved_without_memory_and_read_as_zeros_again) {
   arena.release(slots[1]);                                  // a second release does nothing
   memory->slot(slots[1]).header().doorbell.state.store(0);  // a late ring
   CHECK_EQ(arena.reserve(), slots[1]);
-  CHECK(is_zero(memory->at(slots[1]), Slot::kBytes));
+  CHECK(is_filled(memory->at(slots[1]), Slot::kBytes, 0));
   CHECK(*memory->at(slots[2]) == std::byte{2});
   CHECK(*memory->at(slots[2] + Slot::kBytes - 1) == std::byte{2});
   for (const std::size_t slot : slots) arena.release(slot);
@@ -100,14 +97,12 @@ TEST(slots_and_buffers_share_an_arena) {
     if (random() % 2 == 0) {
       if (grow && slots.size() < 3) {
         const std::size_t slot = arena.reserve();
-        CHECK(is_zero(memory->at(slot), Slot::kBytes));
+        CHECK(is_filled(memory->at(slot), Slot::kBytes, 0));
         std::memset(memory->at(slot), step, Slot::kBytes);
         slots.emplace_back(slot, step);
       } else if (!slots.empty()) {
         const auto [slot, value] = slots.back();
-        const std::byte filled = static_cast<std::byte>(value);
-        CHECK(std::all_of(memory->at(slot), memory->at(slot + Slot::kBytes),
-                          [&](std::byte byte) { return byte == filled; }));
+        CHECK(is_filled(memory->at(slot), Slot::kBytes, value % 256));
         arena.release(slot);
         slots.pop_back();
       }
@@ -118,9 +113,7 @@ TEST(slots_and_buffers_share_an_arena) {
       buffers.emplace_back(data, bytes);
     } else if (!buffers.empty()) {
       const auto i = random() % buffers.size();
-      const auto* const data = static_cast<const std::byte*>(buffers[i].first);
-      CHECK(std::all_of(data, data + buffers[i].second,
-                        [](std::byte byte) { return byte == std::byte{0xff}; }));
+      CHECK(is_filled(buffers[i].first, buffers[i].second, 0xff));
       arena.free(buffers[i].first);
       buffers.erase(buffers.begin() + static_cast<std::ptrdiff_t>(i));
     }
