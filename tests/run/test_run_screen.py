@@ -9,25 +9,16 @@ import re
 import pytest
 
 from torch_ring.run.agent import FrameReader, frame
-from torch_ring.run.screen import FdSink, Screen
+from torch_ring.run.screen import FdSink, Screen, Sink
 
 
-class Kept:
+class Kept(Sink):
     """A sink that keeps its bytes."""
 
-    fd, waiting = -1, 0
-
-    def __init__(self) -> None:
-        self.data = b""
+    data = b""
 
     def write(self, data: bytes) -> None:
         self.data += data
-
-    def flush(self) -> None: ...
-
-    def drop(self, reason: str) -> None: ...
-
-    def mute(self) -> None: ...
 
 
 @pytest.fixture
@@ -109,7 +100,7 @@ def test_a_gap_is_marked_where_output_was_lost(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         sink.flush()
     sink.drop("No space left on device")
-    assert sink.waiting == 0
+    assert not sink.waiting
     with (tmp_path / "file").open("wb") as file:
         os.dup2(file.fileno(), fd)
     sink.write(b"shown\n")

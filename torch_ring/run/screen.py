@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal
 
 from torch_ring.errors import InvalidArgumentError
 
@@ -24,72 +24,56 @@ _FILE_BYTES = 1 << 20
 _LAUNCHER = -1  # in place of a rank; standby process 1 is -2, and so on
 
 
-class Sink(Protocol):
-    """A destination of text. Its methods do not block."""
+class Sink:
+    """A destination of text that writes at once: nothing waits. `FdSink` does not block."""
 
-    @property
-    def fd(self) -> int:
-        """The descriptor to poll for writing while bytes wait; -1: none."""
+    fd = -1  # the descriptor to poll for writing while bytes wait; -1: none
 
-    @property
-    def waiting(self) -> int:
-        """Bytes that have not been written."""
+    def __init__(self) -> None:
+        self.waiting = bytearray()  # bytes that have not been written
 
     def write(self, data: bytes) -> None:
         """Take bytes. Raises OSError if they are written at once, and that fails."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Write as many waiting bytes as possible without blocking.
 
         Raises:
-            BrokenPipeError: the reader has closed it.
-            OSError: it cannot be written now.
+            BrokenPipeError: the reader of the pipe, connection or terminal has closed it.
+            OSError: it cannot be written now, as on a full disk.
         """
 
     def drop(self, reason: str) -> None:
         """Drop the waiting bytes, which cannot be written. The next output begins with a notice."""
 
     def mute(self) -> None:
-        """Drop all waiting and later bytes."""
+        """Drop all waiting and later bytes: there is no reader."""
 
 
-class FdSink:
-    """A sink that is a descriptor. It stays blocking, since other processes may share it."""
+class FdSink(Sink):
+    """A sink that is a descriptor. It stays blocking, since other processes may share it.
+
+    Call `flush` when the descriptor polls as writable.
+    """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._bytes = bytearray()
+        super().__init__()
+        self.fd = fd
         self._gap = b""  # a notice of missing output, to be written first
         self._is_mute = False
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self._most = _FILE_BYTES if self._is_file else _PIPE_BUF
 
-    @property
-    def fd(self) -> int:
-        """The descriptor."""
-        return self._fd
-
-    @property
-    def waiting(self) -> int:
-        """Bytes that have not been written."""
-        return len(self._bytes)
-
-    def write(self, data: bytes) -> None:
-        """Take bytes."""
+    def write(self, data: bytes) -> None:  # noqa: D102
         if not self._is_mute:
-            self._bytes += data
+            self.waiting += data
 
-    def flush(self) -> None:
-        """Write some of the bytes: call it when the descriptor polls as writable.
-
-        Raises:
-            BrokenPipeError: the reader of the pipe, connection or terminal is gone.
-            OSError: it cannot be written now, as on a full disk.
-        """
+    def flush(self) -> None:  # noqa: D102
         try:
             if self._gap:
-                self._gap = self._gap[os.write(self._fd, self._gap) :]
-            del self._bytes[: os.write(self._fd, self._bytes[: self._most])]
+                self._gap = self._gap[os.write(self.fd, self._gap) :]
+            del self.waiting[: os.write(self.fd, self.waiting[: self._most])]
         except BlockingIOError:
             pass
         except OSError as error:
@@ -97,23 +81,20 @@ class FdSink:
                 raise BrokenPipeError(error.errno, error.strerror) from None
             raise
 
-    def drop(self, reason: str) -> None:
-        """Drop the waiting bytes, which cannot be written. The next output begins with a notice."""
-        self._bytes.clear()
+    def drop(self, reason: str) -> None:  # noqa: D102
+        self.waiting.clear()
         self._gap = f"\ntorch_ring.run: output is missing here: {reason}\n".encode()
 
-    def mute(self) -> None:
-        """Drop all waiting and later bytes: there is no reader."""
-        self._bytes.clear()
+    def mute(self) -> None:  # noqa: D102
+        self.waiting.clear()
         self._is_mute = True
 
 
-class StreamSink:
+class StreamSink(Sink):
     """A sink for `sys.stdout` or `sys.stderr`, which a notebook or a test may have replaced."""
 
-    fd, waiting = -1, 0
-
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
 
     def write(self, data: bytes) -> None:
@@ -121,15 +102,6 @@ class StreamSink:
         stream = getattr(sys, self._name)
         stream.write(data.decode(errors="replace"))
         stream.flush()
-
-    def flush(self) -> None:
-        """Do nothing: no bytes wait."""
-
-    def drop(self, reason: str) -> None:
-        """Do nothing: no bytes wait."""
-
-    def mute(self) -> None:
-        """Do nothing: a Python stream reports its errors itself."""
 
 
 class Screen:
@@ -178,7 +150,7 @@ class Screen:
     @property
     def is_full(self) -> bool:
         """Whether too many bytes wait for their reader to take more from the ranks."""
-        return any(sink.waiting >= _MOST_WAITING for sink in self.sinks.values())
+        return any(len(sink.waiting) >= _MOST_WAITING for sink in self.sinks.values())
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Take a rank's output; write its complete lines."""
@@ -240,7 +212,9 @@ class Screen:
 
     def _write_lines(self, rank: int, stream: str, lines: Sequence[bytes | bytearray]) -> None:
         sink = self.sinks[stream]
-        if not lines or (self.is_dropping and rank != _LAUNCHER and sink.waiting >= _MOST_WAITING):
+        if not lines or (
+            self.is_dropping and rank != _LAUNCHER and len(sink.waiting) >= _MOST_WAITING
+        ):
             return
         prefix = b"" if rank == _LAUNCHER else self._prefix(rank, stream)
         written = bytearray()
