@@ -23,7 +23,7 @@ from torch.distributed.run import parse_args as torchrun_options
 from torch_ring.config import SETTINGS, Config
 from torch_ring.run.growth import standby_command
 from torch_ring.run.hosts import HostSlots, cluster_hosts
-from torch_ring.run.options import GrowthSettings, parse_options
+from torch_ring.run.options import parse_options
 
 yaml = pytest.importorskip("yaml")
 jsonschema = pytest.importorskip("jsonschema")
@@ -352,7 +352,7 @@ def test_our_launcher_starts_the_ranks(resumes, tmp_path) -> None:
     (launcher,) = LAUNCHER["containers"]
     _, *line = command_line(launcher["command"], tmp_path)
     assert line[0] == "torch_ring_run"
-    options = parse_options(line[1:], {}, line[0])
+    options = parse_options(line[1:], line[0])
     python, script, *arguments = options.command
     assert python == "python"
     assert launcher["workingDir"] == "/workspace/examples/mnist"
@@ -363,7 +363,7 @@ def test_our_launcher_starts_the_ranks(resumes, tmp_path) -> None:
     assert job["mpiReplicaSpecs"]["Worker"]["replicas"] == len(workers)
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{name} slots={job['slotsPerWorker']}\n" for name in workers))
-    assert (options.hosts, options.hostfile, options.size) == (None, None, None)
+    assert (options.hosts, options.hostfile, options.num_proc) == (None, None, None)
     hosts = cluster_hosts({"OMPI_MCA_orte_default_hostfile": str(hostfile)})
     assert hosts == (
         [HostSlots(name, 2) for name in workers],
@@ -380,11 +380,12 @@ def test_the_command_of_the_kubernetes_job():
     (launcher,) = replicas["Launcher"]["template"]["spec"]["containers"]
     program, *arguments = launcher["command"]
     assert program == "torch_ring_run"
-    options = parse_options(arguments, {}, program)
-    script = "/etc/mpi/discover_hosts.sh"
-    assert options.growth == GrowthSettings(2, 8, script, 1, None, (10.0, 300.0), 1)
+    options = parse_options(arguments, program)
+    assert options.host_discovery_script == "/etc/mpi/discover_hosts.sh"
+    assert (options.min_num_proc, options.max_num_proc, options.slots) == (2, 8, 1)
+    assert (options.reset_limit, options.cooldown_range, options.standby) == (None, (10, 300), 1)
     assert standby_command(options.command)[-1] == "train.py"
-    assert options.growth.least <= replicas["Worker"]["replicas"] <= options.growth.most
+    assert 2 <= replicas["Worker"]["replicas"] <= 8
 
 
 def test_the_slurm_script(tmp_path):

@@ -16,11 +16,11 @@ from torch_ring.run.hosts import (
     expand_tasks,
     find_hosts,
     is_this_host,
-    parse_host_lines,
     parse_hosts,
     read_hostfile,
 )
-from torch_ring.run.job_settings import JobFacts, exported, rank_environment, slots_of
+from torch_ring.run.job_settings import JobSpec, exported, rank_environment, slots_of
+from torch_ring.run.options import Options
 from torch_ring.setup.launchers import expand_hostlist
 
 
@@ -156,30 +156,31 @@ def test_where_a_job_runs():
 
     said: list[str] = []
 
-    def hosts_of(*arguments):
-        return [slot.host for slot in slots_of(*arguments, said.append)]
+    def hosts_of(size, hosts, environment):
+        options = Options(num_proc=size, hosts=hosts)
+        return [slot.host for slot in slots_of(options, environment, said.append)]
 
-    assert hosts_of(None, None, None, slurm) == ["n1", "n1", "n2", "n2"]
-    assert hosts_of(3, None, None, slurm) == ["n1", "n1", "n2"]
+    assert hosts_of(None, None, slurm) == ["n1", "n1", "n2", "n2"]
+    assert hosts_of(3, None, slurm) == ["n1", "n1", "n2"]
     assert said == [
         f"the ranks run on hosts of this job (SLURM_JOB_NODELIST): {hosts}; -H chooses others"
         for hosts in ("n1:2, n2:2", "n1:2, n2:1")
     ]
-    assert hosts_of(2, "a:1,b:1", None, slurm) == ["a", "b"]
-    assert hosts_of(3, None, None, {}) == ["localhost"] * 3
-    assert hosts_of(None, "a:2", None, {}) == ["a", "a"]
+    assert hosts_of(2, "a:1,b:1", slurm) == ["a", "b"]
+    assert hosts_of(3, None, {}) == ["localhost"] * 3
+    assert hosts_of(None, "a:2", {}) == ["a", "a"]
     assert len(said) == 2
     with pytest.raises(InvalidArgumentError, match=r"only 4 slots .*\(SLURM_JOB_NODELIST\)"):
-        slots_of(5, None, None, slurm, print)
+        hosts_of(5, None, slurm)
     with pytest.raises(InvalidArgumentError, match="how many ranks"):
-        slots_of(None, None, None, {}, print)
+        hosts_of(None, None, {})
 
 
 def test_a_launcher_that_another_one_has_started_is_refused(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(InvalidArgumentError, match="Open MPI has started this launcher as rank 1"):
-        slots_of(2, None, None, {}, print)
+        slots_of(Options(num_proc=2), {}, print)
 
 
 # --- ranks
@@ -211,11 +212,12 @@ def test_ranks_that_do_not_fit():
 
 def test_the_variables_of_a_rank():
     slots = assign([HostSlots("a", 2), HostSlots("b", 1)], 3)
-    job = JobFacts(
-        "id", "secret", "10.0.0.1", 12345, "eth0,eth1", {"X": "option"}, frozenset({"GONE"})
-    )
     environment = {"PATH": "/bin", "HOME": "/me", "GONE": "1", "X": "0", "SSH_AUTH_SOCK": "/s"}
-    of_b = rank_environment(slots[2], job, environment, is_local=False)
+    options = Options(network_interface="eth0,eth1")
+    more = {"variables": {"X": "option"}, "unset": frozenset({"GONE"}), "run_id": "id"}
+    job = JobSpec(options, slots, environment, "secret", **more)
+    store = "10.0.0.1", 12345
+    of_b = rank_environment(slots[2], job, store, is_local=False)
     assert of_b == {
         "PATH": "/bin",
         "PYTHONUNBUFFERED": "1",
@@ -240,7 +242,7 @@ def test_the_variables_of_a_rank():
         "HOROVOD_CROSS_RANK": "1",
         "HOROVOD_CROSS_SIZE": "2",
     }
-    of_a = rank_environment(slots[0], job, environment, is_local=True)
+    of_a = rank_environment(slots[0], job, store, is_local=True)
     assert (of_a["HOME"], of_a["SSH_AUTH_SOCK"], of_a["HOROVOD_CROSS_SIZE"]) == ("/me", "/s", "2")
     assert "secret" not in repr(job)
 
@@ -398,10 +400,10 @@ def test_a_host_that_goes_and_is_listed_anew_can_be_used():
 def test_lines_of_hosts():
     text = "host1\nhost2:4\n\n  [fd00::1]:2 \nhost1:1\n"
     expected = [HostSlots("host1", 4), HostSlots("host2", 4), HostSlots("fd00::1", 2)]
-    assert parse_host_lines(text, 3) == expected
+    assert parse_hosts(text, "\n", 3) == expected
     for wrong in ("host1 slots=4", "-oProxyCommand=x", "host:0", "a:b"):
         with pytest.raises(InvalidArgumentError, match=r"is not|must be a whole number"):
-            parse_host_lines(wrong, 1)
+            parse_hosts(wrong, "\n")
 
 
 def test_a_script_finds_hosts():

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.run.job_settings import job_variables, secret_of
-from torch_ring.run.options import GrowthSettings, Options, parse_options
+from torch_ring.run.job_settings import JobSpec, job_variables, secret_of
+from torch_ring.run.options import Options, parse_options
 
 
-def parse(*arguments: str, **environment: str) -> Options:
-    return parse_options(arguments, environment, "torch_ring_run")
+def parse(*arguments: str) -> Options:
+    return parse_options(arguments, "torch_ring_run")
 
 
 def test_a_line_of_horovodrun():
@@ -29,15 +30,15 @@ def test_a_line_of_horovodrun():
     options = parse(*line.split())
     assert options == Options(
         command=["python", "train.py", "--lr", "1", "-np", "3", "--verbose"],
-        size=16,
+        num_proc=16,
         hosts="server1:4,server2:4,server3:4,server4:4",
         ssh_port=2222,
         ssh_identity_file="key",
-        start_timeout_s=60,
-        grace_s=90,
-        requeues=True,
-        output_folder="out",
-        interface="eth0,eth1,ib0",
+        start_timeout=60,
+        grace_period=90,
+        requeue=True,
+        output_filename="out",
+        network_interface="eth0,eth1,ib0",
         variables={
             "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
             "HOROVOD_CYCLE_TIME": "3.5",
@@ -46,8 +47,8 @@ def test_a_line_of_horovodrun():
             "HOROVOD_TIMELINE": "t.json",
             "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         },
-        with_time=True,
-        is_verbose=True,
+        prefix_output_with_timestamp=True,
+        verbose=True,
         numa_binding="core-complex",
     )
 
@@ -57,7 +58,7 @@ def test_a_line_of_horovodrun():
     [
         (
             "--num-proc 2 -hostfile hosts -prefix-timestamp -- ls --",
-            {"size": 2, "hostfile": "hosts", "with_time": True, "command": ["ls", "--"]},
+            {"num_proc": 2, "hostfile": "hosts", "command": ["ls", "--"]},
         ),
         ("-cb", {"shows": "build"}),
         ("--check-build", {"shows": "build"}),
@@ -66,20 +67,19 @@ def test_a_line_of_horovodrun():
             "-np 2 --host-discovery-script ./hosts.sh --slots 4 --max-np 8 --reset-limit 0 "
             "--blacklist-cooldown-range 10 100 --standby 2 python train.py",
             {
-                "growth": GrowthSettings(2, 8, "./hosts.sh", 4, 0, (10.0, 100.0), 2),
-                "variables": {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_MAX_RANKS": "8"},
+                **{"least": 2, "max_num_proc": 8, "host_discovery_script": "./hosts.sh"},
+                **{"slots": 4, "reset_limit": 0, "cooldown_range": (10, 100), "standby": 2},
             },
         ),
         (
             "-np 4 --min-np 2 --elastic-timeout 5 true",
             {
-                "growth": GrowthSettings(least=2),
-                "variables": {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_ELASTIC_TIMEOUT": "5.0"},
-                "notes": (),
+                **{"least": 2, "grows": False, "notes": ()},
+                "variables": {"TORCH_RING_ELASTIC_TIMEOUT": "5.0"},
             },
         ),
-        ("--min-num-proc 1 true", {"growth": GrowthSettings(least=1)}),
-        ("true", {"growth": GrowthSettings(), "numa_binding": ""}),
+        ("--min-num-proc 1 true", {"least": 1}),
+        ("true", {"least": None, "grows": False, "standby": 0, "numa_binding": ""}),
         ("--no-autotune true", {"variables": {"HOROVOD_AUTOTUNE": "0"}}),
         ("--no-stall-check --stall-check", {"variables": {"HOROVOD_STALL_CHECK_DISABLE": "0"}}),
         ("--log-without-timestamp", {"variables": {"HOROVOD_LOG_HIDE_TIME": "1"}}),
@@ -93,11 +93,14 @@ def test_a_line(line, wanted):
 
 
 def test_the_time_to_start_may_be_a_variable():
-    assert parse().start_timeout_s == 30
-    assert parse(HOROVOD_START_TIMEOUT="45").start_timeout_s == 45
-    assert parse("--start-timeout", "5", HOROVOD_START_TIMEOUT="45").start_timeout_s == 5
+    def time_of(*arguments: str, **environment: str) -> float:
+        return JobSpec(parse(*arguments), [], environment, "secret").start_timeout_s
+
+    assert time_of() == 30
+    assert time_of(HOROVOD_START_TIMEOUT="45") == 45
+    assert time_of("--start-timeout", "5", HOROVOD_START_TIMEOUT="45") == 5
     with pytest.raises(InvalidArgumentError, match="HOROVOD_START_TIMEOUT='soon'"):
-        parse(HOROVOD_START_TIMEOUT="soon")
+        time_of(HOROVOD_START_TIMEOUT="soon")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,7 @@ def test_the_time_to_start_may_be_a_variable():
         ("--max-np 3", "--max-np 3 needs --min-np"),
         ("--min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
         ("--host-discovery-script ./hosts.sh -H a:1", "leave out -H and --hostfile"),
+        ("-H a:1 --hostfile b", "give hosts or a host file, and not both"),
         ("--min-np 1 --max-np 2 --blacklist-cooldown-range 3 2", "3 2: the first must not be more"),
     ],
 )
@@ -128,8 +132,10 @@ def test_options_without_effect_are_told():
 
 
 def test_variables_for_the_ranks():
-    wanted = parse("--env", "A=1=2", "--env", "B", "--env", "C=", "true").variables
+    wanted = parse("--env", "A=1=2", "--env", "B", "--env", "C=", "true")
     assert job_variables(wanted, {"B": "b", "D": "d"})[0] == {"A": "1=2", "B": "b", "C": ""}
+    of_elastic = job_variables(parse("--min-np", "2", "--max-np", "8", "true"), {})[0]
+    assert of_elastic == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_MAX_RANKS": "8"}
     with pytest.raises(InvalidArgumentError, match="--env B: is not set here"):
         job_variables(wanted, {})
     with pytest.raises(InvalidArgumentError, match="must be NAME or NAME=VALUE"):
@@ -137,12 +143,12 @@ def test_variables_for_the_ranks():
 
 
 def test_an_option_goes_before_the_environment():
-    wanted = parse("--fusion-threshold-mb", "1", "true").variables
+    wanted = parse("--fusion-threshold-mb", "1", "true")
     _, unset = job_variables(wanted, {"TORCH_RING_FUSION_THRESHOLD": "5"})
     assert "TORCH_RING_FUSION_THRESHOLD" in unset
     assert "TORCH_RING_TIMEOUT" not in unset
     assert "TORCH_RING_SECRET_FILE" in unset  # which other hosts may lack
-    wanted |= {"TORCH_RING_FUSION_THRESHOLD": "7"}  # as in --env
+    wanted = replace(wanted, env={"TORCH_RING_FUSION_THRESHOLD": "7"})
     assert "TORCH_RING_FUSION_THRESHOLD" not in job_variables(wanted, {})[1]
 
 
@@ -186,7 +192,7 @@ def test_a_configuration_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     options = parse("--cycle-time-ms", "5", "--config-file", str(file), "true")
-    assert options.is_verbose
+    assert options.verbose
     assert options.variables == {
         "HOROVOD_FUSION_THRESHOLD": str(16 << 20),
         "HOROVOD_CYCLE_TIME": "5.0",  # the command line goes first
@@ -224,7 +230,6 @@ def test_a_wrong_configuration_file(tmp_path, text, message):
     [
         "-np 0",
         "-np two",
-        "-H a:1 --hostfile b",
         "--log-level LOUD",
         "--start-timeout 0",
         "--numa-binding nodes",

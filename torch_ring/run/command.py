@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog = "python -m torch_ring.run"
     environment = without_launchers()
     try:
-        options = parse_options(arguments, environment, prog)
+        options = parse_options(arguments, prog)
         if options.shows:
             print(version() if options.shows == "version" else build_report())
             return 0
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if is_for_one_rank():
             return _run_alone(options, environment)
-        slurm_job = _slurm_job() if options.requeues else ""
+        slurm_job = _slurm_job() if options.requeue else ""
         code, job = launch(options, environment, (FdSink(1), FdSink(2)), signals=_signals)
         if slurm_job and job.has_stopped:
             _requeue(slurm_job)

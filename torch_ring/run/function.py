@@ -8,8 +8,9 @@ import importlib
 import pickle
 import sys
 import traceback
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch_ring.native import NEEDS_LINUX, is_for_one_rank
 from torch_ring.run import function_rank
 from torch_ring.run.hosts import cluster_hosts
 from torch_ring.run.launch import environment_alone, launch
-from torch_ring.run.options import Options, changes_nothing, growth_settings, start_timeout_of
+from torch_ring.run.options import Options, changes_nothing, meanings
 from torch_ring.run.screen import StreamSink
 from torch_ring.setup.launchers import environment_for_now, without_launchers
 
@@ -64,48 +65,7 @@ def run(
 
     Each rank calls ``func(*args, **kwargs)`` in a process of its own; ``init()`` is the function's
     business. On macOS and Windows the only rank is this process. The ranks' lines come with their
-    numbers in front. The arguments are the options of ``python -m torch_ring.run``.
-
-    Args:
-        func: any function that cloudpickle takes; if that is not installed, a function of a module
-            that the ranks can import.
-        args: its arguments.
-        kwargs: its arguments by name.
-        num_proc: the number of ranks; None: one for each slot of the hosts, or one if there are
-            none.
-        min_num_proc: the fewest ranks that go on when others have failed, for a function that uses
-            torch_ring.elastic; None: a rank that fails ends the job.
-        max_num_proc: failed ranks are started again, up to this number of ranks; None: they are
-            not.
-        slots: the slots of a host for which `host_discovery_script` gives no number; None: 1.
-        reset_limit: the most changes of the ranks; None: no limit.
-        cooldown_range: the shortest and the longest time in seconds for which a host is left out if
-            its ranks keep failing; None: for good, and only with a script.
-        hosts: as in ``"host1:4,host2:4"``. None: the hosts of the job of Slurm, Kubernetes, PBS or
-            LSF in which this process runs, or this one.
-        hostfile: a file with lines such as ``host1 slots=4``, in place of `hosts`.
-        start_timeout: seconds in which all hosts must be reached; None: HOROVOD_START_TIMEOUT, or
-            30.
-        ssh_port: of other hosts; None: ssh's own choice.
-        ssh_identity_file: the file of the private key for them; None: ssh's own choice.
-        disable_cache: has no effect, and a line says so; likewise `use_gloo`, `use_mpi`,
-            `mpi_args`.
-        output_filename: a folder for each rank's output, as in ``rank.3/stdout``.
-        verbose: whether to print more about the start of the ranks.
-        use_gloo: changes nothing: the ranks find one another in one way only.
-        use_mpi: changes nothing: the ranks are started without MPI.
-        mpi_args: changes nothing.
-        network_interface: names of network interfaces that the ranks use, as a list or with
-            commas; None: they choose.
-        executable: the Python of the ranks; None: this one.
-        np: the same as `num_proc`.
-        min_np: the same as `min_num_proc`.
-        max_np: the same as `max_num_proc`.
-        network_interfaces: the same as `network_interface`.
-        host_discovery_script: a command that prints a line ``host`` or ``host:slots`` for each
-            available host, and is run every second; in place of `hosts`.
-        prefix_output_with_timestamp: whether to put the time in front of each line.
-        env: variables for all ranks, in addition to those of this process.
+    numbers in front. The other arguments are the options of ``python -m torch_ring.run``.
 
     Returns:
         A list with the result of each rank, in the order of ranks. In an elastic job, the list has
@@ -117,47 +77,24 @@ def run(
             that cannot be pickled, or a host was not reached.
         InvalidArgumentError: an argument is wrong, or the function cannot be pickled.
     """
+    given = {name: each for name, each in locals().items() if each is not None}
+    for name, other in _SAME.items():
+        if name in given and given.setdefault(other, given[name]) != given[name]:
+            raise InvalidArgumentError(
+                f"{other}={given[other]!r} and {name}={given[name]!r}: give one of them"
+            )
+    interface = given.get("network_interface", "")
     environment = without_launchers()
-    size = _one_of(num_proc=num_proc, np=np)
-    growth = growth_settings(
-        Namespace(
-            num_proc=size,
-            min_np=_one_of(min_num_proc=min_num_proc, min_np=min_np),
-            max_np=_one_of(max_num_proc=max_num_proc, max_np=max_np),
-            host_discovery_script=host_discovery_script,
-            hosts=hosts,
-            hostfile=hostfile,
-            slots_per_host=slots,
-            reset_limit=reset_limit,
-            blacklist_cooldown_range=cooldown_range,
-            standby=None,
-        )
-    )
-    if not (size or hosts or hostfile or host_discovery_script or cluster_hosts(environment)):
-        size = 1
-    interface = _one_of(network_interface=network_interface, network_interfaces=network_interfaces)
-    given = {
-        "disable_cache": disable_cache,
-        "use_gloo": use_gloo,
-        "use_mpi": use_mpi,
-        "mpi_args": mpi_args,
-    }
-    options = Options(
+    options = Options(**{name: given[name] for name in _OF_OPTIONS & given.keys()})
+    options = replace(
+        options,
         command=[executable or sys.executable, "-c", function_rank.READ_PROGRAM],
-        size=size,
-        growth=growth,
-        hosts=hosts,
-        hostfile=hostfile,
-        ssh_port=ssh_port,
-        ssh_identity_file=ssh_identity_file,
-        start_timeout_s=start_timeout or start_timeout_of(environment),
-        output_folder=output_filename,
-        interface=interface if isinstance(interface, str) else ",".join(interface or ()),
-        variables={**growth.variables(), **(env or {})},
-        with_time=prefix_output_with_timestamp,
-        is_verbose=bool(verbose),
-        notes=tuple(changes_nothing(name) for name, value in given.items() if value),
+        network_interface=interface if isinstance(interface, str) else ",".join(interface),
+        notes=tuple(changes_nothing(name) for name in _NOTHING if given.get(name)),
     )
+    names_hosts = options.hosts or options.hostfile or options.host_discovery_script
+    if not (options.num_proc or names_hosts or cluster_hosts(environment)):
+        options = replace(options, num_proc=1)
     if is_for_one_rank():
         if options.command[0] != sys.executable:
             raise InvalidArgumentError(f"executable={executable!r}: {NEEDS_LINUX}")
@@ -181,6 +118,35 @@ def run(
     ]
 
 
+_SAME = {
+    "np": "num_proc",
+    "min_np": "min_num_proc",
+    "max_np": "max_num_proc",
+    "network_interfaces": "network_interface",
+}
+_NOTHING = ("disable_cache", "use_gloo", "use_mpi", "mpi_args")
+_OF_OPTIONS = frozenset(each.name for each in fields(Options)) & frozenset(
+    signature(run).parameters
+)
+
+
+def _with_arguments(text: str) -> str:
+    """Return the docstring of `run` with the meaning of each argument."""
+    told = meanings() | {name: f"the same as `{other}`." for name, other in _SAME.items()}
+    told |= dict.fromkeys(_NOTHING, "changes nothing, and a line says so.") | {
+        "func": "any function that cloudpickle takes; if that is not installed, a function of a "
+        "module that the ranks can import.",
+        "args": "its arguments.",
+        "kwargs": "its arguments by name.",
+        "executable": "the Python of the ranks; default: this one.",
+    }
+    lines = [f"        {name}: {told.get(name, '')}" for name in signature(run).parameters]
+    return text.replace("    Returns:", "\n".join(["    Args:", *lines, "", "    Returns:"]))
+
+
+run.__doc__ = _with_arguments(run.__doc__ or "")
+
+
 def _outcome(call: Callable[[], ResultT]) -> Any:
     """Return the result of a call, or raise its error, as if a rank had made it."""
     try:
@@ -190,14 +156,6 @@ def _outcome(call: Callable[[], ResultT]) -> Any:
             return None
         failure = "rank 0 on localhost failed with exit code 1"
         raise RuntimeError(f"{failure}\n{traceback.format_exc()}".rstrip()) from error
-
-
-def _one_of(**values: Any) -> Any:
-    """Return the value of an argument that has two names."""
-    (first, one), (second, other) = values.items()
-    if one is not None and other is not None and one != other:
-        raise InvalidArgumentError(f"{first}={one!r} and {second}={other!r}: give one of them")
-    return other if one is None else one
 
 
 def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.membership.directory import Directory
 from torch_ring.run.hosts import Discovery, HostSlots, RankSlot
-from torch_ring.run.options import GrowthSettings
+from torch_ring.run.options import Options
 from torch_ring.run.standby_process import READ_PROGRAM
 
 __all__ = ["Growth", "HostTable", "Standbys", "standby_command"]
@@ -303,32 +303,40 @@ class Growth:
     Thread: one. Blocking: no.
 
     Args:
-        settings: the user's settings.
+        options: the user's options.
         slots: the slots of the ranks with which the job begins.
-        directory: the directory to which the ranks report; None: there is none.
+        directory: the directory to which the ranks report; None: the job is not elastic.
         discovery: has the available hosts; None: they stay the same.
         say: shows the user a line.
+
+    Attributes:
+        table: the slots of hosts.
+        standbys: the standby processes.
     """
 
     def __init__(
         self,
-        settings: GrowthSettings,
+        options: Options,
         slots: Sequence[RankSlot],
         directory: Directory | None,
         discovery: Discovery | None,
         say: Callable[[str], None],
     ) -> None:
-        self._settings, self._directory, self._discovery = settings, directory, discovery
+        self._options, self._directory, self._discovery = options, directory, discovery
         self._say = say
-        is_script = settings.script is not None
-        leaves_out = is_script or settings.cooldown_s is not None
-        self._table = HostTable(slots, settings.cooldown_s, leaves_out)
-        self._standbys = Standbys(settings.standbys)
+        leaves_out = discovery is not None or options.cooldown_range is not None
+        self.table = HostTable(slots, options.cooldown_range, leaves_out)
+        self.standbys = Standbys(options.standby)
         self._hosts: Sequence[HostSlots] = ()
         self._problem = ""
         self._stay = ""  # the last line about ranks that cannot leave
         self._asking: threading.Thread | None = None
         self._ask_at = 0.0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job survives failures of ranks."""
+        return self._directory is not None
 
     def is_left_by(self, process: str) -> bool:
         """Return whether the named process has said that it leaves of its own accord."""
@@ -345,16 +353,16 @@ class Growth:
 
     def next_at(self, now: float) -> float | None:
         """Return the time of the next possible action; None: at the next event."""
-        if self._discovery is not None or self._settings.reset_limit is not None:
+        if self._discovery is not None or self._options.reset_limit is not None:
             return now + _LOOK_S
-        return self._table.next_at(now)
+        return self.table.next_at(now)
 
     def resets_too_many(self) -> int:
         """Return the number of changes of the ranks if it exceeds the limit, else 0."""
-        if self._directory is None or self._settings.reset_limit is None:
+        if self._directory is None or self._options.reset_limit is None:
             return 0
         resets = self._directory.resets
-        return resets if resets > self._settings.reset_limit else 0
+        return resets if resets > self._options.reset_limit else 0
 
     # --- hosts
 
@@ -375,50 +383,25 @@ class Growth:
                     slots = f"has {now[name]} slots now" if name in now else "is not there any more"
                     self._say(f"--host-discovery-script: {name} {slots}")
         self._hosts = hosts
-        self._table.update(hosts)
+        self.table.update(hosts)
 
     def drain(self, host: str) -> None:
         """Note that a host is about to go."""
-        self._standbys.lose(host)
-        self._table.drain(host)
+        self.standbys.lose(host)
+        self.table.drain(host)
 
     def lose(self, host: str, now: float) -> None:
         """Note that a host was lost, or not reached."""
-        self._standbys.lose(host)
-        self._say_if(self._table.lose(host, now))
-
-    # --- ranks
-
-    def due(self, now: float, running: int) -> list[RankSlot]:
-        """Return the slots in which ranks may be started now, perhaps more than the job may have.
-
-        Args:
-            now: the time.
-            running: the number of processes that are ranks, or will be.
-        """
-        most = self._settings.most
-        if not self._settings.grows or (most is not None and running >= most):
-            return []
-        return self._table.due(now)
-
-    def has_room(self, running: int) -> bool:
-        """Return whether one more process may run."""
-        return self._settings.most is None or running < self._settings.most
-
-    def start(self, slot: RankSlot) -> int | None:
-        """Note that a slot gets a process; return the number of a standby for it, if any."""
-        self._table.start(slot)
-        return self._standbys.take(slot.host)
-
-    def end(self, slot: RankSlot, now: float) -> None:
-        """Note that a slot's process has ended, not by a fault of its host."""
-        self._table.end(slot, now)
+        self.standbys.lose(host)
+        self._say_if(self.table.lose(host, now))
 
     def fail(self, slot: RankSlot, lived_s: float, now: float) -> None:
         """Note that a slot's process has failed."""
-        self._say_if(self._table.fail(slot, lived_s, now))
+        self._say_if(self.table.fail(slot, lived_s, now))
 
-    # --- standby processes
+    def due(self, now: float) -> list[RankSlot]:
+        """Return the slots in which ranks may be started now, perhaps more than there may be."""
+        return self.table.due(now) if self._options.grows else []
 
     def standbys_to_start(self, hosts: Collection[str], now: float) -> list[tuple[int, RankSlot]]:
         """Return the numbers of standby processes to start now, and slots on their hosts.
@@ -427,14 +410,9 @@ class Growth:
             hosts: the hosts on which processes can be started.
             now: the time.
         """
-        usable = [host for host in self._table.usable_hosts(now) if host in hosts]
-        wanted = self._standbys.wanted(usable)
-        return [(number, _any_slot(host, self._table.slots_of(host))) for number, host in wanted]
-
-    def end_standby(self, number: int, text: str) -> None:
-        """Note that a waiting standby process has ended."""
-        if self._standbys.end(number):
-            self._say(f"a standby process {text}, as those before it: no more are started")
+        usable = [host for host in self.table.usable_hosts(now) if host in hosts]
+        wanted = self.standbys.wanted(usable)
+        return [(number, _any_slot(host, self.table.slots_of(host))) for number, host in wanted]
 
     # --- ranks that leave
 
@@ -445,8 +423,8 @@ class Growth:
             living: the living ranks.
             done: the number of those that have finished.
         """
-        slots = [slot for slot in self._table.vanished() if slot.rank in living]
-        least = max(1, self._settings.least or 1)
+        slots = [slot for slot in self.table.vanished() if slot.rank in living]
+        least = max(1, self._options.least or 1)
         ranks = ", ".join(str(slot.rank) for slot in slots)
         if not slots or len(living) - len(slots) + done >= least:
             self._stay = ""

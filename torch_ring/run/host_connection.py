@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.run.agent import GREETING, FrameReader, frame
+from torch_ring.run.hosts import is_this_host
+from torch_ring.run.job_settings import JobSpec
+from torch_ring.run.options import Options
 
 __all__ = [
     "Ended",
@@ -29,7 +31,6 @@ __all__ = [
     "Output",
     "Ready",
     "Signal",
-    "Ssh",
     "Unread",
     "Unstartable",
 ]
@@ -79,34 +80,46 @@ def agent_source() -> bytes:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The agent of a host runs.
-
-    Attributes:
-        port: a free port there.
-        server: the address at which ssh has reached the host; empty on the launcher's own.
-        interface_address: the address of the network interface chosen by the user; empty: none.
-        problem: the reason why no rank can run there; empty: none.
-    """
+class AgentEvent:
+    """An event that the agent of a host has sent: a frame of its fields, and the payload."""
 
     host: str
-    port: int
-    server: str
-    interface_address: str
-    problem: str
-
-
-@dataclass(frozen=True)
-class Output:
-    """A rank has written; `stream` is "stdout", "stderr" or "result"."""
-
-    rank: int
-    stream: str
     data: bytes
 
 
 @dataclass(frozen=True)
-class Exited:
+class Ready(AgentEvent):
+    """The agent of a host runs.
+
+    Attributes:
+        port: a free port there.
+        interface_address: the address of the network interface chosen by the user; empty: none.
+        ssh: ssh's variable SSH_CONNECTION.
+        problem: the reason why no rank can run there; empty: none.
+    """
+
+    port: int
+    interface_address: str
+    ssh: str
+    problem: str = ""
+
+    @property
+    def server(self) -> str:
+        """The address at which ssh has reached the host; empty on the launcher's own."""
+        words = self.ssh.split()  # the client's address and port, the server's address and port
+        return words[2] if len(words) == 4 else ""
+
+
+@dataclass(frozen=True)
+class Output(AgentEvent):
+    """A rank has written; `stream` is "stdout", "stderr" or "result"."""
+
+    rank: int
+    stream: str
+
+
+@dataclass(frozen=True)
+class Exited(AgentEvent):
     """The process of a rank has ended; a negative code is that of a signal."""
 
     rank: int
@@ -114,7 +127,7 @@ class Exited:
 
 
 @dataclass(frozen=True)
-class Unstartable:
+class Unstartable(AgentEvent):
     """The command of a rank cannot be run; the code is that of a shell."""
 
     rank: int
@@ -123,26 +136,22 @@ class Unstartable:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(AgentEvent):
     """A message about a host for the user."""
 
-    host: str
     text: str
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(AgentEvent):
     """The agent of a host has ended its ranks; `left` processes could not be ended."""
 
-    host: str
     left: int
 
 
 @dataclass(frozen=True)
-class Going:
+class Going(AgentEvent):
     """A host is about to go: its agent got SIGTERM, and gives its ranks the grace period."""
-
-    host: str
 
 
 @dataclass(frozen=True)
@@ -167,28 +176,10 @@ class Unread:
     stream: str
 
 
-Event = Ready | Output | Exited | Unstartable | Note | Ended | Going | Lost | Signal | Unread
-
-
-def event_of(host: str, header: dict[str, Any], payload: bytes) -> Event:
-    """Return the event in a frame of an agent."""
-    kind = header["event"]
-    if kind == "output":
-        return Output(header["rank"], header["stream"], payload)
-    if kind == "exited":
-        return Exited(header["rank"], header["code"])
-    if kind == "unstartable":
-        return Unstartable(header["rank"], header["code"], header["text"])
-    if kind == "note":
-        return Note(host, header["text"])
-    if kind == "going":
-        return Going(host)
-    if kind == "ended":
-        return Ended(host, header["left"])
-    ssh = header["ssh"].split()  # the client's address and port, the server's address and port
-    server = ssh[2] if len(ssh) == 4 else ""
-    problem = header.get("problem", "")
-    return Ready(host, header["port"], server, header["interface_address"], problem)
+Event = AgentEvent | Lost | Signal | Unread
+_OF_AGENTS = {
+    each.__name__.lower(): each for each in (Ready, Output, Exited, Unstartable, Note, Ended, Going)
+}
 
 
 _READ_BYTES = 1 << 18
@@ -198,34 +189,21 @@ _MOST_STDERR = 4096  # bytes kept to explain a failure
 _SSH_FAILED = 255  # ssh's exit code for failures of its own
 
 
-@dataclass(frozen=True)
-class Ssh:
-    """The options of ssh for other hosts.
-
-    Attributes:
-        port: the port; None: ssh's own choice.
-        identity_file: the file of a private key; None: ssh's own choice.
-        arguments: additional arguments; they come first, so that their options take precedence.
-    """
-
-    port: int | None = None
-    identity_file: str | None = None
-    arguments: tuple[str, ...] = ()
-
-    def command(self, host: str) -> list[str]:
-        """Return the command that runs an agent on a host."""
-        words = ["ssh", *self.arguments, "-T", "-x", "-a"]
-        # No questions, since no user would see them; and no host key other than the first one seen.
-        options = {"BatchMode": "yes", "StrictHostKeyChecking": "accept-new", "ControlMaster": "no"}
-        options |= {"ServerAliveInterval": "15", "ServerAliveCountMax": "4"}
-        options["ClearAllForwardings"] = "yes"
-        for name, value in options.items():
-            words += ["-o", f"{name}={value}"]
-        if self.port is not None:
-            words += ["-p", str(self.port)]
-        if self.identity_file is not None:
-            words += ["-i", self.identity_file]
-        return [*words, "--", host, remote_command()]
+def ssh_command(options: Options, host: str) -> list[str]:
+    """Return the command that runs an agent on another host."""
+    # The user's arguments come first, so that their options take precedence.
+    words = ["ssh", *shlex.split(options.ssh_args), "-T", "-x", "-a"]
+    # No questions, since no user would see them; and no host key other than the first one seen.
+    settings = {"BatchMode": "yes", "StrictHostKeyChecking": "accept-new", "ControlMaster": "no"}
+    settings |= {"ServerAliveInterval": "15", "ServerAliveCountMax": "4"}
+    settings["ClearAllForwardings"] = "yes"
+    for name, value in settings.items():
+        words += ["-o", f"{name}={value}"]
+    if options.ssh_port is not None:
+        words += ["-p", str(options.ssh_port)]
+    if options.ssh_identity_file is not None:
+        words += ["-i", options.ssh_identity_file]
+    return [*words, "--", host, remote_command()]
 
 
 class HostConnection:
@@ -233,30 +211,21 @@ class HostConnection:
 
     Args:
         host: the name of the host.
-        ssh: the options of ssh; None: it is this host.
-        environment: the environment of the agent on this host, or of ssh.
-        grace_s: the grace period of its ranks when the agent gets SIGTERM.
-        drains: whether the job is elastic: then only the ranks get the signal, and may leave by
-            themselves. Otherwise all their processes get it.
-        interface: the network interface whose address the agent reports; empty: none.
+        spec: the job.
+
+    Raises:
+        InvalidArgumentError: there is no ssh here.
     """
 
-    def __init__(
-        self,
-        host: str,
-        ssh: Ssh | None,
-        environment: Mapping[str, str],
-        grace_s: float,
-        *,
-        drains: bool = False,
-        interface: str = "",
-    ) -> None:
-        self.host, self.is_local = host, ssh is None
-        command = agent_command() if ssh is None else ssh.command(host)
+    def __init__(self, host: str, spec: JobSpec) -> None:
+        self.host, self.is_local = host, is_this_host(host)
+        command = agent_command() if self.is_local else ssh_command(spec.options, host)
+        # The environment of the agent on this host is also that of its ranks.
+        environment = {n: text for n, text in spec.environment.items() if n not in spec.unset}
         try:
             self._process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -274,7 +243,7 @@ class HostConnection:
             os.set_blocking(fd, False)
         self.is_open = True  # the agent may still send events
         self.has_ended = False  # the agent has reported the end of its ranks
-        self.command = shlex.join(command[:-1] if ssh else command)
+        self.command = shlex.join(command if self.is_local else command[:-1])
         self._waiting = bytearray(agent_source())
         self._greeting: bytearray | None = bytearray()
         self._frames = FrameReader()
@@ -284,9 +253,10 @@ class HostConnection:
             do="hello",
             parent=os.getpid() if self.is_local else 0,
             silence_s=0.0 if self.is_local else _SILENCE_S,
-            grace_s=grace_s,
-            drains=drains,
-            interface=interface,
+            grace_s=spec.grace_s,  # for its ranks when it gets SIGTERM
+            # In an elastic job only the ranks get the signal, and may leave by themselves.
+            drains=spec.options.least is not None,
+            interface=spec.options.network_interface.partition(",")[0],
         )
 
     @property
@@ -329,8 +299,11 @@ class HostConnection:
             if not greeting:
                 return []
             self._greeting, data = None, bytes(rest)
-        events = [event_of(self.host, *each) for each in self._frames.feed(data)]
-        self.has_ended = self.has_ended or any(isinstance(event, Ended) for event in events)
+        events: list[Event] = []
+        for header, payload in self._frames.feed(data):
+            kind: type[AgentEvent] = _OF_AGENTS[header.pop("event")]
+            self.has_ended = self.has_ended or kind is Ended
+            events.append(kind(self.host, payload, **header))
         return events
 
     def read_errors(self) -> str:

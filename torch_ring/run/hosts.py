@@ -26,9 +26,7 @@ __all__ = [
     "expand_tasks",
     "find_hosts",
     "is_this_host",
-    "parse_host_lines",
     "parse_hosts",
-    "parse_slots",
     "read_hostfile",
 ]
 
@@ -45,21 +43,29 @@ class HostSlots:
     slots: int
 
 
-def parse_hosts(text: str) -> list[HostSlots]:
-    """Return the hosts of "host1:4,host2:4"; one without a number has one slot.
+def parse_hosts(text: str, separator: str = ",", slots: int = 1) -> list[HostSlots]:
+    """Return the hosts of "host1:4,host2:4", or of lines that a script prints.
 
     An IPv6 address stands in brackets, as in "[fd00::1]:4". The slots of a host that is named twice
     are added.
+
+    Args:
+        text: the hosts.
+        separator: "," or a line end; then there may be no host, and empty lines.
+        slots: the slots of a host without a number.
 
     Raises:
         InvalidArgumentError: the text has another format.
     """
     found = []
-    for item in text.split(","):
+    for item in text.split(separator):
+        if separator == "\n" and not item.strip():
+            continue
+        where = f"-H {text!r}: {item!r}" if separator == "," else f"{item!r}"
         match = re.fullmatch(r"\s*(\[[^\]]+\]|[^:\s]+)(?::(\d+))?\s*", item)
         if match is None:
-            raise InvalidArgumentError(f"-H {text!r}: {item!r} is not a host and slots: {_EXAMPLE}")
-        found.append(_host(match[1].strip("[]"), match[2] or "1", f"-H {text!r}"))
+            raise InvalidArgumentError(f"{where} is not a host and slots: {_EXAMPLE}")
+        found.append(_host(match[1].strip("[]"), match[2] or str(slots), where))
     return _merged(found)
 
 
@@ -93,31 +99,6 @@ def read_hostfile(path: str) -> list[HostSlots]:
     if not found:
         raise InvalidArgumentError(f"the host file {path!r} names no host: {_IN_A_FILE}")
     return _merged(found)
-
-
-def parse_host_lines(text: str, slots: int) -> list[HostSlots]:
-    """Return the hosts of lines "host" or "host:4", as a script prints them.
-
-    Args:
-        text: the lines; empty ones are ignored.
-        slots: the slots of a host without a number.
-
-    Raises:
-        InvalidArgumentError: a line has another format.
-    """
-    found = []
-    for line in text.splitlines():
-        if line.strip():
-            match = re.fullmatch(r"\s*(\[[^\]]+\]|[^:\s]+)(?::(\d+))?\s*", line)
-            if match is None:
-                raise InvalidArgumentError(f"{line!r} is not a host, as in host1:4")
-            found.append(_host(match[1].strip("[]"), match[2] or str(slots), f"{line!r}"))
-    return _merged(found)
-
-
-def parse_slots(hosts: str | Iterable[HostSlots]) -> list[HostSlots]:
-    """Return a list of hosts from a text, or from hosts."""
-    return parse_hosts(hosts) if isinstance(hosts, str) else _merged(hosts)
 
 
 def is_this_host(name: str) -> bool:
@@ -319,7 +300,7 @@ def find_hosts(script: str, slots: int, environment: Mapping[str, str]) -> list[
         why = f": {errors.strip()}" if errors.strip() else ""
         raise RingError(f"{script!r} failed with exit code {process.returncode}{why}")
     try:
-        return parse_host_lines(said, slots)
+        return parse_hosts(said, "\n", slots)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{script!r} has printed {error}") from None
 

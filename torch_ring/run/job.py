@@ -21,7 +21,6 @@ from torch_ring.run.host_connection import (
     Output,
     Ready,
     Signal,
-    Ssh,
     Unread,
     Unstartable,
 )
@@ -69,8 +68,7 @@ class Job:
     Args:
         spec: the program and its ranks.
         supervisor: the connections to hosts; the caller closes it.
-        ssh: the options of ssh for other hosts.
-        growth: decides about processes that are started later; None: there are none.
+        growth: decides about processes that are started later.
 
     Attributes:
         failure: the failure that has ended the job; None: no failure has.
@@ -78,15 +76,13 @@ class Job:
         results: the bytes that the ranks have written as their results, by rank.
     """
 
-    def __init__(
-        self, spec: JobSpec, supervisor: Supervisor, ssh: Ssh, growth: Growth | None = None
-    ) -> None:
+    def __init__(self, spec: JobSpec, supervisor: Supervisor, growth: Growth) -> None:
         self.failure: RankFailure | None = None
         self.finished: list[RankSlot] = []
         self._is_warned = False
         self.results: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._spec, self._supervisor, self._growth = spec, supervisor, growth
-        self._hosts = ReachedHosts(spec, supervisor, ssh)
+        self._hosts = ReachedHosts(spec, supervisor)
         self._processes = Processes(spec, supervisor, growth)
         self._screen = supervisor.screen
         self._signal = 0  # the signal that has ended the job
@@ -115,7 +111,7 @@ class Job:
         self._connect()
         if self._signal:
             return exit_code(-self._signal)
-        self._processes.begin(self._hosts.facts())
+        self._processes.begin(self._hosts.store())
         while self._processes.living() and not self._has_given_up():
             self._handle(self._supervisor.events(self._left_s()))
             self._check_time()
@@ -123,7 +119,7 @@ class Job:
         self._leave()
         if self._signal and (self.failure or self._processes.living()):
             return exit_code(-self._signal)
-        if self._growth is not None and not (self.finished or self.failure or self._code):
+        if self._growth.is_elastic and not (self.finished or self.failure or self._code):
             self._screen.say("all ranks have left: the job is not done")
             return exit_code(-signal.SIGTERM)
         return self._code or (exit_code(self.failure.code) if self.failure else 0)
@@ -156,7 +152,7 @@ class Job:
         """Start and remove the ranks that are due."""
         growth = self._growth
         is_ending = self._signal or self._close_at is not None or not self._processes.living()
-        if growth is None or is_ending or self.finished:
+        if is_ending or self.finished:
             return  # after some ranks have finished, none would let a newcomer in
         now = time.monotonic()
         growth.note_hosts()
@@ -164,18 +160,20 @@ class Job:
         if resets:
             self._screen.say(
                 f"the ranks have changed {resets} times (--reset-limit "
-                f"{self._spec.growth.reset_limit}): the job is ended"
+                f"{self._spec.options.reset_limit}): the job is ended"
             )
             self._code = 1
             self._end(FAILURE_GRACE_S)
             return
         for host in self._hosts.overdue():
             self._lost(Lost(host, f"did not answer within {self._spec.start_timeout_s:g} s"))
-        for slot in growth.due(now, self._processes.count):
+        most = self._spec.options.max_num_proc
+        for slot in growth.due(now):
+            if most is not None and self._processes.count >= most:
+                break
             if self._hosts.is_ready(slot.host):
-                if growth.has_room(self._processes.count):
-                    self.results.pop(slot.rank, None)  # the failed process's result
-                    self._processes.add(slot)
+                self.results.pop(slot.rank, None)  # the failed process's result
+                self._processes.add(slot)
             elif slot.host not in self._hosts.awaited:
                 self._hosts.connect(slot.host)
         self._processes.add_standbys(self._hosts.ready)
@@ -228,7 +226,7 @@ class Job:
             return
         failure = RankFailure(rank, lost.host, code, text)
         left = len(self._processes.living()) + len(self.finished)
-        least = self._spec.growth.least
+        least = self._spec.options.least
         if not self._is_ending() and least is not None and left >= least:
             self._screen.say(f"{failure}: the other {left} go{'es' if left == 1 else ''} on")
             return
@@ -249,7 +247,7 @@ class Job:
             self._lost(Lost(event.host, first_line(error)))
 
     def _host_goes(self, host: str) -> None:
-        if self._growth is not None and not self._is_ending():
+        if not self._is_ending():
             self._screen.say(
                 f"{host} got SIGTERM: its ranks have {self._spec.grace_s:g} s to leave"
             )
@@ -258,13 +256,11 @@ class Job:
     def _lost(self, event: Lost) -> None:
         was_ready = self._hosts.is_ready(event.host)
         self._hosts.lose(event.host)
-        if self._growth is not None and any(
-            map(self._processes.leaves, self._processes.on(event.host))
-        ):
+        if any(map(self._processes.leaves, self._processes.on(event.host))):
             self._growth.drain(event.host)  # ssh ended before the agent could report it
         for rank in self._processes.on(event.host):
             self._fail(rank, 1, f"is lost with its host: {event.reason}")
-        if self._growth is not None and not self._is_ending():
+        if not self._is_ending():
             if not was_ready:
                 self._screen.say(f"{event.host} cannot run ranks: {event.reason}")
             self._growth.lose(event.host, time.monotonic())
@@ -305,11 +301,10 @@ class Job:
 
     def _left_s(self) -> float:
         now = time.monotonic()
-        grows_at = None if self._growth is None else self._growth.next_at(now)
         overdue_at = self._hosts.next_at
         if overdue_at is not None and overdue_at <= now:
             overdue_at = None  # those hosts no longer matter
-        times = (self._end_at, self._close_at, overdue_at, grows_at)
+        times = (self._end_at, self._close_at, overdue_at, self._growth.next_at(now))
         ends = [each for each in times if each is not None]
         return max(0.0, min(ends) - now) if ends else 3600.0
 

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""slots_of, discover_hosts, secret_of, job_variables: a job's settings from the users' options."""
+"""JobSpec, slots_of, discover_hosts, ...: a job's settings from the users' options."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import os
 import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_ring.config import SETTINGS, Config
+from torch_ring.config.horovod_path import alias_variables
 from torch_ring.errors import InvalidArgumentError, TimeoutError
 from torch_ring.run.hosts import (
     Discovery,
@@ -21,15 +24,14 @@ from torch_ring.run.hosts import (
     assign,
     cluster_hosts,
     find_hosts,
-    parse_slots,
+    parse_hosts,
     read_hostfile,
 )
-from torch_ring.run.options import DEFAULT_GRACE_S, GrowthSettings
+from torch_ring.run.options import Options, seconds
 from torch_ring.setup.launchers import Identity, discover
 from torch_ring.setup.secret_file import read_secret
 
 __all__ = [
-    "JobFacts",
     "JobSpec",
     "discover_hosts",
     "exported",
@@ -37,46 +39,51 @@ __all__ = [
     "rank_environment",
     "secret_of",
     "slots_of",
-    "slots_of_hosts",
 ]
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The program of a job, and its processes.
+    """A job: the user's options, and the values that its ranks share.
 
     Attributes:
+        options: the user's options.
         slots: the slots of the ranks with which the job begins, by rank.
-        command: the command of each rank.
         environment: the launcher's environment, without the variables of launchers.
-        folder: the folder in which the ranks start.
         secret: the secret by which the ranks know one another.
-        interface, variables, unset: as in `JobFacts`.
-        start_timeout_s: the time limit for reaching all hosts.
-        grace_s: the grace period for the ranks after the launcher's SIGINT, SIGTERM or SIGHUP.
-        growth: the settings for failing ranks, and for hosts that come and go.
+        variables: additional variables of the ranks, which override the launcher's environment.
+        unset: variables of the launcher's environment that a rank must not have.
         given: the standard input of each rank.
         has_result: whether a rank's last argument is the number of a descriptor, to which it writes
             its result.
-        is_verbose: whether to print more.
-        numa_binding: the mode of binding ranks to CPUs; empty: they are not bound.
+        folder: the folder in which the ranks start.
+        run_id: the name of this start of the job.
     """
 
+    options: Options
     slots: Sequence[RankSlot]
-    command: Sequence[str]
     environment: Mapping[str, str]
-    folder: str
     secret: str = field(repr=False)
-    interface: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     unset: frozenset[str] = frozenset()
-    start_timeout_s: float = 30.0
-    grace_s: float = DEFAULT_GRACE_S
-    growth: GrowthSettings = field(default_factory=GrowthSettings)
     given: bytes = field(default=b"", repr=False)
     has_result: bool = False
-    is_verbose: bool = False
-    numa_binding: str = ""
+    folder: str = field(default_factory=os.getcwd)
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def start_timeout_s(self) -> float:
+        """The time limit for reaching all hosts."""
+        text = self.environment.get("HOROVOD_START_TIMEOUT", "30")
+        try:
+            return self.options.start_timeout or float(seconds(text))
+        except argparse.ArgumentTypeError as error:
+            raise InvalidArgumentError(f"HOROVOD_START_TIMEOUT={error}") from None
+
+    @property
+    def grace_s(self) -> float:
+        """The grace period for the ranks after SIGINT, SIGTERM or SIGHUP."""
+        return self.options.grace_period or 30.0
 
 
 # Variables of this host or this shell, which would be wrong on another host.
@@ -87,46 +94,24 @@ _OF_HOST = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class JobFacts:
-    """Values that all ranks of a job share.
-
-    Attributes:
-        run_id: the name of this start of the job.
-        secret: the secret by which the ranks know one another.
-        address, port: the address at which rank 0 serves the store.
-        interface: the network interface that the ranks use; empty: they choose.
-        variables: additional variables, which override the launcher's environment.
-        unset: variables of the launcher's environment that a rank must not have.
-    """
-
-    run_id: str
-    secret: str = field(repr=False)
-    address: str
-    port: int
-    interface: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    unset: frozenset[str] = frozenset()
-
-
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are valid on another host."""
     return {name: text for name, text in environment.items() if not _OF_HOST.fullmatch(name)}
 
 
 def rank_environment(
-    slot: RankSlot, job: JobFacts, environment: Mapping[str, str], is_local: bool, process: str = ""
+    slot: RankSlot, job: JobSpec, store: tuple[str, int], is_local: bool, process: str = ""
 ) -> dict[str, str]:
     """Return the variables of a rank, to be added to those of its host.
 
     Args:
         slot: the place of the rank.
         job: the values that all ranks share.
-        environment: the launcher's environment, without the variables of launchers.
+        store: the address and the port at which rank 0 serves the store.
         is_local: whether the rank is on the launcher's host.
         process: the name of its process in an elastic job; empty: it needs none.
     """
-    theirs = dict(environment) if is_local else exported(environment)
+    theirs = dict(job.environment) if is_local else exported(job.environment)
     theirs = {name: text for name, text in theirs.items() if name not in job.unset}
     theirs.setdefault("PYTHONUNBUFFERED", "1")  # show a rank's output at once
     places = {
@@ -141,8 +126,8 @@ def rank_environment(
     own = {
         "TORCH_RING_RUN_ID": job.run_id,
         "TORCH_RING_SECRET": job.secret,
-        "MASTER_ADDR": job.address,
-        "MASTER_PORT": str(job.port),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(slot.size),
         "LOCAL_RANK": str(slot.local_rank),
@@ -153,9 +138,9 @@ def rank_environment(
     }
     if process:
         own["TORCH_RING_PROCESS"] = process
-    if job.interface:
-        theirs.setdefault("NCCL_SOCKET_IFNAME", job.interface)
-        own["TORCH_RING_INTERFACE"] = job.interface.partition(",")[0]
+    if interface := job.options.network_interface:
+        theirs.setdefault("NCCL_SOCKET_IFNAME", interface)
+        own["TORCH_RING_INTERFACE"] = interface.partition(",")[0]
     return theirs | horovods | own | dict(job.variables)
 
 
@@ -164,11 +149,7 @@ _OF_ONE_SHELL = ("python", "env", "horovodrun")  # such variables may be left ov
 
 
 def slots_of(
-    size: int | None,
-    hosts: str | Iterable[HostSlots] | None,
-    hostfile: str | None,
-    environment: Mapping[str, str],
-    say: Callable[[str], None],
+    options: Options, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> list[RankSlot]:
     """Return the slots of a job's ranks.
 
@@ -176,9 +157,7 @@ def slots_of(
     in which this process runs; or else this one. In such a job a line names the hosts.
 
     Args:
-        size: the number of ranks; None: one for each slot.
-        hosts: as in -H.
-        hostfile: as in --hostfile.
+        options: the user's options.
         environment: the environment of this process.
         say: shows the user a line.
 
@@ -186,13 +165,11 @@ def slots_of(
         InvalidArgumentError: the hosts or the size are wrong, or this process is one of several.
     """
     _require_one_launcher()
-    if hosts is not None and hostfile is not None:
-        raise InvalidArgumentError("give hosts or a host file, and not both")
-    where = ""
-    if hosts is not None:
-        found = parse_slots(hosts)
-    elif hostfile is not None:
-        found = read_hostfile(hostfile)
+    size, where = options.num_proc, ""
+    if options.hosts is not None:
+        found = parse_hosts(options.hosts)
+    elif options.hostfile is not None:
+        found = read_hostfile(options.hostfile)
     else:
         job = cluster_hosts(environment)
         if job is None and size is None:
@@ -210,17 +187,15 @@ def slots_of(
 
 
 def discover_hosts(
-    growth: GrowthSettings,
-    size: int | None,
+    options: Options,
     environment: Mapping[str, str],
     variables: Mapping[str, str],
     say: Callable[[str], None],
-) -> Discovery:
-    """Return the hosts that a script finds, when they have enough slots to begin.
+) -> tuple[Discovery, list[RankSlot]]:
+    """Return the hosts that a script finds, when they have enough slots to begin, and all slots.
 
     Args:
-        growth: has the script, and the fewest ranks.
-        size: the number of ranks with which the job must begin; None: the fewest.
+        options: the user's options.
         environment: the environment of this process.
         variables: the variables of the ranks, with the time that they may wait for one another.
         say: shows the user a line.
@@ -231,40 +206,29 @@ def discover_hosts(
         TimeoutError: there were too few slots for TORCH_RING_ELASTIC_TIMEOUT.
     """
     _require_one_launcher()
-    script, least = str(growth.script), size or growth.least or 1
+    script, most = str(options.host_discovery_script), options.max_num_proc
+    least = options.num_proc or options.least or 1
     timeout_s = Config.from_environment({**environment, **variables}).elastic_timeout_s
-    find = functools.partial(find_hosts, script, growth.slots_per_host, environment)
+    find = functools.partial(find_hosts, script, options.slots or 1, environment)
     discovery = Discovery(find)
     discovery.start()
     deadline = time.monotonic() + timeout_s
     said = ""
     while sum(host.slots for host in discovery.hosts) < least:
-        there = ", ".join(f"{host.name}:{host.slots}" for host in discovery.hosts) or "no hosts"
-        if there != said:
-            said = there
-            say(f"{script!r} has found {there}: waits for slots for {least} ranks")
+        found = ", ".join(f"{host.name}:{host.slots}" for host in discovery.hosts) or "no hosts"
+        if found != said:
+            said = found
+            say(f"{script!r} has found {found}: waits for slots for {least} ranks")
         if time.monotonic() > deadline:
             discovery.close()
             raise TimeoutError(
-                f"{script!r} has found {there} within {timeout_s:g} s (--elastic-timeout), and "
+                f"{script!r} has found {found} within {timeout_s:g} s (--elastic-timeout), and "
                 f"there are to be {least} ranks"
             )
         time.sleep(_LOOK_S)
-    return discovery
-
-
-def slots_of_hosts(
-    hosts: Sequence[HostSlots], size: int | None, growth: GrowthSettings
-) -> list[RankSlot]:
-    """Return the slots of the ranks with which a job on discovered hosts begins: all slots.
-
-    Args:
-        hosts: the hosts that a script has found.
-        size: the fewest ranks with which the job may begin; None: any number.
-        growth: has the most ranks.
-    """
-    there = sum(host.slots for host in hosts)
-    return assign(hosts, max(size or 0, there if growth.most is None else min(there, growth.most)))
+    there = sum(host.slots for host in discovery.hosts)
+    wanted = max(options.num_proc or 0, there if most is None else min(there, most))
+    return discovery, assign(discovery.hosts, wanted)
 
 
 def secret_of(environment: Mapping[str, str], variables: Mapping[str, str]) -> str:
@@ -278,22 +242,26 @@ def secret_of(environment: Mapping[str, str], variables: Mapping[str, str]) -> s
 
 
 def job_variables(
-    wanted: Mapping[str, str | None], environment: Mapping[str, str]
+    options: Options, environment: Mapping[str, str]
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """Return the variables that an option gives the ranks, and those that they must not have.
+    """Return the variables that options give the ranks, and those that they must not have.
 
     Args:
-        wanted: values by name; None: the launcher's value.
+        options: the user's options.
         environment: the launcher's environment.
 
     Raises:
-        InvalidArgumentError: a variable without a value is not set here.
+        InvalidArgumentError: a variable without a value is not set here, or Horovod is installed
+            where TORCH_RING_AS_HOROVOD would hide it.
     """
-    variables = {}
-    for name, value in wanted.items():
+    counts = {"TORCH_RING_MIN_RANKS": options.least, "TORCH_RING_MAX_RANKS": options.max_num_proc}
+    variables = {name: str(number) for name, number in counts.items() if number is not None}
+    variables |= options.variables
+    for name, value in (options.env or {}).items():
         if value is None and name not in environment:
             raise InvalidArgumentError(f"--env {name}: is not set here: give a value, {name}=...")
         variables[name] = environment[name] if value is None else value
+    variables |= alias_variables({**environment, **variables})
     # An option overrides the environment, also variables that take precedence over its own.
     unset = {
         setting.variable

@@ -1,199 +1,232 @@
 # SPDX-License-Identifier: Apache-2.0
-"""parse_options: parses the command line of ``python -m torch_ring.run``, as horovodrun's."""
+"""Options: the options of a job, of ``python -m torch_ring.run`` (as horovodrun's) and of `run`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import shlex
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from torch_ring.config import SETTINGS
+from torch_ring.config.settings import count, number
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.run.numa import MODES
 
-__all__ = [
-    "DEFAULT_GRACE_S",
-    "GrowthSettings",
-    "Options",
-    "changes_nothing",
-    "count",
-    "growth_settings",
-    "parse_options",
-    "seconds",
-    "start_timeout_of",
-]
+__all__ = ["Options", "changes_nothing", "meanings", "parse_options", "seconds"]
 
 
-def count(text: str) -> int:
-    """Return a whole number, 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 1 or more")
-    return int(text)
+def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a reader whose errors argparse shows."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
 
 
-def count_or_zero(text: str) -> int:
-    """Return a whole number, 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 0 or more")
-    return int(text)
+_count, _count_or_zero = _reader(count(1, 10**9)), _reader(count(0, 10**9))
+seconds = _reader(number(0.001, most=1e6))
 
 
-def seconds(text: str) -> float:
-    """Return a number of seconds above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
-    return number
+def _names(texts: list[str]) -> str:
+    return ",".join(dict.fromkeys(name for text in texts for name in text.split(",")))
+
+
+def _variables(texts: list[str]) -> dict[str, str | None]:
+    """Return variables by name; None: the launcher's value."""
+    found: dict[str, str | None] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise InvalidArgumentError(f"--env {text!r}: must be NAME or NAME=VALUE")
+        found[name] = value if equals else None
+    return found
+
+
+def _option(
+    names: str,
+    kind: Callable[[str], Any] | None = str,
+    default: Any = None,
+    *,
+    elastic: bool = False,
+    joined: Callable[[list[Any]], Any] | None = None,
+    **more: Any,
+) -> Any:
+    """Return a field of `Options` that is an option of the command line.
+
+    Args:
+        names: its names.
+        kind: reads its value; None: it is a switch.
+        default: its value when it is not given.
+        elastic: whether it is for elastic training.
+        joined: returns its value from the values of each time that it is given, or from several
+            words; None: the last one counts.
+        more: more for argparse.
+    """
+    if kind is None:
+        default, more = False, {"action": "store_true"}
+    else:
+        more |= {"type": kind} | ({} if joined is None or "nargs" in more else {"action": "append"})
+    metadata = {"names": names.split(), "elastic": elastic, "joined": joined, "more": more}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
-class GrowthSettings:
-    """Settings of a job whose ranks may fail, and whose hosts may come and go.
+class Options:
+    """The options of a job: their meanings are those that --help shows, and the docs of `run`.
 
     Attributes:
-        least: the fewest ranks that go on when others have failed; None: none may fail.
-        most: the most ranks to which the job grows; None: no limit with a script; without one,
-            failed ranks are not replaced.
-        script: a command that prints the available hosts; None: the hosts stay the same.
-        slots_per_host: the slots of hosts for which the script gives no number.
-        reset_limit: the most changes of the ranks; None: no limit.
-        cooldown_s: the shortest and the longest time for which a host is left out if its ranks keep
-            failing; None: for good, and only with a script.
-        standbys: the number of processes that wait with torch imported, to replace a rank.
+        num_proc: the number of ranks; default: one for each slot of the hosts.
+        hosts: hosts and their slots, as in host1:4,host2:4; default: those of the job of Slurm,
+            Kubernetes, PBS or LSF in which the launcher runs, or this one.
+        hostfile: a file with lines such as `host1 slots=4`, in place of hosts.
+        ssh_port: the port of ssh on all other hosts.
+        ssh_identity_file: the file of a private key for ssh.
+        ssh_args: more for ssh, as in --ssh-args="-o User=me"
+        start_timeout: seconds in which all hosts must be reached; default: HOROVOD_START_TIMEOUT,
+            or 30.
+        grace_period: seconds after SIGINT, SIGTERM or SIGHUP until the ranks are ended; default:
+            30.
+        requeue: after SIGUSR1 or SIGUSR2, when the ranks have stopped, Slurm runs the job again.
+        output_filename: a folder for each rank's output, as in rank.3/stdout.
+        env: variables for all ranks; without a value: the launcher's.
+        network_interface: names of network interfaces that the ranks use, with commas; default:
+            they choose.
+        prefix_output_with_timestamp: put the time in front of each line.
+        numa_binding: bind each rank to CPUs of a NUMA node, as torchrun does.
+        verbose: say which ranks start where, and how.
+        min_num_proc: the fewest ranks that go on when others have failed; default: none may fail,
+            or with a script -np.
+        max_num_proc: failed ranks are started again, and ranks on new hosts, up to this number of
+            ranks.
+        host_discovery_script: a command that prints a line `host` or `host:slots` for each
+            available host, and is run every second; in place of hosts.
+        slots: the slots of a host for which the script gives no number; default: 1.
+        reset_limit: the job ends when its ranks change more often.
+        cooldown_range: the shortest and the longest time in seconds for which a host is left out
+            if its ranks keep failing; default: for good, and only with a script.
+        standby: the number of processes that wait with torch imported to take the place of a rank.
+        command: the command of each rank, and its arguments.
+        variables: variables by which other options reach the ranks.
+        notes: lines about options without effect.
+        shows: "build" or "version" to print only that; empty: run a job.
     """
 
-    least: int | None = None
-    most: int | None = None
-    script: str | None = None
-    slots_per_host: int = 1
-    reset_limit: int | None = None
-    cooldown_s: tuple[float, float] | None = None
-    standbys: int = 0
+    num_proc: int | None = _option("-np --num-proc", _count)
+    hosts: str | None = _option("-H --hosts")
+    hostfile: str | None = _option("-hostfile --hostfile", metavar="FILE")
+    ssh_port: int | None = _option("-p --ssh-port", _count)
+    ssh_identity_file: str | None = _option("-i --ssh-identity-file", metavar="FILE")
+    ssh_args: str = _option("--ssh-args", default="", metavar="WORDS")
+    start_timeout: float | None = _option("--start-timeout", seconds, metavar="S")
+    grace_period: float | None = _option("--grace-period", seconds, metavar="S")
+    requeue: bool = _option("--requeue", None)
+    output_filename: str | None = _option("--output-filename", metavar="DIR")
+    env: Mapping[str, str | None] | None = _option(
+        "--env", joined=_variables, metavar="NAME[=VALUE]"
+    )
+    network_interface: str = _option(
+        "--network-interface --network-interfaces", default="", joined=_names, metavar="NAMES"
+    )
+    prefix_output_with_timestamp: bool = _option(
+        "-prefix-timestamp --prefix-output-with-timestamp", None
+    )
+    numa_binding: str = _option("--numa-binding", default="", choices=MODES)
+    verbose: bool = _option("--verbose", None)
+    min_num_proc: int | None = _option("--min-np --min-num-proc", _count, elastic=True)
+    max_num_proc: int | None = _option("--max-np --max-num-proc", _count, elastic=True)
+    host_discovery_script: str | None = _option(
+        "--host-discovery-script", elastic=True, metavar="COMMAND"
+    )
+    slots: int | None = _option("--slots-per-host --slots", _count, elastic=True, metavar="N")
+    reset_limit: int | None = _option("--reset-limit", _count_or_zero, elastic=True, metavar="N")
+    cooldown_range: tuple[float, float] | None = _option(
+        "--blacklist-cooldown-range",
+        seconds,
+        elastic=True,
+        nargs=2,
+        joined=tuple,
+        metavar=("MIN", "MAX"),
+    )
+    standby: int = _option("--standby", _count, 0, elastic=True, metavar="N")
+    command: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    shows: str = ""
+
+    @property
+    def least(self) -> int | None:
+        """The fewest ranks that go on when others have failed; None: none may fail."""
+        if self.host_discovery_script is None:
+            return self.min_num_proc
+        return self.min_num_proc or self.num_proc or 1
 
     @property
     def grows(self) -> bool:
         """Whether processes are started while the job runs."""
-        return self.most is not None or self.script is not None
+        return self.max_num_proc is not None or self.host_discovery_script is not None
 
-    def variables(self) -> Mapping[str, str]:
-        """Return the variables by which the ranks get these settings."""
-        counts = {"TORCH_RING_MIN_RANKS": self.least, "TORCH_RING_MAX_RANKS": self.most}
-        return {name: str(number) for name, number in counts.items() if number is not None}
+    def __post_init__(self) -> None:
+        """Raise InvalidArgumentError if an option lacks another one, or contradicts it."""
+        least, most, script = self.least, self.max_num_proc, self.host_discovery_script
+        shortest, longest = self.cooldown_range or (0.0, 0.0)
+        names_hosts = self.hosts is not None or self.hostfile is not None
+        alone = "needs --max-np, or --host-discovery-script"
+        for is_wrong, text in (
+            (
+                self.hosts is not None and self.hostfile is not None,
+                "give hosts or a host file, and not both",
+            ),
+            (
+                script is not None and names_hosts,
+                "--host-discovery-script says which hosts there are: leave out -H and --hostfile",
+            ),
+            (
+                script is None and self.slots is not None,
+                "--slots-per-host needs --host-discovery-script; -H has slots itself",
+            ),
+            (most is not None and least is None, f"--max-np {most} needs --min-np"),
+            (
+                least is not None and most is not None and least > most,
+                f"--min-np {least} is more than --max-np {most}: lower it",
+            ),
+            (least is None and self.reset_limit is not None, "--reset-limit needs --min-np"),
+            (self.standby and not self.grows, f"--standby {alone}"),
+            (self.cooldown_range and not self.grows, f"--blacklist-cooldown-range {alone}"),
+            (
+                shortest > longest,
+                f"--blacklist-cooldown-range {shortest:g} {longest:g}: the first must not be more",
+            ),
+        ):
+            if is_wrong:
+                raise InvalidArgumentError(text)
 
-    def check(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
         """Raise InvalidArgumentError if a job cannot begin with `size` ranks."""
-        if self.least is not None and self.least > size:
+        least, most = self.least, self.max_num_proc
+        if least is not None and least > size:
             raise InvalidArgumentError(
-                f"--min-np {self.least}: there are {size} ranks: begin with more (-np), "
-                "or let fewer go on"
+                f"--min-np {least}: there are {size} ranks: begin with more (-np), or let fewer "
+                "go on"
             )
-        if self.most is not None and self.most < size:
+        if most is not None and most < size:
             raise InvalidArgumentError(
-                f"--max-np {self.most}: there are {size} ranks: begin with fewer (-np), or "
-                "allow more"
+                f"--max-np {most}: there are {size} ranks: begin with fewer (-np), or allow more"
             )
 
 
-def add_growth_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser."""
-    add = parser.add_argument_group(
-        "elastic training", "For programs that use torch_ring.elastic."
-    ).add_argument
-    add(
-        *("--min-np", "--min-num-proc"),
-        type=count,
-        help="ranks that go on when others have failed; default: none, or with "
-        "--host-discovery-script -np",
-    )
-    add(
-        *("--max-np", "--max-num-proc"),
-        type=count,
-        help="ranks that have failed are started again, and ranks on new hosts, up to this number",
-    )
-    add(
-        "--host-discovery-script",
-        metavar="COMMAND",
-        help="prints a line `host` or `host:slots` for each host; is run every second",
-    )
-    add(
-        *("--slots-per-host", "--slots"),
-        type=count,
-        metavar="N",
-        help="of hosts for which the script gives no number; default: 1",
-    )
-    add(
-        "--reset-limit",
-        type=count_or_zero,
-        metavar="N",
-        help="end the job when its ranks change more often",
-    )
-    add(
-        "--blacklist-cooldown-range",
-        nargs=2,
-        type=seconds,
-        metavar=("MIN", "MAX"),
-        help="seconds for which a host is left out whose ranks keep failing: MIN, and twice as "
-        "long each time, up to MAX; default: for good",
-    )
-    add(
-        "--standby",
-        type=count,
-        metavar="N",
-        help="processes that wait with torch imported to take the place of a rank",
-    )
-
-
-def growth_settings(args: argparse.Namespace) -> GrowthSettings:
-    """Return the settings of parsed options.
-
-    Raises:
-        InvalidArgumentError: an option lacks another one, or contradicts it.
-    """
-    least, most, script = args.min_np, args.max_np, args.host_discovery_script
-    if script is not None:
-        least = least or args.num_proc or 1
-        if args.hosts is not None or args.hostfile is not None:
-            raise InvalidArgumentError(
-                "--host-discovery-script says which hosts there are: leave out -H and --hostfile"
-            )
-    elif args.slots_per_host is not None:
-        raise InvalidArgumentError(
-            "--slots-per-host needs --host-discovery-script; -H has slots itself"
-        )
-    elif most is not None and least is None:
-        raise InvalidArgumentError(f"--max-np {most} needs --min-np")
-    if least is not None and most is not None and least > most:
-        raise InvalidArgumentError(f"--min-np {least} is more than --max-np {most}: lower it")
-    if least is None and args.reset_limit is not None:
-        raise InvalidArgumentError("--reset-limit needs --min-np")
-    settings = GrowthSettings(
-        least,
-        most,
-        script,
-        args.slots_per_host or 1,
-        args.reset_limit,
-        args.blacklist_cooldown_range and tuple(args.blacklist_cooldown_range),
-        args.standby or 0,
-    )
-    for option, value in (
-        ("--standby", args.standby),
-        ("--blacklist-cooldown-range", args.blacklist_cooldown_range),
-    ):
-        if value is not None and not settings.grows:
-            raise InvalidArgumentError(f"{option} needs --max-np, or --host-discovery-script")
-    shortest, longest = settings.cooldown_s or (0.0, 0.0)
-    if shortest > longest:
-        raise InvalidArgumentError(
-            f"--blacklist-cooldown-range {shortest:g} {longest:g}: the first must not be more"
-        )
-    return settings
+def meanings() -> dict[str, str]:
+    """Return the meaning of each field of `Options`, from its docstring."""
+    _, _, attributes = (Options.__doc__ or "").partition("Attributes:")
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 # Section -> prefix of its keys in the names of the options.
@@ -207,7 +240,7 @@ _SECTIONS = {
 }
 
 
-def read_config(path: str) -> dict[str, Any]:
+def _read_config(path: str) -> dict[str, Any]:
     """Return the values of options by their names, such as "cycle_time_ms".
 
     Raises:
@@ -233,69 +266,18 @@ def read_config(path: str) -> dict[str, Any]:
             values["verbose"] = content
         elif section in _SECTIONS and isinstance(content, dict):
             for key, value in content.items():
-                values |= _option(section, str(key).replace("-", "_"), value)
+                name = _SECTIONS[section] + str(key).replace("-", "_")
+                if key == "enabled":
+                    name = section
+                    if section == "stall_check":
+                        name, value = "no_stall_check", not value
+                values[name] = value
         elif section != "controller":  # torch_ring has only one
             raise InvalidArgumentError(
                 f"--config-file {path!r}: {section!r} is not a section (they are "
                 f"{', '.join(_SECTIONS)})"
             )
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _option(section: str, key: str, value: Any) -> dict[str, Any]:
-    if key == "enabled":
-        is_stall_check = section == "stall_check"
-        return {"no_stall_check" if is_stall_check else section: value != is_stall_check}
-    return {_SECTIONS[section] + key: value}
-
-
-_DEFAULT_START_TIMEOUT_S = 30.0
-DEFAULT_GRACE_S = 30.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a command line.
-
-    Attributes:
-        command: the command of each rank.
-        size: the number of ranks; None: one for each slot.
-        growth: the settings for failing ranks, and for hosts that come and go.
-        hosts, hostfile: the hosts; None: those of the cluster's job in which this process runs, or
-            this one.
-        ssh_port, ssh_identity_file, ssh_arguments: the options of ssh for other hosts.
-        start_timeout_s: the time limit for reaching all hosts.
-        grace_s: the grace period for the ranks after SIGINT, SIGTERM or SIGHUP.
-        requeues: whether Slurm runs the job again after SIGUSR1 or SIGUSR2.
-        output_folder: a folder for the ranks' output; None: it is not kept.
-        interface: the network interface for the ranks, or several with commas; empty: they choose.
-        variables: the variables for the ranks; None stands for the launcher's value.
-        with_time: whether to put the time before each line.
-        is_verbose: whether to print more.
-        shows: "build" or "version" to print only that; empty: run a job.
-        notes: lines about options without effect.
-        numa_binding: the mode of binding ranks to CPUs, one of numa.MODES; empty: no binding.
-    """
-
-    command: Sequence[str] = ()
-    size: int | None = None
-    growth: GrowthSettings = field(default_factory=GrowthSettings)
-    hosts: str | None = None
-    hostfile: str | None = None
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    ssh_arguments: tuple[str, ...] = ()
-    start_timeout_s: float = _DEFAULT_START_TIMEOUT_S
-    grace_s: float = DEFAULT_GRACE_S
-    requeues: bool = False
-    output_folder: str | None = None
-    interface: str = ""
-    variables: Mapping[str, str | None] = field(default_factory=dict)
-    with_time: bool = False
-    is_verbose: bool = False
-    shows: str = ""
-    notes: tuple[str, ...] = ()
-    numa_binding: str = ""
 
 
 @dataclass(frozen=True)
@@ -348,84 +330,67 @@ _OPPOSITES = {  # the option that switches the other one off
 }
 _SAME = {"--log-with-timestamp": ("--no-log-hide-timestamp",)}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-# Options that choose among alternatives of which torch_ring has only one.
-_WITHOUT_MEANING = {
+# Options that choose among alternatives of which torch_ring has only one. Those of the second group
+# have a value.
+_SWITCHES_WITHOUT_MEANING = {
     "--gloo": "the ranks find one another in one way only",
     "--mpi": "the ranks are started without MPI; mpirun starts them as well",
     "--jsrun": "the ranks are started by ssh",
     "--disable-cache": "nothing is cached",
     "--tcp": "TORCH_RING_TRANSPORT=tcp in --env has that meaning between ranks",
 }
-_WITHOUT_MEANING_VALUED = {
+_WITHOUT_MEANING = _SWITCHES_WITHOUT_MEANING | {
     "--mpi-args": "the ranks are started without MPI",
     "--binding-args": "ranks are not bound to cores",
 }
 
 
-def parse_options(
-    arguments: Sequence[str] | None, environment: Mapping[str, str], prog: str
-) -> Options:
+def parse_options(arguments: Sequence[str] | None, prog: str) -> Options:
     """Return the options of a command line, and of its configuration file.
 
     Raises:
         InvalidArgumentError: an option lacks another one; or the file or a value is wrong.
         SystemExit: as argparse, after it has printed the usage.
     """
-    args = _parser(prog).parse_args(arguments)
-    growth = growth_settings(args)
-    config = read_config(args.config_file) if args.config_file else {}
-    is_verbose = args.verbose or bool(config.pop("verbose", False))
-    values = config | {name: each for name, each in args.tunables.items() if each is not None}
-    variables: dict[str, str | None] = {}
-    notes = [changes_nothing(option) for option in args.notes or ()]
+    given = vars(_parser(prog).parse_args(arguments))
+    config_file = given.pop("config_file", None)
+    config = _read_config(config_file) if config_file else {}
+    given["verbose"] = given.get("verbose", False) or bool(config.pop("verbose", False))
+    notes = [changes_nothing(each) for each in _WITHOUT_MEANING if given.pop(_name(each), None)]
+    variables: dict[str, str] = {}
     for tunable in _TUNABLES:
-        value = values.pop(_name(tunable.option), None)
+        name = _name(tunable.option)
+        of_file = config.pop(name, None)
+        value = given.pop(name, of_file)
         if value is None:
             continue
         variables[tunable.variable] = _text_of(tunable, value)
         if not _is_read(tunable.variable) and value is not False:
             notes.append(f"{tunable.option} changes nothing: torch_ring has no use for it")
-    if values:
+    if config:
         raise InvalidArgumentError(
-            f"{args.config_file!r}: no option: {', '.join(sorted(values))}: --help lists them"
+            f"{config_file!r}: no option: {', '.join(sorted(config))}: --help lists them"
         )
-    variables |= growth.variables()
-    variables |= dict(_variable(text) for text in args.env or ())
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    return Options(
-        command,
-        args.num_proc,
-        growth,
-        args.hosts,
-        args.hostfile,
-        args.ssh_port,
-        args.ssh_identity_file,
-        tuple(shlex.split(args.ssh_args or "")),
-        args.start_timeout or start_timeout_of(environment),
-        args.grace_period or DEFAULT_GRACE_S,
-        args.requeue,
-        args.output_filename,
-        ",".join(dict.fromkeys(name for each in args.nics or () for name in each.split(","))),
-        variables,
-        args.with_time,
-        is_verbose,
-        args.shows or "",
-        tuple(notes),
-        args.numa_binding,
-    )
+    for each in fields(Options):
+        if each.name in given and (joined := each.metadata.get("joined")):
+            given[each.name] = joined(given[each.name])
+    if given["command"][:1] == ["--"]:
+        del given["command"][0]
+    return Options(**given, variables=variables, notes=tuple(notes))
 
 
 def changes_nothing(option: str) -> str:
     """Return the line about an option, or an argument of `run`, without effect."""
-    reasons = _WITHOUT_MEANING | _WITHOUT_MEANING_VALUED
     name = "--" + option.lstrip("-").removeprefix("use_").replace("_", "-")
-    return f"{option} changes nothing: {reasons[name]}"
+    return f"{option} changes nothing: {_WITHOUT_MEANING[name]}"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
+    """Return a parser whose results have only the options that are given."""
     parser = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         description="Starts the ranks of a job on this host and, by ssh, on others. Options are "
         "those of horovodrun.",
         epilog="The output of each rank comes with its number in front. If a rank fails, the "
@@ -440,61 +405,28 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         const="build",
         help="show the build of torch_ring, and the libraries that it can use here",
     )
-    add = parser.add_argument
-    add("-np", "--num-proc", type=count, help="ranks; default: as many as there are slots")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "-H", "--hosts", help="host1:4,host2:4: hosts and their slots; default: this one"
+    elastic = parser.add_argument_group(
+        "elastic training", "For programs that use torch_ring.elastic."
     )
-    where.add_argument(
-        "-hostfile", "--hostfile", metavar="FILE", help="lines such as `host1 slots=4`"
-    )
-    add("-p", "--ssh-port", type=count, help="of all hosts")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="a private key")
-    add("--ssh-args", metavar="WORDS", help='more for ssh, as in --ssh-args="-o User=me"')
-    add("--start-timeout", type=seconds, metavar="S", help="to reach all hosts; default: 30")
-    add(
-        "--grace-period",
-        type=seconds,
-        metavar="S",
-        help="after SIGINT, SIGTERM or SIGHUP, until the ranks are ended; default: 30",
-    )
-    add(
-        "--requeue",
-        action="store_true",
-        help="after SIGUSR1 or SIGUSR2, when the ranks have stopped, let Slurm run the job again",
-    )
-    add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
-    add("--env", action="append", metavar="NAME[=VALUE]", help="a variable for all ranks")
-    add(
-        *("--network-interface", "--network-interfaces"),
-        dest="nics",
-        action="append",
-        metavar="NAMES",
-        help="that the ranks use",
-    )
-    add(
-        *("-prefix-timestamp", "--prefix-output-with-timestamp"),
-        dest="with_time",
-        action="store_true",
-        help="put the time in front of each line, too",
-    )
-    add(
-        "--numa-binding",
-        choices=MODES,
-        default="",
-        help="bind each rank to CPUs of a NUMA node, as torchrun does",
-    )
-    add("--config-file", metavar="FILE", help="options in YAML; those given here go first")
-    add("--verbose", action="store_true", help="say which ranks start where, and how")
+    texts = meanings()
+    for each in fields(Options):
+        if each.metadata:
+            to = elastic if each.metadata["elastic"] else parser
+            more = {"dest": each.name, "help": texts.get(each.name), **each.metadata["more"]}
+            to.add_argument(*each.metadata["names"], **more)
+    show("--config-file", metavar="FILE", help="options in YAML; those given here go first")
     _add_tunables(parser)
-    _add_others(parser)
-    add("command", nargs=argparse.REMAINDER, help="the command of each rank, and its arguments")
+    group = parser.add_argument_group("of horovodrun", "These are accepted, and change nothing.")
+    for option in _WITHOUT_MEANING:
+        if option in _SWITCHES_WITHOUT_MEANING:
+            group.add_argument(option, action="store_true")
+        else:
+            group.add_argument(option)
+    show("command", nargs=argparse.REMAINDER, help=texts.get("command"))
     return parser
 
 
 def _add_tunables(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(tunables={})
     group = parser.add_argument_group(
         "settings of the ranks", "They become variables of Horovod, which torch_ring honours."
     )
@@ -502,52 +434,12 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
         name = _name(tunable.option)
         if tunable.kind is not None:
             levels = _LEVELS if tunable.option == "--log-level" else None
-            group.add_argument(
-                tunable.option, action=_StoreTunable, dest=name, type=tunable.kind, choices=levels
-            )
+            group.add_argument(tunable.option, type=tunable.kind, choices=levels)
             continue
         on = (tunable.option, *_SAME.get(tunable.option, ()))
         off = _OPPOSITES.get(tunable.option, (f"--no-{name.replace('_', '-')}",))
-        group.add_argument(*on, action=_StoreTunable, dest=name, nargs=0, const=True)
-        group.add_argument(
-            *off, action=_StoreTunable, dest=name, nargs=0, const=False, help=argparse.SUPPRESS
-        )
-
-
-def _add_others(parser: argparse.ArgumentParser) -> None:
-    add_growth_options(parser)
-    group = parser.add_argument_group("of horovodrun", "These are accepted, and change nothing.")
-    for option in _WITHOUT_MEANING:
-        group.add_argument(option, action=_Remark, dest="notes", nargs=0)
-    for option in _WITHOUT_MEANING_VALUED:
-        group.add_argument(option, action=_Remark, dest="notes")
-
-
-class _StoreTunable(argparse.Action):
-    """Puts a value into the dictionary of tunables; the last of several values counts."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,  # noqa: ARG002
-    ) -> None:
-        value = self.const if self.nargs == 0 else values
-        namespace.tunables = {**namespace.tunables, self.dest: value}
-
-
-class _Remark(argparse.Action):
-    """Remembers an option without effect."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,  # noqa: ARG002
-        option_string: str | None = None,
-    ) -> None:
-        namespace.notes = [*(namespace.notes or ()), str(option_string)]
+        group.add_argument(*on, dest=name, action="store_true")
+        group.add_argument(*off, dest=name, action="store_false", help=argparse.SUPPRESS)
 
 
 def _name(option: str) -> str:
@@ -569,19 +461,3 @@ def _is_read(variable: str) -> bool:
         variable in (setting.variable, *(alias for alias, _ in setting.aliases))
         for setting in SETTINGS
     )
-
-
-def _variable(text: str) -> tuple[str, str | None]:
-    name, equals, value = text.partition("=")
-    if not name or "\0" in text:
-        raise InvalidArgumentError(f"--env {text!r}: must be NAME or NAME=VALUE")
-    return name, value if equals else None
-
-
-def start_timeout_of(environment: Mapping[str, str]) -> float:
-    """Return the default time limit for reaching hosts, in seconds."""
-    text = environment.get("HOROVOD_START_TIMEOUT", "")
-    try:
-        return seconds(text) if text else _DEFAULT_START_TIMEOUT_S
-    except argparse.ArgumentTypeError as error:
-        raise InvalidArgumentError(f"HOROVOD_START_TIMEOUT={error}") from None

@@ -12,7 +12,7 @@ from typing import Any
 from torch_ring.run import standby_process
 from torch_ring.run.growth import Growth, standby_command
 from torch_ring.run.hosts import RankSlot
-from torch_ring.run.job_settings import JobFacts, JobSpec, rank_environment
+from torch_ring.run.job_settings import JobSpec, rank_environment
 from torch_ring.run.supervisor import Supervisor
 
 __all__ = ["Processes"]
@@ -43,15 +43,15 @@ class Processes:
     Args:
         spec: the program and its ranks.
         supervisor: the connections to hosts.
-        growth: decides about processes that are started later; None: there are none.
+        growth: decides about processes that are started later.
     """
 
-    def __init__(self, spec: JobSpec, supervisor: Supervisor, growth: Growth | None) -> None:
+    def __init__(self, spec: JobSpec, supervisor: Supervisor, growth: Growth) -> None:
         self._spec, self._supervisor, self._growth = spec, supervisor, growth
         self._screen = supervisor.screen
         self._running: dict[int, _Process] = {}
         self._starts: dict[int, int] = {}  # number of processes started in each slot
-        self._facts: JobFacts | None = None
+        self._store = "", 0  # the address and the port of rank 0
 
     # --- the present processes
 
@@ -74,20 +74,20 @@ class Processes:
 
     # --- starts
 
-    def begin(self, facts: JobFacts) -> None:
-        """Start the ranks with which the job begins."""
-        self._facts = facts
+    def begin(self, store: tuple[str, int]) -> None:
+        """Start the ranks with which the job begins; rank 0 serves the store at this address."""
+        self._store = store
         for slot in self._spec.slots:
-            if self._spec.is_verbose:
+            if self._spec.options.verbose:
                 self._screen.say(f"rank {slot.rank} starts on {slot.host}")
             self._start(slot, self._name(slot), is_newcomer=False)
         self._expect()
 
     def add(self, slot: RankSlot) -> None:
         """Start a rank while the others run, from a standby process if there is one."""
-        assert self._growth is not None
         again = " again" if slot.rank in self._starts else ""
-        standby = self._growth.start(slot)
+        self._growth.table.start(slot)
+        standby = self._growth.standbys.take(slot.host)
         how = "" if standby is None else ", from a standby process"
         self._screen.say(f"rank {slot.rank} starts on {slot.host}{again}{how}")
         name = self._name(slot)
@@ -107,16 +107,18 @@ class Processes:
 
     def add_standbys(self, hosts: Collection[str]) -> None:
         """Start the missing standby processes on some of these hosts."""
-        assert self._growth is not None
         for number, slot in self._growth.standbys_to_start(hosts, time.monotonic()):
             text = Path(standby_process.__file__).read_bytes()
             self._send_start(
-                slot, number, standby_command(self._spec.command), standby_process.program(text)
+                slot,
+                number,
+                standby_command(self._spec.options.command),
+                standby_process.program(text),
             )
 
     def _start(self, slot: RankSlot, name: str, *, is_newcomer: bool) -> None:
         spec = self._spec
-        self._send_start(slot, slot.rank, spec.command, spec.given, name, is_newcomer)
+        self._send_start(slot, slot.rank, spec.options.command, spec.given, name, is_newcomer)
         self._note(slot, name, is_newcomer)
 
     def _send_start(
@@ -143,33 +145,30 @@ class Processes:
     def _place(self, slot: RankSlot) -> dict[str, Any]:
         """Return the values by which an agent chooses the CPUs of a rank."""
         numbers = {"local_rank": slot.local_rank, "local_size": slot.local_size}
-        return {"numa_binding": self._spec.numa_binding, **numbers}
+        return {"numa_binding": self._spec.options.numa_binding, **numbers}
 
     def _environment(self, slot: RankSlot, name: str, is_newcomer: bool) -> dict[str, str]:
-        assert self._facts is not None
         is_local = self._supervisor.connections[slot.host].is_local
-        found = rank_environment(slot, self._facts, self._spec.environment, is_local, name)
+        found = rank_environment(slot, self._spec, self._store, is_local, name)
         if is_newcomer:
             found["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
         return found
 
     def _name(self, slot: RankSlot) -> str:
         self._starts[slot.rank] = self._starts.get(slot.rank, 0) + 1
-        return "" if self._growth is None else f"{slot.rank}.{self._starts[slot.rank]}"
+        return f"{slot.rank}.{self._starts[slot.rank]}" if self._growth.is_elastic else ""
 
     def _note(self, slot: RankSlot, name: str, is_newcomer: bool) -> None:
         self._running[slot.rank] = _Process(slot, name, time.monotonic(), is_newcomer)
 
     def _waits(self, process: _Process) -> bool:
         """Return whether a process has not been let in yet."""
-        growth = self._growth
-        return process.is_newcomer and growth is not None and not growth.is_let_in(process.name)
+        return process.is_newcomer and not self._growth.is_let_in(process.name)
 
     def _expect(self) -> None:
         """Tell `growth` the living processes that make the job's first world."""
-        if self._growth is not None:
-            living = self._running.values()
-            self._growth.expect({p.name: p.slot.rank for p in living if not p.is_newcomer})
+        living = self._running.values()
+        self._growth.expect({p.name: p.slot.rank for p in living if not p.is_newcomer})
 
     # --- ends
 
@@ -179,7 +178,6 @@ class Processes:
         Args:
             done: the number of ranks that have finished.
         """
-        assert self._growth is not None
         leaving = []
         for slot in self._growth.leaving(self.living(), done):
             process = self._running[slot.rank]
@@ -202,10 +200,10 @@ class Processes:
 
     def leaves(self, rank: int) -> bool:
         """Return whether a process leaves the job, as the launcher or a signal has asked it to."""
-        process, growth = self._running.get(rank), self._growth
-        if process is None or growth is None:
+        process = self._running.get(rank)
+        if process is None:
             return False
-        return process.leaves or growth.is_left_by(process.name)
+        return process.leaves or self._growth.is_left_by(process.name)
 
     def _end(self, rank: int, process: _Process, text: str) -> None:
         """Note the end of a process without a failure; report it unless `text` is empty."""
@@ -214,8 +212,7 @@ class Processes:
         self._screen.finish(rank)
         if text:
             self._screen.say(f"rank {rank} on {process.slot.host} {text}")
-        if self._growth is not None:
-            self._growth.end(process.slot, time.monotonic())
+        self._growth.table.end(process.slot, time.monotonic())
 
     def fail(self, rank: int, text: str, *, is_ending: bool) -> RankSlot | None:
         """Note that a process has failed; return its slot if it was a rank.
@@ -227,8 +224,10 @@ class Processes:
         """
         self._screen.finish(rank)
         if rank < 0:
-            if self._growth is not None and not is_ending:
-                self._growth.end_standby(rank, text)
+            if not is_ending and self._growth.standbys.end(rank):
+                self._screen.say(
+                    f"a standby process {text}, as those before it: no more are started"
+                )
             return None
         process = self._running.get(rank)
         if process is None:
@@ -242,7 +241,7 @@ class Processes:
         slot, now = process.slot, time.monotonic()
         if waited and not is_ending:
             self._screen.say(f"rank {rank} on {slot.host} {text}, before it was let in")
-        if self._growth is not None and not is_ending:
+        if not is_ending:
             self._growth.fail(slot, now - process.began_at, now)
         return None if waited else slot
 

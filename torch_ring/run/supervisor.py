@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import time
 from collections.abc import Collection, Sequence
 
 from torch_ring.errors import InvalidArgumentError
-from torch_ring.run.host_connection import Event, HostConnection, Output, Ready, Signal, Ssh, Unread
-from torch_ring.run.hosts import is_this_host
-from torch_ring.run.job_settings import JobFacts, JobSpec
+from torch_ring.run.host_connection import Event, HostConnection, Output, Ready, Signal, Unread
+from torch_ring.run.job_settings import JobSpec
 from torch_ring.run.screen import Screen
 from torch_ring.setup.network import is_loopback, is_loopback_name, own_address
 
@@ -24,7 +22,7 @@ _BEAT_S = 5.0  # longest interval between signs of life to the hosts
 class Supervisor:
     """Waits for events, and meanwhile moves bytes: requests to hosts, the ranks' output to readers.
 
-    It makes no decisions; the caller of `events` does. Hosts may be added at any time.
+    It makes no decisions; the caller of `events` does. `connections` may grow at any time.
 
     Thread: one. Blocking: only `events` and `drain`. A slow stream does not hold up the others.
 
@@ -39,10 +37,6 @@ class Supervisor:
         self.connections: dict[str, HostConnection] = {}
         self._signals, self._show_errors = signals, show_errors
         self._is_unread = False
-
-    def add(self, connection: HostConnection) -> None:
-        """Listen to a host."""
-        self.connections[connection.host] = connection
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Return the new events; empty after `timeout_s`. Output goes to the screen."""
@@ -123,11 +117,10 @@ class ReachedHosts:
     Args:
         spec: the program and its ranks.
         supervisor: gets the connections.
-        ssh: the options of ssh for other hosts.
     """
 
-    def __init__(self, spec: JobSpec, supervisor: Supervisor, ssh: Ssh) -> None:
-        self._spec, self._supervisor, self._ssh = spec, supervisor, ssh
+    def __init__(self, spec: JobSpec, supervisor: Supervisor) -> None:
+        self._spec, self._supervisor = spec, supervisor
         self._ready: dict[str, Ready] = {}
         self._deadlines: dict[str, float] = {}  # for hosts that have not answered yet
 
@@ -137,24 +130,13 @@ class ReachedHosts:
         Raises:
             InvalidArgumentError: there is no ssh here.
         """
-        spec = self._spec
-        # The agent's environment is also that of its ranks.
-        environment = {n: text for n, text in spec.environment.items() if n not in spec.unset}
-        ssh = None if is_this_host(host) else self._ssh
         before = self._supervisor.connections.get(host)
         if before is not None:
             before.close()
-        connection = HostConnection(
-            host,
-            ssh,
-            environment,
-            spec.grace_s,
-            drains=spec.growth.least is not None,
-            interface=spec.interface.partition(",")[0],
-        )
-        self._supervisor.add(connection)
-        self._deadlines[host] = time.monotonic() + spec.start_timeout_s
-        if spec.is_verbose and ssh is not None:
+        connection = HostConnection(host, self._spec)
+        self._supervisor.connections[host] = connection
+        self._deadlines[host] = time.monotonic() + self._spec.start_timeout_s
+        if self._spec.options.verbose and not connection.is_local:
             self._supervisor.screen.say(f"{host} is reached by: {connection.command}")
 
     def note(self, event: Ready) -> None:
@@ -198,22 +180,16 @@ class ReachedHosts:
         """The time when the next host will be overdue; None: all have answered."""
         return min(self._deadlines.values(), default=None)
 
-    def facts(self) -> JobFacts:
-        """Return the ranks' shared values. Call it when all hosts of their slots have answered."""
-        spec = self._spec
-        first = self._ready[spec.slots[0].host]
-        facts = JobFacts(
-            run_id=secrets.token_hex(8),
-            secret=spec.secret,
-            address=self._address(first, [self._ready[slot.host] for slot in spec.slots]),
-            port=first.port,
-            interface=spec.interface,
-            variables=spec.variables,
-            unset=spec.unset,
-        )
-        if spec.is_verbose:
-            self._supervisor.screen.say(f"rank 0 serves at {facts.address}, port {facts.port}")
-        return facts
+    def store(self) -> tuple[str, int]:
+        """Return the address and the port at which rank 0 serves the store.
+
+        Call it when all hosts of the ranks have answered.
+        """
+        hosts = [self._ready[slot.host] for slot in self._spec.slots]
+        address, port = self._address(hosts[0], hosts), hosts[0].port
+        if self._spec.options.verbose:
+            self._supervisor.screen.say(f"rank 0 serves at {address}, port {port}")
+        return address, port
 
     def _address(self, first: Ready, hosts: Sequence[Ready]) -> str:
         """Return an address of rank 0's host that the other hosts can reach."""

@@ -104,8 +104,8 @@ FAULTS = (
     ),
     Fault(
         "home_sent", "variables of this host reach ranks on another one", SETTINGS,
-        "theirs = dict(environment) if is_local else exported(environment)",
-        "theirs = dict(environment)",
+        "theirs = dict(job.environment) if is_local else exported(job.environment)",
+        "theirs = dict(job.environment)",
         tests=("run/test_run_hosts.py::test_the_variables_of_a_rank",),
     ),
     Fault(
@@ -152,7 +152,7 @@ FAULTS = (
     ),
     Fault(
         "newcomer_waits_counted", "a process that waits to be let in counts as a rank", PROCESSES,
-        "return process.is_newcomer and growth is not None and not growth.is_let_in(process.name)",
+        "return process.is_newcomer and not self._growth.is_let_in(process.name)",
         "return False",
         tests=(
             "run/test_run_elastic.py::test_processes_that_wait_to_be_let_in_are_no_living_ranks",
