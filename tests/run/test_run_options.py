@@ -135,7 +135,7 @@ def test_variables_for_the_ranks():
     wanted = parse("--env", "A=1=2", "--env", "B", "--env", "C=", "true")
     assert job_variables(wanted, {"B": "b", "D": "d"})[0] == {"A": "1=2", "B": "b", "C": ""}
     of_elastic = job_variables(parse("--min-np", "2", "--max-np", "8", "true"), {})[0]
-    assert of_elastic == {"TORCH_RING_MIN_RANKS": "2", "TORCH_RING_MAX_RANKS": "8"}
+    assert of_elastic == {"TORCH_RING_MIN_RANKS": "2"}
     with pytest.raises(InvalidArgumentError, match="--env B: is not set here"):
         job_variables(wanted, {})
     with pytest.raises(InvalidArgumentError, match="must be NAME or NAME=VALUE"):

@@ -8,7 +8,7 @@ import difflib
 import os
 import socket
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch_ring.config.words import WORLD, Words
@@ -201,52 +201,330 @@ def threads_are_chosen(environment: Mapping[str, str] = os.environ) -> bool:
     return any(environment.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
+# Milliseconds. A longer window would delay operations that a program polls, also those of init().
+_LONGEST_WINDOW = 1000.0
+
+
+def setting(
+    variable: str,
+    default: Any,
+    parse: Callable[[str], Any],
+    meaning: str,
+    aliases: tuple[tuple[str, Callable[[str], Any]], ...] = (),
+    common: bool = False,
+    group: str = "",
+    is_secret: bool = False,
+) -> Any:
+    """Return a field of `Config` that is a `Setting`; `repr` leaves out a secret."""
+    of = (variable, parse, meaning, aliases, common, group)
+    return field(default=default, repr=not is_secret, metadata={"of": of})
+
+
 @dataclass(frozen=True)
 class Config:
-    """The settings of a world; see `SETTINGS` for the variables behind them."""
+    """The settings of a world, each with its variable, its default and its meaning."""
 
-    transport: str = "auto"
-    timeout_s: float = 0.0
+    transport: str = setting(
+        "TORCH_RING_TRANSPORT",
+        "auto",
+        one_of("auto", "shm", "tcp"),
+        "auto: shared memory inside hosts, TCP between them; shm: shared memory, an error on "
+        "several hosts; tcp: TCP between all ranks",
+        common=True,
+        group="Transports",
+    )
+    network: str = setting(
+        "TORCH_RING_NETWORK",
+        "tcp",
+        one_of("tcp", "ucx", "auto"),
+        "transport of collectives' data between hosts, on CPUs: tcp, ucx, or auto, which is ucx "
+        "where all ranks have RDMA and the same UCX (docs/rdma.md)",
+        common=True,
+    )
+    interface: str = setting(
+        "TORCH_RING_INTERFACE",
+        "",
+        interfaces,
+        "name or address of the network interface that the job uses; several, as in eth0,eth1, "
+        "share the data between hosts: equally many on each (docs/launching.md)",
+    )
+    connections: int = setting(
+        "TORCH_RING_CONNECTIONS",
+        1,
+        count(1, _MOST_CONNECTIONS),
+        "TCP connections between two ranks that exchange data, over each network interface; more "
+        "than 1 if a single one does not fill it",
+        common=True,
+    )
+    checksum: int = setting(
+        "TORCH_RING_CHECKSUM",
+        0,
+        count(0, 1),
+        "1: data between hosts carry a CRC-32C, and damaged ones are an error on all ranks",
+        common=True,
+    )
+    tls: str = setting(
+        "TORCH_RING_TLS",
+        "0",
+        one_of("0", "1", "cpu"),
+        "1: all connections between ranks of several hosts are encrypted, by TLS 1.3 with the "
+        "job's secret, and NCCL between hosts is refused; cpu: it is not (docs/security.md)",
+        common=True,
+    )
+    address_space_bytes: int = setting(
+        "TORCH_RING_ADDRESS_SPACE",
+        32 << 40,
+        byte_count(1),
+        "most bytes of address space in which a rank maps the shared memory of its host; about "
+        "half of what `ulimit -v` leaves, if that is less",
+    )
+    ucx_library: str = setting(
+        "TORCH_RING_UCX_LIBRARY",
+        "",
+        str,
+        "path of libucp.so.0; if unset, that of the package libucx, or the system's",
+    )
+    nccl_library: str = setting(
+        "TORCH_RING_NCCL_LIBRARY",
+        "",
+        str,
+        "path of libnccl.so.2, or of librccl.so.1; if unset, the one that torch has loaded, or the "
+        "system's",
+    )
+    timeout_s: float = setting(
+        "TORCH_RING_TIMEOUT",
+        0.0,
+        number(0.0),
+        "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
+        "never, as long as that rank lives (a transfer that has begun still fails after 300 s "
+        "without a byte)",
+        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", number(0.0)),),
+        group="Deadlines",
+    )
+    init_timeout_s: float = setting(
+        "TORCH_RING_INIT_TIMEOUT",
+        120.0,
+        number(0.1),
+        "seconds that init() may take",
+    )
+    heartbeat_timeout_s: float = setting(
+        "TORCH_RING_HEARTBEAT_TIMEOUT",
+        60.0,
+        number(0.1),
+        "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
+        "cut off)",
+        common=True,
+    )
+    stall_warning_s: float = setting(
+        "TORCH_RING_STALL_WARNING",
+        60.0,
+        number(0.0),
+        "seconds after which, again and again, a late rank is named in the log; 0: never",
+        (
+            ("HOROVOD_STALL_CHECK_DISABLE", disables_stall_check),
+            ("HOROVOD_STALL_CHECK_TIME_SECONDS", number(0.0)),
+        ),
+    )
+    exit_with_launcher: int = setting(
+        "TORCH_RING_EXIT_WITH_LAUNCHER",
+        1,
+        count(0, 1),
+        "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
+    )
+    secret: str = setting(
+        "TORCH_RING_SECRET",
+        "",
+        str,
+        "the same random text on all ranks, by which the hosts of a job know one another; without "
+        "it (and without TORCH_RING_SECRET_FILE) any process that reaches the store of a job on "
+        "several hosts can join it",
+        is_secret=True,
+        group="Secrets",
+    )
+    secret_file: str = setting(
+        "TORCH_RING_SECRET_FILE",
+        "",
+        str,
+        "path of a file that has the secret, if TORCH_RING_SECRET is unset; only its owner may "
+        "read it (mode 0600), or it is mounted read-only",
+    )
+    trust_network: bool = setting(
+        "TORCH_RING_TRUST_NETWORK",
+        False,
+        switch,
+        "1: without a secret, objects of any class are taken from other hosts, whose pickles can "
+        "run code; 0: only plain data",
+        common=True,
+    )
+    bucket_bytes: int = setting(
+        "TORCH_RING_BUCKET_BYTES",
+        25 << 20,
+        byte_count(1),
+        "most bytes of gradients in a bucket, which DistributedOptimizer reduces together",
+        common=True,
+        group="Training",
+    )
+    direct_gradient_bytes: int = setting(
+        "TORCH_RING_DIRECT_GRADIENT_BYTES",
+        256 << 10,
+        byte_count(0),
+        "bytes from which on backward writes a gradient straight into the shared memory in which "
+        "it is reduced, if all ranks are on one host; 0: all gradients are copied there",
+        common=True,
+    )
+    nan_check: bool = setting(
+        "TORCH_RING_NAN_CHECK",
+        False,
+        switch,
+        "1: a DistributedOptimizer looks at each rank's gradients, and step() is an error on all "
+        "ranks that names the first NaN or infinity (docs/errors.md); nan_check=... of an "
+        "optimizer comes first",
+        common=True,
+    )
+    check_every: int = setting(
+        "TORCH_RING_CHECK_EVERY",
+        0,
+        count(0, 10**9),
+        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
+        "its state are the same on all ranks; 0: never",
+        common=True,
+    )
+    run_ahead: bool = setting(
+        "TORCH_RING_RUN_AHEAD",
+        True,
+        switch,
+        "1: backward passes on GPUs end without waiting for other hosts while they repeat "
+        "themselves; 0: the ranks agree on each pass, and on each layer of SyncBatchNorm; "
+        "run_ahead=... of an optimizer comes first",
+        common=True,
+    )
+    autotune: bool = setting(
+        "TORCH_RING_AUTOTUNE",
+        False,
+        switch,
+        "1: DistributedOptimizer tries other sizes of buckets in its first steps, and keeps them "
+        "if they are faster (docs/tuning.md)",
+        (("HOROVOD_AUTOTUNE", switch),),
+        common=True,
+    )
+    autotune_log: str = setting(
+        "TORCH_RING_AUTOTUNE_LOG",
+        "",
+        str,
+        "path of a CSV file to which rank 0 adds the sizes that it has considered",
+        (("HOROVOD_AUTOTUNE_LOG", str),),
+    )
+    fusion_threshold_bytes: int = setting(
+        "TORCH_RING_FUSION_THRESHOLD",
+        64 << 20,
+        byte_count(0),
+        "most bytes of asynchronous allreduces that are fused into one; 0: none are fused",
+        (("HOROVOD_FUSION_THRESHOLD", byte_count(0)),),
+        common=True,
+        group="Collectives",
+    )
+    fusion_window_s: float = setting(
+        "TORCH_RING_FUSION_WINDOW",
+        0.001,
+        number(0.0, 1e-3, _LONGEST_WINDOW),
+        "milliseconds for which asynchronous operations are collected, unless a thread waits for "
+        "one",
+        (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3, _LONGEST_WINDOW)),),
+    )
+    elastic_timeout_s: float = setting(
+        "TORCH_RING_ELASTIC_TIMEOUT",
+        600.0,
+        number(0.1),
+        "seconds after a failure in which the surviving ranks of torch_ring.elastic must find one "
+        "another",
+        (("HOROVOD_ELASTIC_TIMEOUT", number(0.1)),),
+        common=True,
+        group="Elastic jobs",
+    )
+    min_ranks: int = setting(
+        "TORCH_RING_MIN_RANKS",
+        1,
+        count(1, 10**6),
+        "the fewest ranks with which torch_ring.elastic goes on",
+        common=True,
+    )
+    as_gloo: bool = setting(
+        "TORCH_RING_AS_GLOO",
+        False,
+        switch,
+        "1: where a program asks torch.distributed for gloo, it gets ring "
+        "(docs/torch-distributed.md)",
+        group="Programs for other libraries",
+    )
+    as_horovod: str = setting(
+        "TORCH_RING_AS_HOROVOD",
+        "0",
+        one_of("0", "1", "force"),
+        "1: programs that torch_ring.run starts, and others once they have imported torch, find "
+        "torch_ring where they import horovod, unless Horovod is installed; force: also then "
+        "(docs/migrating-from-horovod.md)",
+    )
+    log_level: str = setting(
+        "TORCH_RING_LOG_LEVEL",
+        "info",
+        one_of(*LEVELS),
+        "debug, info, warning or error",
+        (("HOROVOD_LOG_LEVEL", horovod_level),),
+        group="Observing",
+    )
+    timeline: str = setting(
+        "TORCH_RING_TIMELINE",
+        "",
+        timeline_path,
+        "path of the file, on rank 0's host, into which a timeline of all ranks is written "
+        "(docs/timeline.md); if unset, or DYNAMIC, there is none before start_timeline()",
+        (("HOROVOD_TIMELINE", timeline_path),),
+    )
+    timeline_mark_cycles: bool = setting(
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        False,
+        switch,
+        "1: that timeline marks each round of agreement",
+    )
+    flight_dir: str = setting(
+        "TORCH_RING_FLIGHT_DIR",
+        "",
+        str,
+        "folder into which a rank writes its last operations with each RingError, and on "
+        "SIGUSR2 (docs/tracing.md); if unset, none",
+    )
+    metrics_file: str = setting(
+        "TORCH_RING_METRICS_FILE",
+        "",
+        file_path,
+        "path of a file for the textfile collector of Prometheus' node exporter, into which each "
+        "rank writes its counters every 15 s; {rank} in it is the rank, without which "
+        "metrics.prom becomes metrics.rank0.prom (docs/tracing.md); if unset, none",
+    )
+    metrics_port: int = setting(
+        "TORCH_RING_METRICS_PORT",
+        0,
+        count(0, 65535),
+        "port on 127.0.0.1 at which local rank 0 serves its counters to Prometheus, local rank 1 "
+        "at the next one, and so on (docs/tracing.md); 0: none",
+    )
+    directory: str = setting(
+        "TORCH_RING_ELASTIC_DIRECTORY",
+        "",
+        str,
+        "host:port at which torch_ring.run tells newcomers of an elastic job the addresses of its "
+        "ranks; it sets this itself",
+        group="Set by the launcher",
+    )
+    is_newcomer: bool = setting(
+        "TORCH_RING_ELASTIC_NEWCOMER",
+        False,
+        switch,
+        "1: this process was started for an elastic job that runs already; torch_ring.run sets it",
+    )
     timeout_name: str = "TORCH_RING_TIMEOUT"  # its name in errors
-    init_timeout_s: float = 120.0
     init_timeout_name: str = "TORCH_RING_INIT_TIMEOUT"  # likewise
     words: Words = WORLD  # of errors
-    heartbeat_timeout_s: float = 60.0
-    elastic_timeout_s: float = 600.0
-    min_ranks: int = 1
-    max_ranks: int = 1 << 20
-    directory: str = ""
-    is_newcomer: bool = False
-    stall_warning_s: float = 60.0
-    fusion_threshold_bytes: int = 64 << 20
-    fusion_window_s: float = 0.001
-    bucket_bytes: int = 25 << 20
-    direct_gradient_bytes: int = 256 << 10
-    address_space_bytes: int = 32 << 40
-    check_every: int = 0
-    run_ahead: bool = True
-    nan_check: bool = False
-    autotune: bool = False
-    autotune_log: str = ""
-    as_gloo: bool = False
-    as_horovod: str = "0"
-    interface: str = ""
-    connections: int = 1
-    checksum: int = 0
-    tls: str = "0"
-    network: str = "tcp"
-    ucx_library: str = ""
-    nccl_library: str = ""
-    secret: str = field(default="", repr=False)
-    exit_with_launcher: int = 1
-    secret_file: str = ""
-    trust_network: bool = False
-    flight_dir: str = ""
-    timeline: str = ""
-    timeline_mark_cycles: bool = False
-    metrics_file: str = ""
-    metrics_port: int = 0
-    log_level: str = "info"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Config:
@@ -301,6 +579,7 @@ class Setting:
     meaning: str
     aliases: tuple[tuple[str, Callable[[str], Any]], ...] = ()
     common: bool = False  # must be the same on all ranks
+    group: str = ""  # not empty: a heading of docs/settings.md, which it begins
 
     @property
     def default(self) -> str:
@@ -318,340 +597,12 @@ def _parsed(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
         raise InvalidArgumentError(f"{variable}={text!r}: {error}") from None
 
 
-# Milliseconds. A longer window would delay operations that a program polls, also those of init().
-_LONGEST_WINDOW = 1000.0
-
-_CONNECTIONS = (
-    Setting(
-        "transport",
-        "TORCH_RING_TRANSPORT",
-        one_of("auto", "shm", "tcp"),
-        "auto: shared memory inside hosts, TCP between them; shm: shared memory, an error on "
-        "several hosts; tcp: TCP between all ranks",
-        common=True,
-    ),
-    Setting(
-        "network",
-        "TORCH_RING_NETWORK",
-        one_of("tcp", "ucx", "auto"),
-        "transport of collectives' data between hosts, on CPUs: tcp, ucx, or auto, which is ucx "
-        "where all ranks have RDMA and the same UCX (docs/rdma.md)",
-        common=True,
-    ),
-    Setting(
-        "interface",
-        "TORCH_RING_INTERFACE",
-        interfaces,
-        "name or address of the network interface that the job uses; several, as in eth0,eth1, "
-        "share the data between hosts: equally many on each (docs/launching.md)",
-    ),
-    Setting(
-        "connections",
-        "TORCH_RING_CONNECTIONS",
-        count(1, _MOST_CONNECTIONS),
-        "TCP connections between two ranks that exchange data, over each network interface; more "
-        "than 1 if a single one does not fill it",
-        common=True,
-    ),
-    Setting(
-        "checksum",
-        "TORCH_RING_CHECKSUM",
-        count(0, 1),
-        "1: data between hosts carry a CRC-32C, and damaged ones are an error on all ranks",
-        common=True,
-    ),
-    Setting(
-        "tls",
-        "TORCH_RING_TLS",
-        one_of("0", "1", "cpu"),
-        "1: all connections between ranks of several hosts are encrypted, by TLS 1.3 with the "
-        "job's secret, and NCCL between hosts is refused; cpu: it is not (docs/security.md)",
-        common=True,
-    ),
-    Setting(
-        "address_space_bytes",
-        "TORCH_RING_ADDRESS_SPACE",
-        byte_count(1),
-        "most bytes of address space in which a rank maps the shared memory of its host; about "
-        "half of what `ulimit -v` leaves, if that is less",
-    ),
-    Setting(
-        "ucx_library",
-        "TORCH_RING_UCX_LIBRARY",
-        str,
-        "path of libucp.so.0; if unset, that of the package libucx, or the system's",
-    ),
-    Setting(
-        "nccl_library",
-        "TORCH_RING_NCCL_LIBRARY",
-        str,
-        "path of libnccl.so.2, or of librccl.so.1; if unset, the one that torch has loaded, or the "
-        "system's",
-    ),
+SETTINGS = tuple(
+    Setting(each.name, *each.metadata["of"]) for each in fields(Config) if each.metadata
 )
 
-_WAITING = (
-    Setting(
-        "timeout_s",
-        "TORCH_RING_TIMEOUT",
-        number(0.0),
-        "seconds after the last sign of progress of a late rank after which a collective fails; 0: "
-        "never, as long as that rank lives (a transfer that has begun still fails after 300 s "
-        "without a byte)",
-        (("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", number(0.0)),),
-    ),
-    Setting(
-        "init_timeout_s", "TORCH_RING_INIT_TIMEOUT", number(0.1), "seconds that init() may take"
-    ),
-    Setting(
-        "heartbeat_timeout_s",
-        "TORCH_RING_HEARTBEAT_TIMEOUT",
-        number(0.1),
-        "seconds of silence after which a rank counts as lost (its process is stopped, or its host "
-        "cut off)",
-        common=True,
-    ),
-    Setting(
-        "stall_warning_s",
-        "TORCH_RING_STALL_WARNING",
-        number(0.0),
-        "seconds after which, again and again, a late rank is named in the log; 0: never",
-        (
-            ("HOROVOD_STALL_CHECK_DISABLE", disables_stall_check),
-            ("HOROVOD_STALL_CHECK_TIME_SECONDS", number(0.0)),
-        ),
-    ),
-    Setting(
-        "exit_with_launcher",
-        "TORCH_RING_EXIT_WITH_LAUNCHER",
-        count(0, 1),
-        "1: a rank ends when its launcher (torchrun, mpirun, srun) has been killed; 0: it goes on",
-    ),
-)
-
-_SECRETS = (
-    Setting(
-        "secret",
-        "TORCH_RING_SECRET",
-        str,
-        "the same random text on all ranks, by which the hosts of a job know one another; without "
-        "it (and without TORCH_RING_SECRET_FILE) any process that reaches the store of a job on "
-        "several hosts can join it",
-    ),
-    Setting(
-        "secret_file",
-        "TORCH_RING_SECRET_FILE",
-        str,
-        "path of a file that has the secret, if TORCH_RING_SECRET is unset; only its owner may "
-        "read it (mode 0600), or it is mounted read-only",
-    ),
-    Setting(
-        "trust_network",
-        "TORCH_RING_TRUST_NETWORK",
-        switch,
-        "1: without a secret, objects of any class are taken from other hosts, whose pickles can "
-        "run code; 0: only plain data",
-        common=True,
-    ),
-)
-
-_TRAINING = (
-    Setting(
-        "bucket_bytes",
-        "TORCH_RING_BUCKET_BYTES",
-        byte_count(1),
-        "most bytes of gradients in a bucket, which DistributedOptimizer reduces together",
-        common=True,
-    ),
-    Setting(
-        "direct_gradient_bytes",
-        "TORCH_RING_DIRECT_GRADIENT_BYTES",
-        byte_count(0),
-        "bytes from which on backward writes a gradient straight into the shared memory in which "
-        "it is reduced, if all ranks are on one host; 0: all gradients are copied there",
-        common=True,
-    ),
-    Setting(
-        "nan_check",
-        "TORCH_RING_NAN_CHECK",
-        switch,
-        "1: a DistributedOptimizer looks at each rank's gradients, and step() is an error on all "
-        "ranks that names the first NaN or infinity (docs/errors.md); nan_check=... of an "
-        "optimizer comes first",
-        common=True,
-    ),
-    Setting(
-        "check_every",
-        "TORCH_RING_CHECK_EVERY",
-        count(0, 10**9),
-        "number of steps after each of which a DistributedOptimizer checks that its parameters and "
-        "its state are the same on all ranks; 0: never",
-        common=True,
-    ),
-    Setting(
-        "run_ahead",
-        "TORCH_RING_RUN_AHEAD",
-        switch,
-        "1: backward passes on GPUs end without waiting for other hosts while they repeat "
-        "themselves; 0: the ranks agree on each pass, and on each layer of SyncBatchNorm; "
-        "run_ahead=... of an optimizer comes first",
-        common=True,
-    ),
-    Setting(
-        "autotune",
-        "TORCH_RING_AUTOTUNE",
-        switch,
-        "1: DistributedOptimizer tries other sizes of buckets in its first steps, and keeps them "
-        "if they are faster (docs/tuning.md)",
-        (("HOROVOD_AUTOTUNE", switch),),
-        common=True,
-    ),
-    Setting(
-        "autotune_log",
-        "TORCH_RING_AUTOTUNE_LOG",
-        str,
-        "path of a CSV file to which rank 0 adds the sizes that it has considered",
-        (("HOROVOD_AUTOTUNE_LOG", str),),
-    ),
-)
-
-_COLLECTIVES = (
-    Setting(
-        "fusion_threshold_bytes",
-        "TORCH_RING_FUSION_THRESHOLD",
-        byte_count(0),
-        "most bytes of asynchronous allreduces that are fused into one; 0: none are fused",
-        (("HOROVOD_FUSION_THRESHOLD", byte_count(0)),),
-        common=True,
-    ),
-    Setting(
-        "fusion_window_s",
-        "TORCH_RING_FUSION_WINDOW",
-        number(0.0, 1e-3, _LONGEST_WINDOW),
-        "milliseconds for which asynchronous operations are collected, unless a thread waits for "
-        "one",
-        (("HOROVOD_CYCLE_TIME", number(0.0, 1e-3, _LONGEST_WINDOW)),),
-    ),
-)
-
-_ELASTIC = (
-    Setting(
-        "elastic_timeout_s",
-        "TORCH_RING_ELASTIC_TIMEOUT",
-        number(0.1),
-        "seconds after a failure in which the surviving ranks of torch_ring.elastic must find one "
-        "another",
-        (("HOROVOD_ELASTIC_TIMEOUT", number(0.1)),),
-        common=True,
-    ),
-    Setting(
-        "min_ranks",
-        "TORCH_RING_MIN_RANKS",
-        count(1, 10**6),
-        "the fewest ranks with which torch_ring.elastic goes on",
-        common=True,
-    ),
-    Setting(
-        "max_ranks",
-        "TORCH_RING_MAX_RANKS",
-        count(1, 1 << 20),
-        "the most ranks to which torch_ring.elastic grows",
-        common=True,
-    ),
-)
-
-_NAMES = (
-    Setting(
-        "as_gloo",
-        "TORCH_RING_AS_GLOO",
-        switch,
-        "1: where a program asks torch.distributed for gloo, it gets ring "
-        "(docs/torch-distributed.md)",
-    ),
-    Setting(
-        "as_horovod",
-        "TORCH_RING_AS_HOROVOD",
-        one_of("0", "1", "force"),
-        "1: programs that torch_ring.run starts, and others once they have imported torch, find "
-        "torch_ring where they import horovod, unless Horovod is installed; force: also then "
-        "(docs/migrating-from-horovod.md)",
-    ),
-)
-
-_OBSERVING = (
-    Setting(
-        "log_level",
-        "TORCH_RING_LOG_LEVEL",
-        one_of(*LEVELS),
-        "debug, info, warning or error",
-        (("HOROVOD_LOG_LEVEL", horovod_level),),
-    ),
-    Setting(
-        "timeline",
-        "TORCH_RING_TIMELINE",
-        timeline_path,
-        "path of the file, on rank 0's host, into which a timeline of all ranks is written "
-        "(docs/timeline.md); if unset, or DYNAMIC, there is none before start_timeline()",
-        (("HOROVOD_TIMELINE", timeline_path),),
-    ),
-    Setting(
-        "timeline_mark_cycles",
-        "TORCH_RING_TIMELINE_MARK_CYCLES",
-        switch,
-        "1: that timeline marks each round of agreement",
-        (("HOROVOD_TIMELINE_MARK_CYCLES", switch),),
-    ),
-    Setting(
-        "flight_dir",
-        "TORCH_RING_FLIGHT_DIR",
-        str,
-        "folder into which a rank writes its last operations with each RingError, and on "
-        "SIGUSR2 (docs/tracing.md); if unset, none",
-    ),
-    Setting(
-        "metrics_file",
-        "TORCH_RING_METRICS_FILE",
-        file_path,
-        "path of a file for the textfile collector of Prometheus' node exporter, into which each "
-        "rank writes its counters every 15 s; {rank} in it is the rank, without which "
-        "metrics.prom becomes metrics.rank0.prom (docs/tracing.md); if unset, none",
-    ),
-    Setting(
-        "metrics_port",
-        "TORCH_RING_METRICS_PORT",
-        count(0, 65535),
-        "port on 127.0.0.1 at which local rank 0 serves its counters to Prometheus, local rank 1 "
-        "at the next one, and so on (docs/tracing.md); 0: none",
-    ),
-)
-
-_BY_LAUNCHER = (
-    Setting(
-        "directory",
-        "TORCH_RING_ELASTIC_DIRECTORY",
-        str,
-        "host:port at which torch_ring.run tells newcomers of an elastic job the addresses of its "
-        "ranks; it sets this itself",
-    ),
-    Setting(
-        "is_newcomer",
-        "TORCH_RING_ELASTIC_NEWCOMER",
-        switch,
-        "1: this process was started for an elastic job that runs already; torch_ring.run sets it",
-    ),
-)
-
-# By the headings of docs/settings.md.
-GROUPS = {
-    "Transports": _CONNECTIONS,
-    "Deadlines": _WAITING,
-    "Secrets": _SECRETS,
-    "Training": _TRAINING,
-    "Collectives": _COLLECTIVES,
-    "Elastic jobs": _ELASTIC,
-    "Programs for other libraries": _NAMES,
-    "Observing": _OBSERVING,
-    "Set by the launcher": _BY_LAUNCHER,
-}
-
-SETTINGS = tuple(setting for group in GROUPS.values() for setting in group)
+GROUPS: dict[str, list[Setting]] = {}  # by the headings of docs/settings.md
+for _setting in SETTINGS:
+    if _setting.group:
+        GROUPS[_setting.group] = []
+    GROUPS[list(GROUPS)[-1]].append(_setting)

@@ -83,7 +83,7 @@ class ElasticJob:
         self._serves: tuple[str, int] | None = None  # the address of the last store served here
         self._process_sets = ProcessSetKeeper()
         self._limits = Limits(
-            config.elastic_timeout_s, config.heartbeat_timeout_s, config.min_ranks, config.max_ranks
+            config.elastic_timeout_s, config.heartbeat_timeout_s, config.min_ranks
         )
         met = _take_met()
         if met is None:

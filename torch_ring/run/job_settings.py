@@ -254,9 +254,9 @@ def job_variables(
         InvalidArgumentError: a variable without a value is not set here, or Horovod is installed
             where TORCH_RING_AS_HOROVOD would hide it.
     """
-    counts = {"TORCH_RING_MIN_RANKS": options.least, "TORCH_RING_MAX_RANKS": options.max_num_proc}
-    variables = {name: str(number) for name, number in counts.items() if number is not None}
-    variables |= options.variables
+    variables = dict(options.variables)
+    if options.least is not None:
+        variables["TORCH_RING_MIN_RANKS"] = str(options.least)
     for name, value in (options.env or {}).items():
         if value is None and name not in environment:
             raise InvalidArgumentError(f"--env {name}: is not set here: give a value, {name}=...")

@@ -193,7 +193,8 @@ FAULTS = (
     ),
     Fault(
         "alone_options_lost", "on macOS the launcher drops its options", LAUNCH,
-        'port, "", variables, unset)', 'port, "", {}, unset)',
+        "secret_of(environment, variables), variables, unset",
+        "secret_of(environment, variables), {}, unset",
         tests=("install/test_one_rank.py::test_the_launcher_does_the_same",),
     ),
     Fault(
