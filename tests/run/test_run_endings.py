@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched_jobs import DEADLINE_S, LaunchedJob, run_job
+from launched_jobs import DEADLINE_S, LaunchedJob, run_job, stub_ssh
 
 from torch_ring.run import job as launched_job
 
@@ -236,15 +236,19 @@ def test_an_ignored_sigint_stays_ignored(tmp_path):
     job.require_nothing_left()
 
 
-def test_no_secret_is_on_a_command_line():
+def test_no_secret_is_on_a_command_line_here_or_of_ssh(tmp_path):
     secret = "a-secret-of-the-user-4711"
     script = (
         'test "$TORCH_RING_SECRET" = a-secret-of-the-user-$((4700 + 11)) && echo up; sleep 1000'
     )
-    job = LaunchedJob("-np", "2", "sh", "-c", script, TORCH_RING_SECRET=secret)
+    variables = {"TORCH_RING_SECRET": secret, "PATH": stub_ssh(tmp_path)}
+    ssh = tmp_path / "ssh"
+    ssh.write_text(ssh.read_text().replace("\n", f'\necho "$@" >> {tmp_path}/asked\n', 1))
+    job = LaunchedJob("--verbose", "-H", "here,there", "sh", "-c", script, **variables)
     job.wait_for("up", 2)
     processes = job.processes()
-    assert len(processes) >= 4  # the launcher's is this test process, or a new one
+    assert len(processes) >= 4
+    assert secret not in (tmp_path / "asked").read_text()  # of ssh
     assert not [command for command in processes.values() if secret in command]
     job.signal(signal.SIGTERM)
     job.wait()

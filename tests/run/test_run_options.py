@@ -82,8 +82,7 @@ def test_a_line_of_horovodrun():
         ("true", {"least": None, "grows": False, "standby": 0, "numa_binding": ""}),
         ("--no-autotune true", {"variables": {"HOROVOD_AUTOTUNE": "0"}}),
         ("--no-stall-check --stall-check", {"variables": {"HOROVOD_STALL_CHECK_DISABLE": "0"}}),
-        ("--log-without-timestamp", {"variables": {"HOROVOD_LOG_HIDE_TIME": "1"}}),
-        ("--log-with-timestamp", {"variables": {"HOROVOD_LOG_HIDE_TIME": "0"}}),
+        ("--hierarchical-allreduce --no-hierarchical-allreduce", {"notes": (), "variables": {}}),
         ("--cycle-time-ms 3 true", {"variables": {"HOROVOD_CYCLE_TIME": "3.0"}, "notes": ()}),
     ],
 )
@@ -123,12 +122,10 @@ def test_options_of_growth_that_lack_others_are_refused(line, message):
 
 
 def test_options_without_effect_are_told():
-    for line in ("--gloo", "--mpi", "--disable-cache", "--mpi-args=--map-by=slot"):
+    lines = ("--gloo", "--mpi", "--disable-cache", "--mpi-args=--map-by=slot", "--cache-capacity=3")
+    for line in (*lines, "--log-without-timestamp", "--hierarchical-allgather"):
         (note,) = parse(line, "-np", "2", "true").notes
         assert note.startswith(f"{line.partition('=')[0]} changes nothing: ")
-    options = parse("--cache-capacity", "3", "--num-nccl-streams", "2", "true")
-    assert options.variables["HOROVOD_CACHE_CAPACITY"] == "3"
-    assert [note.split()[0] for note in options.notes] == ["--cache-capacity", "--num-nccl-streams"]
 
 
 def test_variables_for_the_ranks():
@@ -193,6 +190,7 @@ def test_a_configuration_file(tmp_path):
     file.write_text(CONFIG)
     options = parse("--cycle-time-ms", "5", "--config-file", str(file), "true")
     assert options.verbose
+    assert options.notes == ("--num-nccl-streams changes nothing: torch_ring has no use for it",)
     assert options.variables == {
         "HOROVOD_FUSION_THRESHOLD": str(16 << 20),
         "HOROVOD_CYCLE_TIME": "5.0",  # the command line goes first
@@ -201,7 +199,6 @@ def test_a_configuration_file(tmp_path):
         "HOROVOD_TIMELINE": "timeline.json",
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",
-        "HOROVOD_NUM_NCCL_STREAMS": "2",
         "HOROVOD_LOG_LEVEL": "INFO",
     }
 

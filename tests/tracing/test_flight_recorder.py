@@ -155,52 +155,37 @@ def test_a_dump_is_in_a_new_folder_or_in_a_file_or_in_json(tmp_path: Path) -> No
     }
 
 
-def fail_with_a_dump(folder: str, way: str) -> str:
-    """Return the error of a rank whose dump is written with it."""
+def fail(way: str) -> str:
     hvd.allreduce(torch.ones(3), name="same")
-    if way == "mismatch":
-        with pytest.raises(hvd.MismatchError) as caught:
-            hvd.allreduce(torch.ones(3 + hvd.rank()), name="different")
-    else:
-        if hvd.rank() == 1:
-            hvd.shutdown()
-            return ""
-        with pytest.raises(hvd.PeerLostError) as caught:
-            hvd.allreduce(torch.ones(3), name="different")
-    assert str(Path(folder) / f"flight_{hvd.rank()}") in str(caught.value)
-    return str(caught.value)
+    if way == "departure" and hvd.rank() == 1:
+        hvd.shutdown()
+        return ""
+    size = 3 + hvd.rank() if way == "mismatch" else 3
+    kind, text = error_of(lambda: hvd.allreduce(torch.ones(size), name="different"))
+    assert kind == ("MismatchError" if way == "mismatch" else "PeerLostError")
+    return str(text)
 
 
 @pytest.mark.parametrize(("transport", "way"), [("shm", "mismatch"), ("tcp", "departure")])
-def test_the_page_of_a_failed_job_shows_the_operation_and_its_error(
+def test_an_error_names_the_file_with_the_failed_operation(
     tmp_path: Path, transport: str, way: str
 ) -> None:
-    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path)}
-    errors = run(fail_with_a_dump, 2, args=(str(tmp_path), way), transport=transport, env=env)
-    failed = [each for each in read_recording(tmp_path).operations if each.state == "failed"]
+    folder = tmp_path / "new"
+    env = {"TORCH_RING_FLIGHT_DIR": str(folder)}
+    errors = run(fail, 2, args=(way,), transport=transport, env=env)
+    failed = [each for each in read_recording(folder).operations if each.state == "failed"]
     assert {each.rank for each in failed} == ({0, 1} if way == "mismatch" else {0})
     for each in failed:
         assert (each.kind, each.name) == ("allreduce", "different")
         assert each.error
         assert each.error in errors[each.rank]
-
-
-def text_of_a_mismatch() -> str:
-    kind, text = error_of(lambda: hvd.allreduce(torch.ones(3 + hvd.rank()), name="x"))
-    assert kind == "MismatchError"
-    return str(text)
-
-
-def test_an_error_names_the_file_that_it_has_written(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    errors = run(text_of_a_mismatch, 2, env={"TORCH_RING_FLIGHT_DIR": str(folder)})
-    for rank, error in enumerate(errors):
-        assert f"[the last operations of this rank are in {folder}/flight_{rank}]" in error
-        assert entries(folder, rank)[-1]["ring"]["name"] == "x"
+        note = f"[the last operations of this rank are in {folder}/flight_{each.rank}]"
+        assert note in errors[each.rank]
         # Nothing is in flight: the stack shows the main thread's position.
-        assert "text_of_a_mismatch" in functions(dumped(folder, rank)["main_thread"])
-        assert "text_of_a_mismatch" in functions(entries(folder, rank)[-1]["frames"])
-    assert "SIZE_OR_SYNTAX_MISMATCH" in analysed(folder)
+        assert "fail" in functions(dumped(folder, each.rank)["main_thread"])
+        assert "fail" in functions(entries(folder, each.rank)[-1]["frames"])
+    if way == "mismatch":
+        assert "SIZE_OR_SYNTAX_MISMATCH" in analysed(folder)
 
 
 def objects_that_differ(folder: str) -> list[str]:
@@ -246,18 +231,15 @@ def test_the_note_of_an_error_has_no_note() -> None:
     assert cannot_write() == "outer inner"
 
 
-def test_without_a_folder_nothing_is_written() -> None:
-    for error in run(text_of_a_mismatch, 2):
-        assert "the ranks disagree" in error
-        assert "last operations" not in error
-
-
-def test_a_folder_that_cannot_be_made_hides_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "note"), [("", None), ("file/folder", "could not be written")])
+def test_without_a_folder_an_error_stays_as_it_is(
+    tmp_path: Path, name: str, note: str | None
+) -> None:
     (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "folder"
-    for error in run(text_of_a_mismatch, 2, env={"TORCH_RING_FLIGHT_DIR": str(folder)}):
+    env = {"TORCH_RING_FLIGHT_DIR": str(tmp_path / name)} if name else {}
+    for error in run(fail, 2, args=("mismatch",), env=env):
         assert "the ranks disagree" in error
-        assert "could not be written" in error
+        assert "last operations" not in error if note is None else note in error
 
 
 def signalled(folder: str) -> None:
@@ -369,44 +351,40 @@ def test_report_tells_of_a_message_that_a_rank_waits_for() -> None:
     assert text.startswith("in receive of float32, 16 bytes, tag 9, from rank 0; "), text
 
 
-def exchange_in_a_group(folder: str) -> None:
-    rank = dist.get_rank()
-    if rank == 2:
-        dist.recv(torch.empty(3), src=1)
-    elif rank == 1:
-        dist.send(torch.ones(3), 2)
-    tracing.dump(folder)
-    (group,) = tracing.snapshot().groups.values()
-    counts = group.messages
-    assert counts["sent"].messages == (rank == 1)
-    assert counts["received"].messages == (rank == 2)
-
-
-def test_messages_of_torch_distributed(tmp_path: Path) -> None:
-    on_ring(exchange_in_a_group, 3, str(tmp_path))
-    assert dumped(tmp_path, 0)["messages"] == []
-    (sent,), (received,) = dumped(tmp_path, 1)["messages"], dumped(tmp_path, 2)["messages"]
-    assert (sent["direction"], sent["peer"], sent["bytes"]) == ("send", 2, 12)
-    assert (received["direction"], received["peer"], received["bytes"]) == ("receive", 1, 12)
-    assert sent["process_group"][1] == received["process_group"][1]
-
-
 LATE_S = 0.1
 
 
 def use_two_groups(folder: str) -> None:
-    dist.all_reduce(torch.ones(6, 2))
+    rank = dist.get_rank()
     pair = dist.new_group([1, 2])
-    if dist.get_rank() > 0:
+    before = tracing.snapshot()
+    dist.all_reduce(torch.ones(6, 2))
+    if rank > 0:
         dist.broadcast(torch.ones(3), src=1, group=pair)
+    if rank == 2:
+        dist.recv(torch.empty(3), src=1)
+    elif rank == 1:
+        dist.send(torch.ones(3), 2)
     work = dist.all_reduce(torch.ones(100_000), async_op=True)
     assert work is not None
     work.wait()
     dist.barrier()
     tracing.dump(folder)
 
+    found = tracing.snapshot()
+    assert (found.rank, found.size, found.sets) == (rank, 3, {})
+    (default,) = (each for each in found.groups.values() if each.ranks == (0, 1, 2))
+    (earlier,) = (each for each in before.groups.values() if each.ranks == (0, 1, 2))
+    assert "allreduce" not in earlier.operations
+    counts = default.operations["allreduce"]
+    assert (counts.operations, counts.bytes) == (2, 48 + 400_000)
+    assert default.messages["sent"].messages == (rank == 1)
+    assert default.messages["received"].messages == (rank == 2)
+    pairs = [each for each in found.groups.values() if each.ranks == (1, 2)]
+    assert [each.operations["broadcast"].bytes for each in pairs] == [12] * (rank > 0)
 
-def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path) -> None:
+
+def test_operations_and_messages_of_groups_are_dumped_and_counted(tmp_path: Path) -> None:
     on_ring(use_two_groups, 3, str(tmp_path))
     text = analysed(tmp_path)
     assert "Not all ranks" not in text, text
@@ -427,9 +405,13 @@ def test_torchs_analyser_reads_the_operations_of_groups(tmp_path: Path) -> None:
         # torch has barriers of its own in init_process_group() and new_group().
         assert operations.count("gloo:all_reduce") == 2
         assert operations[-2:] == ["gloo:all_reduce", "gloo:barrier"]
-    assert len(names[0]) == 1
+    assert [len(each) for each in names] == [1, 2, 2]
     assert names[1] == names[2]
-    assert len(names[1]) == 2
+    none, (sent,), (received,) = (dumped(tmp_path, rank)["messages"] for rank in range(3))
+    assert none == []
+    assert (sent["direction"], sent["peer"], sent["bytes"]) == ("send", 2, 12)
+    assert (received["direction"], received["peer"], received["bytes"]) == ("receive", 1, 12)
+    assert sent["process_group"][1] == received["process_group"][1]
 
 
 def send_a_signal(folder: str) -> None:
@@ -455,42 +437,6 @@ def reduce_with_a_late_rank(late: int, step: int, group: dist.ProcessGroup | Non
     store.set(asked[rank], "")
     assert work is not None
     work.wait()
-
-
-def be_late(late: int) -> list[Straggler]:
-    for step in range(12):
-        reduce_with_a_late_rank(late, step)
-    dist.barrier()  # makes the last rank known
-    return tracing.stragglers(min_lag_s=LATE_S / 2)
-
-
-def test_a_late_rank_of_a_group_is_named() -> None:
-    for rank, found in enumerate(on_ring(be_late, 3, 1)):
-        assert [each.rank for each in found] == ([] if rank == 1 else [1]), found
-
-
-def look_at_the_counters() -> None:
-    pair = dist.new_group([0, 1])
-    before = tracing.snapshot()
-    for _ in range(3):
-        dist.all_reduce(torch.ones(10))
-    if dist.get_rank() < 2:
-        dist.broadcast(torch.ones(5), src=1, group=pair)
-    found = tracing.snapshot()
-    assert (found.rank, found.size, found.sets) == (dist.get_rank(), 3, {})
-    (default,) = (each for each in found.groups.values() if each.ranks == (0, 1, 2))
-    (earlier,) = (each for each in before.groups.values() if each.ranks == (0, 1, 2))
-    assert "allreduce" not in earlier.operations
-    counts = default.operations["allreduce"]
-    assert (counts.operations, counts.bytes) == (3, 120)
-    pairs = [each for each in found.groups.values() if each.ranks == (0, 1)]
-    assert len(pairs) == (dist.get_rank() < 2)
-    for each in pairs:
-        assert each.operations["broadcast"].bytes == 20
-
-
-def test_the_snapshot_counts_groups() -> None:
-    on_ring(look_at_the_counters, 3)
 
 
 def report_of_all() -> list[tracing.RankReport]:

@@ -476,30 +476,6 @@ def class_of(name: str) -> Any:
     return names[name]
 
 
-def call_three_times(callback: Any) -> None:
-    for step in range(3):
-        hvd.allreduce(torch.ones(1000), name="a")
-        callback(step)
-
-
-def write_for_tensorboard(folder: str) -> None:
-    callback = class_of("TensorBoardCallback")(f"{folder}/rank{hvd.rank()}")
-    call_three_times(callback)
-    callback.writer.close()
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run(write_for_tensorboard, 2, args=(str(tmp_path),))
-    for rank in range(2):
-        found = events.EventAccumulator(str(tmp_path / f"rank{rank}"))
-        found.Reload()
-        assert "torch_ring/arrival_lag_s" in found.Tags()["scalars"]
-        sent = found.Scalars("torch_ring/allreduce/bytes")
-        assert [(each.step, each.value) for each in sent] == [(0, 4000), (1, 8000), (2, 12_000)]
-        assert found.Scalars("torch_ring/allreduce/waiting_s")[-1].value > 0
-
-
 class StandInRun:
     """Accepts the calls of a wandb run."""
 
@@ -511,22 +487,35 @@ class StandInRun:
         self.logged.append((step, values))
 
 
-def log_to_a_stand_in() -> None:
+def call_both(folder: str) -> None:
     before = sys.modules.get("wandb")
     sys.modules["wandb"] = types.SimpleNamespace(init=StandInRun)  # type: ignore[assignment]
     try:
-        callback = class_of("WandbCallback")(project="p")
+        to_wandb = class_of("WandbCallback")(project="p")
     finally:
         del sys.modules["wandb"]
         if before is not None:
             sys.modules["wandb"] = before
-    call_three_times(callback)
-    assert callback.run.options == {"project": "p"}
-    assert [step for step, _ in callback.run.logged] == [0, 1, 2]
-    sent = [values["torch_ring/allreduce/bytes"] for _, values in callback.run.logged]
+    to_tensorboard = class_of("TensorBoardCallback")(f"{folder}/rank{hvd.rank()}")
+    for step in range(3):
+        hvd.allreduce(torch.ones(1000), name="a")
+        to_wandb(step)
+        to_tensorboard(step)
+    to_tensorboard.writer.close()
+    assert to_wandb.run.options == {"project": "p"}
+    assert [step for step, _ in to_wandb.run.logged] == [0, 1, 2]
+    sent = [values["torch_ring/allreduce/bytes"] for _, values in to_wandb.run.logged]
     assert sent == [4000, 8000, 12_000]
-    assert all(values["torch_ring/allreduce/waiting_s"] > 0 for _, values in callback.run.logged)
+    assert all(values["torch_ring/allreduce/waiting_s"] > 0 for _, values in to_wandb.run.logged)
 
 
-def test_wandb_stand_in() -> None:
-    run(log_to_a_stand_in, 2)
+def test_the_callbacks_of_the_page(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(call_both, 2, args=(str(tmp_path),))
+    for rank in range(2):
+        found = events.EventAccumulator(str(tmp_path / f"rank{rank}"))
+        found.Reload()
+        assert "torch_ring/arrival_lag_s" in found.Tags()["scalars"]
+        sent = found.Scalars("torch_ring/allreduce/bytes")
+        assert [(each.step, each.value) for each in sent] == [(0, 4000), (1, 8000), (2, 12_000)]
+        assert found.Scalars("torch_ring/allreduce/waiting_s")[-1].value > 0

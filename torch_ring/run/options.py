@@ -9,9 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch_ring.config import SETTINGS
 from torch_ring.config.settings import count, number
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.run.numa import MODES
@@ -280,17 +279,13 @@ def _read_config(path: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class _Tunable:
-    """An option that becomes a variable of the ranks.
-
-    `of_value` returns the text of the variable.
-    """
+class _Tunable(NamedTuple):
+    """An option that becomes a variable of the ranks."""
 
     option: str
     variable: str
-    kind: Callable[[str], Any] | None  # None: a switch
-    of_value: Callable[[Any], str] = str
+    kind: Callable[[str], Any] | None  # reads its value; None: a switch
+    of_value: Callable[[Any], str] = str  # returns the text of the variable
 
 
 def _of_switch(value: Any) -> str:
@@ -302,46 +297,43 @@ _TUNABLES = (
         "--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", int, lambda mb: str(int(mb) << 20)
     ),
     _Tunable("--cycle-time-ms", "HOROVOD_CYCLE_TIME", float),
-    _Tunable("--cache-capacity", "HOROVOD_CACHE_CAPACITY", int),
-    _Tunable("--hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", None, _of_switch),
-    _Tunable("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", None, _of_switch),
     _Tunable("--autotune", "HOROVOD_AUTOTUNE", None, _of_switch),
     _Tunable("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", str),
-    _Tunable("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int),
-    _Tunable("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int),
-    _Tunable("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int),
-    _Tunable("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", float),
     _Tunable("--timeline-filename", "HOROVOD_TIMELINE", str),
     _Tunable("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", None, _of_switch),
     _Tunable("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", None, _of_switch),
     _Tunable("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", float),
     _Tunable("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", float),
     _Tunable("--log-level", "HOROVOD_LOG_LEVEL", str),
-    _Tunable("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", None, lambda on: _of_switch(not on)),
-    _Tunable("--mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", None, _of_switch),
-    _Tunable("--num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", int),
-    _Tunable("--thread-affinity", "HOROVOD_THREAD_AFFINITY", int),
     _Tunable("--elastic-timeout", "TORCH_RING_ELASTIC_TIMEOUT", float),
-    _Tunable("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", int),
 )
-_OPPOSITES = {  # the option that switches the other one off
-    "--no-stall-check": ("--stall-check",),
-    "--log-with-timestamp": ("--log-without-timestamp", "--log-hide-timestamp"),
-}
-_SAME = {"--log-with-timestamp": ("--no-log-hide-timestamp",)}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-# Options that choose among alternatives of which torch_ring has only one. Those of the second group
-# have a value.
+_NO_USE = "torch_ring has no use for it"
+# Options of horovodrun without effect, and the reason; first switches, then those with a value.
 _SWITCHES_WITHOUT_MEANING = {
     "--gloo": "the ranks find one another in one way only",
     "--mpi": "the ranks are started without MPI; mpirun starts them as well",
     "--jsrun": "the ranks are started by ssh",
     "--disable-cache": "nothing is cached",
     "--tcp": "TORCH_RING_TRANSPORT=tcp in --env has that meaning between ranks",
+    "--hierarchical-allreduce": _NO_USE,
+    "--hierarchical-allgather": _NO_USE,
+    "--log-with-timestamp": _NO_USE,
+    "--log-without-timestamp": _NO_USE,
+    "--log-hide-timestamp": _NO_USE,
+    "--mpi-threads-disable": _NO_USE,
 }
 _WITHOUT_MEANING = _SWITCHES_WITHOUT_MEANING | {
     "--mpi-args": "the ranks are started without MPI",
     "--binding-args": "ranks are not bound to cores",
+    "--cache-capacity": _NO_USE,
+    "--autotune-warmup-samples": _NO_USE,
+    "--autotune-steps-per-sample": _NO_USE,
+    "--autotune-bayes-opt-max-samples": _NO_USE,
+    "--autotune-gaussian-process-noise": _NO_USE,
+    "--num-nccl-streams": _NO_USE,
+    "--thread-affinity": _NO_USE,
+    "--gloo-timeout-seconds": _NO_USE,
 }
 
 
@@ -355,21 +347,17 @@ def parse_options(arguments: Sequence[str] | None, prog: str) -> Options:
     given = vars(_parser(prog).parse_args(arguments))
     config_file = given.pop("config_file", None)
     config = _read_config(config_file) if config_file else {}
-    given["verbose"] = given.get("verbose", False) or bool(config.pop("verbose", False))
-    notes = [changes_nothing(each) for each in _WITHOUT_MEANING if given.pop(_name(each), None)]
-    variables: dict[str, str] = {}
-    for tunable in _TUNABLES:
-        name = _name(tunable.option)
-        of_file = config.pop(name, None)
-        value = given.pop(name, of_file)
-        if value is None:
-            continue
-        variables[tunable.variable] = _text_of(tunable, value)
-        if not _is_read(tunable.variable) and value is not False:
-            notes.append(f"{tunable.option} changes nothing: torch_ring has no use for it")
-    if config:
+    values = config | {name: given.pop(name) for name in _NAMES & given.keys()}
+    given["verbose"] = given.get("verbose", False) or bool(values.pop("verbose", False))
+    notes = [changes_nothing(each) for each in _WITHOUT_MEANING if values.pop(_name(each), False)]
+    variables = {
+        each.variable: _text_of(each, values.pop(_name(each.option)))
+        for each in _TUNABLES
+        if _name(each.option) in values
+    }
+    if values:
         raise InvalidArgumentError(
-            f"{config_file!r}: no option: {', '.join(sorted(config))}: --help lists them"
+            f"{config_file!r}: no option: {', '.join(sorted(values))}: --help lists them"
         )
     for each in fields(Options):
         if each.name in given and (joined := each.metadata.get("joined")):
@@ -419,7 +407,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     group = parser.add_argument_group("of horovodrun", "These are accepted, and change nothing.")
     for option in _WITHOUT_MEANING:
         if option in _SWITCHES_WITHOUT_MEANING:
-            group.add_argument(option, action="store_true")
+            _add_switch(group, option)
         else:
             group.add_argument(option)
     show("command", nargs=argparse.REMAINDER, help=texts.get("command"))
@@ -431,15 +419,18 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
         "settings of the ranks", "They become variables of Horovod, which torch_ring honours."
     )
     for tunable in _TUNABLES:
-        name = _name(tunable.option)
-        if tunable.kind is not None:
+        if tunable.kind is None:
+            _add_switch(group, tunable.option)
+        else:
             levels = _LEVELS if tunable.option == "--log-level" else None
             group.add_argument(tunable.option, type=tunable.kind, choices=levels)
-            continue
-        on = (tunable.option, *_SAME.get(tunable.option, ()))
-        off = _OPPOSITES.get(tunable.option, (f"--no-{name.replace('_', '-')}",))
-        group.add_argument(*on, dest=name, action="store_true")
-        group.add_argument(*off, dest=name, action="store_false", help=argparse.SUPPRESS)
+
+
+def _add_switch(group: Any, option: str) -> None:
+    """Add a switch, and the one that undoes it."""
+    undo = f"--no-{option[2:]}".replace("--no-no-", "--")
+    group.add_argument(option, dest=_name(option), action="store_true")
+    group.add_argument(undo, dest=_name(option), action="store_false", help=argparse.SUPPRESS)
 
 
 def _name(option: str) -> str:
@@ -456,8 +447,4 @@ def _text_of(tunable: _Tunable, value: Any) -> str:
         raise InvalidArgumentError(f"{tunable.option} {value!r}: must be a number") from None
 
 
-def _is_read(variable: str) -> bool:
-    return any(
-        variable in (setting.variable, *(alias for alias, _ in setting.aliases))
-        for setting in SETTINGS
-    )
+_NAMES = {_name(each) for each in (*_WITHOUT_MEANING, *(each.option for each in _TUNABLES))}

@@ -46,7 +46,7 @@ FAULTS = (
         "dump_hides_error", "a dump that cannot be written hides the first error", RECORDER,
         "    except Exception as error:  # it must not hide the first error\n",
         "    except KeyError as error:\n",
-        tests=("tracing/test_flight_recorder.py::test_a_folder_that_cannot_be_made_hides_no_error",),
+        tests=("tracing/test_flight_recorder.py::test_without_a_folder_an_error_stays_as_it_is",),
     ),
     Fault(
         "any_rank_late", "a rank that is late in turn with others is a straggler", LATENESS,
