@@ -177,7 +177,7 @@ at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape,
       log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
            std::to_string(bytes) +
            " bytes more: a tensor that does not fit is copied when it is reduced. Raise "
-           "TORCH_RING_ADDRESS_SPACE and `ulimit -v`");
+           "`ulimit -v`");
     }
     return at::empty(shape, options);
   }

@@ -180,7 +180,7 @@ HostMemory::HostMemory(Fd fd) : fd_(std::move(fd)) {
   base_ = map_at_huge_page(bytes_, 0, PROT_NONE);
   if (base_ == nullptr) {
     throw_errno("cannot map the " + std::to_string(bytes_ >> 20) +
-                " MiB of this host's shared memory (`ulimit -v`, TORCH_RING_ADDRESS_SPACE): mmap");
+                " MiB of this host's shared memory (`ulimit -v`): mmap");
   }
   if (::mmap(base_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED,
              fd_.get(), 0) != base_) {

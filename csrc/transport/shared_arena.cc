@@ -98,7 +98,7 @@ std::size_t SharedArena::reserve() {
                 "this rank's part of the shared memory, " +
                     std::to_string(memory_->size_bytes() >> 20) +
                     " MiB of address space, has no room for another set of ranks: raise "
-                    "TORCH_RING_ADDRESS_SPACE and `ulimit -v`, or remove sets");
+                    "`ulimit -v`, or remove sets");
   }
   const std::size_t offset = slot_in(*hole);
   // Nothing should be there, but a late ring may have touched a page since the last release.

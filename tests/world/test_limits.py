@@ -24,7 +24,6 @@ import torch_ring as hvd
 from torch_ring.setup import connect
 
 RANKS = 2
-FEW = {"TORCH_RING_ADDRESS_SPACE": str(64 << 20)}  # arenas of 12 MiB
 BRIEFLY = {"TORCH_RING_INIT_TIMEOUT": "8"}
 USER = 23451  # root may start any number of threads; this user has no other processes
 
@@ -161,7 +160,14 @@ def test_a_rank_without_threads(at_init):
 # --- what does not fit into the shared memory
 
 
+def map_at_most(mebibytes: int) -> None:
+    """Let this process share no more memory, as under `ulimit -v`."""
+    connect.mappable_bytes = lambda: mebibytes << 20
+
+
 def reduce_more_than_fits() -> None:
+    map_at_most(64)  # arenas of 12 MiB
+    hvd.init()
     torch.manual_seed(1)
     ones = 1 << 20  # 4 MiB of gradients each, and as much again in a step
     weights = [nn.Parameter(torch.zeros(ones)) for _ in range(4)]
@@ -173,7 +179,7 @@ def reduce_more_than_fits() -> None:
             assert tensor.eq(1 + 2 * index).all()
     (message,) = messages
     assert f"rank {hvd.rank()}: its part of the shared memory has no room" in message
-    assert "TORCH_RING_ADDRESS_SPACE" in message
+    assert "`ulimit -v`" in message
     if hvd.rank() == 0:
         del kept[:3]  # the ranks' gradients lie in different memory
     optimizer = hvd.DistributedOptimizer(SGD(weights, lr=1.0))
@@ -184,33 +190,37 @@ def reduce_more_than_fits() -> None:
         for i, weight in enumerate(weights):
             assert weight.grad.eq(1.5 * (i + 1)).all()
     assert any(is_shared(weight.grad) for weight in weights) == (hvd.rank() == 0)
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize("direct", ["0", "1000"], ids=["in buckets", "in blocks"])
 def test_what_does_not_fit_is_copied(direct):
     more = {"TORCH_RING_DIRECT_GRADIENT_BYTES": direct, "TORCH_RING_BUCKET_BYTES": "4000000"}
-    run(reduce_more_than_fits, RANKS, env=FEW | more)
+    run(reduce_more_than_fits, RANKS, env=more, initialized=False)
 
 
 def add_more_sets_than_fit() -> None:
+    map_at_most(3 * 60)  # arenas for two slots, of 20 MiB each
+    hvd.init()
     hvd.add_process_set([0, 1])
     kept = hvd.empty_shared(11 << 18) if hvd.rank() == 1 else None
     kind, text = error_of(lambda: hvd.add_process_set([1, 2]))
     assert kind == "RingError"
     assert "rank 1 could not join the process set: this rank's part of the shared memory" in text
-    assert "TORCH_RING_ADDRESS_SPACE" in text
+    assert "`ulimit -v`" in text
     del kept
     pair = hvd.add_process_set([1, 2])
     if pair.included():
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=pair).eq(2).all()
+    hvd.shutdown()
 
 
 def test_a_set_that_does_not_fit_is_refused_on_all_ranks():
-    # Arenas for two slots, of 20 MiB each.
-    run(add_more_sets_than_fit, 3, env={"TORCH_RING_ADDRESS_SPACE": str(3 * 60 << 20)})
+    run(add_more_sets_than_fit, 3, initialized=False)
 
 
 def init_with_too_little(messages_of: int) -> tuple[str, str]:
+    map_at_most(8)
     with logged() as messages:
         outcome = error_of(hvd.init)
     if outcome[0] == "nothing":
@@ -223,11 +233,10 @@ def init_with_too_little(messages_of: int) -> tuple[str, str]:
 
 
 def test_too_little_for_all_ranks_means_tcp():
-    env = {"TORCH_RING_ADDRESS_SPACE": str(8 << 20)}
-    run(init_with_too_little, RANKS, args=(0,), transport="", env=env, initialized=False)
+    run(init_with_too_little, RANKS, args=(0,), transport="", initialized=False)
     for kind, text in run(
-        init_with_too_little, RANKS, args=(0,), transport="shm", env=env, initialized=False
+        init_with_too_little, RANKS, args=(0,), transport="shm", initialized=False
     ):
         assert kind == "RingError"
         assert "TORCH_RING_TRANSPORT=shm, but rank 0 can map 8 MiB" in text
-        assert "need 44 MiB: raise `ulimit -v` or TORCH_RING_ADDRESS_SPACE" in text
+        assert "need 44 MiB: raise `ulimit -v`" in text

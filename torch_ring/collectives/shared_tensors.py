@@ -27,7 +27,7 @@ def empty_shared(
     keep their buckets in such memory.
 
     Without shared memory (one rank, or each rank on a host of its own), or without room in it
-    (``TORCH_RING_ADDRESS_SPACE``), it is an ordinary tensor. The function is no collective: each
+    (``ulimit -v``), it is an ordinary tensor. The function is no collective: each
     rank may call it at any time. The memory lives as long as the tensor, even after
     :func:`torch_ring.shutdown`. In a process that is forked from this one the tensor has zeros.
 

@@ -271,13 +271,6 @@ class Config:
         "job's secret, and NCCL between hosts is refused; cpu: it is not (docs/security.md)",
         common=True,
     )
-    address_space_bytes: int = setting(
-        "TORCH_RING_ADDRESS_SPACE",
-        32 << 40,
-        byte_count(1),
-        "most bytes of address space in which a rank maps the shared memory of its host; about "
-        "half of what `ulimit -v` leaves, if that is less",
-    )
     ucx_library: str = setting(
         "TORCH_RING_UCX_LIBRARY",
         "",

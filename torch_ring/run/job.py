@@ -27,7 +27,7 @@ from torch_ring.run.host_connection import (
 from torch_ring.run.hosts import RankSlot
 from torch_ring.run.job_settings import JobSpec
 from torch_ring.run.processes import Processes
-from torch_ring.run.supervisor import ReachedHosts, Supervisor
+from torch_ring.run.supervisor import Supervisor
 
 __all__ = ["Job", "RankFailure", "exit_code"]
 
@@ -82,7 +82,6 @@ class Job:
         self._is_warned = False
         self.results: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._spec, self._supervisor, self._growth = spec, supervisor, growth
-        self._hosts = ReachedHosts(spec, supervisor)
         self._processes = Processes(spec, supervisor, growth)
         self._screen = supervisor.screen
         self._signal = 0  # the signal that has ended the job
@@ -111,7 +110,7 @@ class Job:
         self._connect()
         if self._signal:
             return exit_code(-self._signal)
-        self._processes.begin(self._hosts.store())
+        self._processes.begin(self._supervisor.store())
         while self._processes.living() and not self._has_given_up():
             self._handle(self._supervisor.events(self._left_s()))
             self._check_time()
@@ -128,9 +127,9 @@ class Job:
         """Return when all hosts have answered, or a signal has come."""
         spec = self._spec
         for host in dict.fromkeys(slot.host for slot in spec.slots):
-            self._hosts.connect(host)
-        while self._hosts.awaited and not self._signal:
-            missing = self._hosts.overdue()
+            self._supervisor.connect(host)
+        while self._supervisor.awaited and not self._signal:
+            missing = self._supervisor.overdue()
             if missing:
                 raise TimeoutError(
                     f"{', '.join(sorted(missing))} did not answer within {spec.start_timeout_s:g} "
@@ -138,7 +137,7 @@ class Job:
                 )
             for event in self._supervisor.events(self._left_s()):
                 if isinstance(event, Ready):
-                    self._hosts.note(event)
+                    self._supervisor.note(event)
                 elif isinstance(event, Lost):
                     raise RingError(f"{event.host} cannot run ranks: {event.reason}")
                 elif isinstance(event, Going | Ended):
@@ -165,18 +164,18 @@ class Job:
             self._code = 1
             self._end(FAILURE_GRACE_S)
             return
-        for host in self._hosts.overdue():
+        for host in self._supervisor.overdue():
             self._lost(Lost(host, f"did not answer within {self._spec.start_timeout_s:g} s"))
         most = self._spec.options.max_num_proc
         for slot in growth.due(now):
             if most is not None and self._processes.count >= most:
                 break
-            if self._hosts.is_ready(slot.host):
+            if slot.host in self._supervisor.ready:
                 self.results.pop(slot.rank, None)  # the failed process's result
                 self._processes.add(slot)
-            elif slot.host not in self._hosts.awaited:
-                self._hosts.connect(slot.host)
-        self._processes.add_standbys(self._hosts.ready)
+            elif slot.host not in self._supervisor.awaited:
+                self._supervisor.connect(slot.host)
+        self._processes.add_standbys(self._supervisor.ready)
         self._processes.remove_vanished(len(self.finished))
 
     def _handle(self, events: Sequence[Event]) -> None:
@@ -242,7 +241,7 @@ class Job:
 
     def _host_came(self, event: Ready) -> None:
         try:
-            self._hosts.note(event)
+            self._supervisor.note(event)
         except InvalidArgumentError as error:
             self._lost(Lost(event.host, first_line(error)))
 
@@ -254,8 +253,8 @@ class Job:
             self._growth.drain(host)
 
     def _lost(self, event: Lost) -> None:
-        was_ready = self._hosts.is_ready(event.host)
-        self._hosts.lose(event.host)
+        was_ready = event.host in self._supervisor.ready
+        self._supervisor.lose(event.host)
         if any(map(self._processes.leaves, self._processes.on(event.host))):
             self._growth.drain(event.host)  # ssh ended before the agent could report it
         for rank in self._processes.on(event.host):
@@ -301,7 +300,7 @@ class Job:
 
     def _left_s(self) -> float:
         now = time.monotonic()
-        overdue_at = self._hosts.next_at
+        overdue_at = self._supervisor.next_at()
         if overdue_at is not None and overdue_at <= now:
             overdue_at = None  # those hosts no longer matter
         times = (self._end_at, self._close_at, overdue_at, self._growth.next_at(now))

@@ -88,7 +88,7 @@ def launch(
             screen.say(note)
         growth = Growth(options, slots, directory, discovery, screen.say)
         reader = -1 if signals is None else stack.enter_context(signals())
-        supervisor = Supervisor(screen, reader, options.verbose)
+        supervisor = Supervisor(spec, screen, reader)
         job = Job(spec, supervisor, growth)
         try:
             return job.run(), job

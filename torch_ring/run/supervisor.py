@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.run.host_connection import Event, HostConnection, Output, Ready, Signal, Unread
@@ -14,7 +14,7 @@ from torch_ring.run.job_settings import JobSpec
 from torch_ring.run.screen import Screen
 from torch_ring.setup.network import is_loopback, is_loopback_name, own_address
 
-__all__ = ["ReachedHosts", "Supervisor"]
+__all__ = ["Supervisor"]
 
 _BEAT_S = 5.0  # longest interval between signs of life to the hosts
 
@@ -22,21 +22,29 @@ _BEAT_S = 5.0  # longest interval between signs of life to the hosts
 class Supervisor:
     """Waits for events, and meanwhile moves bytes: requests to hosts, the ranks' output to readers.
 
-    It makes no decisions; the caller of `events` does. `connections` may grow at any time.
+    It connects to hosts, and knows which of them have answered. It makes no decisions; the caller
+    of `events` does.
 
     Thread: one. Blocking: only `events` and `drain`. A slow stream does not hold up the others.
 
     Args:
+        spec: the job.
         screen: the destination of the ranks' output.
         signals: a descriptor from which the numbers of signals can be read; -1: there is none.
-        show_errors: whether to show the standard error of ssh and agents.
+
+    Attributes:
+        connections: the connections to hosts, by name.
+        ready: the answers of the hosts on which ranks can be started.
+        awaited: the deadlines of the hosts that have not answered yet.
     """
 
-    def __init__(self, screen: Screen, signals: int = -1, show_errors: bool = False) -> None:
+    def __init__(self, spec: JobSpec, screen: Screen, signals: int = -1) -> None:
         self.screen = screen
         self.connections: dict[str, HostConnection] = {}
-        self._signals, self._show_errors = signals, show_errors
+        self._spec, self._signals = spec, signals
         self._is_unread = False
+        self.ready: dict[str, Ready] = {}
+        self.awaited: dict[str, float] = {}
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Return the new events; empty after `timeout_s`. Output goes to the screen."""
@@ -106,23 +114,11 @@ class Supervisor:
 
     def _read_errors(self, connection: HostConnection) -> None:
         text = connection.read_errors()
-        if self._show_errors:
+        if self._spec.options.verbose:
             for line in text.splitlines():
                 self.screen.say(f"{connection.host}: {line}")
 
-
-class ReachedHosts:
-    """Connects to hosts, and knows which of them have answered.
-
-    Args:
-        spec: the program and its ranks.
-        supervisor: gets the connections.
-    """
-
-    def __init__(self, spec: JobSpec, supervisor: Supervisor) -> None:
-        self._spec, self._supervisor = spec, supervisor
-        self._ready: dict[str, Ready] = {}
-        self._deadlines: dict[str, float] = {}  # for hosts that have not answered yet
+    # --- hosts
 
     def connect(self, host: str) -> None:
         """Begin to connect to a host.
@@ -130,14 +126,14 @@ class ReachedHosts:
         Raises:
             InvalidArgumentError: there is no ssh here.
         """
-        before = self._supervisor.connections.get(host)
+        before = self.connections.get(host)
         if before is not None:
             before.close()
         connection = HostConnection(host, self._spec)
-        self._supervisor.connections[host] = connection
-        self._deadlines[host] = time.monotonic() + self._spec.start_timeout_s
+        self.connections[host] = connection
+        self.awaited[host] = time.monotonic() + self._spec.start_timeout_s
         if self._spec.options.verbose and not connection.is_local:
-            self._supervisor.screen.say(f"{host} is reached by: {connection.command}")
+            self.screen.say(f"{host} is reached by: {connection.command}")
 
     def note(self, event: Ready) -> None:
         """Note that a host has answered.
@@ -145,50 +141,35 @@ class ReachedHosts:
         Raises:
             InvalidArgumentError: the host cannot run ranks.
         """
-        self._deadlines.pop(event.host, None)
+        self.awaited.pop(event.host, None)
         if event.problem:
             raise InvalidArgumentError(f"{event.host}: {event.problem}")
-        self._ready[event.host] = event
+        self.ready[event.host] = event
 
     def lose(self, host: str) -> None:
         """Note that a host no longer answers, or has never answered."""
-        if self._deadlines.pop(host, None) is not None:
-            self._supervisor.connections[host].close()
-        self._ready.pop(host, None)
-
-    def is_ready(self, host: str) -> bool:
-        """Return whether ranks can be started on a host."""
-        return host in self._ready
-
-    @property
-    def ready(self) -> Collection[str]:
-        """The hosts on which ranks can be started."""
-        return self._ready
-
-    @property
-    def awaited(self) -> list[str]:
-        """The hosts that have not answered yet."""
-        return list(self._deadlines)
+        if self.awaited.pop(host, None) is not None:
+            self.connections[host].close()
+        self.ready.pop(host, None)
 
     def overdue(self) -> list[str]:
         """Return the hosts that have not answered in time."""
         now = time.monotonic()
-        return [host for host, deadline in self._deadlines.items() if deadline <= now]
+        return [host for host, deadline in self.awaited.items() if deadline <= now]
 
-    @property
     def next_at(self) -> float | None:
         """The time when the next host will be overdue; None: all have answered."""
-        return min(self._deadlines.values(), default=None)
+        return min(self.awaited.values(), default=None)
 
     def store(self) -> tuple[str, int]:
         """Return the address and the port at which rank 0 serves the store.
 
         Call it when all hosts of the ranks have answered.
         """
-        hosts = [self._ready[slot.host] for slot in self._spec.slots]
+        hosts = [self.ready[slot.host] for slot in self._spec.slots]
         address, port = self._address(hosts[0], hosts), hosts[0].port
         if self._spec.options.verbose:
-            self._supervisor.screen.say(f"rank 0 serves at {address}, port {port}")
+            self.screen.say(f"rank 0 serves at {address}, port {port}")
         return address, port
 
     def _address(self, first: Ready, hosts: Sequence[Ready]) -> str:
@@ -197,7 +178,7 @@ class ReachedHosts:
             return "127.0.0.1"
         if first.interface_address:
             return first.interface_address
-        if not self._supervisor.connections[first.host].is_local:
+        if not self.connections[first.host].is_local:
             # ssh may know the host by a name that only ssh resolves.
             is_usable = first.server and not is_loopback(first.server)
             return first.server if is_usable else first.host.rpartition("@")[2]

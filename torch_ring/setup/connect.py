@@ -387,7 +387,7 @@ def _bytes_to_share(rank: int, config: Config) -> int:
             _require_to_pass(memory)
         finally:
             os.close(memory)
-        if not (shares := min(mappable_bytes(), config.address_space_bytes)):
+        if not (shares := mappable_bytes()):
             raise RingError("no address space is left: raise `ulimit -v`")
         return shares
     except (OSError, RingError) as error:

@@ -100,8 +100,7 @@ def lack_of_memory(peers: Sequence[PeerInfo]) -> str:
         if peer.shares < needed[count]:
             return (
                 f"rank {peer.rank} can map {peer.shares >> 20} MiB of shared memory, and the "
-                f"{count} ranks of its host need {needed[count] >> 20} MiB: raise `ulimit -v` or "
-                "TORCH_RING_ADDRESS_SPACE"
+                f"{count} ranks of its host need {needed[count] >> 20} MiB: raise `ulimit -v`"
             )
     return ""
 

@@ -58,8 +58,8 @@ FAULTS = (
     ),
     Fault(
         "silent_host", "the launcher waits for ever for a host that does not answer", SUPERVISOR,
-        "return [host for host, deadline in self._deadlines.items() if deadline <= now]",
-        "return [host for host, deadline in self._deadlines.items() if deadline <= now - 1e6]",
+        "return [host for host, deadline in self.awaited.items() if deadline <= now]",
+        "return [host for host, deadline in self.awaited.items() if deadline <= now - 1e6]",
         tests=("run/test_run_jobs.py::test_a_host_that_does_not_answer",),
     ),
     Fault(
