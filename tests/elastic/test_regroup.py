@@ -28,13 +28,15 @@ from torch_ring.membership.member import (
     Channel,
     ForeignMessageError,
     Member,
+    MessageKey,
     Reach,
     dial,
     member_id,
     reach,
 )
 
-KEY = b"k" * 32
+KEY = MessageKey(b"k" * 32)
+HELLO = b"t-ring"  # of a caller without TLS
 LIMITS = Limits(timeout_s=30.0, silence_s=5.0)
 
 
@@ -186,7 +188,7 @@ def test_only_a_majority_goes_on_where_others_may_live(
     def hurried(call: Any) -> Any:
         """Give stopped processes little time to answer, and the others the full time."""
 
-        def ask(member: Member, key: bytes, answer_s: float, **more: Any) -> Any:
+        def ask(member: Member, key: MessageKey, answer_s: float, **more: Any) -> Any:
             is_stopped = member in [processes[index].member for index in stopped]
             return call(member, key, 0.5 if is_stopped else answer_s, **more)
 
@@ -340,7 +342,7 @@ def test_directory() -> None:
         tell_directory(directory.address, KEY, 3, members, is_first=True)  # of a second function
         assert directory.resets == 1
         with pytest.raises(hvd.RingError, match="directory"):
-            ask_directory(directory.address, b"x" * 32)
+            ask_directory(directory.address, MessageKey(b"x" * 32))
     finally:
         directory.close()
     with pytest.raises(hvd.RingError, match="is gone"):
@@ -390,7 +392,7 @@ def test_a_process_that_dies_while_it_is_called_is_gone() -> None:
 def test_a_stranger_is_not_answered() -> None:
     with job(1) as (process,):
         for request in ({"kind": "join", "member": ["p0", "", 1]}, {"kind": "probe"}):
-            channel = dial(process.member, b"x" * 32, 5.0)
+            channel = dial(process.member, MessageKey(b"x" * 32), 5.0)
             channel.send(request)
             with pytest.raises(ConnectionError):
                 channel.receive()
@@ -407,9 +409,9 @@ def test_a_stranger_is_not_answered() -> None:
 
 def test_a_message_cannot_be_repeated() -> None:
     ours, theirs = socket.socketpair()
-    accepting = threading.Thread(target=lambda: Channel(theirs, KEY, accepted=True))
+    accepting = threading.Thread(target=lambda: Channel(theirs, KEY, "here", accepted=True))
     accepting.start()
-    channel = Channel(ours, KEY, accepted=False)
+    channel = Channel(ours, KEY, "here", accepted=False)
     accepting.join()
     channel.send({"kind": "probe"})
     message = theirs.recv(4096)
@@ -419,8 +421,8 @@ def test_a_message_cannot_be_repeated() -> None:
     ours.close()
     theirs.close()
     ours, theirs = socket.socketpair()
-    other = Channel(theirs, KEY, accepted=True)
-    ours.sendall(message)
+    ours.sendall(HELLO + message)
+    other = Channel(theirs, KEY, "here", accepted=True)
     with pytest.raises(ForeignMessageError):
         other.receive(5.0)
     ours.close()

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 from launched_jobs import LaunchedJob, run_job
+from packets import needs_packets, packets, with_ports
 from scripts import ROOT
 from slow import slow
+
+from torch_ring.membership.directory import ask_directory
+from torch_ring.membership.member import key_of
 
 pytestmark = pytest.mark.launcher
 EPOCHS = 40
@@ -143,6 +147,27 @@ def test_hosts_come_and_the_first_one_goes_when_enough_ranks_stay(tmp_path):
     assert "rank 0 on localhost is asked to leave" in said(job)
     assert job.stdout.count("has ended on 2 ranks") == 2
     assert "process 0.1 has ended" not in job.stdout
+
+
+@needs_packets
+@pytest.mark.parametrize("tls", ["1", slow("0")])
+def test_nobody_on_the_way_reads_the_messages_of_a_job_that_grows(tmp_path, tls):
+    secret = {"TORCH_RING_SECRET": "of this test", "TORCH_RING_TLS": tls}
+    with packets() as seen:
+        job = ElasticJob(tmp_path, "--min-np", "2", hosts=f"localhost {OTHER}", **secret)
+        job.wait_for("is rank 1 of 2")
+        job.list(f"localhost {OTHER}:2")
+        job.wait_for(f"process 2.1 is rank 2 of 3, slot 1 of {OTHER}")
+        variables = Path(f"/proc/{job.pid_of('0.1')}/environ").read_text()
+        (directory,) = re.findall(r"TORCH_RING_ELASTIC_DIRECTORY=([^\0]+)", variables)
+        members = ask_directory(directory, key_of("of this test", tls))
+        assert job.end() == 0, job.stderr
+    assert [member.process for member in members] == ["0.1", "1.1", "2.1"]
+    ports = [int(directory.rpartition(":")[2]), *(member.port for member in members)]
+    data = with_ports(seen, ports)
+    words = [b'"kind"', b"newcomer", members[0].id.encode(), members[2].id.encode()]
+    assert len(data) > 1000
+    assert [word for word in words if word in data] == ([] if tls == "1" else words)
 
 
 @pytest.mark.slow

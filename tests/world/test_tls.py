@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ import torch
 import torch.distributed as dist
 from groups import on_ring
 from host_fixtures import run_on_hosts
+from packets import needs_packets, packets
 from pool import all_have_passed, error_of, run
 from scripts import ROOT
 
@@ -26,7 +23,6 @@ from torch_ring.world import current
 
 TLS = {"TORCH_RING_TLS": "1"}
 MARK = 1.2345678e20  # in no other data
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root sees all packets")
 
 
 def everything() -> str:
@@ -64,45 +60,19 @@ def test_groups_of_torch_distributed() -> None:
     on_ring(messages, 2, transport="tcp", env=TLS)
 
 
-@contextmanager
-def packets() -> Iterator[bytearray]:
-    """Collect all packets of the loopback interface."""
-    seen, done = bytearray(), threading.Event()
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as sniffer:
-        sniffer.bind(("lo", 0))
-        sniffer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
-        sniffer.settimeout(0.1)
-
-        def collect() -> None:
-            while True:  # also those that wait in the socket at the end
-                try:
-                    seen.extend(sniffer.recv(1 << 17))
-                except TimeoutError:
-                    if done.is_set():
-                        return
-
-        thread = threading.Thread(target=collect)
-        thread.start()
-        try:
-            yield seen
-        finally:
-            done.set()
-            thread.join()
-
-
 def reduce_marks(mark: float) -> None:
     for count in (2, 20_000):  # with the agreement, and by the ring
         hvd.allreduce(torch.full((count,), mark), op=hvd.Max)
     hvd.broadcast(torch.full((20_000,), mark), 0)
 
 
-@needs_root
+@needs_packets
 @pytest.mark.parametrize("is_encrypted", [True, False])
 def test_nobody_on_the_way_can_read(is_encrypted: bool) -> None:
     mark = MARK if is_encrypted else -MARK  # the two tests may run at once
     with packets() as seen:
         run(reduce_marks, 2, args=(mark,), transport="tcp", env=TLS if is_encrypted else None)
-    assert (torch.full((2,), mark).numpy().tobytes() in seen) != is_encrypted
+    assert (torch.full((2,), mark).numpy().tobytes() in b"".join(seen)) != is_encrypted
 
 
 def die(passed: Path) -> str:

@@ -30,7 +30,7 @@ from torch_ring.elastic.regroup import (
 from torch_ring.errors import MismatchError, RingError, first_line
 from torch_ring.membership.directory import ask_directory, notify, tell_directory, tell_leaving
 from torch_ring.membership.listener import Listener
-from torch_ring.membership.member import Member, Reach, key_of, member_id, reach
+from torch_ring.membership.member import Member, MessageKey, Reach, key_of, member_id, reach
 from torch_ring.setup.failure import exited
 from torch_ring.setup.launchers import process_name
 from torch_ring.setup.network import own_address
@@ -46,7 +46,7 @@ _log = logging.getLogger("torch_ring")
 
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the exit code, as in a shell
 
-_KEY_BYTES = 32
+_SECRET_BYTES = 32
 _GLANCE_S = 0.1  # wait for an answer of a living rank, while a world is made
 _STORE_S = 5.0  # wait for an answer of the store of ranks that were alive a moment ago
 
@@ -87,8 +87,9 @@ class ElasticJob:
         )
         met = _take_met()
         if met is None:
-            key = key_of(config.secret) if config.secret else self._common_key()
-            met = _Met(current.world(), key)
+            new = secrets.token_hex(_SECRET_BYTES)
+            secret = config.secret or broadcast_object(new, 0, "elastic.key")
+            met = _Met(current.world(), key_of(secret, config.tls))
         self._listener, self._own = met.listener, met.own
         self._listener.begin(self._knows, on_change, _calls)
         if config.is_newcomer:
@@ -229,10 +230,6 @@ class ElasticJob:
         self.members = members
         _count(_calls, generation)
 
-    def _common_key(self) -> bytes:
-        own = secrets.token_hex(_KEY_BYTES)
-        return bytes.fromhex(broadcast_object(own, 0, "elastic.key"))
-
     def _tell_directory(self, *, is_first: bool = False) -> None:
         if self._config.directory and current.rank() == 0:
             key = self._listener.key
@@ -265,7 +262,9 @@ class ElasticJob:
             self._store = self._open_store(group.store)
         missed = functools.partial(self._missed, group.members)
         with _regrouping():
-            current.rejoin(rank, len(group.members), self._store, self._listener.key.hex(), missed)
+            current.rejoin(
+                rank, len(group.members), self._store, self._listener.key.secret.hex(), missed
+            )
 
     def _missed(self, members: Sequence[Member], here: Collection[int]) -> RingError | None:
         """Return the error of ranks that have exited; None: none was found.
@@ -298,7 +297,7 @@ class _Met:
         members: all processes, by rank; empty if they have exchanged nothing.
     """
 
-    def __init__(self, world: World, key: bytes) -> None:
+    def __init__(self, world: World, key: MessageKey) -> None:
         config, address = world.config, world.address
         if config.directory:  # an address that later hosts can reach, as far as this one knows
             address = own_address(config.interface, config.directory.rpartition(":")[0])
@@ -317,7 +316,7 @@ def _meet(world: World) -> None:
     config = world.config
     if not (config.directory and config.secret and process_name()) or config.is_newcomer:
         return
-    met = _Met(world, key_of(config.secret))
+    met = _Met(world, key_of(config.secret, config.tls))
     try:
         with EngineExchange(world.engine) as exchange:
             packed = exchange.texts(json.dumps(met.own.packed()))

@@ -35,7 +35,7 @@ from typing import Any
 
 from torch_ring.errors import PeerLostError, RingError, TimeoutError
 from torch_ring.membership.listener import JoinRequest, Listener
-from torch_ring.membership.member import Member, Reach, dial, reach
+from torch_ring.membership.member import Member, MessageKey, Reach, dial, reach
 
 __all__ = ["CallOverError", "LeftOutError", "Limits", "NextWorld", "come", "leavers_of", "regroup"]
 
@@ -148,7 +148,7 @@ class _ElsewhereError(Exception):
 def _first_answer(
     candidates: Sequence[Member],
     own: Member,
-    key: bytes,
+    key: MessageKey,
     limits: Limits,
     deadline: float,
     suspects: Collection[str],
@@ -165,7 +165,7 @@ def _first_answer(
 def come(
     find_members: Callable[[], Sequence[Member]],
     own: Member,
-    key: bytes,
+    key: MessageKey,
     limits: Limits,
     call: int = 1,
 ) -> NextWorld:
@@ -199,7 +199,7 @@ def _ask(
     kind: str,
     candidate: Member,
     own: Member,
-    key: bytes,
+    key: MessageKey,
     limits: Limits,
     deadline: float,
     *,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_ring.errors import RingError
-from torch_ring.membership.member import Channel, Member, Server, dial
+from torch_ring.membership.member import Channel, Member, MessageKey, Server, dial
 
 __all__ = [
     "Directory",
@@ -116,7 +116,7 @@ class Directory:
         address: "host:port", for the variable TORCH_RING_ELASTIC_DIRECTORY.
     """
 
-    def __init__(self, host: str, key: bytes) -> None:
+    def __init__(self, host: str, key: MessageKey) -> None:
         self._lock = threading.Lock()
         self._key = key
         self._generation = 0
@@ -189,7 +189,7 @@ class Directory:
         channel.send({"kind": "roster", "members": packed})
 
 
-def notify(member: Member, key: bytes, kind: str) -> bool:
+def notify(member: Member, key: MessageKey, kind: str) -> bool:
     """Send a message of `kind` to a process's `Listener`. Blocks for seconds if its host is gone.
 
     Returns:
@@ -211,7 +211,7 @@ def notify(member: Member, key: bytes, kind: str) -> bool:
 
 def tell_directory(
     address: str,
-    key: bytes,
+    key: MessageKey,
     generation: int,
     members: Sequence[Member],
     *,
@@ -234,7 +234,7 @@ def tell_directory(
     )
 
 
-def tell_leaving(address: str, key: bytes, process: str) -> None:
+def tell_leaving(address: str, key: MessageKey, process: str) -> None:
     """Tell the directory that a process, named by the launcher, leaves the job of its own accord.
 
     Raises:
@@ -243,7 +243,7 @@ def tell_leaving(address: str, key: bytes, process: str) -> None:
     _call(address, key, {"kind": "leaving", "process": process})
 
 
-def ask_directory(address: str, key: bytes) -> Sequence[Member]:
+def ask_directory(address: str, key: MessageKey) -> Sequence[Member]:
     """Return the members of the last world; empty if there was none yet.
 
     Raises:
@@ -253,7 +253,7 @@ def ask_directory(address: str, key: bytes) -> Sequence[Member]:
 
 
 def ask_for_place(
-    address: str, key: bytes, process: str, question: str, host: str, port: int
+    address: str, key: MessageKey, process: str, question: str, host: str, port: int
 ) -> dict[str, Any]:
     """Ask for a place in the first world; return the answer of `Gathering.ask`.
 
@@ -266,12 +266,14 @@ def ask_for_place(
     return _call(address, key, {"kind": "place", "asker": asker})
 
 
-def _call(address: str, key: bytes, request: dict[str, Any]) -> dict[str, Any]:
+def _call(address: str, key: MessageKey, request: dict[str, Any]) -> dict[str, Any]:
     host, _, port = address.rpartition(":")
     try:
         channel = dial(Member("directory", host, int(port)), key, _ANSWER_S)
     except OSError as error:
-        raise RingError(f"the launcher's directory at {address} is gone: {error}") from None
+        raise RingError(
+            f"the launcher's directory at {address} is gone, or has another TORCH_RING_TLS: {error}"
+        ) from None
     try:
         channel.send(request)
         return channel.receive()

@@ -132,7 +132,7 @@ class _Question:
     """The question of this process for a place in one world. Blocks for seconds at most."""
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
-        self._directory, self._key = config.directory, key_of(config.secret)
+        self._directory, self._key = config.directory, key_of(config.secret, config.tls)
         self._asker = process_name(), secrets.token_hex(8), *listener.getsockname()[:2]
 
     def ask(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ring.membership.member import Channel, Member, Server
+from torch_ring.membership.member import Channel, Member, MessageKey, Server
 
 __all__ = ["JoinRequest", "Listener"]
 
@@ -55,7 +55,7 @@ class Listener:
     def __init__(
         self,
         host: str,
-        key: bytes,
+        key: MessageKey,
         knows: Callable[[Member], bool],
     ) -> None:
         self.requests: queue.Queue[JoinRequest] = queue.Queue()

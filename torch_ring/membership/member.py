@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch_ring.membership.tls import TlsStream, load_openssl
 from torch_ring.setup.frames import HEADER_BYTES, Kind, encode, payload_bytes
 from torch_ring.setup.network import close_in_child
 
@@ -25,6 +26,7 @@ __all__ = [
     "Channel",
     "ForeignMessageError",
     "Member",
+    "MessageKey",
     "Reach",
     "Server",
     "dial",
@@ -33,14 +35,35 @@ __all__ = [
     "reach",
 ]
 
+_HELLO = b"t-ring"  # of a caller without TLS: an end with TLS closes the connection at once
 _NONCE_BYTES = 16
 _TAG_BYTES = 32
 _NUMBER = struct.Struct(">I")
 
 
-def key_of(secret: str) -> bytes:
-    """Return the key derived from a job's secret."""
-    return hashlib.sha256(b"torch_ring elastic\0" + secret.encode()).digest()
+@dataclass(frozen=True)
+class MessageKey:
+    """The key of an elastic job; `tls`: its messages are encrypted with it, too."""
+
+    secret: bytes
+    tls: bool = False
+
+
+def key_of(secret: str, tls: str = "0") -> MessageKey:
+    """Return the key derived from a job's secret.
+
+    Args:
+        secret: the secret.
+        tls: the value of TORCH_RING_TLS.
+
+    Raises:
+        InvalidArgumentError: there is no OpenSSL for TLS.
+    """
+    if tls != "0":
+        load_openssl()
+    return MessageKey(
+        hashlib.sha256(b"torch_ring elastic\0" + secret.encode()).digest(), tls != "0"
+    )
 
 
 class ForeignMessageError(ConnectionError):
@@ -48,7 +71,7 @@ class ForeignMessageError(ConnectionError):
 
 
 class Channel:
-    """JSON messages over a connection, each with an HMAC-SHA256.
+    """JSON messages over a connection, each with an HMAC-SHA256; encrypted if the key says so.
 
     The HMAC covers a random number of the accepting side, the direction and the message's number,
     so that no message can be replayed, on this connection or another.
@@ -58,17 +81,27 @@ class Channel:
     Args:
         connection: a connected socket; it is closed with the channel.
         key: the key of the job.
+        address: the address of the accepting side, as it was told to others: "10.0.0.1:4711".
         accepted: whether this side has accepted the connection.
     """
 
-    def __init__(self, connection: socket.socket, key: bytes, *, accepted: bool) -> None:
-        self._connection = connection
+    def __init__(
+        self, connection: socket.socket, key: MessageKey, address: str, *, accepted: bool
+    ) -> None:
+        self._socket = connection
+        self._stream: socket.socket | TlsStream = connection
         self._key = key
         self._accepted = accepted
         self._sent = self._received = 0
+        if key.tls:
+            self._stream = TlsStream(connection, key.secret, address, accepts=accepted)
+        elif not accepted:
+            connection.sendall(_HELLO)
         if accepted:
             self._nonce = os.urandom(_NONCE_BYTES)
-            connection.sendall(self._nonce)
+            self._stream.sendall(self._nonce)
+            if not key.tls and self._read(len(_HELLO)) != _HELLO:
+                raise ForeignMessageError("the other end is no process of this job, or has TLS")
         else:
             self._nonce = self._read(_NONCE_BYTES)
 
@@ -77,7 +110,7 @@ class Channel:
         frame = encode(Kind.MESSAGE, json.dumps(message).encode())
         tag = self._tag(self._accepted, self._sent, frame)
         self._sent += 1
-        self._connection.sendall(tag + frame)
+        self._stream.sendall(tag + frame)
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the next message.
@@ -88,7 +121,7 @@ class Channel:
             ForeignMessageError: the message is not from a process of this job.
         """
         if timeout_s is not None:
-            self._connection.settimeout(timeout_s)
+            self._socket.settimeout(timeout_s)
         tag, header = self._read(_TAG_BYTES), self._read(HEADER_BYTES)
         try:
             data = self._read(payload_bytes(header, Kind.MESSAGE))
@@ -108,27 +141,27 @@ class Channel:
         """Return whether the peer has closed the connection. Thread: any."""
         poll = select.poll()
         try:
-            poll.register(self._connection, select.POLLIN)
-            return bool(poll.poll(0)) and not self._connection.recv(1, socket.MSG_PEEK)
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):  # the descriptor is closed
             return True
 
     def close(self) -> None:
         """Close the connection."""
-        self._connection.close()
+        self._socket.close()
 
     def _tag(self, by_acceptor: bool, number: int, frame: bytes) -> bytes:
         head = self._nonce + bytes([by_acceptor]) + _NUMBER.pack(number)
-        return hmac.new(self._key, head + frame, hashlib.sha256).digest()
+        return hmac.new(self._key.secret, head + frame, hashlib.sha256).digest()
 
     def _read(self, count: int) -> bytes:
-        data = b""
+        data = bytearray()
         while len(data) < count:
-            part = self._connection.recv(count - len(data))
+            part = self._stream.recv(count - len(data))
             if not part:
                 raise ConnectionResetError("the peer has closed the connection")
             data += part
-        return data
+        return bytes(data)
 
 
 _HELLO_S = 5.0  # seconds that a caller has for its request
@@ -152,7 +185,7 @@ class Server:
     """
 
     def __init__(
-        self, host: str, key: bytes, answer: Callable[[Channel, dict[str, Any]], None]
+        self, host: str, key: MessageKey, answer: Callable[[Channel, dict[str, Any]], None]
     ) -> None:
         self.closed = False
         self._key = key
@@ -161,6 +194,7 @@ class Server:
         server = socket.create_server((host, 0), family=family, backlog=1024)
         self._socket = close_in_child(server)  # else a child would seem to be this process
         self.port: int = self._socket.getsockname()[1]
+        self._address = f"{host}:{self.port}"
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
         threading.Thread(target=self._accept, name="torch_ring elastic", daemon=True).start()
 
@@ -185,7 +219,7 @@ class Server:
         try:
             connection.settimeout(_HELLO_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = Channel(connection, self._key, accepted=True)
+            channel = Channel(connection, self._key, self._address, accepted=True)
             self._answer(channel, channel.receive())
         except (OSError, ValueError, KeyError, TypeError):
             pass  # a stranger, or a process that has ended
@@ -225,6 +259,11 @@ class Member:
         number = self.process.partition(".")[0]
         return int(number) if number.isdecimal() else 0
 
+    @property
+    def address(self) -> str:
+        """The address of its listener in one text."""
+        return f"{self.host}:{self.port}"
+
     def packed(self) -> tuple[str, str, int]:
         """Return the member in the form that is sent: ``Member(*packed)`` restores it."""
         return self.id, self.host, self.port
@@ -244,7 +283,7 @@ class Reach(enum.Enum):
     SILENT = "does not answer"  # it is stopped, or its host is too busy
 
 
-def dial(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = False) -> Channel:
+def dial(member: Member, key: MessageKey, answer_s: float, *, is_suspect: bool = False) -> Channel:
     """Return a channel to a member.
 
     Args:
@@ -260,13 +299,13 @@ def dial(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = Fals
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(answer_s)
-        return Channel(connection, key, accepted=False)
+        return Channel(connection, key, member.address, accepted=False)
     except BaseException:
         connection.close()
         raise
 
 
-def reach(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = False) -> Reach:
+def reach(member: Member, key: MessageKey, answer_s: float, *, is_suspect: bool = False) -> Reach:
     """Return whether a member lives, as far as this process can tell. Arguments as for `dial`."""
     try:
         connection = _connect(member, is_suspect)
@@ -277,7 +316,7 @@ def reach(member: Member, key: bytes, answer_s: float, *, is_suspect: bool = Fal
     connection.settimeout(answer_s)
     channel = None
     try:
-        channel = Channel(connection, key, accepted=False)
+        channel = Channel(connection, key, member.address, accepted=False)
         channel.send({"kind": "probe"})
         channel.receive()
     except TimeoutError:

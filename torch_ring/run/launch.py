@@ -77,7 +77,8 @@ def launch(
             slots = slots_of(options, environment, say)
         options.check_size(len(slots))
         if options.least is not None:
-            directory = Directory(_address_for(slots, options), key_of(secret))
+            tls = variables.get("TORCH_RING_TLS") or environment.get("TORCH_RING_TLS") or "0"
+            directory = Directory(_address_for(slots, options), key_of(secret, tls))
             stack.callback(directory.close)
             variables["TORCH_RING_ELASTIC_DIRECTORY"] = directory.address
         spec = JobSpec(options, slots, environment, secret, variables, unset, given, has_result)

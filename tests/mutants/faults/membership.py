@@ -6,9 +6,11 @@ from __future__ import annotations
 from faults.fault import Fault, Room
 
 MEMBER = "torch_ring/membership/member.py"
+TLS = "torch_ring/membership/tls.py"
 LISTENER = "torch_ring/membership/listener.py"
 DIRECTORY = "torch_ring/membership/directory.py"
 FIRST = "torch_ring/membership/first_world.py"
+LAUNCH = "torch_ring/run/launch.py"
 
 # fmt: off
 FAULTS = (
@@ -31,6 +33,40 @@ FAULTS = (
         "head = self._nonce + bytes([by_acceptor]) + _NUMBER.pack(number)",
         "head = self._nonce + _NUMBER.pack(number)",
         tests=("elastic/test_regroup.py::test_a_message_cannot_be_repeated",),
+    ),
+    Fault(
+        "message_in_the_clear", "messages cross the network as they are", MEMBER,
+        """            self._stream = TlsStream(connection, key.secret, address, accepts=accepted)
+""", """            connection.sendall(_HELLO)
+            self._read(len(_HELLO))
+""",
+        tests=("elastic/test_encrypted_messages.py::test_nobody_on_the_way_can_read",),
+    ),
+    Fault(
+        "message_redirected", "a call may be redirected to another process of the job", TLS,
+        "_INFO + name.encode()", "_INFO",
+        tests=("elastic/test_encrypted_messages.py::test_others_are_refused_at_once",),
+    ),
+    Fault(
+        "message_certificate", "a stranger with a certificate is taken for a process", TLS,
+        "if openssl.SSL_session_reused(ssl) != 1:", "if False:",
+        tests=("elastic/test_encrypted_messages.py::test_a_certificate_is_no_key",),
+    ),
+    Fault(
+        "message_trickled", "a handshake may last as long as single bytes come", TLS,
+        "connection.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))", "pass",
+        tests=("elastic/test_encrypted_messages.py::test_silence_in_the_handshake_ends_in_time",),
+    ),
+    Fault(
+        "message_no_hello", "a caller without TLS waits in vain for an end with TLS", MEMBER,
+        "            connection.sendall(_HELLO)\n", "            pass\n",
+        tests=("elastic/test_encrypted_messages.py::test_others_are_refused_at_once",),
+    ),
+    Fault(
+        "launcher_in_the_clear", "the launcher does not encrypt what its ranks do", LAUNCH,
+        'tls = variables.get("TORCH_RING_TLS") or environment.get("TORCH_RING_TLS") or "0"',
+        'tls = "0"',
+        tests=("run/test_run_elastic.py::test_nobody_on_the_way_reads_the_messages_of_a_job_that_grows",),
     ),
     Fault(
         "stopped_is_gone", "a stopped process counts as gone", MEMBER,
