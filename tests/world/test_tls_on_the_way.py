@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS between two hosts, with a stranger on the way: a deed is an error on both, or has no effect.
+
+The stranger is a proxy for the connections that a rank makes to the other one. The deeds on bare
+streams, and ranks with another key or another identity, are in tests/cpp/tls_test.cc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_fixtures import hosts, on_hosts, run_on_hosts
+from pool import error_of, eventually
+from slow import slow, slow_after
+
+import torch_ring as hvd
+from torch_ring.setup import connect
+
+__all__ = ["hosts"]
+
+pytestmark = on_hosts
+SECRET = "of this job"
+ENV = {
+    "TORCH_RING_TLS": "1",
+    "TORCH_RING_SECRET": SECRET,
+    "TORCH_RING_HEARTBEAT_TIMEOUT": "4",
+    "TORCH_RING_TIMEOUT": "8",
+}
+HEADER_BYTES = 5  # of a record: its kind, a version, its length
+LARGE_BYTES = 4096  # of a record with data; those of the control plane are smaller
+MOST_BYTES = 1 << 20  # of a recording
+
+Send = Callable[[bytes], object]
+Deed = Callable[[bytes, Iterator[bytes], Send], object]  # to a record; later ones may be taken
+
+
+def flip(record: bytes, _: Iterator[bytes], send: Send) -> None:
+    at = len(record) // 2
+    send(record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :])
+
+
+def drop(_: bytes, __: Iterator[bytes], ___: Send) -> None:
+    pass
+
+
+def repeat(record: bytes, _: Iterator[bytes], send: Send) -> None:
+    send(record + record)
+
+
+def swap(record: bytes, later: Iterator[bytes], send: Send) -> None:
+    send(next(later) + record)
+
+
+def cut_off(record: bytes, _: Iterator[bytes], send: Send) -> None:
+    send(record[: len(record) // 2])
+    raise ConnectionAbortedError
+
+
+def fall_silent(_: bytes, __: Iterator[bytes], ___: Send) -> None:
+    threading.Event().wait()
+
+
+class Stranger:
+    """A proxy for connections to `target`: it does one deed, to a record of each connection."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.heard = b""  # the connecting rank's first bytes
+        self._deed: Deed | None = None
+        self._is_large = False
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def do(self, deed: Deed, *, to_data: bool) -> None:
+        self._deed, self._is_large = deed, to_data
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            far = socket.create_connection(self.target)
+            for source, target in ((near, far), (far, near)):
+                is_heard = source is near
+                ends = (source, target, is_heard)
+                threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, is_heard: bool) -> None:
+        done = None
+        records = self._records(source)
+        with contextlib.suppress(OSError, StopIteration):
+            while True:
+                record = next(records)
+                if is_heard and len(self.heard) < MOST_BYTES:
+                    self.heard += record
+                is_next = self._deed is not done and (len(record) >= LARGE_BYTES) == self._is_large
+                if is_next and self._deed is not None:
+                    done = self._deed
+                    done(record, records, target.sendall)
+                else:
+                    target.sendall(record)
+        for end, how in ((source, socket.SHUT_RD), (target, socket.SHUT_WR)):
+            with contextlib.suppress(OSError):
+                end.shutdown(how)
+
+    def _records(self, source: socket.socket) -> Iterator[bytes]:
+        with source.makefile("rb") as stream:
+            while header := stream.read(HEADER_BYTES):
+                yield header + stream.read(int.from_bytes(header[3:], "big"))
+
+
+def put_on_the_way(before: Callable[[Stranger], object] = lambda _: None) -> list[Stranger]:
+    """Let this rank's next worlds reach the other rank through strangers, which are returned.
+
+    `before` is called when both ranks listen, and do not connect yet.
+    """
+    strangers: list[Stranger] = []
+    real = connect.ControlPlane
+
+    def through(rank: int, host_of: Any, labels: Any, addresses: Any, *more: Any) -> Any:
+        name, ((host, port),) = addresses[1 - rank]
+        strangers.append(Stranger((host, port)))
+        before(strangers[-1])
+        ways = list(addresses)
+        ways[1 - rank] = name, [("127.0.0.1", strangers[-1].port)]
+        return real(rank, host_of, labels, ways, *more)
+
+    connect.ControlPlane = through  # type: ignore[misc, assignment]
+    return strangers
+
+
+def work(rounds: int = 1) -> None:
+    for _ in range(rounds):
+        values = torch.full((1 << 20,), 1.0 + hvd.rank())
+        assert hvd.allreduce(values, op=hvd.Sum, name="values").eq(3).all()
+
+
+def disturbed(deed: Deed, to_data: bool) -> tuple[str, str, bool]:
+    strangers = put_on_the_way()
+    hvd.init()
+
+    def work_on() -> None:  # the other rank may be slower, and still at the first
+        work()
+        strangers[0].do(deed, to_data=to_data)
+        work(1000)
+
+    return *error_of(work_on), bool(strangers[0].heard)
+
+
+ROWS = [
+    (deed, to_data)
+    for deed in (flip, drop, repeat, swap, cut_off, fall_silent)
+    for to_data in (True, False)
+]
+
+
+@pytest.mark.parametrize(("deed", "to_data"), slow_after(1, ROWS))
+def test_a_deed_is_an_error_that_names_the_peer(
+    hosts: list[str], deed: Deed, to_data: bool
+) -> None:
+    outcomes = run_on_hosts(disturbed, hosts, [0, 1], deed, to_data, env=ENV, initialized=False)
+    assert any(was_there for _, _, was_there in outcomes)
+    for rank, (kind, text, _) in enumerate(outcomes):
+        assert kind in ("PeerLostError", "RingError", "TimeoutError"), text
+        assert f"rank {1 - rank} (10." in text, text
+        assert "allreduce 'values'" in text or "this world has ended" in text, text
+
+
+def undisturbed(secret_before: str) -> bool:
+    """Make a world while strangers connect, too: silent ones, and one with a recording."""
+    callers: list[socket.socket] = []
+    recording = b""
+
+    def call(stranger: Stranger) -> None:
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", recording[:100], recording):
+            callers.append(socket.create_connection(stranger.target))
+            with contextlib.suppress(OSError):
+                callers[-1].sendall(said)
+
+    strangers = put_on_the_way(call)
+    for secret in (secret_before, SECRET):
+        os.environ["TORCH_RING_SECRET"] = secret
+        hvd.init()
+        work()
+        hvd.shutdown()
+        recording = strangers[-1].heard
+    return bool(recording)
+
+
+@pytest.mark.parametrize("secret_before", [SECRET, slow("of another job")])
+def test_strangers_and_recordings_have_no_effect(hosts: list[str], secret_before: str) -> None:
+    heard = run_on_hosts(undisturbed, hosts, [0, 1], secret_before, env=ENV, initialized=False)
+    assert any(heard)
+
+
+def fork_and_go_on() -> None:
+    put_on_the_way()
+    hvd.init()
+    work()
+    for ends in (os._exit, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
+        if (pid := os.fork()) == 0:
+            ends(0)
+        work()
+        os.waitpid(pid, 0)
+        work()
+
+
+@pytest.mark.slow
+def test_a_child_has_no_effect(hosts: list[str]) -> None:
+    run_on_hosts(fork_and_go_on, hosts, [0, 1], env=ENV, initialized=False)
+
+
+def meet_one_that_stops(folder: Path) -> tuple[str, str]:
+    """Rank 1 is stopped, and killed when the others have their errors."""
+    rank, pid = int(os.environ["RANK"]), os.getpid()
+    if rank == 1 and os.fork() == 0:
+        eventually(lambda: len(list(folder.iterdir())) == 2)
+        os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+    outcome = error_of(hvd.init)
+    (folder / str(rank)).touch()
+    return outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["connecting", "accepting"])
+def test_a_rank_that_is_stopped_in_the_handshake_is_named(
+    hosts: list[str], end: str, tmp_path: Path
+) -> None:
+    env = {"TORCH_RING_FAIL": f"handshake.{end}:1:1:stop", "TORCH_RING_INIT_TIMEOUT": "8"}
+    outcomes = run_on_hosts(
+        meet_one_that_stops,
+        *(hosts, [0, 1, 2], tmp_path),
+        env=ENV | env,
+        initialized=False,
+        may_die={1},
+    )
+    for kind, text in (outcomes[0], outcomes[2]):
+        assert kind in ("TimeoutError", "PeerLostError"), text
+        assert "rank 1" in text, text
