@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from exits_program import WATCHED
 from launcher_commands import TORCHRUN, clean_environment, output_of, start_program
+from ports import free_port
 
 PROGRAM = Path(__file__).parent / "exits_program.py"
 pytestmark = pytest.mark.slow
@@ -96,3 +97,31 @@ def test_ranks_outlive_a_launcher_if_told_and_a_shell(results, how):
         assert status == 0, output
         assert "goes on: [1.0, 1.0, 1.0]" in output
         assert "has died" not in output
+
+
+def test_a_process_that_exits_has_no_control_plane_any_more():
+    """OpenSSL frees its memory then, which no other thread may use."""
+    program = str(Path(__file__).with_name("exit_in_init_program.py"))
+    variables = {
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        **{"MASTER_PORT": str(free_port()), "TORCH_RING_TRANSPORT": "tcp", "TORCH_RING_TLS": "1"},
+        **{"TORCH_RING_SECRET": "of this test", "PYTHONPATH": os.pathsep.join(sys.path)},
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program],
+            env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        begun, left = map(int, ranks[0].communicate(timeout=120)[0].split())
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode == 0
+    assert begun > 0
+    assert left == 0

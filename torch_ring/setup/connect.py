@@ -66,6 +66,7 @@ __all__ = [
     "Queries",
     "abandon_all_in_child",
     "answer_with",
+    "close_all_at_exit",
     "connect",
     "listen",
 ]
@@ -227,6 +228,17 @@ class Connections:
 
 # All unclosed connections, from their construction on: another thread may fork during init().
 _open: WeakSet[Connections] = WeakSet()
+
+
+def close_all_at_exit() -> None:
+    """Close the connections of calls of daemon threads, which the interpreter ends next.
+
+    OpenSSL frees its memory when the process exits: a control plane that still shakes hands would
+    crash it.
+    """
+    for connections in list(_open):
+        connections.farewell_s = 0.0
+        connections.close()
 
 
 def abandon_all_in_child() -> None:

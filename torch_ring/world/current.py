@@ -381,6 +381,7 @@ def _leave_at_exit() -> None:
         finally:
             _changing.release()
     await_calls(_EXIT_PATIENCE_S)  # calls of daemon threads, which the interpreter ends next
+    connect.close_all_at_exit()
 
 
 def disable_in_child(inherited: _Inherited) -> None:

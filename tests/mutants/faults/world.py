@@ -37,6 +37,11 @@ FAULTS = (
         tests=("world/test_process_sets.py::test_nothing_is_left_of_a_removed_set",),
     ),
     Fault(
+        "plane_outlives_exit", "a control plane uses OpenSSL while that frees its memory", CURRENT,
+        "    connect.close_all_at_exit()\n", "",
+        tests=("world/test_exits.py::test_a_process_that_exits_has_no_control_plane_any_more",),
+    ),
+    Fault(
         "failed_member_untold", "a member waits for one whose engine could not be made", TABLE,
         "self._connections.plane.fail(self._number, self._failure)", "pass",
         tests=("world/test_process_set_errors.py::test_a_member_whose_engine_cannot_be_made",),
