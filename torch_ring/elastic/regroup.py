@@ -29,7 +29,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
@@ -126,10 +126,14 @@ def regroup(
     deadline = time.monotonic() + limits.timeout_s
     rank = members.index(own)
     while True:
-        answer = _first_answer(members[:rank], own, listener.key, limits, deadline, suspects)
         try:
-            if answer is not None:
-                return _group_of(answer)
+            for candidate in members[:rank]:
+                is_suspect = candidate.host in suspects
+                group = _ask(
+                    "join", candidate, own, listener.key, limits, deadline, is_suspect=is_suspect
+                )
+                if group is not None:
+                    return group
             leading = _Leading(members, generation, rank, listener, limits, deadline, suspects)
             return leading.run(serve)
         except _ElsewhereError:  # a lower process is alive after all: ask it again
@@ -143,23 +147,6 @@ def regroup(
 
 class _ElsewhereError(Exception):
     """Another process leads."""
-
-
-def _first_answer(
-    candidates: Sequence[Member],
-    own: Member,
-    key: MessageKey,
-    limits: Limits,
-    deadline: float,
-    suspects: Collection[str],
-) -> dict[str, Any] | None:
-    """Return the answer of the first living candidate; None: none is alive."""
-    for candidate in candidates:
-        is_suspect = candidate.host in suspects
-        answer = _ask("join", candidate, own, key, limits, deadline, is_suspect=is_suspect)
-        if answer is not None:
-            return answer
-    return None
 
 
 def come(
@@ -185,9 +172,9 @@ def come(
     deadline = time.monotonic() + limits.timeout_s
     while time.monotonic() < deadline:
         for candidate in find_members():  # the first living one is, or becomes, rank 0
-            answer = _ask("newcomer", candidate, own, key, limits, deadline, call=call)
-            if answer is not None:
-                return _group_of(answer)
+            group = _ask("newcomer", candidate, own, key, limits, deadline, call=call)
+            if group is not None:
+                return group
         time.sleep(_FIND_EVERY_S)
     raise TimeoutError(
         f"no rank of the job has let this process in within {limits.timeout_s:g} s "
@@ -205,8 +192,8 @@ def _ask(
     *,
     is_suspect: bool = False,
     **more: Any,
-) -> dict[str, Any] | None:
-    """Ask a process to lead; return its answer, or None if it has died or cannot be reached."""
+) -> NextWorld | None:
+    """Ask a process to lead; return its group, or None if it has died or cannot be reached."""
     try:
         channel = dial(candidate, key, limits.silence_s, is_suspect=is_suspect)
     except OSError:
@@ -216,15 +203,15 @@ def _ask(
         while True:
             answer = channel.receive(limits.silence_s)
             if answer["kind"] != "alive":
-                return answer
+                return _group_of(answer)
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"the other ranks did not come within {limits.timeout_s:g} s after a failure "
                     "(TORCH_RING_ELASTIC_TIMEOUT): one of them is busy, in no collective"
                 )
-    except OSError as error:
-        if isinstance(error, RingError):
-            raise
+    except RingError:
+        raise
+    except OSError:
         return None
     finally:
         channel.close()
@@ -241,57 +228,41 @@ def _group_of(answer: dict[str, Any]) -> NextWorld:
     if answer["kind"] == "elsewhere":
         raise _ElsewhereError
     if answer["kind"] == "refused":
-        raise _error_of(answer)
-    host, port = answer["store"]
-    return NextWorld(
-        [Member(*each) for each in answer["members"]], (host, port), answer["generation"]
-    )
+        known = {kind.__name__: kind for kind in (LeftOutError, PeerLostError, TimeoutError)}
+        raise known.get(answer["error"], RingError)(answer["why"])
+    members, (host, port) = answer["members"], answer["store"]
+    return NextWorld([Member(*each) for each in members], (host, port), answer["generation"])
 
 
-def _error_of(answer: dict[str, Any]) -> RingError:
-    known = (LeftOutError, PeerLostError, TimeoutError)
-    kinds: dict[str, type[RingError]] = {kind.__name__: kind for kind in known}
-    return kinds.get(answer["error"], RingError)(answer["why"])
-
-
+@dataclass
 class _Leading:
     """The leader's side of a regrouping."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        generation: int,
-        rank: int,
-        listener: Listener,
-        limits: Limits,
-        deadline: float,
-        suspects: Collection[str],
-    ) -> None:
-        self._members = members
-        self._generation = generation
-        self._rank = rank
-        self._listener = listener
-        self._limits = limits
-        self._deadline = deadline
-        self._suspects = suspects
-        self._joined: dict[str, JoinRequest] = {}
-        self._found: dict[str, Reach] = {}  # for processes that have not joined
+    members: Sequence[Member]
+    generation: int
+    rank: int
+    listener: Listener
+    limits: Limits
+    deadline: float
+    suspects: Collection[str]
+    joined: dict[str, JoinRequest] = field(default_factory=dict)
+    found: dict[str, Reach] = field(default_factory=dict)  # for processes that have not joined
 
     def run(self, serve: Callable[[], tuple[str, int]]) -> NextWorld:
         """Wait for the others, and send them the group."""
         try:
             self._gather()
-            if self._suspects and not self._may_go_on():
-                self._suspects = ()
-                self._found.clear()
+            if self.suspects and not self._may_go_on():
+                self.suspects = ()
+                self.found.clear()
                 self._gather()
             survivors = self._survivors()
-            for request in self._listener.take_newcomers(self._limits.most - len(survivors)):
-                self._joined[request.member.id] = request
+            for request in self.listener.take_newcomers(self.limits.most - len(survivors)):
+                self.joined[request.member.id] = request
                 survivors.append(request.member)
             self._require_enough(survivors)
             store = serve() if len(survivors) > 1 else ("", 0)
-            group = NextWorld(survivors, store, self._generation + 1)
+            group = NextWorld(survivors, store, self.generation + 1)
         except _ElsewhereError:
             self._tell({"kind": "elsewhere"})
             raise
@@ -299,21 +270,13 @@ class _Leading:
             answer = {"kind": "refused", "error": type(error).__name__, "why": str(error)}
             self._tell(answer)
             raise
-        self._tell(
-            {
-                "kind": "group",
-                "members": [member.packed() for member in group.members],
-                "store": group.store,
-                "generation": group.generation,
-            }
-        )
+        packed = [member.packed() for member in survivors]
+        self._tell({"kind": "group", **vars(group), "members": packed})
         return group
 
-    def _others(self) -> list[Member]:
-        return [member for index, member in enumerate(self._members) if index != self._rank]
-
     def _missing(self) -> list[Member]:
-        return [member for member in self._others() if member.id not in self._joined]
+        here = {*self.joined, self.members[self.rank].id}
+        return [member for member in self.members if member.id not in here]
 
     def _gather(self) -> None:
         """Wait until every other process has joined, or is gone or lost."""
@@ -326,14 +289,14 @@ class _Leading:
                 missing = self._missing()
                 for member in missing:
                     if member.id in probes and probes[member.id].done():
-                        self._found[member.id] = probes.pop(member.id).result()
-                lower = self._members[: self._rank]
-                if any(self._found.get(member.id) is Reach.ALIVE for member in lower):
+                        self.found[member.id] = probes.pop(member.id).result()
+                lower = self.members[: self.rank]
+                if any(self.found.get(member.id) is Reach.ALIVE for member in lower):
                     raise _ElsewhereError
                 if all(map(self._is_given_up, missing)):
                     return
                 now = time.monotonic()
-                if now > self._deadline:
+                if now > self.deadline:
                     raise TimeoutError(self._too_late(missing))
                 if now < next_probe:
                     continue
@@ -346,36 +309,36 @@ class _Leading:
 
     def _take_requests(self) -> None:
         with contextlib.suppress(Empty):
-            request = self._listener.requests.get(timeout=_REQUESTS_S)
+            request = self.listener.requests.get(timeout=_REQUESTS_S)
             while True:
-                self._joined[request.member.id] = request  # keep the latest of several requests
-                request = self._listener.requests.get_nowait()
-        for process, request in list(self._joined.items()):
+                self.joined[request.member.id] = request  # keep the latest of several requests
+                request = self.listener.requests.get_nowait()
+        for process, request in list(self.joined.items()):
             if request.channel.is_closed():  # it has died since
-                del self._joined[process]
+                del self.joined[process]
 
     def _is_given_up(self, member: Member) -> bool:
-        return self._found.get(member.id, Reach.ALIVE) is not Reach.ALIVE
+        return self.found.get(member.id, Reach.ALIVE) is not Reach.ALIVE
 
     def _reach(self, member: Member) -> Reach:
-        is_suspect = member.host in self._suspects
-        return reach(member, self._listener.key, self._limits.silence_s, is_suspect=is_suspect)
+        is_suspect = member.host in self.suspects
+        return reach(member, self.listener.key, self.limits.silence_s, is_suspect=is_suspect)
 
     def _lost(self) -> list[Member]:
         """Return the processes that may be alive, and may form a group of their own."""
-        return [each for each in self._missing() if self._found[each.id] is not Reach.GONE]
+        return [each for each in self._missing() if self.found[each.id] is not Reach.GONE]
 
     def _may_go_on(self) -> bool:
         """Return whether the joined processes are a majority, or the half with the lowest rank."""
         lost = self._lost()
-        living = [each for each in self._members if each in lost or each not in self._missing()]
+        living = [each for each in self.members if each in lost or each not in self._missing()]
         joined = len(living) - len(lost)
         return 2 * joined > len(living) or (2 * joined == len(living) and living[0] not in lost)
 
     def _survivors(self) -> list[Member]:
         """Return the processes that go on, in the old order."""
         missing, lost = self._missing(), self._lost()
-        survivors = [member for member in self._members if member not in missing]
+        survivors = [member for member in self.members if member not in missing]
         if not self._may_go_on():
             raise LeftOutError(
                 f"{len(survivors)} ranks of {len(survivors) + len(lost)} find one another; "
@@ -384,26 +347,26 @@ class _Leading:
         return survivors
 
     def _require_enough(self, group: Sequence[Member]) -> None:
-        if len(group) < self._limits.least:
+        if len(group) < self.limits.least:
             missing = self._missing()
             ended = f": {self._names(missing)} have ended" if missing else ""
             raise RingError(
                 f"{len(group)} ranks are left, and TORCH_RING_MIN_RANKS is "
-                f"{self._limits.least}{ended}"
+                f"{self.limits.least}{ended}"
             )
 
     def _too_late(self, missing: Sequence[Member]) -> str:
         late = [member for member in missing if not self._is_given_up(member)]
         return (
-            f"after a failure {self._names(late)} did not come within {self._limits.timeout_s:g} s "
+            f"after a failure {self._names(late)} did not come within {self.limits.timeout_s:g} s "
             "(TORCH_RING_ELASTIC_TIMEOUT): busy, in no collective"
         )
 
     def _names(self, members: Sequence[Member]) -> str:
-        ranks = [str(self._members.index(member)) for member in members]
+        ranks = [str(self.members.index(member)) for member in members]
         return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks)}"
 
     def _tell(self, answer: dict[str, Any]) -> None:
-        for request in self._joined.values():
+        for request in self.joined.values():
             with contextlib.suppress(OSError):  # it has died: the next world fails, all regroup
                 request.answer(answer)

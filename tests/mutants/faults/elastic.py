@@ -121,12 +121,12 @@ FAULTS = (
     ),
     Fault(
         "too_few_go_on", "fewer ranks go on than TORCH_RING_MIN_RANKS", REGROUP,
-        "if len(group) < self._limits.least:", "if False:",
+        "if len(group) < self.limits.least:", "if False:",
         tests=("elastic/test_regroup.py::test_too_few_survivors_are_an_error_on_all",),
     ),
     Fault(
         "waits_for_ever", "a leader waits for a busy rank without end", REGROUP,
-        "if now > self._deadline:", "if False:",
+        "if now > self.deadline:", "if False:",
         tests=("elastic/test_regroup.py::test_a_busy_rank_is_named_when_the_time_is_over",),
     ),
     Fault(
@@ -141,8 +141,8 @@ FAULTS = (
     ),
     Fault(
         "generation_stays", "the generation of worlds does not grow", REGROUP,
-        "NextWorld(survivors, store, self._generation + 1)",
-        "NextWorld(survivors, store, self._generation)",
+        "NextWorld(survivors, store, self.generation + 1)",
+        "NextWorld(survivors, store, self.generation)",
         tests=("elastic/test_regroup.py",),
     ),
     Fault(
