@@ -20,43 +20,31 @@ from torch_ring.elastic import state
 FOR_EVER = 1 << 30
 
 
-def flip_a_bit(tensor: torch.Tensor) -> None:
-    octets = tensor.detach().view(-1).view(torch.uint8)
-    octets[len(octets) // 2] ^= 1
-
-
 def damage(part: str, times: int) -> None:
     """Damage one part of the state that this rank receives."""
     left = [times]
 
-    def after(function: Callable[..., Any], where: Callable[..., torch.Tensor | None]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            tensor = where(*args, **kwargs)
-            if tensor is not None and left[0]:
-                left[0] -= 1
-                flip_a_bit(tensor)
-            return result
+    def flip_a_bit(name: str | None, tensor: torch.Tensor) -> None:
+        if name == part and left[0]:
+            left[0] -= 1
+            octets = tensor.detach().view(-1).view(torch.uint8)
+            octets[len(octets) // 2] ^= 1
+
+    def damaging(copy_from: Callable[[Any, int], None]) -> Any:
+        def call(handler: state.StateHandler, root: int) -> None:
+            copy_from(handler, root)
+            for name, value in handler.contents().items():
+                flip_a_bit(name, value)
 
         return call
 
-    def momentum(handler: state.OptimizerStateHandler, _: int) -> torch.Tensor:
-        state = next(iter(handler.value.state.values()))
-        tensor: torch.Tensor = state["momentum_buffer"]
-        return tensor
+    def broadcast(tensor: torch.Tensor, root: int, name: str | None = None, *args: Any) -> None:
+        broadcast_(tensor, root, name, *args)
+        flip_a_bit(name, tensor)
 
-    def payload(tensor: torch.Tensor, _: int, name: str | None = None, *__: Any) -> Any:
-        return tensor if name == part else None
-
-    model, optimizer = state.ModelStateHandler, state.OptimizerStateHandler
-    if part == "parameter":
-        model.copy_from = after(model.copy_from, lambda h, _: h.value.weight)  # type: ignore[method-assign]
-    elif part == "buffer":
-        model.copy_from = after(model.copy_from, lambda h, _: h.value.count)  # type: ignore[method-assign]
-    elif part == "momentum":
-        optimizer.copy_from = after(optimizer.copy_from, momentum)  # type: ignore[method-assign]
-    else:
-        objects.broadcast_ = after(objects.broadcast_, payload)
+    for kind in (state.ModelStateHandler, state.OptimizerStateHandler):
+        kind.copy_from = damaging(kind.copy_from)  # type: ignore[method-assign]
+    broadcast_, objects.broadcast_ = objects.broadcast_, broadcast  # type: ignore[assignment]
 
 
 class Model(torch.nn.Linear):
@@ -115,11 +103,13 @@ def let_one_in(part: str, times: int) -> tuple[str, str, Any]:
 
 
 PARTS = {
-    "parameter": "model: 'weight' on rank 2 (float32 [2, 3], digest ",
-    "buffer": "model: 'count' on rank 2 (float32 [5], digest ",
-    "momentum": "optimizer: state 'momentum_buffer' of '0.0' on rank 2 (float32 [2, 3], digest ",
+    "'weight'": "model: 'weight' on rank 2 (float32 [2, 3], digest ",
+    "'count'": "model: 'count' on rank 2 (float32 [5], digest ",
+    "state 'momentum_buffer' of '0.0'": (
+        "optimizer: state 'momentum_buffer' of '0.0' on rank 2 (float32 [2, 3], digest "
+    ),
     "elastic.optimizer": "elastic.optimizer of rank 0 (",
-    "elastic.sampler": "elastic.sampler of rank 0 (",
+    "elastic.ElasticSampler": "elastic.ElasticSampler of rank 0 (",
     "elastic.attributes": "elastic.attributes of rank 0 (",
     "elastic.state": "elastic.state of rank 0 (",
 }

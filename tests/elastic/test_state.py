@@ -14,7 +14,13 @@ import pytest
 import torch
 
 import torch_ring as hvd
-from torch_ring.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+from torch_ring.elastic.state import (
+    NONE,
+    WHOLE,
+    StateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
 
 
 def model_of(value: float) -> torch.nn.Linear:
@@ -211,8 +217,8 @@ def test_progress_without_attributes_is_that_of_commits_and_callbacks_come_last(
     assert seen == [*((step, -float(step)) for step in range(6)), *after]
 
 
-def resume_apart(behind: int) -> tuple[float, int, float]:
-    """One rank has not taken the last step when the world ends."""
+def resume_apart(behind: int, restores: bool) -> tuple[float, int, float]:
+    """One rank has not taken the last step, or has gone back to a commit, when the world ends."""
     rank = hvd.rank()
     model = model_of(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
@@ -220,20 +226,22 @@ def resume_apart(behind: int) -> tuple[float, int, float]:
     state.sync()
     for state.step in range(4):
         model(torch.zeros(1, 2)).sum().backward()
-        if rank == behind and state.step == 3:
+        if rank == behind and state.step == 3 and not restores:
             break
         optimizer.step()
         optimizer.zero_grad()
         if state.step == 2:
             state.commit()
+    if rank == behind and restores:
+        state.restore()
     state.resume()
     momentum = optimizer.state_dict()["state"][1]["momentum_buffer"]
     return model.bias.item(), state.step, momentum.item()
 
 
-@pytest.mark.parametrize("behind", [0, 1])
-def test_a_rank_that_is_a_step_behind_takes_the_others_state(behind: int) -> None:
-    results = pool.run(resume_apart, 3, args=(behind,))
+@pytest.mark.parametrize(("behind", "restores"), [(0, False), (1, False), (0, True)])
+def test_a_rank_that_is_a_step_behind_takes_the_others_state(behind: int, restores: bool) -> None:
+    results = pool.run(resume_apart, 3, args=(behind, restores))
     assert results == [(-6.125, 3, 1.875)] * 3
 
 
@@ -275,12 +283,12 @@ def resume_after_half_a_copy(has_saved: bool) -> tuple[str, float, float, int]:
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 9.0)
     if hvd.rank() == 0:  # the rank that really dies
-        state._is_whole = True
+        state._parts = WHOLE
         state._steps += 1
     with contextlib.suppress(hvd.RingError):
-        state._copy_from(0, models=True)
+        state._copy_from(0, {}, models=True)
     if hvd.rank() == 0:  # in place of that one another comes
-        state._is_whole = False
+        state._parts = NONE
     state._handlers["other"].copy_from = broadcast
     kind = pool.error_of(state.resume)[0] if not has_saved else state.resume() or ""
     return kind, model["first"].bias.item(), state.other.bias.item(), state.step
@@ -369,3 +377,5 @@ def test_an_attribute_that_holds_a_model_or_an_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="'held' of an elastic state holds a SGD"):
         state.held = scheduler
     state.held = {"all": [1, "two", {3.0}]}
+    with pytest.raises(ValueError, match="a 'save' of its own"):
+        hvd.elastic.ObjectState(save=1)

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import pickle
 import queue
-import types
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +33,6 @@ from torch_ring.optimizer.distributed_optimizer import (
 from torch_ring.optimizer.loaded_rate import RANKS
 from torch_ring.optimizer.local_steps import LocalStepsOptimizer
 from torch_ring.state import broadcast_nested, broadcast_parameters, copy_optimizer_state
-from torch_ring.world import current
 from torch_ring.world.process_set import ProcessSet, global_process_set
 
 __all__ = [
@@ -56,7 +52,7 @@ __all__ = [
 
 REMOVED, ADDED = 1, 2  # as in Horovod's HostUpdateResult
 
-_MOST_LOOKED_AT = 10_000  # parts of an attribute: a model, if any, is near the top
+_MOST_MARK_BYTES = 1 << 16  # largest pickle of an attribute to compare in each step
 
 
 class RanksUpdatedInterrupt(HostsUpdatedInterrupt):
@@ -148,7 +144,7 @@ class ObjectState(State):
         **kwargs: the attributes, with their first values.
 
     Raises:
-        ValueError: an attribute holds a module or an optimizer.
+        ValueError: an attribute holds a module or an optimizer, or has the name of a method.
     """
 
     def __init__(
@@ -158,73 +154,100 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        for name, value in kwargs.items():
-            require_plain(name, value)
         self._bcast_object = bcast_object
         self._rank = get_rank
-        self._saved_state: dict[str, Any] = kwargs
-        self._set_attributes()
+        for name, value in kwargs.items():
+            if hasattr(type(self), name):
+                raise ValueError(f"an elastic state has a '{name}' of its own: choose another name")
+            mark_of(name, value)  # raises
+        self._values: dict[str, Any] = kwargs  # the attributes
+        ObjectState.save(self)
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_values", ()):
+            mark_of(name, value)  # raises
+            self._values[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def save(self) -> None:
         """See `State`."""
-        self._saved_state = {name: copy.deepcopy(self.__dict__[name]) for name in self._saved_state}
+        self._saved_state = copy.deepcopy(self._values)
 
     def restore(self) -> None:
         """See `State`."""
-        self._set_attributes()
+        self._values = copy.deepcopy(self._saved_state)
 
     def sync(self) -> None:
         """See `State`."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state, 0, name="elastic.state")
-            self._set_attributes()
-
-    def _set_attributes(self) -> None:
-        for name, value in self._saved_state.items():
-            setattr(self, name, copy.deepcopy(value))
+            ObjectState.restore(self)
 
 
-def require_plain(name: str, value: Any) -> None:
-    """Raise ValueError if an attribute holds a module or an optimizer.
+def mark_of(name: str, value: Any) -> Any:
+    """Return a mark that changes with an attribute, even if it changes in place.
 
-    The state would keep a copy of it, and save, send and restore the copy, while the program trains
-    the original.
+    For a large value it is only the identity and the length.
+
+    Raises:
+        ValueError: the value holds a module or an optimizer. The state would keep a copy of it, and
+            save, send and restore the copy, while the program trains the original.
     """
-    seen: set[int] = set()
-    parts = deque([value])
-    while parts and len(seen) < _MOST_LOOKED_AT:
-        part = parts.popleft()
+    if value is None or isinstance(value, (int, float, complex, str, bytes)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    marker = _Marker(name)
+    try:
+        marker.dump(value)
+    except _HeldError:
+        raise
+    except Exception:  # any: pickling calls the value's own methods
+        return id(value), len(value) if isinstance(value, Sized) else 0
+    return marker.mark
+
+
+class _HeldError(ValueError):
+    """An attribute holds a module or an optimizer."""
+
+
+class _Marker(pickle.Pickler):
+    """Makes the mark of an attribute: its pickle, of at most `_MOST_MARK_BYTES`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(self, pickle.HIGHEST_PROTOCOL)
+        self._name = name
+        self.mark = b""
+
+    def write(self, data: bytes) -> None:
+        self.mark += data
+        if len(self.mark) > _MOST_MARK_BYTES:
+            raise OverflowError
+
+    def reducer_override(self, part: Any) -> Any:
         if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
-            raise ValueError(
-                f"the attribute '{name}' of an elastic state holds a {type(part).__name__}, and a "
-                "state keeps copies of its attributes: give TorchState each module and optimizer "
-                "by a name of its own, and an object that uses one only if it has state_dict() and "
-                "load_state_dict()"
+            raise _HeldError(
+                f"the attribute '{self._name}' of an elastic state holds a {type(part).__name__}, "
+                "and a state keeps copies of its attributes: give TorchState each module and "
+                "optimizer by a name of its own, and an object that uses one only if it has "
+                "state_dict() and load_state_dict()"
             )
-        if id(part) not in seen:
-            seen.add(id(part))
-            parts.extend(_parts_of(part))
+        return NotImplemented
 
 
-def _parts_of(value: Any) -> Sequence[Any]:
-    if isinstance(value, (str, bytes, torch.Tensor, type, types.ModuleType)):
-        return ()
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (Sequence, Set, deque)):
-        return list(value)
-    if isinstance(value, types.MethodType):
-        return (value.__self__,)
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    return list(getattr(value, "__dict__", {}).values())
+class StateHandler:
+    """Saves, restores and synchronises one value of a `TorchState`.
 
-
-_MOST_BYTES_A_BATCH = 1 << 20  # of tensors that are copied in each batch
-
-
-class StateHandler(ABC):
-    """Saves, restores and synchronises one value of a `TorchState`."""
+    Its own ways are for values with ``state_dict()`` and ``load_state_dict()``. A handler of other
+    values has its own `save`, `restore` and `copy_from`.
+    """
 
     is_small = False  # whether even ranks with the same steps take the root's value
 
@@ -236,17 +259,20 @@ class StateHandler(ABC):
         self.value = value
         self.save()
 
-    @abstractmethod
     def save(self) -> None:
         """Keep the present state of the value."""
+        self._saved = copy.deepcopy(self.value.state_dict())
 
-    @abstractmethod
     def restore(self) -> None:
         """Go back to the last saved state."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
 
-    @abstractmethod
     def copy_from(self, root: int) -> None:
         """Give all ranks the present state of the root's value. Collective."""
+        name = f"elastic.{type(self.value).__name__}"
+        state = broadcast_checked_object(self.value.state_dict(), root, name)
+        if world.rank() != root:
+            self.value.load_state_dict(state)
 
     def contents(self) -> Mapping[str, Any]:
         """Return the contents that `copy_from` has received, to compare them with the root's.
@@ -262,35 +288,22 @@ class StateHandler(ABC):
         self.copy_from(0)
         self.save()
 
-    def reset(self) -> None:  # noqa: B027  most need nothing
+    def reset(self) -> None:
         """Adapt the value to a new world. Collective."""
 
-    def note_beginning(self) -> None:  # noqa: B027  most need nothing
-        """Note the present state, before the first step of a batch, for `rewind`."""
+    def beginning(self) -> Any:
+        """Return the state for `rewind`, before the first step of a batch; None: it has none."""
+        return None
 
-    def note_step(self) -> None:  # noqa: B027  most need nothing
-        """Note that the value, an optimizer, has just taken a step."""
-
-    def rewind(self) -> None:  # noqa: B027  most need nothing
+    def rewind(self, beginning: Any) -> None:
         """Go back to the beginning of the batch; steps already taken remain."""
-
-    def forget_beginning(self) -> None:  # noqa: B027  most need nothing
-        """Forget the noted state: the batch is over."""
 
 
 class ModelStateHandler(StateHandler):
     """Handles a module: its parameters and buffers."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self.save()
-
-    def save(self) -> None:
-        """See `StateHandler`."""
-        self._saved = copy.deepcopy(self.value.state_dict())
-
     def restore(self) -> None:
-        """See `StateHandler`."""
+        """See `StateHandler`. It needs no copy: a module copies what it loads."""
         self.value.load_state_dict(self._saved)
 
     def copy_from(self, root: int) -> None:
@@ -311,18 +324,11 @@ class OptimizerStateHandler(StateHandler):
             raise ValueError("elastic training does not go with op=Adasum")
         require_survivors(optimizer)
         super().__init__(optimizer)
-        self._settings: list[dict[str, Any]] | None = None  # after its last step of the batch
-        self.save()
 
     def save(self) -> None:
         """See `StateHandler`."""
-        self._saved, self._saved_settings = copy.deepcopy(self.value.state_dict()), self._settings
+        super().save()
         self._saved.pop(RANKS, None)  # other ranks are usual here: no warning
-
-    def restore(self) -> None:
-        """See `StateHandler`."""
-        self.value.load_state_dict(copy.deepcopy(self._saved))
-        self._settings = self._saved_settings
 
     def copy_from(self, root: int) -> None:
         """See `StateHandler`."""
@@ -340,29 +346,13 @@ class OptimizerStateHandler(StateHandler):
         """See `StateHandler`."""
         follow_world(self.value)
 
-    def note_beginning(self) -> None:
+    def beginning(self) -> Any:
+        """See `StateHandler`. The hyper-parameters, which schedulers change."""
+        return settings_of(self.value)
+
+    def rewind(self, beginning: Any) -> None:
         """See `StateHandler`."""
-        self._settings = settings_of(self.value)
-
-    note_step = note_beginning
-
-    def rewind(self) -> None:
-        """See `StateHandler`. Reverts the settings of a scheduler since the last step."""
-        if self._settings is not None:
-            set_settings(self.value, copy.deepcopy(self._settings))
-
-    def forget_beginning(self) -> None:
-        """See `StateHandler`."""
-        self._settings = None
-
-
-class _Roots(NamedTuple):
-    """The ranks from which a rank copies its missing state, after the ranks have changed."""
-
-    round: int  # source of the place in the round, and of the agreed parameters
-    neighbour: int | None  # source of parameters and optimizer; None: all neighbours have the same
-    ended: list[int]  # number of ended rounds, by fragment, in this rank's parameters
-    replaces: bool  # whether this rank's own parameters are overwritten
+        set_settings(self.value, beginning)
 
 
 class LocalStepsHandler(OptimizerStateHandler):
@@ -382,48 +372,38 @@ class LocalStepsHandler(OptimizerStateHandler):
         super().reset()
         self.value._rounds.follow_world()
 
-    def find_roots(self, *, has_own: bool, steps: int) -> _Roots:
-        """Find the ranks whose round and parameters the others take. Collective.
+    def take_round(self, *, has_own: bool, steps: int, replaces: Callable[[bool], None]) -> None:
+        """Bring all ranks into the same round. Collective.
 
-        The round is that of the rank that has ended the most rounds. Among ranks that average their
-        gradients, the parameters are those of the farthest.
+        The round is that of the rank that has ended the most rounds. A rank that has ended as many
+        keeps its parameters, so that its steps in this round count. Others take the agreed
+        parameters. Ranks that average their gradients take everything from the farthest of them.
 
         Args:
             has_own: whether this rank's parameters come from its own steps.
             steps: the number of steps that this rank has taken.
+            replaces: told whether this rank's own parameters are overwritten, before they are.
         """
         rounds = self.value._rounds
         ended = rounds.ended if has_own else []
-        own = (has_own, rounds.agrees, rounds.has_begun, sum(ended), ended)
+        own = (has_own, rounds.agrees, rounds.has_begun, sum(ended), ended), (has_own, steps, ended)
         ranks = allgather_object(own, name="elastic.rounds")
-        root = ranks.index(max(ranks))
+        root = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
         neighbour = None
         if rounds.inner is not None and rounds.inner.included():
-            near = allgather_object((has_own, steps, ended), "elastic.neighbours", rounds.inner)
-            if near.count(max(near)) < len(near) or not has_own:
-                neighbour = (rounds.inner.ranks or [])[near.index(max(near))]
-        is_behind = rounds.agrees and ended != ranks[root][-1]
-        return _Roots(root, neighbour, ended, is_behind or neighbour not in (None, world.rank()))
-
-    def take_from(self, roots: _Roots) -> None:
-        """Bring all ranks into the same round. Collective.
-
-        A rank that has ended as many rounds as the root keeps its parameters, so that its steps in
-        this round count. Others take the agreed parameters. Ranks that average their gradients take
-        everything from the root among them.
-
-        Args:
-            roots: the result of `find_roots`.
-        """
-        rounds, root = self.value._rounds, roots.round
-        state = broadcast_nested(rounds.state(), root)
-        agreed = broadcast_nested(rounds.agreed, root)
+            near = rounds.inner.ranks or []
+            farthest = max(near, key=lambda rank: ranks[rank][1])
+            if not has_own or any(ranks[rank][1] != ranks[farthest][1] for rank in near):
+                neighbour = farthest
+        is_behind = rounds.agrees and ended != ranks[root][0][-1]
+        replaces(is_behind or neighbour not in (None, world.rank()))
+        state, agreed = broadcast_nested((rounds.state(), rounds.agreed), root)
         self._load_round(state, root)
         for fragment, count in enumerate(rounds.ended):
-            if world.rank() != root and roots.ended[fragment : fragment + 1] != [count]:
+            if world.rank() != root and ended[fragment : fragment + 1] != [count]:
                 rounds.take(fragment, agreed)
-        if roots.neighbour is not None:
-            self._copy_from_neighbour(roots.neighbour, rounds.inner)
+        if neighbour is not None:
+            self._copy_from_neighbour(neighbour, rounds.inner)
 
     def _copy_from_neighbour(self, root: int, neighbours: ProcessSet) -> None:
         def send(packed: Any) -> Any:
@@ -439,10 +419,10 @@ class OptimizerCopy:
     """An optimizer and its parameters at one moment."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
-        self._settings = settings_of(optimizer)
+        self.settings = settings_of(optimizer)
         # A plain copy: load_state_dict() would cast it to the parameters' dtypes.
         self._state = copy.deepcopy(dict(optimizer.state), {id(p): p for p in parameters})
 
@@ -451,9 +431,9 @@ class OptimizerCopy:
         """Restore that moment. Call it once."""
         for parameter, value in self._parameters:
             parameter.copy_(value)
-        set_settings(self._optimizer, self._settings)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        set_settings(self.optimizer, self.settings)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._state)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -477,24 +457,6 @@ class SamplerStateHandler(StateHandler):
 
     is_small = True
 
-    def __init__(self, sampler: ElasticSampler) -> None:
-        super().__init__(sampler)
-        self.save()
-
-    def save(self) -> None:
-        """See `StateHandler`."""
-        self._saved = dict(self.value.state_dict())
-
-    def restore(self) -> None:
-        """See `StateHandler`."""
-        self.value.load_state_dict(self._saved)
-
-    def copy_from(self, root: int) -> None:
-        """See `StateHandler`."""
-        self.value.load_state_dict(
-            broadcast_checked_object(self.value.state_dict(), root, "elastic.sampler")
-        )
-
     def sync(self) -> None:
         """Give all ranks the farthest progress of any of them, and save it. Collective."""
         states = allgather_object(self.value.state_dict())
@@ -507,6 +469,9 @@ class SamplerStateHandler(StateHandler):
         self.value.reset()
 
 
+_MOST_BYTES_A_BATCH = 1 << 20  # of tensors that are copied in each batch
+
+
 class StatefulHandler(StateHandler):
     """Handles objects with ``state_dict()`` and ``load_state_dict()``, such as schedulers.
 
@@ -515,41 +480,16 @@ class StatefulHandler(StateHandler):
 
     is_small = True
 
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self._beginning: Any = None  # state at the beginning of the batch
-        self.save()
-
-    def save(self) -> None:
-        """See `StateHandler`."""
-        self._saved, self._saved_beginning = copy.deepcopy(self.value.state_dict()), self._beginning
-        tensors = [t for t in tree_leaves(self._saved) if isinstance(t, torch.Tensor)]
-        self._is_large = sum(t.nbytes for t in tensors) > _MOST_BYTES_A_BATCH
-
-    def restore(self) -> None:
-        """See `StateHandler`."""
-        self.value.load_state_dict(copy.deepcopy(self._saved))
-        self._beginning = self._saved_beginning
-
-    def copy_from(self, root: int) -> None:
-        """See `StateHandler`."""
-        state = broadcast_checked_object(self.value.state_dict(), root, "elastic.stateful")
-        if current.rank() != root:
-            self.value.load_state_dict(state)
-
-    def note_beginning(self) -> None:
+    def beginning(self) -> Any:
         """See `StateHandler`. A large state is not copied, and so not rewound."""
-        if not self._is_large:
-            self._beginning = copy.deepcopy(self.value.state_dict())
+        state = self.value.state_dict()
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        is_large = sum(tensor.nbytes for tensor in tensors) > _MOST_BYTES_A_BATCH
+        return None if is_large else copy.deepcopy(state)
 
-    def rewind(self) -> None:
+    def rewind(self, beginning: Any) -> None:
         """See `StateHandler`."""
-        if self._beginning is not None:
-            self.value.load_state_dict(copy.deepcopy(self._beginning))
-
-    def forget_beginning(self) -> None:
-        """See `StateHandler`."""
-        self._beginning = None
+        self.value.load_state_dict(beginning)
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [
@@ -583,11 +523,12 @@ def handler_of(value: Any) -> StateHandler | None:
 
 _log = logging.getLogger("torch_ring")
 
-_MOST_MARK_BYTES = 1 << 16  # largest pickle of an attribute to compare in each step
-
 
 class StateLostError(RingError):
     """All ranks with the whole state have died, and the others have only a part of it."""
+
+
+NONE, PART, WHOLE = range(3)  # the parts of a state that belong together
 
 
 class _Saved(NamedTuple):
@@ -596,6 +537,7 @@ class _Saved(NamedTuple):
     at: tuple[int, int]  # steps and changes
     taken: dict[str, int]
     place: dict[str, Any]
+    beginnings: dict[StateHandler, Any]
 
 
 class _BegunStep(NamedTuple):
@@ -610,11 +552,10 @@ class _BegunStep(NamedTuple):
 class _Progress(NamedTuple):
     """A rank's description of its state, for the other ranks."""
 
-    progress: tuple[bool, int, int, int]  # is whole; steps; minus unrecorded steps; changes
+    progress: tuple[int, int, int, int]  # parts; steps; minus unrecorded steps; changes
     taken: dict[str, int]
     is_at_saved_place: bool
     saved: tuple[tuple[int, int], dict[str, int]] | None
-    is_mixed: bool
     reads: list[str]
 
 
@@ -655,11 +596,11 @@ class TorchState(ObjectState):
         self._handlers: dict[str, StateHandler] = {}
         self._changes = 0  # number of changes of plain attributes
         self._steps = 0  # number of steps of all optimizers
-        self._is_whole = False  # whether all parts belong to the same state
-        self._is_mixed = False  # whether parts of another state have come, but not all
+        self._parts = NONE
         self._saved: _Saved | None = None  # the last whole state saved
         self._taken: dict[str, int] = {}  # steps of each optimizer since the place changed
         self._again: dict[str, int] = {}  # those of them that the function must still repeat
+        self._beginnings: dict[StateHandler, Any] = {}  # of the batch of these steps
         self._begun: list[_BegunStep] = []  # steps that have not ended
         self._last_hooks: dict[str, tuple[Any, int]] = {}  # pre-step hooks, by optimizer
         self._place: dict[str, Any] = {}  # marks of attributes and samplers at the last step
@@ -668,28 +609,30 @@ class TorchState(ObjectState):
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
             handler = handler_of(value)
             if handler is not None:
+                handler.save()
                 self._handlers[name] = handler
-                object.__setattr__(self, name, value)
                 self._count_steps_of(name, value)
             elif name in kwargs or value is not None:
                 plain[name] = value
         super().__init__(**plain)
 
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name[0] != "_" and self._is_beginning and name in self._saved_state:
+    def __getattr__(self, name: str) -> Any:
+        handlers = self.__dict__.get("_handlers", {})
+        if name in handlers:
+            return handlers[name].value
+        value = super().__getattr__(name)
+        if self._is_beginning:
             self._reads.add(name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        handlers = self.__dict__.get("_handlers", {})
-        if name in handlers:
-            handlers[name].set_value(value)
+        if name in self.__dict__.get("_handlers", ()):
+            self._handlers[name].set_value(value)
             self._count_steps_of(name, value)
-        elif name in self.__dict__.get("_saved_state", {}):
-            require_plain(name, value)
+            return
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_values", ()):
             self._changes += 1
-        object.__setattr__(self, name, value)
 
     def save(self) -> None:
         """See `State`."""
@@ -697,7 +640,7 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
         super().save()
-        if self._is_whole:
+        if self._parts == WHOLE:
             self._note_saved()
 
     def restore(self) -> None:
@@ -705,17 +648,21 @@ class TorchState(ObjectState):
         for handler in self._in_order():
             handler.restore()
         super().restore()
-        self._begin_at(self._saved.taken if self._saved is not None else {})
+        taken: dict[str, int] = {}
+        if self._saved is not None:
+            (self._steps, self._changes), taken, _, beginnings = self._saved
+            self._beginnings = dict(beginnings)
+        self._begin_at(taken)
 
     def sync(self) -> None:
         """See `State`."""
         for optimizer, hook in self._last_hooks.values():  # behind hooks that may fail
             optimizer._optimizer_step_pre_hooks.move_to_end(hook)
-        self._is_whole = False
+        self._parts = NONE
         for handler in self._in_order():
             handler.sync()
         super().sync()
-        self._is_whole = True
+        self._parts = WHOLE
         self._begin_at({})
         self._note_saved()
 
@@ -726,7 +673,7 @@ class TorchState(ObjectState):
 
     def on_arrival(self) -> None:
         """See `State`."""
-        self._is_whole, self._saved = False, None
+        self._parts, self._saved = NONE, None
 
     def on_reset(self) -> None:
         """See `State`. Changes by the callbacks do not change the place."""
@@ -744,70 +691,50 @@ class TorchState(ObjectState):
         Raises:
             StateLostError: on all ranks: only parts of a state are left.
         """
-        self._is_beginning = False
         self._undo_begun_steps()
         self._forget_known_steps()
         if not self._place:  # nothing records the place, so no step is repeated
             self._taken = {}
         own = _Progress(
-            (self._is_whole, self._steps, -sum(self._taken.values()), self._changes),
+            (self._parts, self._steps, -sum(self._taken.values()), self._changes),
             self._taken,
             self._is_at_saved_place(),
             None if self._saved is None else self._saved[:2],
-            self._is_mixed,
             sorted(self._reads),
         )
         all_ranks: list[Any] = allgather_object(tuple(own), name="elastic.progress")
         ranks = [_Progress(*each) for each in all_ranks]
-        farthest = max(rank.progress for rank in ranks)
-        root = [rank.progress for rank in ranks].index(farthest)
         self._reads.update(*(rank.reads for rank in ranks))
-        is_whole, *_ = farthest
-        if not is_whole:
-            self._begin_again([rank.saved for rank in ranks], any(r.is_mixed for r in ranks))
-        elif ranks[root].taken and ranks[root].is_at_saved_place:
-            self._go_back(root, ranks[root])
-        else:
-            self._follow(root, ranks)
-
-    def _begin_again(
-        self, saved: list[tuple[tuple[int, int], dict[str, int]] | None], some_are_mixed: bool
-    ) -> None:
-        """Go on from the farthest saved state; without one, synchronise as at the start."""
-        there = [each[0] for each in saved if each is not None]
-        if there:
-            root = [each and each[0] for each in saved].index(max(there))
+        root = max(range(len(ranks)), key=lambda rank: ranks[rank].progress)
+        saved = {rank: each.saved for rank, each in enumerate(ranks) if each.saved}
+        parts, *_ = ranks[root].progress
+        if parts != WHOLE and saved:
             _warn("all ranks go back to the last commit: no rank has all of a later state")
-            found = saved[root]
-            assert found is not None
-            (self._steps, self._changes), taken = found
-            if world.rank() == root:
-                self.restore()
-            self._copy_place_from(root, taken, models=True)
-            self.save()
-        elif some_are_mixed:
+            self._go_back(*max(saved.items(), key=lambda item: item[1][0]))
+        elif parts == PART:
             raise StateLostError(
                 "the ranks that had the state of the training have died before others had taken "
                 "all of it: start again from a checkpoint"
             )
-        else:
+        elif parts == NONE:
             self.sync()  # the first sync failed
+        elif ranks[root].taken and ranks[root].is_at_saved_place:
+            _warn(
+                f"all ranks go back to the last commit: since then {_steps(ranks[root].taken)} "
+                "taken, and the state shows the progress of none"
+            )
+            self._go_back(root, saved[root])
+        else:
+            self._follow(root, ranks)
 
-    def _go_back(self, root: int, theirs: _Progress) -> None:
-        """Go on from the last commit of the root, which was made at its present place."""
-        _warn(
-            f"all ranks go back to the last commit: since then {_steps(theirs.taken)} taken, and "
-            "the state shows the progress of none"
-        )
+    def _go_back(self, root: int, saved: tuple[tuple[int, int], dict[str, int]]) -> None:
+        """Go on from the last commit of the root."""
         # Other ranks copy the root's state, and may share its memory; with local steps each rank
         # restores its own.
-        if self._is_whole and (world.rank() == root or self._local_handlers):
+        if world.rank() == root or (self._parts == WHOLE and self._local_handlers):
             self.restore()
-            if self._saved is not None:
-                self._steps, _ = self._saved.at
-        self._copy_from(root, models=True)
-        _, self._steps, _, self._changes = theirs.progress
-        self._begin_at({})
+        (self._steps, self._changes), taken = saved
+        self._copy_from(root, taken, models=True)
         self.save()
 
     def _follow(self, root: int, ranks: list[_Progress]) -> None:
@@ -815,9 +742,9 @@ class TorchState(ObjectState):
         theirs = ranks[root]
         _, steps, _, changes = theirs.progress
         some_are_behind = any(rank.progress[:2] != theirs.progress[:2] for rank in ranks)
-        if some_are_behind and self._is_whole and self._steps != steps:
+        if some_are_behind and self._parts == WHOLE and self._steps != steps:
             self.save()  # to go back there, should the root die
-        is_behind = (self._is_whole, self._steps) != theirs.progress[:2]
+        had_it = (self._parts, self._steps) == theirs.progress[:2]
         if theirs.taken:
             _warn(
                 f"{_steps(theirs.taken)} taken already that the state does not show: the training "
@@ -825,20 +752,8 @@ class TorchState(ObjectState):
                 "after step(), before check_host_updates(), commit() and other collectives "
                 "(docs/elastic.md)"
             )
-        self._copy_place_from(root, theirs.taken, models=some_are_behind, had_it=not is_behind)
+        self._copy_from(root, theirs.taken, models=some_are_behind, had_it=had_it)
         self._steps, self._changes = steps, changes
-
-    def _copy_place_from(
-        self, root: int, taken: dict[str, int], *, models: bool, had_it: bool = False
-    ) -> None:
-        """Take the root's state, in which `taken` steps of the beginning batch are done already."""
-        if taken:
-            for handler in self._in_order():
-                handler.rewind()
-        self._copy_from(root, models=models, had_it=had_it)
-        if taken:
-            self._note_beginning()
-        self._begin_at(taken)
 
     def _begin_at(self, taken: dict[str, int]) -> None:
         """Note that the function begins now, and that `taken` steps are done already."""
@@ -846,7 +761,9 @@ class TorchState(ObjectState):
         self._place = self._find_place()
         self._is_beginning = True
 
-    def _copy_from(self, root: int, *, models: bool, had_it: bool = False) -> None:
+    def _copy_from(
+        self, root: int, taken: dict[str, int], *, models: bool, had_it: bool = False
+    ) -> None:
         """Take the root's attributes and samplers, and with `models` everything.
 
         The received state is compared with the root's before it counts; a rank that had the same
@@ -854,41 +771,48 @@ class TorchState(ObjectState):
         stays whole: if the root dies meanwhile, the others take that rank's. With LocalSGD or
         DiLoCo a rank keeps the parameters and the optimizer of its own steps, even if a copy fails
         halfway.
+
+        Args:
+            root: the rank whose state is taken.
+            taken: the steps of the beginning batch that are done already in its state.
+            models: whether some ranks have other models.
+            had_it: whether this rank has the root's model.
         """
+        if taken:
+            for handler in self._in_order():
+                if handler in self._beginnings:
+                    handler.rewind(copy.deepcopy(self._beginnings[handler]))
         local = self._local_handlers
         optimizers = [e for e in self._handlers.values() if isinstance(e, OptimizerStateHandler)]
-        keeps = bool(local) and self._is_whole
+        is_root = world.rank() == root
+        keeps = bool(local) and self._parts == WHOLE
         had_it = had_it or (keeps and len(local) == len(optimizers))
         kept = [OptimizerCopy(each.value) for each in local] if keeps and models else []
-        self._mix_if(models and world.rank() != root and not had_it)
+        self._mix_if(models and not is_root and not had_it)
         try:
             for handler in self._in_order():
                 if models or handler.is_small:
                     handler.copy_from(root)
-            plain = {name: self.__dict__[name] for name in self._saved_state}
-            plain = broadcast_checked_object(plain, root, "elastic.attributes")
+            plain = broadcast_checked_object(self._values, root, "elastic.attributes")
             if models:
-                self._require_undamaged(root, is_compared=not had_it or world.rank() == root)
-            # The root's hyper-parameters: they belong to its schedulers.
-            rates = [settings_of(each.value) for each in local]
+                self._require_undamaged(root, is_compared=not had_it or is_root)
+            for own in kept:  # the root's hyper-parameters: they belong to its schedulers
+                own.settings = settings_of(own.optimizer)
         finally:  # even if another rank has died meanwhile
             for own in kept:
                 own.restore()
-        for _, each, settings in zip(kept, local, rates, strict=False):
-            set_settings(each.value, settings)
         for each in local:
-            roots = each.find_roots(has_own=keeps or world.rank() == root, steps=self._steps)
-            self._mix_if(roots.replaces)
-            each.take_from(roots)
-        if world.rank() != root:
-            for name, value in plain.items():
-                setattr(self, name, value)
-        self._is_whole, self._is_mixed = True, False
+            each.take_round(has_own=keeps or is_root, steps=self._steps, replaces=self._mix_if)
+        self._values = plain
+        self._parts = WHOLE
+        if taken:
+            self._note_beginnings()
+        self._begin_at(taken)
 
     def _mix_if(self, takes_another: bool) -> None:
         """Note that this state has a part of another one, until the rest has come."""
-        self._is_whole = self._is_whole and not takes_another
-        self._is_mixed = self._is_mixed or takes_another
+        if takes_another:
+            self._parts = PART
 
     @property
     def _local_handlers(self) -> list[LocalStepsHandler]:
@@ -915,14 +839,14 @@ class TorchState(ObjectState):
     # --- the training's place, and the steps taken since it last changed
 
     def _find_place(self) -> dict[str, Any]:
-        place = {name: _mark_of(self.__dict__[name]) for name in self._saved_state}
-        return place | {name: _mark_of(value.state_dict()) for name, value in self._samplers()}
+        samplers = {name: value.state_dict() for name, value in self._samplers()}
+        return {name: mark_of(name, value) for name, value in (self._values | samplers).items()}
 
     def _is_same(self, place: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Return whether two places are equal in all attributes and samplers that matter."""
         if place.keys() != other.keys():
             return False
-        ignored = self._saved_state.keys() - self._reads if self._reads else ()
+        ignored = self._values.keys() - self._reads if self._reads else ()
         return all(place[name] == other[name] for name in place if name not in ignored)
 
     def _forget_known_steps(self) -> None:
@@ -935,26 +859,23 @@ class TorchState(ObjectState):
                 f"{_steps(self._again)} to be done again that had been taken already, and the "
                 "state has changed before: it may show too little progress"
             )
-        self._taken, self._again, self._place = {}, {}, now
-        for handler in self._handlers.values():
-            handler.forget_beginning()
+        self._taken, self._again, self._place, self._beginnings = {}, {}, now, {}
 
     def _note_saved(self) -> None:
-        self._saved = _Saved((self._steps, self._changes), dict(self._taken), self._find_place())
+        at = self._steps, self._changes
+        self._saved = _Saved(at, dict(self._taken), self._find_place(), dict(self._beginnings))
 
     def _is_at_saved_place(self) -> bool:
         """Return whether the last commit was made at this place, before any step."""
         saved = self._saved
         return saved is not None and not saved.taken and self._is_same(saved.place, self._place)
 
-    @property
-    def _has_stateful(self) -> bool:
-        return any(isinstance(handler, StatefulHandler) for handler in self._handlers.values())
-
-    def _note_beginning(self) -> None:
-        if self._has_stateful:
-            for handler in self._handlers.values():
-                handler.note_beginning()
+    def _note_beginnings(self) -> None:
+        """Note the state at the beginning of a batch, for `StateHandler.rewind`."""
+        handlers = self._handlers.values()
+        if any(isinstance(handler, StatefulHandler) for handler in handlers):
+            noted = {handler: handler.beginning() for handler in handlers}
+            self._beginnings = {each: state for each, state in noted.items() if state is not None}
 
     def _samplers(self) -> list[tuple[str, Any]]:
         values = [(name, handler.value) for name, handler in self._handlers.items()]
@@ -986,7 +907,7 @@ class TorchState(ObjectState):
         self._is_beginning = False
         self._forget_known_steps()
         if not self._taken:
-            self._note_beginning()
+            self._note_beginnings()
         is_taken = self._again.get(name, 0) > 0
         moves = any(map(callable, arguments)) and _moves_between_passes(optimizer)
         before = OptimizerCopy(optimizer) if is_taken or moves else None
@@ -1003,8 +924,8 @@ class TorchState(ObjectState):
         self._steps += 1
         self._taken[name] = self._taken.get(name, 0) + 1
         self._place = self._find_place()  # a closure may have changed it
-        if self._has_stateful:
-            self._handlers[name].note_step()
+        if (handler := self._handlers[name]) in self._beginnings:
+            self._beginnings[handler] = handler.beginning()
 
     def _undo_begun_steps(self) -> None:
         """Undo failed steps of which a copy was made; otherwise the state is no longer whole."""
@@ -1013,38 +934,8 @@ class TorchState(ObjectState):
                 if begun.before is not None:
                     begun.before.restore()
                 elif has_moved(self._handlers[begun.name].value):
-                    self._is_whole = False
+                    self._parts = NONE
         self._begun = []
-
-
-def _mark_of(value: Any) -> Any:
-    """Return a mark that changes with the value, even if the value changes in place.
-
-    For a large value it is only the identity and the length.
-    """
-    if value is None or isinstance(value, (int, float, complex, str, bytes)):
-        return value
-    if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    pickled = _Bounded()
-    try:
-        pickle.Pickler(pickled, pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception:  # any: pickling calls the value's own methods
-        return id(value), len(value) if isinstance(value, Sized) else 0
-    return bytes(pickled.content)
-
-
-class _Bounded:
-    """A file in memory of at most `_MOST_MARK_BYTES`."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    def write(self, data: bytes) -> int:
-        self.content += data
-        if len(self.content) > _MOST_MARK_BYTES:
-            raise OverflowError
-        return len(data)
 
 
 def _moves_between_passes(optimizer: torch.optim.Optimizer) -> bool:
