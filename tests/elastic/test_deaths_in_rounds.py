@@ -17,6 +17,7 @@ import pool
 import pytest
 import torch
 from logs import logged
+from slow import slow
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
@@ -383,7 +384,7 @@ def newcomer(kind: str, delay: int) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "kind", "delay"),
-    [("shm", "LocalSGD", 0), ("tcp", "DiLoCo", 0), ("shm", "DiLoCo", 3)],
+    [("shm", "LocalSGD", 0), slow("tcp", "DiLoCo", 0), ("shm", "DiLoCo", 3)],
 )
 def test_a_newcomer_gets_agreed_parameters(transport, kind, delay):
     pool.run(newcomer, 3, args=(kind, delay), transport=transport)
@@ -547,7 +548,7 @@ def miss_a_mean(on_hosts: bool, victim: int, delay: int, comes: bool, fails: str
         assert set(weights) == {agreed.item()}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, slow(1)])
 @pytest.mark.parametrize(
     ("on_hosts", "delay", "comes", "fails"),
     [

@@ -19,6 +19,7 @@ import torch
 from arrivals import run_with_arrivals
 from deaths_in_init import PLACES, let_die
 from logs import logged
+from slow import slow
 
 import torch_ring as hvd
 from torch_ring.membership import first_world
@@ -196,8 +197,8 @@ def cases() -> list[Any]:
         (begin, 3, {0: "told", 1: "before"}, "tcp"),  # one is left
         (begin_without_a_deadline, 3, {1: "placed"}, "shm"),
         (begin_without_a_deadline, 3, {2: "arrived"}, "shm"),
-        (begin_without_a_deadline, 3, {1: "arrived"}, "tcp"),
-        (begin_without_a_deadline, 3, {2: "placed"}, "tcp"),
+        slow(begin_without_a_deadline, 3, {1: "arrived"}, "tcp"),
+        slow(begin_without_a_deadline, 3, {2: "placed"}, "tcp"),
     ]
 
 
@@ -370,7 +371,7 @@ def die_before_run(folder_name: str, victim: int) -> tuple[int, int, float]:
     return hvd.rank(), hvd.size(), model.weight.item()
 
 
-@pytest.mark.parametrize(("transport", "victim"), [("shm", 0), ("shm", 1), ("tcp", 2)])
+@pytest.mark.parametrize(("transport", "victim"), [("shm", 0), ("shm", 1), slow("tcp", 2)])
 def test_a_rank_that_dies_before_run_is_missed(transport: str, victim: int, tmp_path: Path) -> None:
     results = run_with_arrivals(
         die_before_run,

@@ -20,6 +20,7 @@ import pytest
 import torch
 from arrivals import run_with_arrivals
 from process_set_use import check_process_set
+from slow import slow
 
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
@@ -61,10 +62,15 @@ Death = tuple[int, int]
 """The rank of the first world that dies, and the step in which it does."""
 
 
-def run_steps(deaths: Sequence[Death], step: Callable[[Any], None]) -> None:
+def run_steps(
+    deaths: Sequence[Death],
+    step: Callable[[Any], None] = lambda _: None,
+    on_reset: Callable[[], None] = lambda: None,
+) -> None:
     """Call `step` STEPS times while ranks die; each begins with a barrier of all ranks."""
     name = hvd.rank()
     state = hvd.elastic.ObjectState(step=0)
+    state.register_reset_callbacks([on_reset])
 
     @hvd.elastic.run
     def go_on(state: Any) -> None:
@@ -83,7 +89,7 @@ def lose_a_rank() -> set[tuple[str, str]]:
     lost, whole = hvd.add_process_set([1, 2]), hvd.add_process_set([2, 3])
     of_lost, of_whole = copy.deepcopy((lost, whole))
     index = {lost: 0, whole: 1}
-    run_steps([(1, 2)], lambda _: None)
+    run_steps([(1, 2)])
     for each in (whole, of_whole):
         assert each.process_set_id == whole.process_set_id
         check_process_set(each, [1, 2])
@@ -128,7 +134,6 @@ def add_again(how: str) -> tuple[list[int], list[int], dict[int, list[int]]]:
     first, second = hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])
     hvd.add_process_set(first)
     hvd.add_process_set(second)
-    name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
 
     def add() -> None:
         if how == "objects":  # the lost one has the ranks of these numbers now
@@ -143,17 +148,7 @@ def add_again(how: str) -> tuple[list[int], list[int], dict[int, list[int]]]:
             hvd.remove_process_set(hvd.ProcessSet([0, 1]))
             hvd.add_process_set(first)
 
-    state.register_reset_callbacks([add])
-
-    @hvd.elastic.run
-    def go_on(state: Any) -> None:
-        for state.step in range(state.step, STEPS):
-            if (name, state.step) == (0, 2):
-                die()
-            hvd.barrier()
-            state.commit()
-
-    go_on(state)
+    run_steps([(0, 2)], on_reset=add)
     for each in (first, second):
         check_process_set(each, each.ranks or [])
     sets = hvd._basics._get_process_set_ids_and_ranks()
@@ -170,7 +165,7 @@ def forget_sets() -> dict[int, list[int]]:
     kept = hvd.ProcessSet([2])
     for ranks in ([1, 2], [0, 2], kept):
         hvd.add_process_set(ranks)
-    run_steps([(0, 1)], lambda _: None)
+    run_steps([(0, 1)])
     assert kept.ranks == [1]
     return hvd._basics._get_process_set_ids_and_ranks()
 
@@ -319,7 +314,7 @@ def expected_weights(
         ("shm", 3, [1, 2], [(0, 3)], False),  # the set then has all ranks, and is no other world
         ("shm", 4, [1, 3], [(2, 2), (0, 5)], False),
         ("shm", 4, [0, 2, 3], [(1, 0)], True),
-        ("tcp", 4, [0, 2, 3], [(1, 0)], True),
+        slow("tcp", 4, [0, 2, 3], [(1, 0)], True),
     ],
 )
 def test_an_optimizer_on_a_set_goes_on(

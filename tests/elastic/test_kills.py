@@ -25,6 +25,7 @@ import torch
 from arrivals import run_with_arrivals
 from deaths_in_init import let_die
 from mortal_training import AFTER_A_DEATH, IN_A_STEP, KINDS, Plan, expected, random_plan
+from slow import slow
 
 import torch_ring as hvd
 from torch_ring.elastic import job as elastic_job
@@ -193,7 +194,7 @@ def check_recovery(victim: int, place: str, transport: str, hosts: Sequence[str]
     [
         (0, "rejoining", "shm"),  # the leader
         (1, "rejoining", "shm"),
-        (1, "rejoining", "tcp"),
+        slow(1, "rejoining", "tcp"),
         (1, "arriving", "tcp"),
         (1, "arrived", "shm"),
     ],

@@ -208,51 +208,43 @@ def test_only_a_majority_goes_on_where_others_may_live(
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
 
-class Network:
-    """Connections to the second host, which answers with patience only, or not at all."""
+@pytest.mark.parametrize(
+    ("size", "hosts", "is_cut", "wanted"),
+    [
+        pytest.param(4, HOSTS, True, ["p0", "p1"], id="a majority does not wait for it"),
+        pytest.param(2, HOSTS[::-1], True, None, id="a minority asks it again, and gives up"),
+        pytest.param(2, HOSTS[::-1], False, ["p1"], id="a slow one has no rank any more"),
+    ],
+)
+def test_a_host_that_is_silent_already(
+    size: int,
+    hosts: Sequence[str],
+    is_cut: bool,
+    wanted: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second host answers with patience only, or not at all."""
+    connect, patient = member_module._connect, []
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, is_cut: bool) -> None:
-        self._connect = member_module._connect
-        self._is_cut = is_cut
-        self.patient = 0  # attempts
-        patch.setattr(member_module, "_connect", self.connect)
-
-    def connect(self, member: Member, is_suspect: bool) -> socket.socket:
+    def connect_there(member: Member, is_suspect: bool) -> socket.socket:
         if member.host == HOSTS[1]:
-            self.patient += not is_suspect
-            if is_suspect or self._is_cut:
+            patient.extend([] if is_suspect else [member])
+            if is_suspect or is_cut:
                 raise TimeoutError
-        return self._connect(member, is_suspect)
+        return connect(member, is_suspect)
 
-
-def test_a_majority_has_little_patience_with_a_host_that_is_silent_already(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    network = Network(monkeypatch, is_cut=True)
-    with job(4, HOSTS) as processes:
-        for group in outcomes(processes[:2], suspects=HOSTS[1:]):
-            assert isinstance(group, NextWorld), group
-            assert [member.id for member in group.members] == ["p0", "p1"]
-    assert network.patient == 0
-
-
-def test_a_minority_asks_a_silent_host_again_before_it_gives_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    network = Network(monkeypatch, is_cut=True)
-    with job(2, HOSTS[::-1]) as processes:
-        (error,) = outcomes(processes[1:], suspects=HOSTS[1:])
-        assert isinstance(error, LeftOutError)
-    assert network.patient > 0
-
-
-def test_a_slow_host_is_found_to_have_no_rank_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    Network(monkeypatch, is_cut=False)
-    with job(2, HOSTS[::-1]) as processes:
-        processes[0].listener.close()  # its host says so, when it has the time to answer
-        (group,) = outcomes(processes[1:], suspects=HOSTS[1:])
-        assert isinstance(group, NextWorld), group
-        assert [member.id for member in group.members] == ["p1"]
+    monkeypatch.setattr(member_module, "_connect", connect_there)
+    with job(size, hosts) as processes:
+        living = [each for each in processes if each.member.host == HOSTS[0]]
+        if not is_cut:
+            processes[0].listener.close()  # its host says so, when it has the time to answer
+        for outcome in outcomes(living, suspects=HOSTS[1:]):
+            if wanted is None:
+                assert isinstance(outcome, LeftOutError)
+            else:
+                assert isinstance(outcome, NextWorld), outcome
+                assert [member.id for member in outcome.members] == wanted
+    assert bool(patient) == (size == 2)
 
 
 def test_one_that_was_left_out_hears_of_it() -> None:
