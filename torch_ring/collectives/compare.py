@@ -328,8 +328,6 @@ def find_damage(
 ) -> Difference | None:
     """Compare the ranks' copies with the root's originals. Collective.
 
-    Things that the root does not have are ignored.
-
     Cost: one pass over the tensors, on their device, and 32 bytes a rank; more only if ranks
     differ.
 
@@ -345,10 +343,7 @@ def find_damage(
     """
     lines = None if things is None else start_lines(things)()
     _, every = gather_lines_if_different(lines, engine, name)
-    sent = {name for name, *_ in every.get(root, ())}
-    return find_difference(
-        {rank: [line for line in lines if line[0] in sent] for rank, lines in every.items()}, root
-    )
+    return find_difference(every, root)
 
 
 def refuse_lazy(named: Iterable[tuple[str, Any]]) -> None:

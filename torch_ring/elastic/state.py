@@ -278,8 +278,7 @@ class StateHandler:
         """Return the contents that `copy_from` has received, to compare them with the root's.
 
         Returns:
-            Tensors, numbers and texts by name; none by default. They are the same on all ranks,
-            except for names that the root does not have.
+            Tensors, numbers and texts by name, the same on all ranks; none by default.
         """
         return {}
 
