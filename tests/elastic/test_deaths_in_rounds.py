@@ -61,6 +61,14 @@ def make(
     )
 
 
+def start(*args: Any, **more: Any) -> tuple[torch.nn.Linear, Any, hvd.elastic.TorchState]:
+    """Return a model, its optimizer, and their state; arguments as for `make`."""
+    model, optimizer = make(*args)
+    state = hvd.elastic.TorchState(model, optimizer, step=0, **more)
+    state.sync()
+    return model, optimizer, state
+
+
 def backward(model: torch.nn.Linear, optimizer: Any, rank: int) -> None:
     optimizer.zero_grad()
     ((model.weight - target(rank)).square().sum() / 2).backward()
@@ -347,9 +355,7 @@ def failing(owner: Any, name: str) -> Iterator[None]:
 
 def newcomer(kind: str, delay: int) -> None:
     """Rank 2 forgets its whole state, like a newcomer; the others are in a round."""
-    model, optimizer = make(kind, delay)
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    state.sync()
+    model, optimizer, state = start(kind, delay)
     rank = hvd.rank()
     for state.step in range(7):
         backward(model, optimizer, rank)
@@ -392,9 +398,7 @@ def test_a_newcomer_gets_agreed_parameters(transport, kind, delay):
 
 def begin_unheard() -> None:
     """Rank 0 learns of a death while the first step compares weights; rank 1 completes the step."""
-    model, optimizer = make("DiLoCo")
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    state.sync()
+    model, optimizer, state = start("DiLoCo")
     state.step = 1
     compare = local_steps.require_consistent
 
@@ -424,12 +428,10 @@ def test_a_first_step_that_one_rank_has_taken_begins_the_round():
 
 def take_half_of_another_state() -> None:
     """Rank 0 is ahead by a step of another optimizer, and dies when rank 1 has those weights."""
-    model, optimizer = make("DiLoCo")
     second, sgd = torch.nn.Linear(1, 1), torch.optim.SGD
     torch.nn.init.ones_(second.weight)
     other = hvd.DistributedOptimizer(sgd(second.parameters(), lr=RATE, momentum=0.5))
-    state = hvd.elastic.TorchState(model, optimizer, second=second, other=other, step=0)
-    state.sync()
+    _, _, state = start("DiLoCo", second=second, other=other)
     for state.step in (1, 2):
         other.zero_grad()
         second(torch.ones(1, 1)).sum().backward()
@@ -455,9 +457,7 @@ def test_a_half_of_the_state_of_another_optimizer_does_not_count():
 def fall_behind(behind: int) -> None:
     """Two hosts of two ranks, as process sets; one rank has not taken the last step."""
     sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
-    model, optimizer = make("DiLoCo", 0, sets[2], sets[hvd.rank() // 2])
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    state.sync()
+    model, optimizer, state = start("DiLoCo", 0, sets[2], sets[hvd.rank() // 2])
     for _ in range(3):
         backward(model, optimizer, hvd.rank())
         optimizer.synchronize()
@@ -498,12 +498,7 @@ def miss_a_mean(on_hosts: bool, victim: int, delay: int, comes: bool, fails: str
         sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2], [0, 2])]
         host, agreeing = sets[hvd.rank() // 2], sets[2]
 
-    def make_state() -> tuple[torch.nn.Linear, Any, hvd.elastic.TorchState]:
-        model, optimizer = make("DiLoCo", delay, agreeing, host)
-        return model, optimizer, hvd.elastic.TorchState(model, optimizer, step=0)
-
-    model, optimizer, state = make_state()
-    state.sync()
+    model, optimizer, state = start("DiLoCo", delay, agreeing, host)
     rounds = optimizer._rounds
 
     def end(fragment: Any) -> None:
@@ -521,7 +516,7 @@ def miss_a_mean(on_hosts: bool, victim: int, delay: int, comes: bool, fails: str
             optimizer.step()
     own = of_all_ranks(model.weight)
     if comes:
-        made = make_state()
+        made = start("DiLoCo", delay, agreeing, host)
         if hvd.rank() == 2:
             model, optimizer, state = made
             state.on_arrival()
