@@ -86,7 +86,9 @@ def texts_of_the_source() -> str:
             is_docstring = id(node) in statements
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_docstring:
                 found.append(node.value)
-    for path in (ROOT / "csrc").rglob("*.[ch]*"):
+    for path in (ROOT / "csrc").rglob("*.*"):
+        if path.suffix not in (".h", ".cc", ".inc"):
+            continue
         code = re.sub(r"^\s*//.*", "", path.read_text(), flags=re.MULTILINE)
         for literals in re.findall(r'(?:"(?:[^"\\\n]|\\.)*"[\s,]*)+', code):
             found.append("".join(re.findall(r'"((?:[^"\\\n]|\\.)*)"', literals)))
