@@ -98,6 +98,7 @@ def test_an_ensemble_that_lacks_a_member_ends_on_all_ranks(script: Path, tmp_pat
     assert [other.code for other in others] == [1, 1]
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble_train_apart(tmp_path: Path) -> None:
     common = ("--dtype", "float64", "--steps", "10", "--every", "5")
 

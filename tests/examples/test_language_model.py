@@ -84,6 +84,7 @@ def test_any_number_of_ranks_draws_one_curve(tmp_path: Path) -> None:
         assert_close(train(tmp_path, size, *options, "--accumulate", str(passes)), alone)
 
 
+@pytest.mark.slow
 def test_hosts_agree_once_in_some_steps(tmp_path: Path) -> None:
     """Over TCP each rank is a host of its own; on one host, every step has all gradients."""
     options = ("--steps", "20", "--checkpoint-every", "8")

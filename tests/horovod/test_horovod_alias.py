@@ -167,6 +167,7 @@ def test_variables_of_ranks(monkeypatch):
         assert alias_variables({**wanted, "PYTHONPATH": path}) == {"PYTHONPATH": expected}
 
 
+@pytest.mark.slow
 def test_once_torch_has_been_imported(installed):
     """By the entry point for torch, if pip has installed torch_ring."""
     program = (

@@ -54,7 +54,8 @@ def test_the_program_of_the_readme(tmp_path: Path, system: str) -> None:
     torch.testing.assert_close(weights["weight"], torch.ones(1, 16), atol=0.05, rtol=0)
 
 
-@quick_on_macos
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_mnist(tmp_path: Path, system: str) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("tqdm")
@@ -220,6 +221,7 @@ for number, seconds in ((15, 60), (2, 1)):
 """
 
 
+@pytest.mark.slow
 def test_the_launcher_outlives_its_command(tmp_path: Path) -> None:
     code, output = run_on("darwin", "-c", SIGNALS, folder=tmp_path)
     assert (code, output) == (0, "7\n5\n")

@@ -19,6 +19,7 @@ import torch
 from logs import logged
 from optimizer_writes import WRITES
 from pool import DEADLINE_S, all_have_passed, error_of, eventually, expect_error, has_asked, run
+from slow import on_shm_and_slowly_on_tcp
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from training import assert_same_on_all_ranks, joined_batches, loss_of, part
@@ -194,7 +195,7 @@ def test_bits_are_those_of_an_unsharded_optimizer(transport: str, size: int) -> 
     run(train_beside_unsharded, size, args=(list(MAKERS),), transport=transport)
 
 
-@on_both_transports
+@on_shm_and_slowly_on_tcp
 def test_what_a_program_does_counts_as_without(transport: str) -> None:
     env = {"TORCH_RING_CHECK_EVERY": "1"}
     run(
@@ -228,6 +229,7 @@ def train_on_hosts() -> tuple[bool, list[int]]:
 @pytest.mark.netns
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` (iproute2)")
+@pytest.mark.slow
 def test_each_host_has_a_whole_copy(hosts: list[str]) -> None:
     found = run(
         train_on_hosts,

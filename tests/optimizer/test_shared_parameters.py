@@ -14,6 +14,7 @@ from logs import told
 from oracle import Play, Program, expect_one_process
 from pool import error_of, eventually, run
 from slot_programs import train_programs_at_random
+from slow import slow
 from torch import Tensor, nn
 from torch.optim import SGD
 from training import take_step, weights
@@ -65,7 +66,7 @@ def meet_between_the_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size", "op"), [("shm", 2, hvd.Sum), ("tcp", 3, hvd.Average)]
+    ("transport", "size", "op"), [("shm", 2, hvd.Sum), slow("tcp", 3, hvd.Average)]
 )
 def test_optimizers_that_come_and_go(transport, size, op, full):
     seeds = range(1000 if full else 30)
