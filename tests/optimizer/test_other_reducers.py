@@ -19,8 +19,8 @@ import torch_ring as hvd
 
 WARNING = (
     "DistributedDataParallel averages the gradients of 6 of the 6 parameters of this "
-    "DistributedOptimizer, too: they travel twice. Train the model itself (`ddp.module`), or do "
-    "not wrap the optimizer"
+    "DistributedOptimizer, too: they travel twice, and of several passes before a step only the "
+    "last one counts. Train the model itself (`ddp.module`), or do not wrap the optimizer"
 )
 
 

@@ -618,6 +618,8 @@ def resume(path: Path, how: str) -> list[str]:
         group = state["param_groups"][0]
         if how == "without rates":
             group["lr"] = None
+        if how == "of a program without torch_ring":
+            del state["torch_ring_ranks"]
         if how == "several rates":
             group["lr"] = torch.tensor([0.2, 0.2])
         optimizer.load_state_dict(state)
@@ -651,6 +653,7 @@ def keep(path: Path, how: str) -> None:
         ("scaled, of a plain state", "state is of 2 ranks without ScaledLR"),
         ("without rates", ""),
         ("several rates", ""),
+        ("of a program without torch_ring", "has brought the learning rate 0.2 in place of 0.3"),
     ],
 )
 def test_a_rate_of_other_ranks_is_told(tmp_path, how, told):

@@ -327,7 +327,7 @@ class OptimizerStateHandler(StateHandler):
     def save(self) -> None:
         """See `StateHandler`."""
         super().save()
-        self._saved.pop(RANKS, None)  # other ranks are usual here: no warning
+        self._saved[RANKS] = None  # other ranks are usual here: no warning
 
     def copy_from(self, root: int) -> None:
         """See `StateHandler`."""

@@ -47,8 +47,9 @@ def warn_of_ddp(parameters: Iterable[Tensor]) -> None:
     if shared:
         _log.warning(
             "DistributedDataParallel averages the gradients of %d of the %d parameters of this "
-            "DistributedOptimizer, too: they travel twice. Train the model itself (`ddp.module`), "
-            "or do not wrap the optimizer",
+            "DistributedOptimizer, too: they travel twice, and of several passes before a step "
+            "only the last one counts. Train the model itself (`ddp.module`), or do not wrap "
+            "the optimizer",
             len(shared),
             len(own),
         )

@@ -39,13 +39,15 @@ class LoadedRate:
         process_set: the ranks that step together.
 
     Attributes:
-        ranks: those of the last state, if they are others and nothing was told of it.
+        ranks: those of the last state, if they are others and nothing was told of it; 0: a state
+            that does not say so has brought another rate to several ranks.
     """
 
     def __init__(self, process_set: ProcessSet) -> None:
         self._process_set = process_set
         self.ranks: int | None = None
         self._rates: list[float] = []  # of that state
+        self._rates_before: list[float] = []  # if it does not say of how many ranks it is
 
     def hook(self, optimizer: Optimizer) -> None:
         """Let the optimizer's states say for how many ranks their rates are."""
@@ -55,6 +57,8 @@ class LoadedRate:
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Note the rates that a state has brought."""
+        if self._rates_before and self._rates_before != _rates_of(optimizer):
+            self.ranks = 0
         self._rates = [] if self.ranks is None else _rates_of(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -66,7 +70,17 @@ class LoadedRate:
         if current.rank() != (self._process_set.ranks or [0])[0]:
             return
         size = self._process_set.size()
-        if _SCALED in vars(optimizer):
+        if not ranks:
+            _log.warning(
+                "the optimizer's state does not say of how many ranks it is, and has brought the "
+                "learning rate %g in place of %g. If it is of a program without torch_ring, set "
+                "group['lr'] for %d ranks after loading: "
+                "docs/input-pipeline.md#go-on-with-another-number-of-ranks",
+                rates[0],
+                self._rates_before[0],
+                size,
+            )
+        elif _SCALED in vars(optimizer):
             _log.warning(
                 "the optimizer's state is of %d ranks without ScaledLR, which takes its learning "
                 "rate for that of one: this step has %g. If it was that of %d ranks, set "
@@ -96,11 +110,14 @@ class LoadedRate:
 
     def _read(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         ranks, right = state_dict.get(RANKS), None
+        self._rates_before = []
         with contextlib.suppress(NotInitializedError, ProcessSetLostError):
             right = self._process_set.size()
         if _SCALED in vars(optimizer):
             groups = state_dict.get("param_groups", ())
             right = ranks if all("lr_scale" in group for group in groups) else 1
+        elif RANKS not in state_dict and right is not None and right > 1:
+            self._rates_before = _rates_of(optimizer)
         self.ranks = ranks if isinstance(ranks, int) and ranks != right else None
 
 

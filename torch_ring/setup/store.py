@@ -305,7 +305,7 @@ def locate_store(
         address = (_slurm_host(environment), port or _slurm_port(identity))
         if (node := environment.get("SLURMD_NODENAME")) is not None:
             serves = node == address[0] and environment.get("SLURM_LOCALID") == "0"
-            server = "its first rank"
+            server = "the step's first rank"
     else:
         if world is None:
             world = require_world(identity, _advice(identity))

@@ -72,7 +72,7 @@ def _keep_file(world: World, registry: Any) -> None:
         _write(path, registry)
     except OSError as error:
         raise InvalidArgumentError(
-            f"TORCH_RING_METRICS_FILE: cannot write {path}: {error}"
+            f"TORCH_RING_METRICS_FILE: cannot write {path}: {error.strerror}"
         ) from None
     ending = threading.Event()
 

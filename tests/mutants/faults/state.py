@@ -186,6 +186,11 @@ FAULTS = (
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
     ),
     Fault(
+        "unsaid_ranks_not_told", "a plain rate that several ranks load is not told", LOADED,
+        "            self._rates_before = _rates_of(optimizer)\n", "            pass\n",
+        tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
+    ),
+    Fault(
         "adapted_told", "a rate that a program has adapted is told", LOADED,
         "rates != self._rates", "False",
         tests=("state/test_scaled_lr.py::test_a_rate_of_other_ranks_is_told",),
