@@ -4,11 +4,14 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <iterator>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -23,11 +26,20 @@ namespace {
 // Pause of a listener without free descriptors: poll() would report it ready again and again.
 constexpr std::chrono::milliseconds kPause{50};
 
-bool is_this_users(int fd) {
+/// The process at the other end of a Unix socket; none if it is another user's.
+std::optional<pid_t> process_of_this_user(int fd) {
   ucred credentials{};
   socklen_t bytes = sizeof credentials;
-  return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) == 0 &&
-         credentials.uid == ::getuid();
+  const bool is_this_users = ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) == 0 &&
+                             credentials.uid == ::getuid();
+  return is_this_users ? std::optional(credentials.pid) : std::nullopt;
+}
+
+bool is_name_of_rival(const sockaddr_un& name, socklen_t bytes) {
+  using namespace std::string_view_literals;
+  constexpr std::size_t kHead = offsetof(sockaddr_un, sun_path);
+  return bytes > kHead &&
+         std::string_view(name.sun_path, bytes - kHead).starts_with("\0torch_ring/rival/"sv);
 }
 
 std::size_t room() {
@@ -69,7 +81,10 @@ void Acceptor::accept(Listener& listener, Clock::time_point now) {
     trouble_ = Error(ErrorKind::kInternal, error);
   };
   while (strangers_.size() < room_ || make_room(now)) {
-    Fd socket(::accept4(listener.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    sockaddr_un from{};  // of an address of TCP only the first bytes
+    socklen_t bytes = sizeof from;
+    Fd socket(::accept4(listener.socket.get(), reinterpret_cast<sockaddr*>(&from), &bytes,
+                        SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       const int error = errno;
       if (error == EINTR || error == ECONNABORTED) continue;
@@ -84,7 +99,14 @@ void Acceptor::accept(Listener& listener, Clock::time_point now) {
       return;
     }
     if (failpoint("handshake.accepting", static_cast<int>(rank_))) continue;
-    if (listener.unix && !is_this_users(socket.get())) continue;
+    if (listener.unix) {
+      const std::optional<pid_t> process = process_of_this_user(socket.get());
+      if (!process) continue;
+      if (is_name_of_rival(from, bytes)) {
+        rival_ = process;
+        continue;
+      }
+    }
     try {
       auto authentication =
           Authentication::accepting(std::move(socket), key_, listener.unix ? nullptr : tls_, rank_);

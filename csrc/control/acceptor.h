@@ -2,9 +2,12 @@
 // Acceptor: the listeners, and the connections that must still authenticate themselves.
 #pragma once
 
+#include <sys/types.h>
+
 #include <list>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "control/link.h"
@@ -50,6 +53,9 @@ class Acceptor {
   /// The error with which every accept() has failed for kTrouble: no descriptors or no memory.
   std::optional<Error> trouble(Clock::time_point now) const;
 
+  /// The process that has come as this rank, too, since the last call (setup/socket_name.py).
+  std::optional<pid_t> take_rival() { return std::exchange(rival_, std::nullopt); }
+
   void add_to(PollSet& polls, Clock::time_point now);
   /// When to call admit() although nothing is ready.
   Clock::time_point due() const;
@@ -90,6 +96,7 @@ class Acceptor {
   Clock::time_point troubled_{};   // since this time
   Clock::time_point pause_{};      // accepts no connection before this time
   bool listens_ = true;            // in this poll
+  std::optional<pid_t> rival_;
 };
 
 }  // namespace torch_ring

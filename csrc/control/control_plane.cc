@@ -385,6 +385,8 @@ std::vector<int> ControlPlane::open_descriptors() const {
 namespace {
 
 constexpr std::chrono::milliseconds kGather{10};  // departures wait so long for others
+// A world that is so young may have ranks of two jobs.
+constexpr std::chrono::seconds kMayHaveMixed{60};
 
 }  // namespace
 
@@ -483,6 +485,18 @@ void ControlPlane::receive(const PollSet& polls, Clock::time_point now) {
   }
 }
 
+/// Ends this world, which may have ranks of two jobs: another process has come as the same rank.
+void ControlPlane::leave_mixed(pid_t rival, Clock::time_point now) {
+  const std::string why =
+      "may be in the wrong job: process " + std::to_string(rival) +
+      " has come as the same rank. Two jobs of one name may have mixed: give each its own "
+      "MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host";
+  if (in_setup())
+    give_setup_up(Error(ErrorKind::kPeerLost, at(options_.labels, rank_) + ' ' + why));
+  learn(Message::departed(rank_, "it " + why), nullptr, now);
+  pending_news_.push_back(Message::lost(rank_, rank_, why));  // for this rank's own sets
+}
+
 void ControlPlane::admit(const PollSet& polls, Clock::time_point now) {
   for (auto& [hello, socket, unix] : acceptor_.admit(polls, now)) {
     // The handshake has proved that the peer knows the key, and that it means this rank.
@@ -497,6 +511,8 @@ void ControlPlane::admit(const PollSet& polls, Clock::time_point now) {
       connected_.insert(hello.set);
     }
   }
+  const std::optional<pid_t> rival = acceptor_.take_rival();
+  if (rival && now < began_ + kMayHaveMixed) leave_mixed(*rival, now);
   if (!in_setup()) return;
   if (const auto trouble = acceptor_.trouble(now)) give_setup_up(*trouble);
 }

@@ -241,6 +241,7 @@ class ControlPlane {
 
   void receive(const PollSet& polls, Clock::time_point now);
   void admit(const PollSet& polls, Clock::time_point now);
+  void leave_mixed(pid_t rival, Clock::time_point now);
   void connect(const PollSet& polls, Clock::time_point now);
   void judge_silence(Clock::time_point slept, Clock::time_point now);
   void send_own_news(Clock::time_point now);
@@ -296,6 +297,7 @@ class ControlPlane {
   std::chrono::milliseconds patience_{};  // with peers that do not read the goodbye
   std::string why_;                       // the reason in the goodbye
   Clock::time_point next_heartbeat_;
+  const Clock::time_point began_ = Clock::now();
 
   ForkGuard fork_guard_{*this};
   std::thread thread_;  // the last member: the thread uses all of the above

@@ -109,7 +109,7 @@ PARTS = {
         "optimizer: state 'momentum_buffer' of '0.0' on rank 2 (float32 [2, 3], digest "
     ),
     "elastic.optimizer": "elastic.optimizer of rank 0 (",
-    "elastic.ElasticSampler": "elastic.ElasticSampler of rank 0 (",
+    "elastic.stateful": "elastic.stateful of rank 0 (",
     "elastic.attributes": "elastic.attributes of rank 0 (",
     "elastic.state": "elastic.state of rank 0 (",
 }

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pool
@@ -368,7 +369,8 @@ def test_an_attribute_that_holds_a_model_or_an_optimizer_is_refused() -> None:
     model = model_of(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for held in ({"net": model}, [1, (optimizer,)], model.forward, [scheduler]):
+    behind = [SimpleNamespace(first=first, model=model) for first in ("x" * 99_999, lambda: 0)]
+    for held in ({"net": model}, [1, (optimizer,)], model.forward, [scheduler], *behind):
         with pytest.raises(ValueError, match="'held' of an elastic state holds a"):
             hvd.elastic.TorchState(model, held=held)
         with pytest.raises(ValueError, match="'held' of an elastic state holds a"):

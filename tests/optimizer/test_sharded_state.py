@@ -7,6 +7,7 @@ import copy
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,9 +17,12 @@ from typing import Any
 import namespaces
 import pytest
 import torch
+from launcher_commands import output_of, start_program
 from logs import logged
 from optimizer_writes import WRITES
 from pool import DEADLINE_S, all_have_passed, error_of, eventually, expect_error, has_asked, run
+from ports import free_port
+from scripts import ROOT
 from slow import on_shm_and_slowly_on_tcp
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -736,3 +740,42 @@ def have_no_page_table() -> None:
 @pytest.mark.parametrize("case", [compile_step, have_no_page_table])
 def test_unusual_surroundings(case: Callable[[], None]) -> None:
     run(case, 2, deadline_s=3 * DEADLINE_S)
+
+
+# --- ranks of a launcher, each of which orders a set of texts in its own way
+
+BEGUN_ANEW = """
+import torch, torch_ring as hvd
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)])
+adam = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(adam, model.named_parameters(), shard_state=True)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    if step == 0:
+        optimizer.state.clear()
+    with torch.no_grad():
+        [parameter.mul_(0.5) for parameter in model.parameters()]
+hvd.shutdown()
+"""
+
+
+@pytest.mark.launcher
+def test_ranks_whose_sets_have_another_order():
+    port = str(free_port())
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        start_program(
+            [sys.executable, "-c", BEGUN_ANEW],
+            **address,
+            RANK=str(rank),
+            PYTHONHASHSEED=str(rank + 1),
+            PYTHONPATH=str(ROOT),
+        )
+        for rank in range(2)
+    ]
+    outputs = [output_of(rank) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs

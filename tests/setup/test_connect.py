@@ -63,7 +63,7 @@ def connect_rank(store, rank, size, config=CONFIG, host=""):
     path = path_on_host(identity, config.init_timeout_s, place, name)
     with (
         failing_together(path),
-        listen_as_rank(None, identity, path.deadline, path.watch) as unix,
+        listen_as_rank(None, identity, path.deadline, path.watch, is_new=True) as unix,
         listen(identity, config, "127.0.0.1", unix) as listeners,
     ):
         own = listeners.info.to_value()

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pool import eventually, run
 from ports import free_port
 
 import torch_ring as hvd
+from torch_ring.setup import socket_name
 from torch_ring.setup.launchers import Identity, variables_of_launchers
 from torch_ring.setup.network import Deadline, listen_unix
 from torch_ring.setup.socket_name import listen_as_rank
@@ -60,7 +62,11 @@ class Stage:
         except hvd.RingError as error:
             self.note(f"said-{name}", str(error))
             return
-        self.hear("over")
+        try:
+            while not hvd.any_rank((self.folder / "over").exists()):
+                time.sleep(0.01)
+        except hvd.RingError as error:
+            self.note(f"ended-{name}", str(error))
         hvd.shutdown()
 
 
@@ -132,7 +138,8 @@ def mix_two_jobs(folder: Path, door: str, jobs: list[list[str]]) -> list[list[st
         mixed = [stage.hear("said-A0"), stage.hear("said-B1")]
         stage.note("go-B0")
         stage.note("go-A1")
-        return [mixed, [stage.hear("said-B0"), stage.hear("said-A1")]]
+        refused = [stage.hear("said-B0"), stage.hear("said-A1")]
+        return [mixed, refused, [stage.hear("ended-A0"), stage.hear("ended-B1")]]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,7 @@ def mix_two_jobs(folder: Path, door: str, jobs: list[list[str]]) -> list[list[st
     ],
 )
 def test_two_jobs_of_one_name_never_mix_silently(tmp_path, door, transport, jobs):
-    mixed, refused = direct(mix_two_jobs, tmp_path, door, jobs, transport=transport)
+    mixed, refused, ended = direct(mix_two_jobs, tmp_path, door, jobs, transport=transport)
     assert mixed == ["AB", "AB"]  # not detectable yet
     own = [rf"two processes are rank {rank} of 2: process \d+ is, too" for rank in range(2)]
     assert any(map(re.match, own, refused)), refused
@@ -151,6 +158,8 @@ def test_two_jobs_of_one_name_never_mix_silently(tmp_path, door, transport, jobs
         of_other = f"init failed on rank {1 - rank}: {own[1 - rank]}"
         assert re.match(f"{own[rank]}|{of_other}", text), text
         assert "they may have mixed" in text
+    for text in ended:
+        assert "has come as the same rank. Two jobs of one name may have mixed" in text
 
 
 def work_in_a_pool(stage: Stage, worker: int, worlds: Sequence[Sequence[int]]) -> None:
@@ -190,10 +199,14 @@ def test_processes_of_a_pool_begin_one_world_after_another(tmp_path):
     assert found == [[workers] * len(workers) for workers in worlds]
 
 
-def test_a_rank_is_taken_when_its_last_process_gives_it_up():
+@pytest.mark.parametrize(("is_new", "patience_s"), [(True, 2.0), (False, 0.0)])
+def test_a_rank_is_taken_when_its_last_process_gives_it_up(monkeypatch, is_new, patience_s):
+    monkeypatch.setattr(socket_name, "_LEAVING_S", patience_s)  # an earlier world may take any time
     name = new_name()
     last = listen_unix(f"{name}/0")
-    with listen_as_rank(name, Identity(0, 2), Deadline(10), lambda _: last.close()) as unix:
+    identity, deadline = Identity(0, 2), Deadline(10)
+    own = listen_as_rank(name, identity, deadline, lambda _: last.close(), is_new=is_new)
+    with own as unix:
         assert unix.getsockname().decode() == f"{name}/0"
 
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 import queue
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +55,7 @@ __all__ = [
 
 REMOVED, ADDED = 1, 2  # as in Horovod's HostUpdateResult
 
+_MOST_LOOKED_AT = 10_000  # parts of an attribute: a model, if any, is near the top
 _MOST_MARK_BYTES = 1 << 16  # largest pickle of an attribute to compare in each step
 
 
@@ -158,8 +162,11 @@ class ObjectState(State):
         self._rank = get_rank
         for name, value in kwargs.items():
             if hasattr(type(self), name):
-                raise ValueError(f"an elastic state has a '{name}' of its own: choose another name")
-            mark_of(name, value)  # raises
+                raise ValueError(
+                    f"the class {type(self).__name__} has a '{name}' of its own: leave it out "
+                    "there, or choose another name"
+                )
+            require_plain(name, value)
         self._values: dict[str, Any] = kwargs  # the attributes
         ObjectState.save(self)
 
@@ -171,7 +178,7 @@ class ObjectState(State):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_values", ()):
-            mark_of(name, value)  # raises
+            require_plain(name, value)
             self._values[name] = value
         else:
             super().__setattr__(name, value)
@@ -191,55 +198,69 @@ class ObjectState(State):
             ObjectState.restore(self)
 
 
-def mark_of(name: str, value: Any) -> Any:
+def require_plain(name: str, value: Any) -> None:
+    """Raise ValueError if an attribute holds a module or an optimizer.
+
+    The state would keep a copy of it, and save, send and restore the copy, while the program trains
+    the original.
+    """
+    seen: set[int] = set()
+    parts = deque([value])
+    while parts and len(seen) < _MOST_LOOKED_AT:
+        part = parts.popleft()
+        if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+            raise ValueError(
+                f"the attribute '{name}' of an elastic state holds a {type(part).__name__}, and a "
+                "state keeps copies of its attributes: give TorchState each module and optimizer "
+                "by a name of its own, and an object that uses one only if it has state_dict() and "
+                "load_state_dict()"
+            )
+        if id(part) not in seen:
+            seen.add(id(part))
+            parts.extend(_parts_of(part))
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, (str, bytes, torch.Tensor, type, types.ModuleType)):
+        return ()
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (Sequence, Set, deque)):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def mark_of(value: Any) -> Any:
     """Return a mark that changes with an attribute, even if it changes in place.
 
     For a large value it is only the identity and the length.
-
-    Raises:
-        ValueError: the value holds a module or an optimizer. The state would keep a copy of it, and
-            save, send and restore the copy, while the program trains the original.
     """
     if value is None or isinstance(value, (int, float, complex, str, bytes)):
         return value
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    marker = _Marker(name)
+    marker = _Marker()
     try:
-        marker.dump(value)
-    except _HeldError:
-        raise
+        pickle.dump(value, marker, pickle.HIGHEST_PROTOCOL)
     except Exception:  # any: pickling calls the value's own methods
         return id(value), len(value) if isinstance(value, Sized) else 0
     return marker.mark
 
 
-class _HeldError(ValueError):
-    """An attribute holds a module or an optimizer."""
+class _Marker:
+    """A file for the pickle of an attribute, of at most `_MOST_MARK_BYTES`."""
 
-
-class _Marker(pickle.Pickler):
-    """Makes the mark of an attribute: its pickle, of at most `_MOST_MARK_BYTES`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(self, pickle.HIGHEST_PROTOCOL)
-        self._name = name
+    def __init__(self) -> None:
         self.mark = b""
 
     def write(self, data: bytes) -> None:
         self.mark += data
         if len(self.mark) > _MOST_MARK_BYTES:
             raise OverflowError
-
-    def reducer_override(self, part: Any) -> Any:
-        if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
-            raise _HeldError(
-                f"the attribute '{self._name}' of an elastic state holds a {type(part).__name__}, "
-                "and a state keeps copies of its attributes: give TorchState each module and "
-                "optimizer by a name of its own, and an object that uses one only if it has "
-                "state_dict() and load_state_dict()"
-            )
-        return NotImplemented
 
 
 class StateHandler:
@@ -269,8 +290,7 @@ class StateHandler:
 
     def copy_from(self, root: int) -> None:
         """Give all ranks the present state of the root's value. Collective."""
-        name = f"elastic.{type(self.value).__name__}"
-        state = broadcast_checked_object(self.value.state_dict(), root, name)
+        state = broadcast_checked_object(self.value.state_dict(), root, "elastic.stateful")
         if world.rank() != root:
             self.value.load_state_dict(state)
 
@@ -839,7 +859,7 @@ class TorchState(ObjectState):
 
     def _find_place(self) -> dict[str, Any]:
         samplers = {name: value.state_dict() for name, value in self._samplers()}
-        return {name: mark_of(name, value) for name, value in (self._values | samplers).items()}
+        return {name: mark_of(value) for name, value in (self._values | samplers).items()}
 
     def _is_same(self, place: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Return whether two places are equal in all attributes and samplers that matter."""

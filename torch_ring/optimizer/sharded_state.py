@@ -297,7 +297,11 @@ class ShardedState:
             self.is_shared = False
             return
         self._written = made.pop().shared
-        self._homes = {(index, key): self._homes[index, key] for index, key, _ in kept}
+        self._homes = {  # in the order of the holder: each process has its own of a set of texts
+            (index, key): self._homes[index, key]
+            for index, key, known, *_ in lines
+            if (index, key, known) in kept
+        }
         self._homes |= {
             (index, key): home for (index, key, *_), home in zip(new, made, strict=True)
         }

@@ -109,22 +109,31 @@ def _starter(identity: Identity) -> str:
 
 
 _PAUSE_S = 0.01
+_TELLING_S = 1.0
 _LEAVING_S = 2.0  # seconds in which a process that ends, or leaves its world, gives its rank up
 
 
 def listen_as_rank(
-    name: str | None, identity: Identity, deadline: Deadline, watch: Callable[[float], object]
+    name: str | None,
+    identity: Identity,
+    deadline: Deadline,
+    watch: Callable[[float], object],
+    *,
+    is_new: bool,
 ) -> socket.socket:
     """Return the socket at which this rank listens for others of its host.
 
     Call it when this rank has met another one or leads its host. Then at least one rank of two jobs
-    that have mixed finds its name taken, and fails all that it has met.
+    that have mixed finds its name taken, and fails all that it has met; and the holder of the name
+    ends its world, unless that is older than a minute.
 
     Args:
         name: the name at which the ranks of this host meet; None: no other job can have it.
         identity: this process.
         deadline: the deadline of init().
         watch: called while it waits, for some seconds.
+        is_new: whether this process has not been in a world yet. Otherwise it may have another rank
+            in the next one, while others are still in the last.
 
     Raises:
         RingError: another process is this rank already.
@@ -132,7 +141,8 @@ def listen_as_rank(
     if name is None:
         return listen_unix(f"\0torch_ring/{secrets.token_hex(8)}")
     name = f"{name}/{identity.rank}"
-    me, patience = f"rank {identity.rank} of {identity.size}", Deadline(_LEAVING_S)
+    me = f"rank {identity.rank} of {identity.size}"
+    patience = Deadline(_LEAVING_S) if is_new else deadline
     while True:
         try:
             return listen_unix(name)
@@ -148,12 +158,22 @@ def listen_as_rank(
                 "MASTER_PORT of its own job"
             )
         if patience.passed() or deadline.passed():
+            if is_new:
+                _tell(name)
             raise RingError(
                 f"two processes are {me}: process {holder} is, too, in a job of the same name. If "
                 "both have just begun, end both: they may have mixed. Give each its own "
                 "MASTER_PORT, with MASTER_ADDR=127.0.0.1 if its ranks are on one host"
             )
         watch(_PAUSE_S)
+
+
+def _tell(name: str) -> None:
+    """Tell the process that listens at a name of this one (`csrc/control/acceptor.h`)."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as rival:
+        rival.settimeout(_TELLING_S)
+        rival.bind(f"\0torch_ring/rival/{secrets.token_hex(8)}")
+        rival.connect(name)
 
 
 def _holder(name: str) -> int:

@@ -261,7 +261,9 @@ def _connect(
         with failing_together(path):
             own_name = None if store is not None else name  # no other job has a store's
             with (
-                listen_as_rank(own_name, identity, deadline, path.watch) as unix,
+                listen_as_rank(
+                    own_name, identity, deadline, path.watch, is_new=not _has_joined
+                ) as unix,
                 listen(identity, config, place.host if place else "127.0.0.1", unix) as listeners,
             ):
                 settings = {**config.common(), "process_sets": sets}

@@ -138,6 +138,21 @@ FAULTS = (
         tests=("setup/test_exchange.py::test_a_rank_that_dies_is_noticed",),
     ),
     Fault(
+        "rival_untold", "ranks of two jobs that have mixed train on", NAME,
+        "                _tell(name)\n", "                pass\n",
+        tests=(
+            "setup/test_jobs_of_one_name.py::test_two_jobs_of_one_name_never_mix_silently",
+        ),
+    ),
+    Fault(
+        "late_leaver", "a rank is refused whose holder is still in an earlier world", NAME,
+        "Deadline(_LEAVING_S) if is_new else deadline", "Deadline(_LEAVING_S)",
+        tests=(
+            "setup/test_jobs_of_one_name.py"
+            "::test_a_rank_is_taken_when_its_last_process_gives_it_up",
+        ),
+    ),
+    Fault(
         "jobs_mix", "two processes have one rank in worlds of one name", NAME,
         'name = f"{name}/{identity.rank}"', 'name = f"{name}/{secrets.token_hex(8)}"',
         tests=("setup/test_jobs_of_one_name.py::test_two_jobs_of_one_name_never_mix_silently",),
