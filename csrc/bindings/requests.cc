@@ -176,8 +176,8 @@ at::Tensor SharedTensors::empty(const std::vector<std::int64_t>& shape,
     if (!is_full_.exchange(true)) {
       log_("rank " + std::to_string(rank_) + ": its part of the shared memory has no room for " +
            std::to_string(bytes) +
-           " bytes more: a tensor that does not fit is copied when it is reduced. Raise "
-           "`ulimit -v`");
+           " bytes more: a tensor that does not fit is copied when it is reduced. Raise `ulimit "
+           "-v`");
     }
     return at::empty(shape, options);
   }

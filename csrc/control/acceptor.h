@@ -96,7 +96,7 @@ class Acceptor {
   Clock::time_point troubled_{};   // since this time
   Clock::time_point pause_{};      // accepts no connection before this time
   bool listens_ = true;            // in this poll
-  std::optional<pid_t> rival_;
+  std::optional<pid_t> rival_;     // not taken yet
 };
 
 }  // namespace torch_ring

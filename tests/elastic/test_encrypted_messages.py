@@ -262,7 +262,7 @@ def test_a_member_is_reached_waits_and_goes() -> None:
             assert channel.receive() == {"kind": "alive"}
         channels[0].close()
         assert eventually(lambda: listener.newcomers.queue[0].channel.is_closed(), PATIENCE_S)
-        (request,) = listener.take_newcomers(2)
+        (request,) = listener.take_newcomers()
         assert request.member.number == 1
         large = {"kind": "go", "members": [list(MEMBERS[0].packed())] * 20_000}
         request.answer(large)

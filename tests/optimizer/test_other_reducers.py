@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from logs import told
 from pool import error_of, run
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,12 +16,6 @@ from training import make_model, take_step
 
 import torch_ring as hvd
 
-WARNING = (
-    "DistributedDataParallel averages the gradients of 6 of the 6 parameters of this "
-    "DistributedOptimizer, too: they travel twice, and of several passes before a step only the "
-    "last one counts. Train the model itself (`ddp.module`), or do not wrap the optimizer"
-)
-
 
 def start_torch_distributed() -> None:
     """Make a process group that sends nothing: the check looks only for a wrapper."""
@@ -31,8 +24,8 @@ def start_torch_distributed() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=hvd.rank(), world_size=hvd.size())
 
 
-def train_beside_ddp(which: str) -> None:
-    """Train a model; DDP has the same one, another one, or has had one."""
+def train_beside_ddp(which: str, op: hvd.ReduceOp) -> tuple[str, str]:
+    """Train a model; DDP has the same one, another one, or has had one. Return the error."""
     start_torch_distributed()
     try:
         model = make_model()
@@ -41,16 +34,26 @@ def train_beside_ddp(which: str) -> None:
         if which == "gone":
             del ddp
         trained = ddp if which == "same" else model
-        optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
-        for _ in range(3):
-            take_step(optimizer, trained(torch.ones(2, 8)).sum())
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), op=op)
+
+        def train() -> None:
+            for _ in range(3):
+                take_step(optimizer, trained(torch.ones(2, 8)).sum())
+
+        return error_of(train)
     finally:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 @pytest.mark.parametrize("which", ["same", "another", "gone"])
-def test_a_model_of_ddp(which):
-    assert told(train_beside_ddp, 2, which) == ([WARNING] if which == "same" else [])
+def test_a_model_of_ddp(which: str, op: hvd.ReduceOp) -> None:
+    for kind, text in run(train_beside_ddp, 2, args=(which, op)):
+        if which == "same":
+            assert kind == "InvalidArgumentError", text
+            assert "averages the gradients of 6 of the 6 parameters" in text
+        else:
+            assert (kind, text) == ("nothing", "")
 
 
 def wrap_sharded(kind: str) -> tuple[str, str]:

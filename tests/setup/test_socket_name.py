@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from torch_ring.errors import RingError
-from torch_ring.setup import network
+from torch_ring.setup import proc
 from torch_ring.setup import socket_name as names
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline
@@ -61,7 +61,7 @@ def test_an_address_names_a_job_without_a_launcher(monkeypatch):
 
 
 def test_where_processes_cannot_be_seen(monkeypatch):
-    monkeypatch.setattr(network, "stat_of", lambda _: Path("/no/proc").read_text().split())
+    monkeypatch.setattr(proc, "stat_of", lambda _: Path("/no/proc").read_text().split())
     with pytest.raises(RingError, match="cannot see the process that started this rank"):
         socket_name(Identity(1, 2, launcher="Open MPI"), {})
 

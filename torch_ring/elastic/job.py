@@ -178,7 +178,7 @@ class ElasticJob:
                 if is_ours or time.monotonic() - began > self._limits.timeout_s:
                     raise
                 suspects |= self._leave(group.members)
-                limits = replace(limits, most=0)
+                limits = replace(limits, takes_newcomers=False)
                 _log.warning("the next world was not made: %s", first_line(error))
         self._note(group.members, group.generation)
         self._listener.dismiss_strangers()

@@ -55,19 +55,19 @@ class CallOverError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a regrouping: its duration, and the number of processes.
+    """Limits of a regrouping: its duration, and the processes.
 
     Attributes:
         timeout_s: seconds until the regrouping fails.
         silence_s: seconds of silence after which a process counts as lost.
         least: the fewest processes that may go on.
-        most: the most processes of a world with newcomers.
+        takes_newcomers: whether newcomers may join: the launcher starts no more than it may.
     """
 
     timeout_s: float
     silence_s: float
     least: int = 1
-    most: int = 1 << 20
+    takes_newcomers: bool = True
 
 
 def leavers_of(ranks: Sequence[tuple[bool, bool]], limits: Limits) -> list[int]:
@@ -75,12 +75,12 @@ def leavers_of(ranks: Sequence[tuple[bool, bool]], limits: Limits) -> list[int]:
 
     Args:
         ranks: for each rank, whether it wants to leave, and whether a newcomer waits at it.
-        limits: the fewest and the most processes.
+        limits: the fewest processes.
     """
     leavers = [rank for rank, (leaves, _) in enumerate(ranks) if leaves]
-    has_room, somebody_waits = len(ranks) < limits.most, any(waits for _, waits in ranks)
+    somebody_waits = any(waits for _, waits in ranks)
     are_too_few = len(ranks) - len(leavers) < max(1, limits.least)
-    return [] if are_too_few and has_room and somebody_waits else leavers
+    return [] if are_too_few and somebody_waits else leavers
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class _Leading:
                 self.found.clear()
                 self._gather()
             survivors = self._survivors()
-            for request in self.listener.take_newcomers(self.limits.most - len(survivors)):
+            for request in self.listener.take_newcomers() if self.limits.takes_newcomers else ():
                 self.joined[request.member.id] = request
                 survivors.append(request.member)
             self._require_enough(survivors)

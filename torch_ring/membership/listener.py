@@ -101,8 +101,8 @@ class Listener:
             with contextlib.suppress(OSError):
                 request.answer({"kind": "left out"})
 
-    def take_newcomers(self, most: int) -> list[JoinRequest]:
-        """Return newcomers that still wait, `most` at most, in the order of the launcher's numbers.
+    def take_newcomers(self) -> list[JoinRequest]:
+        """Return the newcomers that still wait, in the order of the launcher's numbers.
 
         So of ranks that come at once, the one whose output begins with "[3]" is rank 3.
         """
@@ -111,11 +111,7 @@ class Listener:
             request = self.newcomers.get()
             if not request.channel.is_closed():
                 waiting.append(request)
-        waiting.sort(key=lambda request: request.member.number)
-        taken = max(0, most)
-        for request in waiting[taken:]:
-            self.newcomers.put(request)
-        return waiting[:taken]
+        return sorted(waiting, key=lambda request: request.member.number)
 
     def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
         if request["kind"] not in ("join", "newcomer"):

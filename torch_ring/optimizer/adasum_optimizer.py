@@ -19,7 +19,7 @@ from torch_ring.collectives.reduce_op import Adasum
 from torch_ring.compression import Compressor
 from torch_ring.compression.stateful import StatefulCompressor
 from torch_ring.errors import RingError
-from torch_ring.optimizer.gradient_report import explained, require_usable, warn_of_ddp
+from torch_ring.optimizer.gradient_report import explained, refuse_ddp, require_usable
 from torch_ring.optimizer.weight_comparison import WeightComparison, is_compared
 from torch_ring.optimizer.wrapping import Wrapped, unnamed, wrapped
 from torch_ring.world import current
@@ -144,8 +144,8 @@ def _remember(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> Non
     if optimizer._before is None:
         if not optimizer._comparison.has_begun:
             _compare_weights(optimizer)
-            if optimizer._process_set.rank() == 0 and not optimizer._since:
-                warn_of_ddp(tuple(optimizer._parameter_names))
+            if not optimizer._since:
+                refuse_ddp(tuple(optimizer._parameter_names))
         optimizer._before = {p: p.detach().clone() for p in _trained(optimizer)}
 
 

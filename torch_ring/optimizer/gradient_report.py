@@ -13,16 +13,16 @@ from torch import Tensor
 
 from torch_ring._C import Engine, NotFinite, PassReport, Worst
 from torch_ring.collectives.compare import refuse_lazy
-from torch_ring.errors import MismatchError, PeerLostError, RingError
+from torch_ring.errors import InvalidArgumentError, MismatchError, PeerLostError, RingError
 from torch_ring.optimizer.buckets import Bucket
 
 __all__ = [
     "end_given_up",
     "explained",
     "rank_word",
+    "refuse_ddp",
     "require_same_steps",
     "require_usable",
-    "warn_of_ddp",
     "warn_of_one_graph",
 ]
 
@@ -32,11 +32,15 @@ _NEARLY_ALL = 0.9  # of the gradients: a head outside of the graph does not matt
 _log = logging.getLogger("torch_ring")
 
 
-def warn_of_ddp(parameters: Iterable[Tensor]) -> None:
-    """Warn if DistributedDataParallel averages the gradients of some parameters, too.
+def refuse_ddp(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters whose gradients DistributedDataParallel averages, too.
 
-    Parameters do not refer to DDP, so this searches all objects of the process, if
-    torch.distributed has several ranks.
+    Its result replaces the sum of several passes before a step by the last one. Parameters do not
+    refer to DDP, so this searches all objects of the process, if torch.distributed has several
+    ranks.
+
+    Raises:
+        InvalidArgumentError: there are such parameters.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -45,13 +49,11 @@ def warn_of_ddp(parameters: Iterable[Tensor]) -> None:
     own = set(map(id, parameters))
     shared = {id(parameter) for parameter in _of_ddp()} & own
     if shared:
-        _log.warning(
-            "DistributedDataParallel averages the gradients of %d of the %d parameters of this "
-            "DistributedOptimizer, too: they travel twice, and of several passes before a step "
-            "only the last one counts. Train the model itself (`ddp.module`), or do not wrap "
-            "the optimizer",
-            len(shared),
-            len(own),
+        raise InvalidArgumentError(
+            f"DistributedDataParallel averages the gradients of {len(shared)} of the {len(own)} "
+            "parameters of this DistributedOptimizer, too, and of several passes before a step "
+            "only the last one would count. Train the model itself, without DDP, or do not wrap "
+            "the optimizer"
         )
 
 

@@ -39,7 +39,7 @@ from torch_ring.optimizer.bucket_wire import (
 )
 from torch_ring.optimizer.gradient_report import (
     culprit,
-    warn_of_ddp,
+    refuse_ddp,
     warn_of_one_graph,
 )
 from torch_ring.optimizer.weight_comparison import WeightComparison
@@ -429,9 +429,9 @@ class Reducer:
         if order and not layout.has_order:
             layout.set_order(order)
             self.plain = self._plain_reduction()
+            refuse_ddp(self._parameters)
             tells = self._process_set.rank() == 0
             if tells:
-                warn_of_ddp(self._parameters)
                 early = list(filter(layout.overlaps, layout.plan))
                 warn_of_one_graph(early, self.hooks.compiled_together())
             layout.start_tuning(f"gradients.{self.index}.tuning", tells=tells)

@@ -1003,9 +1003,10 @@ def _spec_of(value: Tensor, shape: torch.Size, like: Tensor) -> Spec:
 
 def _fits(value: Any, other: Tensor) -> bool:
     """Return whether a value can be copied into a tensor of the state without a loss."""
-    return isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (
-        (other.shape, other.dtype, other.device)
-    )
+    if not isinstance(value, Tensor):
+        return False
+    form = (other.shape, other.dtype, other.device)
+    return (value.shape, value.dtype, value.device) == form
 
 
 def _is_same(value: Any, other: Any) -> bool:

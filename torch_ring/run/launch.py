@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
+from torch_ring.config import Config
 from torch_ring.errors import InvalidArgumentError
 from torch_ring.membership.directory import Directory
 from torch_ring.membership.member import key_of
@@ -77,8 +78,8 @@ def launch(
             slots = slots_of(options, environment, say)
         options.check_size(len(slots))
         if options.least is not None:
-            tls = variables.get("TORCH_RING_TLS") or environment.get("TORCH_RING_TLS") or "0"
-            directory = Directory(_address_for(slots, options), key_of(secret, tls))
+            config = Config.from_environment({**environment, **variables})
+            directory = Directory(_address_for(slots, options), key_of(secret, config.tls))
             stack.callback(directory.close)
             variables["TORCH_RING_ELASTIC_DIRECTORY"] = directory.address
         spec = JobSpec(options, slots, environment, secret, variables, unset, given, has_result)

@@ -17,7 +17,8 @@ from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup.failure import Failure, gone
 from torch_ring.setup.frames import Frame, FrameSocket, Kind
 from torch_ring.setup.launchers import Identity
-from torch_ring.setup.network import Deadline, close_in_child, is_stopped, require_same_user
+from torch_ring.setup.network import Deadline, close_in_child, require_same_user
+from torch_ring.setup.proc import is_stopped
 
 __all__ = ["HELLO", "SLICE_S", "TELL_S", "HostFollower", "Watch", "connect", "leader_name"]
 

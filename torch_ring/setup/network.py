@@ -31,13 +31,11 @@ __all__ = [
     "Deadline",
     "ForeignUserError",
     "address_of_interface",
-    "ancestors",
     "at_fork",
     "close_all_in_child",
     "close_in_child",
     "is_loopback",
     "is_loopback_name",
-    "is_stopped",
     "lack_of_loopback",
     "listen_unix",
     "own_address",
@@ -45,7 +43,6 @@ __all__ = [
     "own_loopback",
     "pauses",
     "require_same_user",
-    "stat_of",
 ]
 
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
@@ -238,25 +235,6 @@ def _source_address(host: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def ancestors(pid: int) -> Iterator[int]:
-    """Yield the parent of a process, its parent, and so on, as far as they can be seen."""
-    with contextlib.suppress(OSError):  # they end meanwhile; no /proc, or it hides other users'
-        while (pid := int(stat_of(pid)[1])) > 0:
-            yield pid
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, by a signal or a debugger; False if it is unseen."""
-    with contextlib.suppress(OSError):
-        return stat_of(pid)[0] in "Tt"
-    return False
-
-
-def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third on: state, parent, ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 class Deadline:

@@ -23,14 +23,8 @@ from torch.distributed import DistError
 from torch_ring.errors import RingError
 from torch_ring.setup.job_key import AuthenticatedStore
 from torch_ring.setup.launchers import LAUNCHERS, Identity
-from torch_ring.setup.network import (
-    Deadline,
-    ancestors,
-    is_loopback_name,
-    listen_unix,
-    require_same_user,
-    stat_of,
-)
+from torch_ring.setup.network import Deadline, is_loopback_name, listen_unix, require_same_user
+from torch_ring.setup.proc import ancestors, stat_of
 
 __all__ = ["advice_on_missing", "listen_as_rank", "socket_name", "socket_name_by_store"]
 
@@ -109,7 +103,7 @@ def _starter(identity: Identity) -> str:
 
 
 _PAUSE_S = 0.01
-_TELLING_S = 1.0
+_LOOK_S = 1.0
 _LEAVING_S = 2.0  # seconds in which a process that ends, or leaves its world, gives its rank up
 
 
@@ -143,13 +137,14 @@ def listen_as_rank(
     name = f"{name}/{identity.rank}"
     me = f"rank {identity.rank} of {identity.size}"
     patience = Deadline(_LEAVING_S) if is_new else deadline
+    holder = 0
     while True:
         try:
             return listen_unix(name)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-        holder = _holder(name)
+        holder = holder or _holder(name)
         if holder in ancestors(os.getpid()):
             raise RingError(
                 f"{me} is process {holder}, which has started this one: it has inherited that "
@@ -158,8 +153,7 @@ def listen_as_rank(
                 "MASTER_PORT of its own job"
             )
         if patience.passed() or deadline.passed():
-            if is_new:
-                _tell(name)
+            holder = _holder(name, is_told=is_new)
             raise RingError(
                 f"two processes are {me}: process {holder} is, too, in a job of the same name. If "
                 "both have just begun, end both: they may have mixed. Give each its own "
@@ -168,18 +162,15 @@ def listen_as_rank(
         watch(_PAUSE_S)
 
 
-def _tell(name: str) -> None:
-    """Tell the process that listens at a name of this one (`csrc/control/acceptor.h`)."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as rival:
-        rival.settimeout(_TELLING_S)
-        rival.bind(f"\0torch_ring/rival/{secrets.token_hex(8)}")
-        rival.connect(name)
+def _holder(name: str, *, is_told: bool = False) -> int:
+    """Return the process that listens at a name; 0: it is gone, unseen or another user's.
 
-
-def _holder(name: str) -> int:
-    """Return the process that listens at a name; 0: it is gone, unseen or another user's."""
+    With `is_told` it hears that this process has come as the same rank (`csrc/control/acceptor.h`).
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as look:
-        look.setblocking(False)
+        look.settimeout(_LOOK_S)  # its backlog may be full
+        if is_told:
+            look.bind(f"\0torch_ring/rival/{secrets.token_hex(8)}")
         look.connect(name)
         return require_same_user(look)
     return 0

@@ -98,6 +98,11 @@ FAULTS = (
         tests=("optimizer/test_sharded_state.py::test_a_step_that_fails_on_one_rank_fails_on_all",),
     ),
     Fault(
+        "beside_ddp", "DDP overwrites the sum of several passes", REDUCER,
+        "            refuse_ddp(self._parameters)\n", "",
+        tests=("optimizer/test_other_reducers.py::test_a_model_of_ddp",),
+    ),
+    Fault(
         "order_of_a_set", "ranks have shared tensors in different orders", SHARDED,
         "            for index, key, known, *_ in lines\n"
         "            if (index, key, known) in kept\n",

@@ -139,7 +139,7 @@ FAULTS = (
     ),
     Fault(
         "rival_untold", "ranks of two jobs that have mixed train on", NAME,
-        "                _tell(name)\n", "                pass\n",
+        "is_told=is_new", "is_told=False",
         tests=(
             "setup/test_jobs_of_one_name.py::test_two_jobs_of_one_name_never_mix_silently",
         ),
