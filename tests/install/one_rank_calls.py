@@ -32,6 +32,7 @@ WITHOUT_CALL = {
     *("elastic.HorovodInternalError", "elastic.HostsUpdatedInterrupt", "elastic.State"),
     *("elastic.ProcessSetLostError", "elastic.StateDamagedError", "elastic.StateLostError"),
     *("data.MODES", "data.InputReport", "checkpoint.CheckpointError", "elastic.ObjectState"),
+    *("start_timeline", "stop_timeline"),  # test_one_rank.py has their messages
 }
 MODULES = (elastic, data, checkpoint, metrics, lr_schedules)
 CALLS: dict[str, Callable[[], Any]] = {}
@@ -84,62 +85,52 @@ def each(function: Callable[[Tensor], Any]) -> list[Any]:
     return [outcome(lambda t=t: function(t)) for t in (*tensors(), *wrong)]
 
 
-def reductions(function: Callable[..., Any]) -> list[Any]:
+def applied(name: str, tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+    """Return the result of a collective of a tensor, or of two if it takes several."""
+    given = [tensor, 2 * tensor] if name.startswith("grouped") else tensor
+    result = getattr(hvd, name)(given, *arguments, **more)
+    return hvd.synchronize(result) if "async" in name else result
+
+
+def reductions(name: str) -> list[Any]:
     """Return the outcomes of a reduction with all operators, and with factors."""
-    factors = [(1.0, 1.0), (0.3, 1.0), (2.0, -0.7), (1e30, 1.0), (3.0, 5.0)]
-    factors += [(0.3, 0.7), (math.nan, 1.0), (math.inf, 1.0)]
-    found = [each(lambda t, op=op: function(t, op=op)) for op in hvd.ReduceOp]
-    for op, (before, after) in itertools.product((hvd.Sum, hvd.Adasum), factors):
-        more = {"op": op, "prescale_factor": before, "postscale_factor": after}
-        found.append(each(lambda t, more=more: function(t, **more)))
+    found = [each(lambda t, op=op: applied(name, t, op=op)) for op in hvd.ReduceOp]
+    for op, factors in itertools.product((hvd.Sum, hvd.Adasum), FACTORS):
+        more = {"op": op, "prescale_factor": factors[0], "postscale_factor": factors[1]}
+        found.append(each(lambda t, more=more: applied(name, t, **more)))
     return found
 
 
-for _name in ("allreduce", "reducescatter", "allreduce_"):
-    CALLS[_name] = lambda name=_name: reductions(getattr(hvd, name))
-for _name in ("allreduce_async", "reducescatter_async", "allreduce_async_"):
-    CALLS[_name] = lambda name=_name: reductions(
-        lambda t, **more: hvd.synchronize(getattr(hvd, name)(t, **more))
-    )
-for _name in ("grouped_allreduce", "grouped_allreduce_", "grouped_reducescatter"):
-    CALLS[_name] = lambda name=_name: reductions(
-        lambda t, **more: getattr(hvd, name)([t, 2 * t], **more)
-    )
+FACTORS = [(1.0, 1.0), (0.3, 1.0), (2.0, -0.7), (1e30, 1.0), (3.0, 5.0), (0.3, 0.7)]
+FACTORS += [(math.nan, 1.0), (math.inf, 1.0)]
+for _name in ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "reducescatter"):
+    CALLS[_name] = lambda name=_name: reductions(name)
+    CALLS[f"grouped_{_name}"] = lambda name=f"grouped_{_name}": reductions(name)
+for _name in ("reducescatter_async", "grouped_reducescatter_async"):
+    CALLS[_name] = lambda name=_name: reductions(name)
+for _name in ("allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"):
+    CALLS[_name] = lambda name=_name: each(lambda t: applied(name, t))
+for _name in ("broadcast", "broadcast_", "broadcast_async", "broadcast_async_"):
+    CALLS[_name] = lambda name=_name: [
+        each(lambda t, root=root: applied(name, t.clone(), root)) for root in (0, 1)
+    ]
 for _name in (
-    *("grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter_async"),
+    *("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous"),
+    *("is_initialized", "gloo_built", "gloo_enabled", "cuda_built", "mpi_built", "mpi_enabled"),
+    *("mpi_threads_supported", "ccl_built", "ddl_built", "rocm_built", "barrier", "join"),
 ):
-    CALLS[_name] = lambda name=_name: reductions(
-        lambda t, **more: hvd.synchronize(getattr(hvd, name)([t, 2 * t], **more))
-    )
-for _name in ("broadcast", "broadcast_"):
-    CALLS[_name] = lambda name=_name: [
-        each(lambda t, root=root: getattr(hvd, name)(t.clone(), root)) for root in (0, 1)
-    ]
-for _name in ("broadcast_async", "broadcast_async_"):
-    CALLS[_name] = lambda name=_name: [
-        each(lambda t, root=root: hvd.synchronize(getattr(hvd, name)(t.clone(), root)))
-        for root in (0, 1)
-    ]
-for _name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
     CALLS[_name] = getattr(hvd, _name)
-for _name in ("is_homogeneous", "is_initialized", "gloo_built", "gloo_enabled", "cuda_built"):
-    CALLS[_name] = getattr(hvd, _name)
-for _name in ("mpi_built", "mpi_enabled", "mpi_threads_supported", "ccl_built", "ddl_built"):
-    CALLS[_name] = getattr(hvd, _name)
-CALLS["rocm_built"] = hvd.rocm_built
 CALLS["check_extension"] = lambda: hvd.check_extension("horovod.torch", "", "")
-CALLS["barrier"], CALLS["join"], CALLS["start_timeline"] = hvd.barrier, hvd.join, lambda: None
-CALLS["allgather"] = lambda: each(hvd.allgather)
-CALLS["allgather_async"] = lambda: each(lambda t: hvd.allgather_async(t).wait())
-CALLS["grouped_allgather"] = lambda: each(lambda t: hvd.grouped_allgather([t, t]))
-CALLS["grouped_allgather_async"] = lambda: each(lambda t: hvd.grouped_allgather_async([t]).wait())
 
 
 @call("alltoall", "alltoall_async")
 def alltoall() -> Any:
     splits = [None, [2], [1], [0], [9], [-1], [1, 1], torch.tensor([2])]
-    found = [each(lambda t, s=s: hvd.alltoall(t, s)) for s in splits]
-    return found + [each(lambda t, s=s: hvd.alltoall_async(t, s).wait()) for s in splits]
+    return [
+        each(lambda t, s=s, name=name: applied(name, t, s))
+        for name in ("alltoall", "alltoall_async")
+        for s in splits
+    ]
 
 
 @call("poll", "synchronize")
@@ -156,9 +147,8 @@ def any_rank() -> Any:
 
 @call("allgather_object", "broadcast_object", "functions.broadcast_object")
 def objects() -> Any:
-    return hvd.allgather_object({"a": [1]}), hvd.broadcast_object((2, "b")), outcome(
-        lambda: hvd.broadcast_object(lambda: 1, root_rank=1)
-    )  # fmt: skip
+    wrong = outcome(lambda: hvd.broadcast_object(lambda: 1, root_rank=1))
+    return hvd.allgather_object({"a": [1]}), hvd.broadcast_object((2, "b")), wrong
 
 
 @call("sparse_allreduce_async")
@@ -256,18 +246,20 @@ def nan_check() -> Any:
     for number in (torch.nan, torch.inf):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, number)
-        try:
-            optimizer.step()
-        except hvd.NonFiniteGradientError as error:
-            found.append(str(error))
+        found.append(words(optimizer.step))
     rows = nn.Parameter(torch.eye(2).to_sparse_csr())
     rows.grad = torch.full((2, 2), torch.nan).to_sparse_csr()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([rows], lr=0.1), nan_check=True)
+    return [*found, words(optimizer.step)]
+
+
+def words(step: Callable[[], Any]) -> str:
+    """Return the error of a step."""
     try:
-        optimizer.step()
+        step()
     except hvd.NonFiniteGradientError as error:
-        found.append(str(error))
-    return found
+        return str(error)
+    return "none"
 
 
 @call("LocalSGD", "DiLoCo")
@@ -343,16 +335,13 @@ def elastic_training() -> Any:
 
 
 @call("data.ShardedSampler", "data.split", "data.InputPipeline", "data.DevicePrefetcher")
+@call("data.default_num_workers")
 def loading() -> Any:
     sampler = data.ShardedSampler(range(7), shuffle=True)
     sampler.set_epoch(2)
     batches = data.DevicePrefetcher([torch.ones(2), (torch.zeros(1), "a")], "cpu")
-    return list(sampler), list(data.split(iter(range(5)))), list(batches), [
-        data.default_num_workers() >= 0
-    ]  # fmt: skip
-
-
-CALLS["data.default_num_workers"] = loading
+    has_number = data.default_num_workers() >= 0
+    return list(sampler), list(data.split(iter(range(5)))), list(batches), has_number
 
 
 @call("checkpoint.save", "checkpoint.load")
@@ -397,7 +386,7 @@ def scaled_rates() -> Any:
     return found
 
 
-@call("stop_timeline")
+@call("preemption.watch")
 def preempted() -> Any:
     preemption.watch()
     return preemption.requested(), preemption.reason(), preemption.watch([])

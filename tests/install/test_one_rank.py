@@ -5,64 +5,27 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import one_rank_calls
 import pytest
 import torch
+from other_system import Server
 from scripts import ROOT
+from slow import slow
 
 SYSTEMS = {"darwin": "macOS", "win32": "Windows"}
-HERE = Path(__file__).parent
-DEADLINE_S = 300
 
 
-def run_on(system: str, *arguments: Any, folder: Path, **variables: str) -> tuple[int, str]:
-    """Run Python there; return its exit code and output. "linux": here, with the native module."""
-    stranger = [] if system == "linux" else [str(HERE / "other_system.py"), system]
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCH_RING_MUTANT")  # the last is no setting
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    ended = subprocess.run(
-        [sys.executable, *stranger, *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    return ended.returncode, ended.stdout.decode()
-
-
-quick_on_macos = pytest.mark.parametrize(
-    "system", ["darwin", pytest.param("win32", marks=pytest.mark.slow)]
-)
-
-
-@pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
-def test_the_program_of_the_readme(tmp_path: Path, system: str) -> None:
+@pytest.mark.parametrize("system", ["win32", slow("darwin")])
+def test_the_program_of_the_readme(tmp_path: Path, server: Server, system: str) -> None:
     program = ROOT / "examples" / "minimal" / "train.py"
-    code, output = run_on(system, program, folder=tmp_path)
+    code, output = server.run(system, program, folder=tmp_path)
     assert code == 0, output
     assert output.count("loss") == 3, output
     weights = torch.load(tmp_path / "model.pt")
     torch.testing.assert_close(weights["weight"], torch.ones(1, 16), atol=0.05, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_mnist(tmp_path: Path, system: str) -> None:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("tqdm")
-    program = ROOT / "examples" / "mnist" / "train.py"
-    code, output = run_on(system, program, "--dataset", "digits", "--epochs", "2", folder=tmp_path)
-    assert code == 0, output
-    assert float(output.split("test accuracy")[1].split()[0]) > 0.7, output
 
 
 def same(one: Any, other: Any) -> bool:
@@ -86,18 +49,15 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def results_on(system: str, folder: Path) -> dict[str, Any]:
-    """Return the results of all calls."""
-    path = folder / f"{system}.pt"
-    code, output = run_on(system, HERE / "one_rank_calls.py", path, folder=folder)
-    assert code == 0, output
-    found: dict[str, Any] = torch.load(path, weights_only=False)
-    return found
-
-
-@quick_on_macos
-def test_all_calls_do_the_same(tmp_path: Path, system: str) -> None:
-    native, there = results_on("linux", tmp_path), results_on(system, tmp_path)
+@pytest.mark.parametrize("system", ["darwin", slow("win32")])
+def test_all_calls_do_the_same(tmp_path: Path, server: Server, system: str) -> None:
+    results = []
+    for each in ("linux", system):
+        path = tmp_path / f"{each}.pt"
+        code, output = server.run(each, one_rank_calls.__file__, path, folder=tmp_path)
+        assert code == 0, output
+        results.append(torch.load(path, weights_only=False))
+    native, there = results
     assert native.keys() == there.keys() == one_rank_calls.CALLS.keys()
     wrong = [name for name, each in native.items() if str(each).endswith("Error")]
     assert wrong == [], "these calls themselves are wrong"
@@ -111,7 +71,6 @@ def test_every_public_name_has_a_call() -> None:
     assert one_rank_calls.public_names() - answered == set()
 
 
-# In one process: each start takes seconds.
 REFUSALS = """
 import os
 import torch
@@ -150,8 +109,10 @@ print(ones.tolist(), hvd.size())
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_several_ranks_are_refused_and_one_is_started(tmp_path: Path, system: str) -> None:
-    code, output = run_on(system, "-c", REFUSALS, folder=tmp_path)
+def test_several_ranks_are_refused_and_one_is_started(
+    tmp_path: Path, server: Server, system: str
+) -> None:
+    code, output = server.run(system, "-c", REFUSALS, folder=tmp_path)
     assert code == 0, output
     needs = (
         f"needs Linux, and this is {SYSTEMS[system]}, where a process trains alone "
@@ -192,11 +153,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(
-    "system", ["linux", "darwin", pytest.param("win32", marks=pytest.mark.slow)]
-)
-def test_the_launcher_does_the_same(tmp_path: Path, system: str) -> None:
-    code, output = run_on(system, "-c", LAUNCHES, folder=tmp_path)
+@pytest.mark.parametrize("system", ["linux", "darwin", slow("win32")])
+def test_the_launcher_does_the_same(tmp_path: Path, server: Server, system: str) -> None:
+    code, output = server.run(system, "-c", LAUNCHES, folder=tmp_path)
     assert code == 0, output
     *lines, found = output.splitlines()
     assert json.loads(found) == [
@@ -222,17 +181,22 @@ for number, seconds in ((15, 60), (2, 1)):
 
 
 @pytest.mark.slow
-def test_the_launcher_outlives_its_command(tmp_path: Path) -> None:
-    code, output = run_on("darwin", "-c", SIGNALS, folder=tmp_path)
-    assert (code, output) == (0, "7\n5\n")
+def test_the_launcher_outlives_its_command(tmp_path: Path, server: Server) -> None:
+    assert server.run("darwin", "-c", SIGNALS, folder=tmp_path) == (0, "7\n5\n")
 
 
-SELF_TEST = "import torch_ring as hvd, runpy; hvd.init(); hvd.start_timeline('x.json'); print('on')"
+NEEDS = """
+import runpy
+import torch_ring as hvd
+hvd.init()
+hvd.start_timeline("x.json")
+print("on", flush=True)
+runpy.run_module("torch_ring", run_name="__main__")
+"""
 
 
-def test_a_timeline_and_the_self_test_say_what_they_need(tmp_path: Path) -> None:
-    program = f"{SELF_TEST}; runpy.run_module('torch_ring', run_name='__main__')"
-    code, output = run_on("darwin", "-c", program, folder=tmp_path)
+def test_a_timeline_and_the_self_test_say_what_they_need(tmp_path: Path, server: Server) -> None:
+    code, output = server.run("darwin", "-c", NEEDS, folder=tmp_path)
     needs = "needs Linux, and this is macOS"
     assert f"[torch_ring] no timeline is written: it {needs}" in output
     assert f"on\npython -m torch_ring: the self-test {needs}" in output
