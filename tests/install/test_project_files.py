@@ -88,13 +88,6 @@ def test_the_address_of_the_project_is_everywhere_the_same() -> None:
     assert page == f"https://{owner[1]}.github.io/torch_ring"
 
 
-def test_bug_reports_ask_for_the_self_test() -> None:
-    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
-    (asked,) = (item for item in form["body"] if item.get("id") == "self-test")
-    assert "`python -m torch_ring`" in asked["attributes"]["label"]
-    assert asked["validations"]["required"]
-
-
 # --- a release
 
 
