@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,77 +36,12 @@ from torch_ring.world import current
 LONG = 100_000  # elements: too long to be sent before there is a receive
 
 
-def count(asked: Path) -> None:
-    before = snapshot()
-    assert (before.rank, before.size) == (hvd.rank(), hvd.size())
-    if hvd.rank() == 1:
-        assert eventually(asked.exists)
-        time.sleep(0.1)
-    else:
-        threading.Thread(target=lambda: eventually(has_asked) and asked.touch()).start()
-    for _ in range(3):
-        hvd.allreduce(torch.ones(10), name="x")
-    hvd.allreduce(torch.ones(LONG), name="x")
-    hvd.barrier()
-    with pytest.raises(hvd.MismatchError):
-        hvd.broadcast(torch.ones(3 + hvd.rank()), 0, name="y")
-    found = snapshot()
-    after, earlier = found.sets[0], before.sets[0]
-    assert after.ranks == (0, 1)
-    reduced = after.operations["allreduce"]
-    assert (reduced.operations, reduced.failed, reduced.bytes) == (4, 0, 3 * 40 + 4 * LONG)
-    assert 0 < reduced.running_s < 3600
-    assert (0.05 if hvd.rank() == 0 else 0) < reduced.waiting_s < 3600  # and not nanoseconds
-    assert after.operations["barrier"].operations == earlier.operations["barrier"].operations + 1
-    assert after.operations["broadcast"].failed == 1
-    assert after.inlined >= 4
-    assert after.fused == 0
-    assert after.rounds >= earlier.rounds + 5
-    assert found.connections == before.connections  # the existing ones were reused
-    lag = after.lag
-    assert len(lag.counts) == len(lag.bounds_s) + 1
-    assert sum(lag.counts) == sum(each.operations for each in after.operations.values())
-    waits = sum(n for n, bound in zip(lag.counts[1:], lag.bounds_s, strict=True) if bound >= 0.05)
-    assert (waits >= 1 and lag.sum_s > 0.05) if hvd.rank() == 0 else True
-
-
-@on_both_transports
-def test_operations(transport: str, tmp_path: Path) -> None:
-    run(count, 2, args=(tmp_path / "asked",), transport=transport)
-
-
-def exchange() -> dict[str, MessageCounts]:
-    engine = current.engine()
-    if hvd.rank() == 0:
-        engine.send(torch.ones(5), 1).wait()
-        engine.send(torch.ones(LONG), 1).wait()
-        error = error_of(lambda: engine.send(torch.ones(LONG), 1, 1).wait())
-    else:
-        engine.receive(torch.ones(5), 0).wait()
-        engine.receive(torch.ones(LONG), None).wait()
-        too_short = torch.ones(5)
-        error = error_of(lambda: engine.receive(too_short, 0, 1).wait())
-    assert error[0] == "MismatchError"
-    return snapshot().sets[0].messages
-
-
-def test_messages() -> None:
-    none, some = MessageCounts(0, 0, 0), MessageCounts(3, 1, 4 * (5 + LONG))
-    sender, receiver = run(exchange, 2, transport="tcp")
-    assert sender == {"sent": some, "received": none}
-    assert receiver == {"sent": none, "received": some}
-
-
 def use_memory() -> None:
-    before = snapshot()
+    before = snapshot().memory
     shared = hvd.empty_shared(1 << 20)
-    during = snapshot().memory.shared_bytes
+    assert snapshot().memory.shared_bytes >= before.shared_bytes + (4 << 20)
     del shared
-    if before.connections == 0:  # shared memory
-        assert during >= before.memory.shared_bytes + (4 << 20)
-        assert snapshot().memory.shared_bytes == before.memory.shared_bytes
-    else:
-        assert during == before.memory.shared_bytes == 0
+    assert snapshot().memory.shared_bytes == before.shared_bytes
     result = hvd.allreduce(torch.ones(2 << 20), name="large")  # 8 MiB: of the pool
     in_use = snapshot().memory.kept_result_bytes
     del result
@@ -117,13 +53,11 @@ def use_memory() -> None:
         model(torch.ones(2, 300)).sum().backward()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if before.connections == 0:
-        assert snapshot().memory.kept_gradient_bytes >= 300 * 200 * 4
+    assert snapshot().memory.kept_gradient_bytes >= 300 * 200 * 4
 
 
-@on_both_transports
-def test_memory(transport: str) -> None:
-    run(use_memory, 2, transport=transport)
+def test_memory() -> None:
+    run(use_memory, 2)
 
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -149,70 +83,114 @@ def value(samples: Samples, name: str, **labels: object) -> float:
     return samples[name, tuple(sorted((key, str(each)) for key, each in labels.items()))]
 
 
-def use_everything() -> tracing.Snapshot:
+def use_everything(asked: Path) -> tracing.Snapshot:
     hvd.init()
+    before = tracing.snapshot()
     pair = hvd.add_process_set([0, 1])
-    for _ in range(3):
-        hvd.allreduce(torch.ones(1000), name="a")
+    if hvd.rank() == 1:  # late for the first operation
+        assert eventually(lambda: len(list(asked.iterdir())) == 2)
+        time.sleep(0.1)
+    else:
+        tell = (asked / str(hvd.rank())).touch
+        threading.Thread(target=lambda: eventually(has_asked) and tell()).start()
+    for count in (1000, 1000, LONG):
+        hvd.allreduce(torch.ones(count), name="a")
     if pair.included():
         hvd.allreduce(torch.ones(10), name="in the pair", process_set=pair)
     with pytest.raises(hvd.MismatchError):
         hvd.broadcast(torch.ones(3 + hvd.rank()), 0, name="b")
+    engine = current.engine()
     if hvd.rank() == 0:
-        current.engine().send(torch.ones(25), 1).wait()
+        engine.send(torch.ones(25), 1).wait()
+        assert error_of(engine.send(torch.ones(LONG), 1, 1).wait)[0] == "MismatchError"
     elif hvd.rank() == 1:
-        current.engine().receive(torch.ones(25), 0).wait()
+        engine.receive(torch.ones(25), 0).wait()
+        too_short = engine.receive(torch.ones(5), 0, 1)
+        assert error_of(too_short.wait)[0] == "MismatchError"
     found = tracing.snapshot()
+    assert (found.rank, found.size, found.sets[0].ranks) == (hvd.rank(), 3, (0, 1, 2))
+    assert found.sets[0].rounds >= before.sets[0].rounds + 4
     hvd.shutdown()
     return found
+
+
+def check(found: tracing.Snapshot) -> None:
+    """Check a snapshot of `use_everything`."""
+    its = found.sets[0]
+    reduced = its.operations["allreduce"]
+    assert (reduced.operations, reduced.failed, reduced.bytes) == (3, 0, 8000 + 4 * LONG)
+    assert 0 < reduced.running_s < 3600
+    assert (0.05 if found.rank != 1 else 0) < reduced.waiting_s < 3600  # and not nanoseconds
+    assert its.operations["broadcast"].failed == 1
+    assert its.inlined >= 2
+    assert its.fused == 0
+    none, some = MessageCounts(0, 0, 0), MessageCounts(2, 1, 100)
+    assert its.messages["sent"] == (some if found.rank == 0 else none)
+    assert its.messages["received"] == (some if found.rank == 1 else none)
+    assert (1 in found.sets) == (found.rank < 2)
+    lag = its.lag
+    assert len(lag.counts) == len(lag.bounds_s) + 1
+    assert sum(lag.counts) == sum(each.operations for each in its.operations.values())
+    waits = sum(n for n, bound in zip(lag.counts[1:], lag.bounds_s, strict=True) if bound >= 0.05)
+    assert (waits >= 1 and lag.sum_s > 0.05) if found.rank != 1 else True
+
+
+def expected_samples(found: tracing.Snapshot) -> dict[str, float]:
+    """Return the samples of a snapshot, by the text of name and labels."""
+    expected: dict[str, float] = {
+        f"torch_ring_world_size rank={found.rank}": 3,
+        f"torch_ring_data_connections_total rank={found.rank}": found.connections,
+    }
+    for number, its in found.sets.items():
+        labels = f"process_set={number} rank={found.rank}"
+        for operation, counts in its.operations.items():
+            for metric, wanted in (
+                ("operations", counts.operations),
+                ("failed_operations", counts.failed),
+                ("operation_bytes", counts.bytes),
+                ("operation_running_seconds", counts.running_s),
+                ("operation_waiting_seconds", counts.waiting_s),
+            ):
+                expected[f"torch_ring_{metric}_total operation={operation} {labels}"] = wanted
+        for way, messages in its.messages.items():
+            for metric, wanted in (
+                ("messages", messages.messages),
+                ("failed_messages", messages.failed),
+                ("message_bytes", messages.bytes),
+            ):
+                expected[f"torch_ring_{metric}_total direction={way} {labels}"] = wanted
+        expected[f"torch_ring_inline_operations_total {labels}"] = its.inlined
+        expected[f"torch_ring_fused_operations_total {labels}"] = its.fused
+        lag = "torch_ring_arrival_lag_seconds"
+        bounds = [*map(utils.floatToGoString, its.lag.bounds_s), "+Inf"]
+        for bound, count in zip(bounds, accumulate(its.lag.counts), strict=True):
+            expected[f"{lag}_bucket le={bound} {labels}"] = count
+        expected[f"{lag}_count {labels}"] = sum(its.lag.counts)
+        expected[f"{lag}_sum {labels}"] = its.lag.sum_s
+    return expected
 
 
 @on_both_transports
 def test_each_rank_writes_its_snapshot_to_a_file(tmp_path: Path, transport: str) -> None:
     env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "torch_ring.prom")}
-    snapshots = run(use_everything, 3, initialized=False, transport=transport, env=env)
+    asked = tmp_path / "asked"
+    asked.mkdir()
+    snapshots = run(
+        use_everything, 3, initialized=False, transport=transport, env=env, args=(asked,)
+    )
     names = [f"torch_ring.rank{rank}.prom" for rank in range(3)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert sorted(path.name for path in tmp_path.glob("*.prom")) == names
     for rank, (name, found) in enumerate(zip(names, snapshots, strict=True)):
         samples, types = parsed((tmp_path / name).read_text())
-        assert found.sets[0].operations["allreduce"].bytes == 12_000
-        assert found.sets[0].messages["sent"].bytes == (100 if rank == 0 else 0)
-        for number, its in found.sets.items():
-            of_set = {"rank": rank, "process_set": number}
-            for operation, counts in its.operations.items():
-                for metric, wanted in (
-                    ("operations", counts.operations),
-                    ("failed_operations", counts.failed),
-                    ("operation_bytes", counts.bytes),
-                    ("operation_running_seconds", counts.running_s),
-                    ("operation_waiting_seconds", counts.waiting_s),
-                ):
-                    labels = {**of_set, "operation": operation}
-                    assert value(samples, f"torch_ring_{metric}_total", **labels) == wanted
-            for way, messages in its.messages.items():
-                for metric, wanted in (
-                    ("messages", messages.messages),
-                    ("failed_messages", messages.failed),
-                    ("message_bytes", messages.bytes),
-                ):
-                    labels = {**of_set, "direction": way}
-                    assert value(samples, f"torch_ring_{metric}_total", **labels) == wanted
-            assert value(samples, "torch_ring_inline_operations_total", **of_set) == its.inlined
-            assert value(samples, "torch_ring_fused_operations_total", **of_set) == its.fused
-            assert value(samples, "torch_ring_agreement_rounds_total", **of_set) >= its.rounds
-            lag = "torch_ring_arrival_lag_seconds"
-            bounds = [*map(utils.floatToGoString, its.lag.bounds_s), "+Inf"]
-            for bound, count in zip(bounds, accumulate(its.lag.counts), strict=True):
-                assert value(samples, f"{lag}_bucket", **of_set, le=bound) == count
-            assert value(samples, f"{lag}_count", **of_set) == sum(its.lag.counts)
-            assert value(samples, f"{lag}_sum", **of_set) == its.lag.sum_s
-        assert value(samples, "torch_ring_world_size", rank=rank) == 3
-        connections = value(samples, "torch_ring_data_connections_total", rank=rank)
-        assert connections == found.connections
+        check(found)
+        texts = {
+            " ".join([metric, *(f"{label}={each}" for label, each in labels)]): number
+            for (metric, labels), number in samples.items()
+        }
+        expected = expected_samples(found)
+        assert {text: texts.get(text) for text in expected} == expected
         if rank == 2:  # messages take connections on shared memory, too
-            assert (connections > 0) == (transport == "tcp")
-        in_pair = (("operation", "allreduce"), ("process_set", "1"), ("rank", str(rank)))
-        assert (("torch_ring_operations_total", in_pair) in samples) == (rank < 2)
+            assert (found.connections > 0) == (transport == "tcp")
         assert types["torch_ring_arrival_lag_seconds"] == "histogram"
         assert types["torch_ring_operations"] == "counter"
         assert types["torch_ring_shared_memory_bytes"] == "gauge"
@@ -229,59 +207,43 @@ def test_where_a_rank_writes() -> None:
     assert exporter.path_of_rank("/a{rank}/b-{rank}.prom", 12) == Path("/a12/b-12.prom")
 
 
-def write_while_it_runs(folder: str) -> None:
+def get(port: int, address: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=DEADLINE_S) as answer:
+        return str(answer.read().decode())
+
+
+def write_and_serve(folder: str, first_port: int) -> None:
     exporter.INTERVAL_S = 0.1
     hvd.init()
     hvd.allreduce(torch.ones(10), name="a")
-    file = Path(folder) / f"of-{hvd.rank()}.prom"
+    file, port = Path(folder) / f"of-{hvd.rank()}.prom", first_port + hvd.local_rank()
+    labels = {"rank": hvd.rank(), "process_set": 0, "operation": "allreduce"}
+    samples, _ = parsed(get(port))
+    assert value(samples, "torch_ring_operation_bytes_total", **labels) == 40
+    assert error_of(lambda: get(port, "127.0.0.2"))[0] == "URLError"  # not on other addresses
     written = set()
 
     def is_written_anew() -> bool:
         samples, _ = parsed(file.read_text())  # always a complete file
         assert value(samples, "torch_ring_world_size", rank=hvd.rank()) == 2
-        labels = {"rank": hvd.rank(), "process_set": 0, "operation": "allreduce"}
-        key = ("torch_ring_operations_total", tuple(sorted((k, str(v)) for k, v in labels.items())))
-        if samples.get(key) == 1:
+        if "torch_ring_operations_total" in {name for name, _ in samples}:
             written.add(file.stat().st_mtime_ns)
         return len(written) >= 3
 
     assert eventually(is_written_anew, DEADLINE_S)
     hvd.barrier()
     hvd.shutdown()
-
-
-def test_the_file_is_written_again_and_again_and_is_always_whole(tmp_path: Path) -> None:
-    env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "of-{rank}.prom")}
-    run(write_while_it_runs, 2, initialized=False, args=(str(tmp_path),), env=env)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["of-0.prom", "of-1.prom"]
-
-
-# --- the port
-
-
-def get(port: int, address: str = "127.0.0.1") -> str:
-    with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=DEADLINE_S) as answer:
-        return str(answer.read().decode())
-
-
-def serve(first_port: int) -> None:
-    hvd.init()
-    hvd.allreduce(torch.ones(1000), name="a")
-    port = first_port + hvd.local_rank()
-    samples, types = parsed(get(port))
-    labels = {"rank": hvd.rank(), "process_set": 0, "operation": "allreduce"}
-    assert value(samples, "torch_ring_operation_bytes_total", **labels) == 4000
-    assert types["torch_ring_arrival_lag_seconds"] == "histogram"
-    assert error_of(lambda: get(port, "127.0.0.2"))[0] == "URLError"  # not on other addresses
-    hvd.barrier()
-    hvd.shutdown()
     assert error_of(lambda: get(port))[0] == "URLError"
 
 
-def test_each_rank_serves_on_a_port_of_its_own() -> None:
+def test_each_rank_writes_again_and_again_and_serves_on_a_port_of_its_own(tmp_path: Path) -> None:
     port = free_ports(2)
-    env = {"TORCH_RING_METRICS_PORT": str(port)}
-    run(serve, 2, initialized=False, args=(port,), env=env)
+    env = {
+        "TORCH_RING_METRICS_FILE": str(tmp_path / "of-{rank}.prom"),
+        "TORCH_RING_METRICS_PORT": str(port),
+    }
+    run(write_and_serve, 2, initialized=False, args=(str(tmp_path), port), env=env)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of-0.prom", "of-1.prom"]
 
 
 def init_fails() -> tuple[str, str]:
@@ -310,10 +272,9 @@ def train_and_die() -> int:
     return hvd.rank()
 
 
-@on_both_transports
-def test_elastic_training_goes_on_to_write(tmp_path: Path, transport: str) -> None:
+def test_elastic_training_goes_on_to_write(tmp_path: Path) -> None:
     env = {"TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom")}
-    results = run(train_and_die, 3, transport=transport, env=env, may_die=[1])
+    results = run(train_and_die, 3, transport="tcp", env=env, may_die=[1])
     assert results == [0, None, 1]
     # Rank 2 has taken the place of rank 1, whose process is dead.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.rank0.prom", "a.rank1.prom"]
@@ -322,44 +283,31 @@ def test_elastic_training_goes_on_to_write(tmp_path: Path, transport: str) -> No
         assert value(samples, "torch_ring_world_size", rank=rank) == 2
 
 
-def test_a_port_or_a_file_that_cannot_be_had_is_an_error_on_all_ranks() -> None:
-    port = free_ports(2)
-    taken = (
-        f"TORCH_RING_METRICS_PORT={port}: local rank 1 cannot serve",
-        f"127.0.0.1:{port + 1}: [Errno 98] Address already in use",
-    )
-    no_port = ("TORCH_RING_METRICS_PORT", "127.0.0.1:65536: bind(): port must be 0-65535")
-    no_file = (
-        "TORCH_RING_METRICS_FILE: cannot write /nowhere/torch_ring.rank",
-        "No such file or directory",
-    )
-    with socket.create_server(("127.0.0.1", port + 1)):
-        for name, setting, words in (
-            ("PORT", str(port), taken),
-            ("PORT", "65535", no_port),
-            ("FILE", "/nowhere/torch_ring.prom", no_file),
-        ):
-            env = {f"TORCH_RING_METRICS_{name}": setting}
-            errors = run(init_fails, 2, initialized=False, env=env)
-            kinds = [kind for kind, _ in errors]
-            assert kinds[1] == "InvalidArgumentError"  # that rank's own
-            assert name == "FILE" or kinds[0] == "RingError"
-            for _, text in errors:
-                assert all(word in text for word in words), text
-
-
 def init_without_the_library() -> tuple[str, str]:
     if os.environ["RANK"] == "1":
         sys.modules["prometheus_client"] = None  # type: ignore[assignment]
     return init_fails()
 
 
-def test_a_library_that_is_missing_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for variable, setting in (("FILE", str(tmp_path / "a.prom")), ("PORT", str(free_ports(2)))):
-        env = {f"TORCH_RING_METRICS_{variable}": setting}
-        for _, text in run(init_without_the_library, 2, initialized=False, env=env):
-            assert f"TORCH_RING_METRICS_{variable} is set, but prometheus_client" in text
-            assert "pip install 'torch_ring[metrics]'" in text
+def test_an_export_that_cannot_be_had_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    port = free_ports(2)
+    taken = f"={port}: local rank 1 cannot serve at 127.0.0.1:{port + 1}: [Errno 98] Address"
+    no_port = "127.0.0.1:65536: bind(): port must be 0-65535"
+    no_file = ": cannot write /nowhere/torch_ring.rank"
+    no_library = " is set, but prometheus_client"
+    with socket.create_server(("127.0.0.1", port + 1)):
+        for call, name, setting, words in (
+            (init_fails, "PORT", str(port), taken),
+            (init_fails, "PORT", "65535", no_port),
+            (init_fails, "FILE", "/nowhere/torch_ring.prom", no_file),
+            (init_without_the_library, "FILE", str(tmp_path / "a.prom"), no_library),
+            (init_without_the_library, "PORT", str(free_ports(2)), no_library),
+        ):
+            env = {f"TORCH_RING_METRICS_{name}": setting}
+            errors = run(call, 2, initialized=False, env=env)
+            for _, text in errors:
+                assert f"TORCH_RING_METRICS_{name}" in text
+                assert words in text
 
 
 # --- lifetimes
@@ -488,25 +436,18 @@ class StandInRun:
 
 
 def call_both(folder: str) -> None:
-    before = sys.modules.get("wandb")
-    sys.modules["wandb"] = types.SimpleNamespace(init=StandInRun)  # type: ignore[assignment]
-    try:
+    wandb = types.SimpleNamespace(init=StandInRun)
+    with mock.patch.dict(sys.modules, {"wandb": wandb}):  # type: ignore[dict-item]
         to_wandb = class_of("WandbCallback")(project="p")
-    finally:
-        del sys.modules["wandb"]
-        if before is not None:
-            sys.modules["wandb"] = before
     to_tensorboard = class_of("TensorBoardCallback")(f"{folder}/rank{hvd.rank()}")
-    for step in range(3):
+    for step in range(2):
         hvd.allreduce(torch.ones(1000), name="a")
         to_wandb(step)
         to_tensorboard(step)
     to_tensorboard.writer.close()
     assert to_wandb.run.options == {"project": "p"}
-    assert [step for step, _ in to_wandb.run.logged] == [0, 1, 2]
-    sent = [values["torch_ring/allreduce/bytes"] for _, values in to_wandb.run.logged]
-    assert sent == [4000, 8000, 12_000]
-    assert all(values["torch_ring/allreduce/waiting_s"] > 0 for _, values in to_wandb.run.logged)
+    sent = [(step, values["torch_ring/allreduce/bytes"]) for step, values in to_wandb.run.logged]
+    assert sent == [(0, 4000), (1, 8000)]
 
 
 def test_the_callbacks_of_the_page(tmp_path: Path) -> None:
@@ -517,5 +458,4 @@ def test_the_callbacks_of_the_page(tmp_path: Path) -> None:
         found.Reload()
         assert "torch_ring/arrival_lag_s" in found.Tags()["scalars"]
         sent = found.Scalars("torch_ring/allreduce/bytes")
-        assert [(each.step, each.value) for each in sent] == [(0, 4000), (1, 8000), (2, 12_000)]
-        assert found.Scalars("torch_ring/allreduce/waiting_s")[-1].value > 0
+        assert [(each.step, each.value) for each in sent] == [(0, 4000), (1, 8000)]

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import all_have_passed, error_of, eventually, run
-from worlds import on_both_transports
 
 import torch_ring as hvd
 from tests.support.groups import on_ring
+from torch_ring.tracing.page.analysis import step_times
+from torch_ring.tracing.page.recording import read_recording
 
 DEADLINE_S = 30.0
 
@@ -64,17 +65,21 @@ def events(transport: str, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     return read(file)
 
 
-def test_a_file_of_all_ranks(events: list[dict[str, Any]]) -> None:
+def test_a_file_of_all_ranks(events: list[dict[str, Any]], transport: str) -> None:
     assert "start_time_since_epoch_in_micros" in events[0]["args"]
+    numbers = []
     for rank in range(3):
         names = names_of(events, rank)
         assert names["NEGOTIATE_ALLREDUCE"] == names["ALLREDUCE"] == 15
         assert names["NEGOTIATE_BROADCAST"] == names["BROADCAST"] == 1
         assert names["CYCLE_START"] >= 4
+        assert names["MEMCPY_IN_FUSION_BUFFER"] == names["MEMCPY_OUT_FUSION_BUFFER"] >= 2
         assert tensors_of(events, rank)[:3] == ["tensor 0", "tensor 1", "tensor 2"]
+        mine = [e["args"] for e in events if (e["pid"], e["name"]) == (rank + 1, "ALLREDUCE")]
+        numbers.append({each["tensor"]: each["sequence"] for each in mine})
+    assert len(set(numbers[0].values())) == len(numbers[0]) == 15
+    assert numbers[0] == numbers[1] == numbers[2]
 
-
-def test_what_an_event_says(events: list[dict[str, Any]], transport: str) -> None:
     name = "allreduce.tensor 1"
     mine = [e for e in events if e["pid"] == 2 and e.get("args", {}).get("tensor") == name]
     wait, operation = sorted(mine, key=lambda event: event["name"], reverse=True)[:2]
@@ -84,19 +89,6 @@ def test_what_an_event_says(events: list[dict[str, Any]], transport: str) -> Non
     assert (args["bytes"], args["dtype"], args["process_set"]) == (8000, "float32", 0)
     assert args["transport"] == transport
     assert operation["ts"] <= args["started"] <= operation["ts"] + operation["dur"]
-
-
-def test_operations_have_one_number_on_all_ranks(events: list[dict[str, Any]]) -> None:
-    numbers = [
-        {
-            event["args"]["tensor"]: event["args"]["sequence"]
-            for event in events
-            if event["pid"] == rank + 1 and event["name"] == "ALLREDUCE"
-        }
-        for rank in range(3)
-    ]
-    assert len(set(numbers[0].values())) == len(numbers[0]) == 15
-    assert numbers[0] == numbers[1] == numbers[2]
 
 
 def test_perfetto_shows_every_span(events: list[dict[str, Any]]) -> None:
@@ -118,17 +110,16 @@ def test_perfetto_shows_every_span(events: list[dict[str, Any]]) -> None:
             around.append(end)
 
 
-def test_fused_operations_show_their_copies(events: list[dict[str, Any]]) -> None:
-    names = names_of(events, 0)
-    assert names["MEMCPY_IN_FUSION_BUFFER"] == names["MEMCPY_OUT_FUSION_BUFFER"] >= 2
-
-
 def start_in_the_middle(folder: str) -> None:
-    hvd.init()
+    hvd.init(process_sets=[hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])])
     hvd.allreduce(torch.ones(3000), name="before")
     for part, mark_cycles in (("first", False), ("second", True)):
         hvd.start_timeline(Path(folder) / f"{part}.json", mark_cycles=mark_cycles)
         hvd.allreduce(torch.ones(3000), name=f"during {part}")
+        pair = hvd.add_process_set([0, 2])
+        if pair.included():
+            hvd.allreduce(torch.ones(9), name="in the pair", process_set=pair)
+        hvd.remove_process_set(pair)
         hvd.stop_timeline()
         hvd.barrier()
         hvd.allreduce(torch.ones(3000), name=f"after {part}")
@@ -137,68 +128,17 @@ def start_in_the_middle(folder: str) -> None:
 
 
 def test_a_timeline_of_a_part_of_the_job(tmp_path: Path) -> None:
-    run(
-        start_in_the_middle,
-        2,
-        initialized=False,
-        args=(str(tmp_path),),
-        env={"HOROVOD_TIMELINE": "DYNAMIC"},
-    )
+    env = {"HOROVOD_TIMELINE": "DYNAMIC"}
+    run(start_in_the_middle, 3, initialized=False, args=(str(tmp_path),), env=env)
     for part, has_cycles in (("first", False), ("second", True)):
         events = read(tmp_path / f"{part}.json")
-        for rank in range(2):
-            assert tensors_of(events, rank) == [f"during {part}"]
+        for rank in range(3):
+            expected = [f"during {part}", *(["in the pair"] if rank != 1 else [])]
+            assert tensors_of(events, rank) == expected
             assert (names_of(events, rank)["CYCLE_START"] > 0) == has_cycles
-
-
-def train(steps: int) -> None:
-    hvd.init()
-    model = torch.nn.Linear(300, 200)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 300)).sum().backward()
-        optimizer.step()
-    hvd.shutdown()
-
-
-def test_the_page_shows_the_buckets_of_a_training(tmp_path: Path) -> None:
-    from torch_ring.tracing.page.analysis import step_times
-    from torch_ring.tracing.page.recording import read_recording
-
-    run(
-        train,
-        2,
-        initialized=False,
-        args=(5,),
-        env={"TORCH_RING_TIMELINE": str(tmp_path / "timeline.json")},
-    )
-    recording = read_recording(tmp_path)
-    assert recording.ranks == [0, 1]
-    buckets = [each for each in recording.operations if each.name.startswith("gradients.0.")]
-    assert sum(each.bytes for each in buckets if each.rank == 0) >= 5 * (300 * 200 + 200) * 4
-    assert [step.number for step in step_times(recording)] == [1, 2, 3, 4]
-    for each in recording.operations:
-        assert each.submitted <= each.started <= each.finished
-
-
-def sets_of_their_own(file: str) -> None:
-    hvd.init(process_sets=[hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])])
-    hvd.start_timeline(file)
-    pair = hvd.add_process_set([0, 2])
-    if pair.included():
-        hvd.allreduce(torch.ones(9), name="in the pair", process_set=pair)
-    hvd.shutdown()
-
-
-def test_process_sets_are_in_it(tmp_path: Path) -> None:
-    file = tmp_path / "timeline.json"
-    run(sets_of_their_own, 3, initialized=False, args=(str(file),))
-    events = read(file)
-    assert [tensors_of(events, rank) for rank in range(3)] == [["in the pair"], [], ["in the pair"]]
-    pair = [e for e in events if e.get("args", {}).get("tensor") == "allreduce.in the pair"]
-    assert len({event["args"]["process_set"] for event in pair}) == 1
-    assert pair[0]["args"]["process_set"] != 0
+        pair = [e for e in events if e.get("args", {}).get("tensor") == "allreduce.in the pair"]
+        assert len({event["args"]["process_set"] for event in pair}) == 1
+        assert pair[0]["args"]["process_set"] != 0
 
 
 def has_written_own(file: Path, tensor: str) -> bool:
@@ -284,24 +224,31 @@ def test_a_job_that_goes_on_does_not_end_for_it(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def twice() -> None:
-    for i in range(2):
+def train_twice() -> None:
+    for world in range(2):
         hvd.init()
-        hvd.allreduce(torch.ones(3), name=f"world {i}")
+        model = torch.nn.Linear(300, 200)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(5 - world):
+            optimizer.zero_grad()
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
         hvd.shutdown()
 
 
 def test_a_world_that_forms_anew_keeps_the_first_file(tmp_path: Path) -> None:
-    run(twice, 2, initialized=False, env={"TORCH_RING_TIMELINE": str(tmp_path / "timeline.json")})
-    assert tensors_of(read(tmp_path / "timeline.json"), 1) == ["world 0"]
-    assert tensors_of(read(tmp_path / "timeline.2.json"), 1) == ["world 1"]
-
-
-def test_before_init() -> None:
-    with pytest.raises(hvd.NotInitializedError):
-        hvd.start_timeline("timeline.json")
-    with pytest.raises(hvd.NotInitializedError):
-        hvd.stop_timeline()
+    """The page shows the buckets of its training."""
+    env = {"TORCH_RING_TIMELINE": str(tmp_path / "timeline.json")}
+    run(train_twice, 2, initialized=False, env=env)
+    for name, steps in (("timeline.json", 5), ("timeline.2.json", 4)):
+        recording = read_recording(tmp_path / name)
+        assert recording.ranks == [0, 1]
+        buckets = [each for each in recording.operations if each.name.startswith("gradients.0.")]
+        sent = sum(each.bytes for each in buckets if each.rank == 0)
+        assert sent >= steps * (300 * 200 + 200) * 4
+        assert [step.number for step in step_times(recording)] == [*range(1, steps)]
+        for each in recording.operations:
+            assert each.submitted <= each.started <= each.finished
 
 
 PASSES = 4
@@ -339,9 +286,8 @@ def profiled(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-@on_both_transports
-def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> None:
-    run(traced, 2, transport=transport, args=(str(tmp_path),))
+def test_collectives_and_buckets_are_spans(tmp_path: Path) -> None:
+    run(traced, 2, args=(str(tmp_path),))
     agreed = []  # by rank
     for rank in range(2):
         found = profiled(tmp_path / f"trace{rank}.json")
@@ -349,9 +295,7 @@ def test_collectives_and_buckets_are_spans(tmp_path: Path, transport: str) -> No
         fields = [event["args"] for event in comms]
         assert {each["Rank"] for each in fields} == {rank}
         assert {each["Group size"] for each in fields} == {2}
-        assert {each["Process Group Description"] for each in fields} == {
-            f"torch_ring, {transport}"
-        }
+        assert {each["Process Group Description"] for each in fields} == {"torch_ring, shm"}
         first = fields[0]
         assert first["Collective name"] == "allreduce"
         assert (first["In msg nelems"], first["dtype"]) == (5, "Double")
