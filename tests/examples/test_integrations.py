@@ -51,16 +51,12 @@ def processes_of(folder: str) -> Iterator[int]:
 
 
 def is_rays_cleaner(process: int) -> bool:
-    """Return whether this is Ray Train's detached actor, which ends when Ray's daemon has ended.
-
-    It has outlived its job by more than LEAVING_S on a busy machine. It does not train.
-    """
+    """Return whether this is Ray Train's detached actor, which may outlive its job, or is gone."""
     try:
-        return (
-            Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"ray::PlacementGroupCleaner")
-        )
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
-        return True  # it has ended
+        return True
+    return command.startswith(b"ray::PlacementGroupCleaner")
 
 
 def run_to_the_end(*command: str, **variables: str) -> str:

@@ -147,27 +147,6 @@ def test_16_bits_and_other_data(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
-def test_16_bits_on_a_gpu(tmp_path: Path, amp: str) -> None:
-    options = ("--smoke", "--device", "cuda", "--amp", amp, "--json", "log.json")
-    run(TRAIN, *options, folder=tmp_path, size=1)
-    losses = [loss for _, loss in json.loads((tmp_path / "log.json").read_text())[LOSSES[0]]]
-    assert losses[-1] < losses[0] - 0.3
-
-
-def test_writes_for_tensorboard(tmp_path: Path) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    options = (*SMOKE, "--json", "log.json", "--tensorboard", "events")
-    run(TRAIN, *options, folder=tmp_path, size=1)
-    read = events.EventAccumulator(str(tmp_path / "events")).Reload()
-    curves = json.loads((tmp_path / "log.json").read_text())
-    for name in (*LOSSES, "gradient norm"):
-        points = [[event.step, event.value] for event in read.Scalars(name)]
-        assert points == [[step, pytest.approx(value, rel=1e-6)] for step, value in curves[name]]
-
-
 def test_says_why_it_cannot_run(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(SHORT_TEXT)
     (tmp_path / "b.txt").write_text(SHORT_TEXT.upper())
@@ -199,14 +178,3 @@ def test_model_sees_only_the_past() -> None:
     torch.testing.assert_close(after[:, :5], before[:, :5])
     assert (after[:, 5:] != before[:, 5:]).any(2).all()
     assert model.generate(text[0], 20).shape == (28,)
-
-
-def test_text_comes_back_and_windows_cover_it() -> None:
-    module = runpy.run_path(str(EXAMPLE / "text.py"))
-    text = module["Text"].of("naïve 文字\n" * 5)
-    assert text.vocabulary == "".join(sorted({*"naïve 文字\n"}))
-    assert text.decode(text.characters) == "naïve 文字\n" * 5
-    windows = module["Windows"](text.characters, 7)
-    assert [len(window) for window in windows] == [8] * 6
-    guessed = torch.cat([window[1:] for window in windows])
-    assert torch.equal(guessed, text.characters[1:43].long())
