@@ -8,6 +8,7 @@ Each figure is drawn from its benchmark's JSON file, if that exists; `compressio
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable
 from io import BytesIO
@@ -23,7 +24,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from targets import MB, Report, load, of_kind, rows_of
+
+Report = dict[str, Any]
+MB = 1 << 20
 
 # One colour for each library, in all figures; a palette that colour-blind readers can tell apart.
 COLOURS = {
@@ -55,6 +58,19 @@ STYLE: dict[str, Any] = {
     "grid.alpha": 0.3,
 }
 NAMES = {"mpi": "Open MPI", "touch": "read and write once", "ddp": "DDP, gloo"}
+
+
+def load(folder: Path) -> dict[str, Report]:
+    """Return the reports in the folder, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def rows_of(reports: dict[str, Report], name: str) -> list[Report]:
+    return reports[name]["rows"] if name in reports else []
+
+
+def of_kind(rows: Iterable[Report], dtype: str, memory: str) -> list[Report]:
+    return [row for row in rows if (row["type"], row["memory"]) == (dtype, memory)]
 
 
 def allreduce(reports: dict[str, Report], axes: Axes) -> None:

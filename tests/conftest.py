@@ -25,7 +25,6 @@ LONGEST = (
     "test_horovod_libraries.py",
     "test_gpu_benchmarks.py",
     "test_page_browser.py",
-    "test_init_scale.py",
     "test_benchmark_programs.py",
 )
 
