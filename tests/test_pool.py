@@ -70,11 +70,6 @@ def wait_for_godot() -> None:
     time.sleep(0.1)
 
 
-def stop(pids: Path) -> None:
-    (pids / os.environ["RANK"]).write_text(str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def have_ended(pids: Path) -> bool:
     """Return whether the processes end within seconds; a zombie has ended."""
 
@@ -95,12 +90,6 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path):
     assert "in wait_for_godot" in message
     assert "rank 1" not in message
     assert len(list(tmp_path.iterdir())) == 2
-    assert have_ended(tmp_path)
-
-
-def test_a_stopped_rank_is_killed(tmp_path):
-    with pytest.raises(RanksFailed, match="still running"):
-        run(stop, 1, args=[tmp_path], initialized=False, deadline_s=1)
     assert have_ended(tmp_path)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import enum
 import inspect
 import re
@@ -80,7 +79,7 @@ def all_arguments(doc: str) -> dict[str, str]:
     return all_arguments(DOCS[other[1]]) | dict(re.findall(r"^`(\w+)`: (.*)", doc, re.MULTILINE))
 
 
-def test_every_argument_is_described():
+def test_every_argument_and_result_is_described():
     for where, function, doc in FUNCTIONS:
         described = all_arguments(doc)
         parameters = {
@@ -95,43 +94,20 @@ def test_every_argument_is_described():
         for name, parameter in parameters.items():
             if parameter.default is None:
                 assert "None" in described[name], f"{where}: what does {name}=None mean?"
-
-
-def test_every_result_is_described():
-    for where, function, doc in FUNCTIONS:
         result = inspect.signature(function).return_annotation
         if result not in ("None", "NoReturn", None):
             assert "\nReturns:\n" in doc or doc.startswith("Return "), where
 
 
-NO_SUBJECT = r"(What|Who|Which|Whoever)\b"
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SOURCES = {".py", ".pyi", ".h", ".cc", ".inc"}
 FOLDERS = ("torch_ring", "csrc", "tests", "benchmarks", "examples")
-
-
-def first_words() -> Iterator[tuple[str, str]]:
-    """Return the place and the text of every docstring, and of comments without a subject."""
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")):
-        where = str(path.relative_to(ROOT))
-        if path.suffix in (".py", ".pyi"):
-            text = path.read_text()
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, DOCUMENTED):
-                    yield (
-                        f"{where}: {getattr(node, 'name', 'module')}",
-                        ast.get_docstring(node) or "",
-                    )
-        elif path.suffix in (".h", ".cc", ".inc"):
-            text = path.read_text()
-        else:
-            continue
-        mark = r"\s# " if path.suffix.startswith(".py") else r"//+ "
-        for number, line in enumerate(text.split("\n"), 1):
-            comment = re.search(mark + rf"(?={NO_SUBJECT})", " " + line)
-            if comment is not None:
-                yield f"{where}:{number}", line[comment.end() - 1 :]
+NO_SUBJECT = re.compile(
+    r'(?:^|\s)(?:#|//+|r?"""|/\*\*?) ?(?:What|Who|Which|Whoever)\b', re.MULTILINE
+)
 
 
 def test_no_docstring_or_comment_begins_without_a_subject():
-    found = [f"{where}: {text[:60]}" for where, text in first_words() if re.match(NO_SUBJECT, text)]
-    assert found == []
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    texts = {path: path.read_text() for path in paths if path.suffix in SOURCES}
+    assert len(texts) > 300
+    assert [str(path) for path, text in texts.items() if NO_SUBJECT.search(text)] == []
