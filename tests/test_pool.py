@@ -84,7 +84,7 @@ def have_ended(pids: Path) -> bool:
 
 def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path):
     with pytest.raises(RanksFailed) as failed:
-        run(hang_on, 2, args=[0, tmp_path], initialized=False, deadline_s=4)
+        run(hang_on, 2, args=[0, tmp_path], initialized=False, deadline_s=3)
     message = str(failed.value)
     assert "--- rank 0 ---\nstill running at the deadline" in message
     assert "in wait_for_godot" in message
