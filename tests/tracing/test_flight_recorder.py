@@ -21,7 +21,7 @@ from torch.distributed.flight_recorder import fr_trace
 
 import torch_ring as hvd
 from tests.support.groups import TIMEOUT_S, default_group, group_store, on_ring
-from tests.support.pool import error_of, eventually, run
+from tests.support.pool import error_of, run
 from torch_ring import tracing
 from torch_ring.collectives.compare import require_same
 from torch_ring.tracing.lateness import Straggler
@@ -284,32 +284,6 @@ def test_a_dump_has_the_messages(tmp_path: Path) -> None:
         assert found[4]["time_matched_ns"] is found[4]["time_finished_ns"] is None
     text = analysed(tmp_path)  # they do not disturb torch's analyser
     assert "Not all ranks" not in text, text
-
-
-def report_of_a_pending_receive() -> str:
-    engine = current.engine()
-    hvd.barrier()
-    text = ""
-    if hvd.rank() == 1:
-        target = torch.empty(4)
-        engine.receive(target, 0, 9).wait()
-        hvd.barrier()
-        return text
-
-    def says_so() -> bool:
-        nonlocal text
-        text = tracing.report()[1].text or ""
-        return text.startswith("in receive of ")
-
-    assert eventually(says_so, 20.0), text
-    engine.send(torch.ones(4), 1, 9).wait()
-    hvd.barrier()
-    return text
-
-
-def test_report_tells_of_a_message_that_a_rank_waits_for() -> None:
-    text = run(report_of_a_pending_receive, 2)[0]
-    assert text.startswith("in receive of float32, 16 bytes, tag 9, from rank 0; "), text
 
 
 LATE_S = 0.1
