@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -35,16 +34,6 @@ ABOVE_TORCH = ("bindings", "gradients", "c10d")
 TORCH = r"torch/.*|ATen/.*|c10/.*"
 THREADS = {"core": r"thread|condition_variable|sys/socket\.h", "memory": r"thread|sys/socket\.h"}
 
-# The headers of torch that take a second or less to compile. The ones of autograd, c10d and
-# pybind11 take 3 to 13: they are for .cc files.
-LIGHT = r"<(ATen/core/.*|c10/.*)>"
-# The backend, its works and options are classes of c10d: their bases must be complete.
-DERIVED = {
-    "c10d/ring_backend.h": {"Backend", "Store"},
-    "c10d/ring_work.h": {"Work"},
-    "c10d/c10d_requests.h": {"Types"},
-}
-
 FILES = sorted(p for suffix in ("h", "cc", "inc") for p in CSRC.glob(f"*/*.{suffix}"))
 
 
@@ -67,30 +56,6 @@ def test_includes():
             if re.fullmatch(pattern, header):
                 wrong.append(f"{name_of(path)} sees {header}")
     assert wrong == []
-
-
-def test_headers_are_light():
-    for path in FILES:
-        if path.parent.name not in ABOVE_TORCH or path.suffix != ".h":
-            continue
-        name = name_of(path)
-        found = re.findall(r"#include (<(?:torch|ATen|c10|pybind11)/[^>]+>)", path.read_text())
-        heavy = {header for header in found if not re.fullmatch(LIGHT, header)}
-        derived = {f"<torch/csrc/distributed/c10d/{base}.hpp>" for base in DERIVED.get(name, ())}
-        assert heavy == derived, name
-
-
-def test_each_folder_is_compiled_once():
-    """Folders without torch go into one library (csrc/build_core.py), others into modules."""
-    core = "+".join(runpy.run_path(str(CSRC / "build_core.py"))["FOLDERS"]).split("+")
-    assert sorted([*core, *ABOVE_TORCH]) == sorted(MAY_INCLUDE)
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    (above,) = (
-        ast.literal_eval(each.value)
-        for each in tree.body
-        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "TORCH_FOLDERS"
-    )
-    assert above == ABOVE_TORCH
 
 
 def test_nothing_includes_in_a_circle():

@@ -21,7 +21,6 @@ from unittest import mock
 
 import pytest
 import torch
-from logs import logged
 from pool import error_of, eventually, has_asked, run
 from ports import free_ports
 from scripts import ROOT
@@ -345,30 +344,6 @@ def test_a_forked_child_neither_writes_nor_serves(tmp_path: Path) -> None:
     }
     file = str(tmp_path / "a.rank0.prom")
     run(fork_a_child, 1, initialized=False, args=(file, port), env=env)
-
-
-def init_again(port: int) -> list[str]:
-    hvd.init()
-    hvd.shutdown()
-    with logged() as lines, socket.create_server(("127.0.0.1", port)):
-        hvd.init()
-        for _ in range(2):
-            hvd.allreduce(torch.ones(10), name="again")
-        hvd.shutdown()
-    return lines
-
-
-def test_a_job_that_goes_on_does_not_end_for_it(tmp_path: Path) -> None:
-    port = free_ports(2)
-    env = {
-        "TORCH_RING_METRICS_FILE": str(tmp_path / "a.prom"),
-        "TORCH_RING_METRICS_PORT": str(port),
-    }
-    (lines,) = run(init_again, 1, initialized=False, args=(port,), env=env)
-    assert any(f"TORCH_RING_METRICS_PORT={port}" in text for text in lines), lines
-    samples, _ = parsed((tmp_path / "a.rank0.prom").read_text())
-    labels = {"rank": 0, "process_set": 0, "operation": "allreduce"}
-    assert value(samples, "torch_ring_operations_total", **labels) == 2  # of the second world
 
 
 def change_names(folder: str) -> None:

@@ -17,7 +17,7 @@ from recordings import MILLISECOND, dump_of, failed_dump, timeline_events, write
 from torch_ring._C import COLLECTIVES
 from torch_ring.tracing.command import main
 from torch_ring.tracing.page.analysis import Step, arrivals, folds, lateness, step_times
-from torch_ring.tracing.page.charts import COLORS, lanes_of
+from torch_ring.tracing.page.charts import COLORS
 from torch_ring.tracing.page.document import draw_page
 from torch_ring.tracing.page.recording import (
     KINDS,
@@ -244,18 +244,6 @@ def test_long_idle_times_are_folded_wherever_they_are() -> None:
     ]
     assert folded(apart) == [(5, 1000)]
     assert folded([operation(0, "a", 0, 0), operation(0, "b", 9, 9)]) == []
-
-
-def test_operations_in_flight_at_once_have_lanes_of_their_own() -> None:
-    operations = [
-        operation(0, "a", 0, 10),
-        operation(1, "a", 1, 10),
-        operation(0, "b", 5, 20),
-        operation(0, "c", 10, 12),
-        operation(0, "d", 15, 30),
-        operation(0, "e", 16, 30),
-    ]
-    assert lanes_of(operations) == [(0, 3), (0, 1), (1, 3), (0, 3), (0, 3), (2, 3)]
 
 
 def operation(

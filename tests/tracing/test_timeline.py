@@ -192,20 +192,6 @@ def test_a_timeline_that_cannot_start_is_an_error_on_all_ranks(tmp_path: Path) -
         assert tensors_of(read(file), rank) == ["afterwards"]
 
 
-def init_fails() -> tuple[str, str]:
-    error = error_of(hvd.init)
-    assert not hvd.is_initialized()
-    return error
-
-
-def test_a_setting_that_cannot_be_written_is_an_error_on_every_rank() -> None:
-    env = {"TORCH_RING_TIMELINE": "/nowhere/timeline.json"}
-    errors = run(init_fails, 3, initialized=False, env=env)
-    assert [kind for kind, _ in errors] == ["InvalidArgumentError", "RingError", "RingError"]
-    for _, text in errors:
-        assert "/nowhere/timeline.json: No such file or directory" in text
-
-
 def cannot_write_the_second(folder: str) -> None:
     hvd.init()
     hvd.shutdown()
