@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import torch_ring as hvd
-from torch_ring import checkpoint, data, elastic, lr_schedules, metrics, preemption
+from torch_ring import checkpoint, data, elastic, preemption
 
 # Exceptions, types of arguments, and modules, whose own names count below.
 WITHOUT_CALL = {
@@ -34,7 +34,7 @@ WITHOUT_CALL = {
     *("data.MODES", "data.InputReport", "checkpoint.CheckpointError", "elastic.ObjectState"),
     *("start_timeline", "stop_timeline"),  # test_one_rank.py has their messages
 }
-MODULES = (elastic, data, checkpoint, metrics, lr_schedules)
+MODULES = (elastic, data, checkpoint)
 CALLS: dict[str, Callable[[], Any]] = {}
 
 
@@ -351,39 +351,6 @@ def checkpoints() -> Any:
         path = Path(folder) / "saved.pt"
         checkpoint.save(path, {"model": model.state_dict(), "epoch": 3})
         return checkpoint.load(path), outcome(lambda: checkpoint.load(path.parent / "none"))
-
-
-@call("metrics.Mean", "metrics.Means")
-def means() -> Any:
-    mean = metrics.Mean()
-    mean.update(2.0, 3)
-    mean.update(torch.tensor(5.0), 1)
-    return float(mean.compute())
-
-
-@call("lr_schedules.WarmupLR", "lr_schedules.cosine_decay", "lr_schedules.step_decay")
-def rates() -> Any:
-    optimizer = torch.optim.SGD(model_of().parameters(), lr=0.1)
-    after = lr_schedules.cosine_decay(3, 10)
-    schedule = lr_schedules.WarmupLR(optimizer, 3, after)
-    found = []
-    for _ in range(6):
-        optimizer.step()
-        schedule.step()
-        found.append(schedule.get_last_lr())
-    return found
-
-
-@call("lr_schedules.ScaledLR")
-def scaled_rates() -> Any:
-    optimizer = torch.optim.SGD(model_of().parameters(), lr=0.1)
-    schedule = lr_schedules.ScaledLR(torch.optim.lr_scheduler.StepLR(optimizer, 2), batch_size=4)
-    found = []
-    for samples in (4, 4, 8, 2):
-        optimizer.step()
-        schedule.step(samples)
-        found.append((schedule.get_last_lr(), schedule.samples))
-    return found
 
 
 @call("preemption.watch")
