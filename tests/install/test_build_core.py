@@ -109,3 +109,19 @@ def test_a_failure_leaves_no_library(
             compiled()
         assert "nothing" in capfd.readouterr().err
         assert not (tmp_path / "libtiny.a").exists()
+
+
+def test_a_header_that_changes_while_it_is_compiled_is_compiled_again(
+    compiled: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as during:
+        call = build_core.subprocess.call
+
+        def and_edit(command: list[str]) -> int:
+            status = call(command)
+            (tmp_path / "csrc/low/number.h").write_text("int number();  // edited\n")
+            return int(status)
+
+        during.setattr(build_core.subprocess, "call", and_edit)
+        compiled()
+    assert compiled() == ["high.cc", "low.cc"]
