@@ -183,19 +183,6 @@ TEST(nccl_calls_return_before_the_stream_has_run_them) {
   });
 }
 
-TEST(nccl_sums_of_float16_that_shrink_are_scaled_before) {
-  const auto scales = [](DType dtype, ReduceOp op, double postscale, std::int64_t divisor) {
-    return nccl::scales_inputs({dtype, op, {.postscale = postscale, .divisor = divisor}});
-  };
-  CHECK(scales(DType::kFloat16, ReduceOp::kSum, 1, 2));
-  CHECK(scales(DType::kFloat16, ReduceOp::kSum, -0.5, 1));
-  CHECK(!scales(DType::kFloat16, ReduceOp::kSum, 1, 1));
-  CHECK(!scales(DType::kFloat16, ReduceOp::kSum, 2, 2));
-  CHECK(!scales(DType::kFloat16, ReduceOp::kProduct, 0.5, 1));
-  CHECK(!scales(DType::kBFloat16, ReduceOp::kSum, 1, 2));
-  CHECK(!scales(DType::kFloat32, ReduceOp::kSum, 1, 2));
-}
-
 TEST(nccl_average_of_float16_does_not_overflow) {
   for (const int size : {2, 3, 4}) {
     run_on_double(size, [size](OnStream& rank, Abort&) {

@@ -233,29 +233,6 @@ TEST(launches_of_several_threads_are_one_after_the_other) {
   });
 }
 
-TEST(launching_threads_of_two_ranks_take_turns) {
-  run_launches(2, [](Rank& rank, Tensors& tensors) {
-    constexpr int kThreads = 3;
-    constexpr int kLaunches = 60;
-    for (std::size_t i = 0; i < kLaunches; ++i) tensors.push_back(rank.input(10 + i));
-    agree(rank, tensors.emplace_back(rank.input(3)), "first");
-    std::atomic<int> next{0};  // the launch that comes next
-    std::vector<std::thread> threads;
-    for (int thread = 0; thread < kThreads; ++thread) {
-      threads.emplace_back([&, thread] {
-        for (int i = thread; i < kLaunches; i += kThreads) {
-          while (next < i) std::this_thread::yield();
-          launch(rank, tensors[static_cast<std::size_t>(i)]);
-          ++next;
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    rank.engine().close();
-    for (const auto& values : tensors) CHECK(values == Rank::sums(values.size(), 2));
-  });
-}
-
 TEST(engine_closes_while_a_thread_launches) {
   for (int repeat = 0; repeat < 2; ++repeat) {
     run_launches(

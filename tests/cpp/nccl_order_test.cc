@@ -15,78 +15,6 @@ using std::chrono::milliseconds;
 /// Long enough for a device to run its work, unless it waits for ever.
 constexpr milliseconds kLong{200};
 
-TEST(nccl_double_runs_one_operation_of_a_gpu_at_a_time) {
-  const FaultsEnd end;
-  for (const bool serial : {false, true}) {
-    faults().serial = serial;
-    std::latch enqueued(2);
-    std::latch looked(2);
-    std::vector<nccl::UniqueId> ids(2);
-    for (nccl::UniqueId& id : ids) CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
-    run_ranks(2, [&](int rank) {
-      current_gpu = rank;
-      const Abort none;
-      const Stream streams[] = {Stream(rank), Stream(rank)};
-      std::vector<std::unique_ptr<nccl::NcclCommunicator>> sets;
-      for (std::size_t set = 0; set < 2; ++set) {
-        sets.push_back(std::make_unique<nccl::NcclCommunicator>(
-            double_api(), ids[set], rank, 2, none, patient().timeout, device_of(streams[set])));
-      }
-      std::vector<float> warm[] = {std::vector<float>(5), std::vector<float>(5)};
-      for (const std::size_t set : {0, 1}) {
-        sets[set]->allreduce(warm[set].data(), warm[set].data(), 5, {});
-      }
-      std::vector<float> values[] = {std::vector<float>(5, 1), std::vector<float>(5, 1)};
-      for (const std::size_t set : {rank, 1 - rank}) {  // in a different order on each rank
-        sets[set]->allreduce(values[set].data(), values[set].data(), 5, {});
-      }
-      enqueued.arrive_and_wait();
-      if (serial) {
-        std::this_thread::sleep_for(kLong);
-        CHECK(!streams[0].done() && !streams[1].done());
-        looked.arrive_and_wait();
-        sets[0]->abort();
-      }
-      streams[0].synchronize();
-      streams[1].synchronize();
-      if (!serial) CHECK_EQ(values[0], std::vector<float>(5, 2.0f));
-      CHECK_EQ(values[1], std::vector<float>(5, 2.0f));
-    });
-  }
-}
-
-TEST(nccl_double_makes_a_communicator_after_what_its_gpu_runs) {
-  const FaultsEnd end;
-  faults().serial = 1;
-  Abort given_up;
-  std::vector<nccl::UniqueId> ids(2);
-  for (nccl::UniqueId& id : ids) CHECK(double_api().get_unique_id(&id) == nccl::Result::kSuccess);
-  run_ranks(2, [&](int rank) {
-    current_gpu = rank;
-    const Abort none;
-    const Stream stream(rank);
-    const nccl::Device device = device_of(stream);
-    nccl::NcclCommunicator first(double_api(), ids[0], rank, 2, none, patient().timeout, device);
-    std::vector<float> warm(5);
-    first.allreduce(warm.data(), warm.data(), 5, {});
-    std::vector<float> values(5, 1);
-    const auto enqueue = [&] { first.allreduce(values.data(), values.data(), 5, {}); };
-    const auto make = [&](milliseconds timeout) {
-      nccl::NcclCommunicator(double_api(), ids[1], rank, 2, given_up, timeout, device);
-    };
-    if (rank == 0) {
-      enqueue();
-      CHECK_THROWS(make(kLong), ErrorKind::kTimeout, "ncclCommInitRankConfig was not taken");
-      given_up.raise(Error(ErrorKind::kPeerLost, "rank 0 has given up"));
-    } else {  // before it enqueues the operation that rank 0 has enqueued
-      CHECK_THROWS(make(patient().timeout), ErrorKind::kPeerLost, "rank 0 has given up");
-      enqueue();
-    }
-    stream.synchronize();
-    CHECK_EQ(values, std::vector<float>(5, 2.0f));
-  });
-}
-
 const Sets kTwins{{0, 1}, {0, 1}};
 
 /// From now on the sets' communicators exist, and are connected for sums.
@@ -252,15 +180,8 @@ void run_programs(int size, const Sets& sets, unsigned seed) {
   });
 }
 
-TEST(random_programs_on_rows_and_columns) {
-  if (kSanitized) return;  // too many threads for a sanitizer: the next tests are smaller
-  for (unsigned seed = 0; seed < 3; ++seed) {
-    run_programs(4, {{0, 1}, {2, 3}, {0, 2}, {1, 3}}, seed);
-  }
-}
-
 TEST(random_programs_on_sets_in_a_circle) {
-  for (unsigned seed = 3; seed < 5; ++seed) run_programs(3, {{0, 1}, {1, 2}, {0, 2}}, seed);
+  for (unsigned seed = 0; seed < 3; ++seed) run_programs(3, {{0, 1}, {1, 2}, {0, 2}}, seed);
 }
 
 TEST(random_programs_on_random_sets) {
