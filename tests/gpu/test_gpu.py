@@ -39,9 +39,9 @@ from device_launches import LAUNCHES
 from device_operations import OPERATIONS, busy
 from device_places import PLACES
 from device_training import TRAINING
-from hostile_programs import HOSTILE, hostile
 from oracle import play_on
 from program_runs import run_programs
+from random_programs import make_program
 from test_elastic_devices import PLACES as PLACES_OF_DEATH
 from test_elastic_devices import check_survivors, lose_one
 from test_hardships import check_failures
@@ -321,11 +321,10 @@ def test_in_a_group_on_gpu(size, program):
     run_in_group(program, size)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_planned_passes_on_gpu(name, tmp_path):
-    programs = [functools.partial(hostile, name)]
-    options = {"programs": programs, "reports": str(tmp_path), "run_ahead": True}
-    run(functools.partial(run_programs, **options), 2)
+@pytest.mark.parametrize("seed", range(28), ids="program {}".format)
+def test_planned_passes_on_gpu(seed):
+    programs = [functools.partial(make_program, seed)]
+    run(functools.partial(run_programs, programs=programs, run_ahead=True), 2)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ AHEAD = [
     (programs.clipped, "step"),
     (programs.clipped, "skip_synchronize"),
     (programs.scheduled, True),
+    (programs.overflowing, False),
     (programs.frozen_and_thawed,),
     (programs.in_segments, 2, True, True),
     (programs.accumulated, "passes"),
@@ -51,6 +52,7 @@ AHEAD = [
     (programs.looking_ahead, "momentum", False),
     (programs.on_given_memory, "assigned"),
     (programs.flat, programs.in_a_row, hvd.Sum, 2),
+    (programs.added_later,),
 ]
 AGREED = [
     *AHEAD,
@@ -66,7 +68,6 @@ AGREED = [
     ],
     (programs.converted, programs.there_and_back, hvd.Sum),
     (programs.converted, programs.by_data, hvd.Average),
-    (programs.added_later,),
     (programs.on_other_memory, "data before zero_grad"),
 ]
 
