@@ -24,7 +24,7 @@ REFUSAL = "one process drives one device"
 
 
 def train_two_models(device: str) -> None:
-    """Train a model on the host and one on the device, both or one of them in a pass."""
+    """Train a model on the host and one on the device, both in some passes, then one of them."""
     for compression in (hvd.Compression.none, hvd.Compression.bf16, hvd.Compression.int8()):
         models = {place: make_model(seed).to(place) for seed, place in enumerate(("cpu", device))}
         alone = {place: copy.deepcopy(model) for place, model in models.items()}
@@ -32,9 +32,9 @@ def train_two_models(device: str) -> None:
             SGD([p for model in models.values() for p in model.parameters()], lr=0.1),
             compression=compression,
         )
-        for step, batch in enumerate(joined_batches(6)):
+        for step, batch in enumerate(joined_batches(8)):
             optimizer.zero_grad()
-            places = [place for i, place in enumerate(models) if step % 3 != i]
+            places = [place for i, place in enumerate(models) if step < 5 or step % 3 != i]
             losses = [loss_of(models[place], part(batch).to(place)) for place in places]
             sum(loss.to(device) for loss in losses).backward()
             for place in places:

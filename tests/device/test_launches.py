@@ -8,9 +8,7 @@ import math
 from collections.abc import Callable
 
 import device_double
-import pytest
 import torch
-from ahead_training import planned_passes
 from device_double import Counts
 from device_runs import run_on_double
 from many_parameters import NUMEL, backward, make_parameters
@@ -41,43 +39,9 @@ def of_a_pass(parameters: list[nn.Parameter], zero: Callable[[], object]) -> Cou
         zero()
         backward(parameters, hvd.rank() + 1.0)
 
-    for _ in range(4):  # the last ones are planned, where hosts run ahead
+    for _ in range(4):  # the last ones are planned
         one()
     return counted(one)
-
-
-def check_launches(run_ahead: bool, device: str) -> None:
-    """Compare passes with plain torch's: once with new gradients, once in place."""
-    with planned_passes() as planned:
-        new, in_place = added_by_passes(device)
-    # The first two of ten passes are agreed.
-    assert len(planned) == (8 if run_ahead else 0)
-    buckets = len(BUCKETS)
-    copies_in = sum(math.ceil(bucket / TENSORS_OF_LAUNCH) for bucket in BUCKETS)
-    for added, kernels in ((new, copies_in), (in_place, 0)):
-        assert added.kernels == kernels, added  # NCCL divides by the number of ranks
-        assert (added.copies, added.host_waits) == (0, 0), added
-        assert (added.collectives, added.threads) == (buckets, buckets), added
-        assert added.polls >= buckets, added
-        # One event before each bucket, and one at the end of work that is enqueued together.
-        if run_ahead:
-            assert added.recorded == 2 * buckets, added
-            assert added.awaited == buckets + 1, added  # the last one stands for the others
-        else:
-            assert buckets < added.recorded <= 2 * buckets, added
-            assert buckets < added.awaited <= 2 * buckets, added
-
-
-def added_by_passes(device: str) -> tuple[Counts, Counts]:
-    alone, parameters = make_parameters(device), make_parameters(device)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
-    new = of_a_pass(parameters, optimizer.zero_grad) - of_a_pass(alone, lambda: drop(alone))
-    assert all(p.grad.eq((hvd.size() + 1) / 2).all() for p in parameters)
-    in_place = of_a_pass(parameters, lambda: optimizer.zero_grad(set_to_none=False)) - of_a_pass(
-        alone, lambda: torch.optim.SGD(alone).zero_grad(set_to_none=False)
-    )
-    assert all(p.grad.eq((hvd.size() + 1) / 2).all() for p in parameters)
-    return new, in_place
 
 
 def drop(parameters: list[nn.Parameter]) -> None:
@@ -85,14 +49,30 @@ def drop(parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-@pytest.mark.parametrize("run_ahead", [False, True], ids=["agreed", "ahead"])
-def test_a_pass_launches_by_bucket_and_not_by_parameter(run_ahead):
-    run_on_double(
-        functools.partial(check_launches, run_ahead),
-        2,
-        TORCH_RING_RUN_AHEAD=str(int(run_ahead)),
-        **ENVIRONMENT,
-    )
+def check_launches(device: str) -> None:
+    """Compare passes with plain torch's: once with new gradients, once in place."""
+    alone, parameters = make_parameters(device), make_parameters(device)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+    buckets = len(BUCKETS)
+    copies_in = sum(math.ceil(bucket / TENSORS_OF_LAUNCH) for bucket in BUCKETS)
+    zero_alone = functools.partial(torch.optim.SGD(alone).zero_grad, set_to_none=False)
+    for zero, plain, kernels in (
+        (optimizer.zero_grad, functools.partial(drop, alone), copies_in),
+        (functools.partial(optimizer.zero_grad, set_to_none=False), zero_alone, 0),
+    ):
+        added = of_a_pass(parameters, zero) - of_a_pass(alone, plain)
+        assert all(p.grad.eq((hvd.size() + 1) / 2).all() for p in parameters)
+        assert added.kernels == kernels, added  # NCCL divides by the number of ranks
+        assert (added.copies, added.host_waits) == (0, 0), added
+        assert (added.collectives, added.threads) == (buckets, buckets), added
+        assert added.polls >= buckets, added
+        # One event before each bucket, and one at the end of work that is enqueued together: the
+        # last one stands for the others.
+        assert (added.recorded, added.awaited) == (2 * buckets, buckets + 1), added
+
+
+def test_a_planned_pass_launches_by_bucket_and_not_by_parameter():
+    run_on_double(check_launches, 2, TORCH_RING_RUN_AHEAD="1", **ENVIRONMENT)
 
 
 def check_group(device: str) -> None:

@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from pathlib import Path
 
-import pytest
 from ahead_training import PLANNED, SIZE, Training, planned_passes, run_ahead_on_double
 from device_runs import run_on_double
 from logs import logged
@@ -32,34 +30,27 @@ def count_planned(device: str) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize(
-    ("env", "planned"),
-    [
-        ({"TORCH_RING_RUN_AHEAD": "0"}, ()),
-        ({}, range(PLANNED, STEPS)),
-    ],
-)
-def test_after_two_equal_passes_they_are_planned(env, planned):
-    assert run_on_double(count_planned, SIZE, **env) == [list(planned)] * SIZE
+def test_no_pass_is_planned_by_the_setting():
+    assert run_on_double(count_planned, SIZE, TORCH_RING_RUN_AHEAD="0") == [[]] * SIZE
 
 
 def count_while_changing(device: str) -> list[int]:
     """No rank uses a branch in passes 6 to 15, and all do in the others."""
     with planned_passes() as numbers:
-        training = Training(device)
+        training = Training(device, run_ahead=None)
         for step in range(30):
             training.step(*(0,) if 6 <= step < 16 else (0, 1))
     return numbers
 
 
-def test_a_changed_pass_ends_a_plan_and_two_make_the_next():
+def test_two_equal_passes_make_a_plan_and_a_changed_one_ends_it():
     """A pass without the branch ends a plan, and so does its return.
 
     The passes of steps 0, 1, 7, 8, 17 and 18 are agreed. Where no plan follows, the step agrees
     once more, on the third branch, which has no gradient: that counts as a pass.
     """
     planned = [*range(3, 8), *range(11, 19), *range(22, 33)]
-    assert run_ahead_on_double(count_while_changing, SIZE) == [planned] * SIZE
+    assert run_on_double(count_while_changing, SIZE) == [planned] * SIZE
 
 
 def dump_planned_passes(folder: Path, device: str) -> int:
@@ -88,44 +79,28 @@ def test_launches_are_in_the_flight_recorder(tmp_path: Path) -> None:
     numbers = [entry["collective_seq_id"] for entry in launched[0]]
     assert numbers == [2**44 + i for i in range(1, len(numbers) + 1)]
     assert len(numbers) >= passes > 0
-    for path in tmp_path.iterdir():  # a rank that has launched less than the others
-        content = pickle.loads(path.read_bytes())
-        if path.name == "flight_1":
-            content["entries"].remove(max(content["entries"], key=lambda e: e["collective_seq_id"]))
-        path.write_bytes(pickle.dumps(content))
-    assert "Not all ranks joining collective" in analysed(tmp_path)
 
 
-def drift(device: str, odd: int | None) -> tuple[list[str], list[int]]:
-    """Rank `odd` writes into a weight in step 5."""
+def drift(device: str) -> tuple[list[str], list[int]]:
+    """Rank 1 writes into a weight in step 5."""
     training = Training(device)
     with logged() as messages, planned_passes() as numbers:
         for step in range(40):
-            if step == 5 and hvd.rank() == odd:
+            if step == 5 and hvd.rank() == 1:
                 training.model.trunk.bias.data += 1
             training.step()
     return messages, numbers
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_drift_is_told(odd):
-    (first, numbers), *others = run_ahead_on_double(functools.partial(drift, odd=odd), SIZE)
+def test_drift_is_told():
+    (first, numbers), *others = run_ahead_on_double(drift, SIZE)
     (message,) = first
     assert message.startswith(
-        f"after step 10 the ranks train different weights: 'trunk.bias' on rank {odd} is not "
-        f"that on rank {1 - odd} (1 of "
+        "after step 10 the ranks train different weights: 'trunk.bias' on rank 1 is not that on "
+        "rank 0 (1 of "
     )
     assert "after step 1 all had the same" in message
-    assert [messages for messages, _ in others] == [[]] * (SIZE - 1)
     # The details are gathered in an agreed pass; then the passes are planned again.
-    agreed = sorted(set(range(PLANNED, 40)).difference(numbers))
-    assert agreed
-    assert len(agreed) < 10
-    assert all(theirs == numbers for _, theirs in others)
-
-
-def test_equal_weights_end_no_plan():
-    for messages, numbers in run_ahead_on_double(functools.partial(drift, odd=None), SIZE):
-        assert messages == []
-        # Before the plan, a step agrees on the branch that has no gradient, and counts as a pass.
-        assert numbers == list(range(PLANNED + 1, 40 + 1))
+    agreed = set(range(PLANNED, 40)).difference(numbers)
+    assert 0 < len(agreed) < 10
+    assert others == [([], numbers)] * (SIZE - 1)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,39 +35,26 @@ import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import backward_sync_of
 
 
-def die(folder: Path, device: str) -> tuple[str, str] | None:
+def go_on_without(how: str, folder: Path, device: str) -> tuple[str, str]:
+    """Rank 1 is killed, or leaves."""
     training = in_a_plan(Training(device))
     all_have_passed(folder, hvd.size())
-    if hvd.rank() == 1:
+    if hvd.rank() == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if hvd.rank() == 1:
+        hvd.shutdown()
+        return "", ""
     return error_of(lambda: training.steps(AHEAD + 4))
 
 
-def test_a_dead_rank(tmp_path):
-    results = run_ahead_on_double(functools.partial(die, tmp_path), SIZE, may_die=[1])
+@pytest.mark.parametrize("how", ["killed", "leaves"])
+def test_a_rank_that_is_gone(how, tmp_path):
+    program = functools.partial(go_on_without, how, tmp_path)
+    results = run_ahead_on_double(program, SIZE, may_die=[1] if how == "killed" else [])
     for rank in {*range(SIZE)} - {1}:
         kind, text = results[rank]
         assert kind == "PeerLostError"
         assert "rank 1" in text
-
-
-@contextlib.contextmanager
-def pressing_ctrl_c(when: Callable[[], bool], pressed: Path) -> Iterator[None]:
-    """Send SIGINT to this process once `when()` holds, from another thread."""
-
-    def press() -> None:
-        if eventually(when, DEADLINE_S):
-            os.kill(os.getpid(), signal.SIGINT)
-            pressed.touch()
-
-    thread = threading.Thread(target=press)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        thread.start()
-        yield
-        thread.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def interrupt_a_rank_without_data(folder: Path, device: str) -> None:
@@ -77,19 +62,26 @@ def interrupt_a_rank_without_data(folder: Path, device: str) -> None:
     training = in_a_plan(Training(device))
     pressed = folder / "pressed"
     agreement = backward_sync_of(hvd.global_process_set).agreement
-    if hvd.rank() == 0:
-        wait_for(pressed)
-        training.step()
-    elif hvd.rank() == 1:
+
+    def press() -> None:
+        if eventually(lambda: agreement.is_reducing, DEADLINE_S):
+            os.kill(os.getpid(), signal.SIGINT)
+            pressed.touch()
+
+    if hvd.rank() == 1:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         training.optimizer.zero_grad()
-        with (
-            pressing_ctrl_c(lambda: agreement.is_reducing, pressed),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        thread = threading.Thread(target=press)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
             training.optimizer.step()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
         training.optimizer.step()
         training.done += 1
     else:
+        if hvd.rank() == 0:
+            wait_for(pressed)
         training.step()
     training.steps(AHEAD + 3)
     assert_same_on_all_ranks(*weights_of(training.model))
@@ -99,15 +91,20 @@ def test_an_interrupt_of_a_rank_without_data(tmp_path):
     run_ahead_on_double(functools.partial(interrupt_a_rank_without_data, tmp_path), SIZE)
 
 
-def fail_in_backward(before: int, where: str, folder: Path, device: str) -> tuple[str, str]:
+def fail_in_backward(where: str, folder: Path, device: str) -> tuple[str, str]:
     """A hook of the program raises once on rank 1; it goes on with step()."""
-    training = Training(device)
-    training.steps(before)
+    training = in_a_plan(Training(device))
     # Hosts run ahead: another rank could meet the failure in the steps before it.
     all_have_passed(folder, hvd.size())
     if hvd.rank() == 1:
-        with refusing(training.model.get_parameter(where)), pytest.raises(ValueError, match="bad"):
+
+        def refuse(_: torch.Tensor) -> None:
+            raise ValueError("bad batch")
+
+        hook = training.model.get_parameter(where).register_hook(refuse)
+        with pytest.raises(ValueError, match="bad"):
             training.backward()
+        hook.remove()
         training.optimizer.zero_grad()
 
     def go_on() -> None:
@@ -119,22 +116,9 @@ def fail_in_backward(before: int, where: str, folder: Path, device: str) -> tupl
     return error_of(go_on)
 
 
-@contextlib.contextmanager
-def refusing(parameter: torch.Tensor) -> Iterator[None]:
-    def refuse(_: torch.Tensor) -> None:
-        raise ValueError("bad batch")
-
-    hook = parameter.register_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@pytest.mark.parametrize("before", [1, PLANNED + 2], ids=["agreed", "planned"])
 @pytest.mark.parametrize("where", ["branches.0.weight", "trunk.weight"], ids=["unsent", "sent"])
-def test_an_exception_that_one_rank_catches(where, before, tmp_path):
-    program = functools.partial(fail_in_backward, before, where, tmp_path)
+def test_an_exception_that_one_rank_catches(where, tmp_path):
+    program = functools.partial(fail_in_backward, where, tmp_path)
     failures = run_ahead_on_double(program, SIZE, TORCH_RING_BUCKET_BYTES="1")
     for rank, (kind, text) in enumerate(failures):
         assert kind == ("RingError" if rank == 1 else "PeerLostError")
@@ -186,88 +170,42 @@ def test_a_step_after_a_failed_pass_in_which_a_thread_still_is():
         assert "has failed (ValueError: bad batch)" in text
 
 
-def agree_on_failures(device: str) -> None:
-    """All ranks leave out a batch with which one of them fails; the plan is made anew."""
-    training = Training(device)
-    for batch in range(2 * PLANNED + 6):
-        fails = batch == PLANNED + 2 and hvd.rank() == 1
-        with contextlib.ExitStack() as stack:
-            if batch == PLANNED + 2:
-                stack.enter_context(training.optimizer.no_sync())
-            if fails:
-                stack.enter_context(pytest.raises(ValueError, match="bad batch"))
-                stack.enter_context(refusing(training.model.trunk.weight))
-            training.backward()
-        if hvd.any_rank(fails):
-            training.optimizer.zero_grad()
-        else:
-            training.optimizer.step()
-    assert is_planned()
-    assert_same_on_all_ranks(*weights_of(training.model))
+def come_again(foreseen: bool, folder: Path, device: str) -> tuple[str, str]:
+    """A weight is used in a reentrant segment and after it, so its gradient comes twice.
 
+    If that is foreseen, it is sent at the end; else rank 1 begins to in a planned pass.
+    """
+    weight = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.0))
 
-def test_ranks_that_agree_on_a_failure():
-    run_ahead_on_double(agree_on_failures, 2)
+    def product(value: torch.Tensor) -> torch.Tensor:
+        return ((1 + hvd.rank()) * value * weight).sum()
 
+    def take_steps(count: int, in_segment: bool) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            inner = torch.ones(3, device=device, requires_grad=True)
+            options = {"use_reentrant": True, "preserve_rng_state": False}
+            loss = checkpoint(product, inner, **options) if in_segment else product(inner)
+            (loss + (2 * weight).sum()).backward()
+            if foreseen:
+                assert weight.grad.tolist() == [pytest.approx(2 + (1 + hvd.size()) / 2)] * 3
+            optimizer.step()
 
-class Reentrant:
-    """Steps with a weight that is used in a segment of a reentrant checkpoint and after it."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.weight = torch.nn.Parameter(torch.ones(3, device=device))
-        self.optimizer = hvd.DistributedOptimizer(SGD([self.weight], lr=0.0))
-
-    def step(self, in_segment: bool) -> None:
-        self.optimizer.zero_grad()
-        factor = 1 + hvd.rank()
-        inner = torch.ones(3, device=self.device, requires_grad=True)
-        if in_segment:
-            loss = checkpoint(
-                lambda value: (factor * value * self.weight).sum(),
-                inner,
-                use_reentrant=True,
-                preserve_rng_state=False,
-            )
-        else:
-            loss = (factor * inner * self.weight).sum()
-        (loss + (2 * self.weight).sum()).backward()
-        self.optimizer.step()
-
-
-def come_again(device: str) -> None:
-    """A gradient arrives again after it has been sent; from then on it is sent at the end."""
-    training = Reentrant(device)
-    for _ in range(12):
-        training.step(True)
-        expected = 2 + (1 + hvd.size()) / 2
-        assert training.weight.grad.tolist() == [pytest.approx(expected)] * 3
-    assert is_planned()
-
-
-def test_a_gradient_that_comes_again():
-    run_ahead_on_double(come_again, SIZE)
-
-
-def come_again_unforeseen(folder: Path, device: str) -> tuple[str, str]:
-    """Rank 1 begins to use the segment in a planned pass."""
-    training = Reentrant(device)
-    for _ in range(PLANNED + 2):
-        training.step(False)
+    take_steps(PLANNED + 2, foreseen)
     assert is_planned()
     all_have_passed(folder, hvd.size())
-
-    def go_on() -> None:
-        for _ in range(AHEAD + 2):
-            training.step(hvd.rank() == 1)
-
-    return error_of(go_on)
+    return error_of(lambda: take_steps(AHEAD + 2, foreseen or hvd.rank() == 1))
 
 
-def test_a_gradient_that_comes_again_in_a_planned_pass_is_refused(tmp_path):
-    for kind, text in run_ahead_on_double(functools.partial(come_again_unforeseen, tmp_path), SIZE):
-        assert kind in ("RingError", "PeerLostError")
-        assert "got another gradient in a backward pass that had already sent" in text
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_gradient_that_comes_again(foreseen, tmp_path):
+    program = functools.partial(come_again, foreseen, tmp_path)
+    for kind, text in run_ahead_on_double(program, SIZE):
+        assert (kind == "nothing") == foreseen
+        if not foreseen:
+            assert kind in ("RingError", "PeerLostError")
+            assert "got another gradient in a backward pass that had already sent" in text
 
 
 def leave_late(folder: Path, device: str) -> None:
