@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_ring as hvd
 from torch_ring.data import MODES, DevicePrefetcher, InputPipeline, ShardedSampler
-from torch_ring.metrics import Means
 
 
 class Pair(NamedTuple):
@@ -83,12 +82,10 @@ def feed_training(device: str) -> None:
     size = hvd.size()
     data = TensorDataset(torch.arange(21.0 * size - 1).reshape(-1, 1))
     for mode in MODES:
-        sampler = ShardedSampler(data, drop_last=True)
-        loader = DataLoader(data, 2, sampler=sampler)
+        loader = DataLoader(data, 2, sampler=ShardedSampler(data, drop_last=True))
         pipeline = InputPipeline(loader, device, mode)
         weight = torch.zeros(1, device=device, requires_grad=True)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1e-3))
-        means = Means("loss", "never")
         seen = []
 
         def step(batch: list[Tensor]) -> Tensor:
@@ -101,16 +98,11 @@ def feed_training(device: str) -> None:
         for batch in pipeline:
             assert batch[0].device.type == device
             seen += batch[0].flatten().tolist()
-            means.update(torch.tensor(2, device=device), loss=step(batch))
+            step(batch)
         assert len(seen) == 20
         assert len(set(seen)) == {"real": 20, "cached": 16, "synthetic": 2}[mode]
-        values = means.compute()
-        assert values["loss"] > 0
-        assert values["never"] != values["never"]
         report = pipeline.report(step, steps=2, rounds=2)
         assert hvd.allgather_object(str(report)) == [str(report)] * size
-        assert report.rates
-        assert min(report.rates.real, report.rates.cached, report.rates.synthetic) > 0
 
 
 DATA: list[Callable[[str], None]] = [prefetch_batches, feed_training]

@@ -8,12 +8,9 @@ import os
 import signal
 from typing import Any
 
-import device_double
 import pool
 import pytest
 import torch
-from arrivals import run_with_arrivals
-from device_double import DEVICE, NCCL_LIBRARY
 from device_runs import run_on_double
 
 import torch_ring as hvd
@@ -117,39 +114,3 @@ def check_survivors(results: list[Any], place: str) -> None:
     assert sizes[-1] == other_sizes[-1] == 2
     assert end == other_end
     assert end[0] == end[1] == expected([3] * of_three + [2] * (STEPS - of_three))
-
-
-def let_one_in() -> tuple[list[float], float]:
-    """A process with another model joins; return the end, and the buffer."""
-    is_newcomer = os.environ["TORCH_RING_PROCESS"] == "p2"
-    model, optimizer = make(DEVICE)
-    if is_newcomer:
-        torch.nn.init.ones_(model.first)
-    state = hvd.elastic.TorchState(model, optimizer, step=0, end=-1)
-
-    def end_soon() -> None:
-        if hvd.size() == 3:  # it may need a second try
-            state.end = state.step + 3
-
-    state.register_reset_callbacks([end_soon])
-
-    @hvd.elastic.run
-    def train(state: Any) -> None:
-        while state.step != state.end:
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
-            state.step += 1
-            state.check_host_updates()
-
-    train(state)
-    assert float(model.passes.cpu()) == state.step
-    return end_of(model, optimizer, DEVICE), state.step
-
-
-def test_a_newcomer_gets_the_state_on_its_device() -> None:
-    env = {"TORCH_RING_NCCL_LIBRARY": str(NCCL_LIBRARY)}
-    results = run_with_arrivals(let_one_in, 2, 1, before=device_double.load, env=env)
-    (first, second, *_), steps = results[0]
-    assert first == second == pytest.approx(expected([2] * (steps - 3) + [3] * 3))
-    assert results == [results[0]] * 3
