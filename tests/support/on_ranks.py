@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""on_ranks: a test whose body runs on each of some ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from pool import run
+
+
+def on_ranks(*sizes: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of a test that runs its body on ranks, as `pool.run` does.
+
+    The body gets the test's parameters and fixtures, which must be picklable.
+
+    Args:
+        sizes: numbers of ranks; the body runs on each number in turn.
+        options: of `pool.run`.
+    """
+
+    def decorated(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)  # pytest sees the body's parameters
+        def test(**given: Any) -> None:
+            for size in sizes:
+                run(_call_body, size, args=(body.__module__, body.__name__, given), **options)
+
+        return test
+
+    return decorated
+
+
+def _call_body(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
