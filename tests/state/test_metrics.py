@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
-from pool import run
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from torch_ring.metrics import Mean, Means
 
 
-def check_means() -> None:
+@on_ranks(1, 3)
+def test_means_over_all_ranks() -> None:
     rank, size = hvd.rank(), hvd.size()
     metrics = Means("loss", "accuracy", "never")
     mean = Mean()
@@ -63,11 +64,6 @@ def check_means() -> None:
         of_pair = Mean(process_set=pair)
         of_pair.update(float(rank))
         assert of_pair.compute() == (size - 1) / 2
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_means_over_all_ranks(size):
-    run(check_means, size)
 
 
 def test_wrong_values_are_refused():

@@ -7,10 +7,10 @@ import copy
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from worlds import on_most_worlds
 
 import torch_ring as hvd
 
@@ -21,7 +21,8 @@ def batches(shape: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> li
     return [(torch.randn(n, *shape, generator=generator) * 2 + 300).to(dtype) for n in counts]
 
 
-def compare_with_one_process() -> None:
+@on_ranks(1, 3)
+def test_sync_batch_norm_equals_one_process() -> None:
     rank, size = hvd.rank(), hvd.size()
     cases = [
         (nn.BatchNorm1d(4), (4,), [3 + r for r in range(size)], torch.float32),
@@ -64,11 +65,6 @@ def compare_with_one_process() -> None:
         torch.testing.assert_close(sync(parts[0]), plain(parts[0]), **tolerance)
 
 
-@on_most_worlds
-def test_sync_batch_norm_equals_one_process(transport, size):
-    run(compare_with_one_process, size, transport=transport)
-
-
 def second_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a gradient penalty of `layer(x)`, with the layer used twice."""
     x = x.clone().requires_grad_()
@@ -78,7 +74,8 @@ def second_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x.grad
 
 
-def compare_in_a_set() -> None:
+@on_ranks(3, 4)
+def test_in_a_set_and_differentiated_twice() -> None:
     """Compare second derivatives, a layer without a bias, and a layer that is used twice."""
     pair = hvd.add_process_set([0, 2])
     if not pair.included():
@@ -102,12 +99,8 @@ def compare_in_a_set() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 3), ("shm", 4)])
-def test_in_a_set_and_differentiated_twice(transport, size):
-    run(compare_in_a_set, size, transport=transport)
-
-
-def check_dtypes_and_errors() -> None:
+@on_ranks(2)
+def test_dtypes_and_errors() -> None:
     layer = hvd.SyncBatchNorm(4)
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(6, 4).to(dtype).requires_grad_()
@@ -129,11 +122,9 @@ def check_dtypes_and_errors() -> None:
     assert torch.equal(layer.running_mean, before)
 
 
-def test_dtypes_and_errors():
-    run(check_dtypes_and_errors, 2)
-
-
-def checkpointed(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_checkpoints_track_a_batch_once(use_reentrant: bool) -> None:
     """The running statistics count the batch once, as without checkpoints."""
     torch.manual_seed(hvd.rank())
     x = torch.randn(4, 3, requires_grad=True)
@@ -152,12 +143,6 @@ def checkpointed(use_reentrant: bool) -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_checkpoints_track_a_batch_once(size, use_reentrant):
-    run(checkpointed, size, args=(use_reentrant,))
-
-
 def evaluate_alone() -> list[float]:
     layer = hvd.SyncBatchNorm(2, track_running_stats=False).eval()
     if hvd.rank() == 1:  # the others have no batch
@@ -170,7 +155,8 @@ def test_evaluation_is_no_collective():
     assert run(evaluate_alone, 2) == [[0.0, 1.0]] * 2
 
 
-def convert_models() -> None:
+@on_ranks(2)
+def test_convert_sync_batchnorm() -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm2d(2, affine=False))
     )
@@ -198,11 +184,8 @@ def convert_models() -> None:
     assert all(parameter.grad is not None for parameter in parameters)
 
 
-def test_convert_sync_batchnorm():
-    run(convert_models, 2)
-
-
-def train_until_join() -> None:
+@on_ranks(3)
+def test_joined_rank_counts_as_an_empty_batch() -> None:
     """Rank 1 has fewer batches: from then on it counts as an empty batch."""
     torch.manual_seed(1)
     alone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
@@ -222,8 +205,3 @@ def train_until_join() -> None:
     hvd.join()
     for ours, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_joined_rank_counts_as_an_empty_batch(size):
-    run(train_until_join, size)

@@ -121,7 +121,7 @@ FAULTS = (
     Fault(
         "old_rate_loaded", "an optimizer's state brings back the rate of its ranks", SCHEDULES,
         "optimizer.register_load_state_dict_post_hook(self.apply)", "pass",
-        tests=("state/test_scaled_lr.py::test_a_resumed_job_has_the_rates_of_one_that_never_changed",),
+        tests=("state/test_scaled_lr.py::test_every_kind_of_schedule",),
     ),
     Fault(
         "no_load_hooks", "an optimizer without load hooks steps with the rate of other ranks",
