@@ -9,7 +9,7 @@ import device_double
 import pytest
 import torch
 from device_double import DEVICE
-from pool import run
+from on_ranks import on_ranks
 
 from torch_ring.data import DevicePrefetcher
 
@@ -32,7 +32,10 @@ class Gated(DevicePrefetcher):
         return super().to_device(batch)
 
 
-def prefetch_during_a_step() -> None:
+@pytest.mark.slow
+@device_double.needed
+@on_ranks(1, initialized=False)
+def test_a_copy_is_under_way_during_a_step() -> None:
     """A step waits for the copy of its own batch, not for the next copy, already in flight."""
     device_double.load()
     prefetcher = Gated([torch.full((3,), float(index)) for index in range(3)], DEVICE)
@@ -41,9 +44,3 @@ def prefetch_during_a_step() -> None:
     assert (first + 1).tolist() == [1.0] * 3  # would never end
     torch.ops.ringdouble.open_gate(prefetcher.gate)
     assert [batch.tolist() for batch in batches] == [[1.0] * 3, [2.0] * 3]
-
-
-@pytest.mark.slow
-@device_double.needed
-def test_a_copy_is_under_way_during_a_step():
-    run(prefetch_during_a_step, 1, initialized=False)

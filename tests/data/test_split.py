@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import run
+from on_ranks import on_ranks
 from test_sharded_sampler import Rank
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
@@ -23,10 +23,8 @@ FORK = multiprocessing.get_context("fork")  # for workers of ranks, which are th
 LENGTH = 23
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3")  # on two cores
 @pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (3, 0), (2, 2)])
 def test_every_element_is_taken_once(size, workers, equal):
     shares = []
     for rank in range(size):
@@ -112,8 +110,8 @@ def as_worker(monkeypatch: pytest.MonkeyPatch, worker: int, workers: int) -> Non
 
 @pytest.mark.parametrize("data", [Counted, WithPosition, WithState])
 @pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("sizes", [(2, 3, 2), (3, 2, 3), (2, 2, 4), (4, 1, 2)])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(3, 2, 3), (2, 2, 4), (4, 1, 2)])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_a_resume_repeats_and_skips_none(data, equal, sizes, workers, monkeypatch):
     """Interrupted twice, each worker after a different number of elements."""
     length = 61
@@ -180,22 +178,16 @@ def test_an_iterator_is_split_for_one_iteration():
         list(mine)
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "message"),
-    [
+def test_other_arguments_are_refused():
+    table = TensorDataset(torch.zeros(3))
+    for data, options, message in (
         ("names", {}, "letters of 'names'"),
-        (
-            TensorDataset(torch.zeros(3)),
-            {},
-            r"TensorDataset cannot: .* DataLoader\(sampler=ShardedSampler",
-        ),
+        (table, {}, r"TensorDataset cannot: .* DataLoader\(sampler=ShardedSampler"),
         (3, {}, "int cannot"),
         ([], {"equal": "drop"}, "equal='drop'"),
-    ],
-)
-def test_other_arguments_are_refused(data, options, message):
-    with pytest.raises(TypeError, match=message):
-        split(data, **options)
+    ):
+        with pytest.raises(TypeError, match=message):
+            split(data, **options)
 
 
 def test_a_world_is_needed():
@@ -205,7 +197,9 @@ def test_a_world_is_needed():
     assert pickle.loads(pickle.dumps(mine)).place is None
 
 
-def read_in_workers(method: str) -> None:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_workers_know_their_rank(method: str) -> None:
     mine = split(range(LENGTH), equal=False)
     context = multiprocessing.get_context(method)
     loader = DataLoader(mine, None, num_workers=2, multiprocessing_context=context)
@@ -222,16 +216,16 @@ def read_in_workers(method: str) -> None:
         assert list(theirs) == list(range(hvd.rank() // 2, LENGTH - 1, 2))
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_know_their_rank(method):
-    run(read_in_workers, 3, args=(method,))
-
-
-def outlive_the_ranks() -> None:
+@on_ranks(2)
+def test_workers_that_outlive_the_ranks_say_so() -> None:
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # how long a worker may take to end
     mine = split(range(LENGTH), equal=False)
-    loader = DataLoader(
-        mine, None, num_workers=1, multiprocessing_context=FORK, persistent_workers=True
-    )
+
+    def new_loader() -> DataLoader[int]:
+        options = {"multiprocessing_context": FORK, "persistent_workers": True}
+        return DataLoader(mine, None, num_workers=1, **options)
+
+    loader = new_loader()
     share = list(loader)
     assert list(loader) == share
     hvd.shutdown()
@@ -239,11 +233,5 @@ def outlive_the_ranks() -> None:
     with pytest.raises(RuntimeError, match="the ranks have changed since this worker"):
         list(loader)
     assert list(mine) == share
-    loader = DataLoader(
-        mine, None, num_workers=1, multiprocessing_context=FORK, persistent_workers=True
-    )
+    loader = new_loader()
     assert list(loader) == list(loader) == share
-
-
-def test_workers_that_outlive_the_ranks_say_so():
-    run(outlive_the_ranks, 2)
