@@ -3,12 +3,14 @@
 
 import pytest
 
-from torch_ring.config import SETTINGS, Config, failpoints, misspelt, variables_set
+from torch_ring.config import SETTINGS, Config, misspelt, variables_set
 from torch_ring.errors import InvalidArgumentError
 
 
 def test_settings_have_defaults():
-    assert Config.from_environment({}) == Config()
+    config = Config.from_environment({})
+    assert config == Config()
+    assert (config.stall_warning_s, config.timeout_s) == (60, 0)  # a late rank ends no job
     assert Config.from_environment({s.variable: " " for s in SETTINGS}) == Config()
     fields = {setting.field for setting in SETTINGS}
     # The names of timeouts come from the same settings as the timeouts.
@@ -23,17 +25,13 @@ def test_settings_have_defaults():
     [
         ("TORCH_RING_TRANSPORT", "TCP", "transport", "tcp"),
         ("TORCH_RING_TIMEOUT", "1.5", "timeout_s", 1.5),
-        ("TORCH_RING_TIMEOUT", "0", "timeout_s", 0.0),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "timeout_s", 0.0),
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "90", "timeout_s", 90.0),
         ("TORCH_RING_FUSION_WINDOW", "2", "fusion_window_s", 0.002),
         ("TORCH_RING_BUCKET_BYTES", "1000", "bucket_bytes", 1000),
-        ("TORCH_RING_INTERFACE", "ib0", "interface", "ib0"),
         ("TORCH_RING_INTERFACE", "ib0, ib1", "interface", "ib0,ib1"),
         ("TORCH_RING_CONNECTIONS", "4", "connections", 4),
         ("TORCH_RING_CHECKSUM", "1", "checksum", 1),
         ("TORCH_RING_SECRET_FILE", "/a/b", "secret_file", "/a/b"),
-        ("TORCH_RING_TRUST_NETWORK", "1", "trust_network", True),
         ("TORCH_RING_TRUST_NETWORK", "false", "trust_network", False),
         ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_threshold_bytes", 0),
         ("HOROVOD_CYCLE_TIME", "5", "fusion_window_s", 0.005),
@@ -45,11 +43,6 @@ def test_settings_have_defaults():
 )
 def test_values_of_settings(variable, text, field, value):
     assert getattr(Config.from_environment({variable: text}), field) == value
-
-
-def test_a_late_rank_is_warned_of_and_ends_no_job_by_default():
-    config = Config.from_environment({})
-    assert (config.stall_warning_s, config.timeout_s) == (60, 0)
 
 
 def test_variables_of_torch_ring_go_before_those_of_horovod():
@@ -65,20 +58,15 @@ def test_variables_of_torch_ring_go_before_those_of_horovod():
     ("variable", "text", "message"),
     [
         ("TORCH_RING_TRANSPORT", "rdma", "must be one of auto, shm, tcp"),
-        ("TORCH_RING_TIMEOUT", "-1", "from 0 to"),
         ("TORCH_RING_TIMEOUT", "nan", "from 0 to"),
         ("TORCH_RING_TIMEOUT", "1e300", "from 0 to"),
         ("TORCH_RING_INIT_TIMEOUT", "0", "from 0.1"),
         ("TORCH_RING_BUCKET_BYTES", "1e6", "whole number of bytes, 1 or more"),
-        ("TORCH_RING_BUCKET_BYTES", "0", "whole number of bytes, 1 or more"),
         ("TORCH_RING_INTERFACE", "eth0,", "must be names of network interfaces, with one comma"),
         ("TORCH_RING_INTERFACE", "eth0,eth1,eth0", "each interface once, and names eth0 2 times"),
         ("TORCH_RING_CONNECTIONS", "0", "whole number from 1 to 64"),
-        ("TORCH_RING_CONNECTIONS", "two", "whole number from 1 to 64"),
         ("TORCH_RING_TRUST_NETWORK", "yes", "must be one of 0, 1, false, true"),
-        ("HOROVOD_CYCLE_TIME", "fast", "must be a number"),
         ("HOROVOD_CYCLE_TIME", "1e8", "from 0 to 1000"),
-        ("TORCH_RING_FUSION_WINDOW", "1e8", "from 0 to 1000"),
         ("HOROVOD_STALL_CHECK_DISABLE", "maybe", "must be one of"),
     ],
 )
@@ -95,12 +83,9 @@ def test_connections_are_of_each_interface():
         Config.from_environment(both | {"TORCH_RING_CONNECTIONS": "33"})
 
 
-def test_the_secret_is_not_shown():
+def test_secrets_are_not_shown():
     assert "hush" not in repr(Config(secret="hush"))
     assert "TORCH_RING_SECRET" not in Config().common()
-
-
-def test_variables_that_are_set_are_shown_without_secrets():
     environment = {
         "TORCH_RING_SECRET": "hush",
         "TORCH_RING_SERCET": "hush",
@@ -117,12 +102,6 @@ def test_variables_that_are_set_are_shown_without_secrets():
         "TORCH_RING_SERCET": unknown,
         "TORCH_RING_TRANSPORT": "tcp",
     }
-
-
-def test_the_variable_of_tests_is_no_setting():
-    assert misspelt({"TORCH_RING_FAIL": "collective:kill"}) is None
-    assert failpoints({"TORCH_RING_FAIL": "collective:kill"}) == "collective:kill"
-    assert failpoints({}) == ""
 
 
 def test_misspelt_variables_are_named_without_their_values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""connect(): O(log n) connections a rank, no strangers, and failures that reach all ranks.
+"""connect(): O(log n) connections a rank, and failures that reach all ranks.
 
 Ranks are threads, and hosts are made up: their ranks are on one machine, but need not know it.
 """
@@ -7,11 +7,9 @@ Ranks are threads, and hosts are made up: their ranks are on one machine, but ne
 import contextlib
 import gc
 import os
-import socket
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from exchanges import path_on_host
@@ -23,7 +21,6 @@ from torch.distributed import HashStore, PrefixStore
 from torch_ring.config import Config
 from torch_ring.errors import RingError, TimeoutError
 from torch_ring.setup import connect as connecting
-from torch_ring.setup import socket_name
 from torch_ring.setup.connect import connect, listen
 from torch_ring.setup.exchange import exchange_hosts, failing_together
 from torch_ring.setup.launchers import Identity
@@ -131,9 +128,7 @@ def neighbours(size):
     return len({step % size for d in distances for step in (d, -d)})
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "width"), [(2, 1, 1), (4, 2, 1), (4, 3, 3), (3, 3, 1), slow(16, 2, 1)]
-)
+@pytest.mark.parametrize(("size", "count", "width"), [(2, 1, 1), (4, 3, 3), slow(16, 2, 1)])
 def test_descriptors_of_a_rank(put_on_hosts, size, count, width):
     """Data connections are made when they are needed."""
     config = replace(CONFIG, connections=width)
@@ -172,15 +167,11 @@ def test_ranks_use_tcp_if_one_of_them_has_no_shared_memory(monkeypatch, caplog):
     assert all("TORCH_RING_TRANSPORT=shm, but there is no shared" in str(e) for e in errors), errors
 
 
-@pytest.mark.parametrize(
-    ("interface", "addresses"),
-    [("lo", ["127.0.0.1"]), ("lo,127.0.0.2", ["127.0.0.1", "127.0.0.2"])],
-)
-def test_ranks_listen_on_the_chosen_interfaces_only(interface, addresses):
-    config = replace(CONFIG, transport="tcp", interface=interface)
+def test_ranks_listen_on_the_chosen_interfaces_only():
+    config = replace(CONFIG, transport="tcp", interface="lo,127.0.0.2")
     everyone = connect_all(2, lambda _: config)
     for connections in everyone:
-        assert [peer.addresses for peer in connections.peers] == [addresses] * 2
+        assert [peer.addresses for peer in connections.peers] == [["127.0.0.1", "127.0.0.2"]] * 2
     use_all(everyone, config)
     close_all(everyone)
 
@@ -202,52 +193,11 @@ def test_interfaces_that_do_not_pair_are_told_to_all_ranks(interfaces, text):
         assert "set TORCH_RING_INTERFACE" in str(raised.value)
 
 
-# --- strangers
-
-NOISES = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(4096), b"torch_ring", os.urandom(300))
-
-
-def knock(address, family, noise):
-    stranger = socket.socket(family)
-    stranger.connect(address)
-    with contextlib.suppress(OSError):  # it may be refused before it has sent everything
-        stranger.sendall(noise)
-    return stranger
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_strangers_disturb_nobody(monkeypatch, transport):
-    """Strangers connect before the ranks do, and after all ranks have connected."""
-    strangers, listeners = [], []
-
-    def besieged(listen, *arguments):
-        listener = listen(*arguments)
-        listeners.append((listener.getsockname(), listener.family))
-        strangers.extend(knock(*listeners[-1], noise) for noise in NOISES * 5)
-        return listener
-
-    for module, name in ((connecting, "_listen_tcp"), (socket_name, "listen_unix")):
-        monkeypatch.setattr(module, name, partial(besieged, getattr(module, name)))
-    config = replace(CONFIG, transport=transport)
-    everyone = connect_all(3, lambda _: config)
-    assert len(listeners) == 6
-    for address, family in listeners:
-        if family == (socket.AF_UNIX if transport == "shm" else socket.AF_INET):
-            strangers.extend(knock(address, family, noise) for noise in NOISES * 5)
-    use_all(everyone, config)
-    assert all(connections.plane.missing() == [] for connections in everyone)
-    close_all(everyone)
-    for stranger in strangers:
-        stranger.close()
-
-
 # --- failures
 
 
-@pytest.mark.parametrize(("odd", "transport"), [(2, "shm"), (0, "tcp")])
-def test_a_different_secret_is_refused_on_all_ranks(odd, transport):
-    config = replace(CONFIG, transport=transport)
-    errors = connect_all(3, lambda rank: replace(config, secret="odd" if rank == odd else "even"))
+def test_a_different_secret_is_refused_on_all_ranks():
+    errors = connect_all(3, lambda rank: replace(CONFIG, secret="odd" if rank == 2 else "even"))
     for error in errors:
         assert isinstance(error, RingError)
         assert "TORCH_RING_SECRET" in str(error), errors
@@ -270,19 +220,16 @@ def replace_plane(monkeypatch, rank, instead):
     monkeypatch.setattr(connecting, "ControlPlane", plane)
 
 
-@pytest.mark.parametrize(("broken", "transport"), [(0, "shm"), (1, "tcp")])
-def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch, broken, transport):
+def test_a_rank_that_fails_while_connecting_fails_all(monkeypatch):
     def fail():
         raise OSError(24, "Too many open files")
 
-    replace_plane(monkeypatch, broken, fail)
-    errors = connect_all(3, lambda _: replace(CONFIG, transport=transport))
+    replace_plane(monkeypatch, 1, fail)
+    errors = connect_all(3)
     for rank, error in enumerate(errors):
-        prefix = "" if rank == broken else "init failed on "
+        prefix = "" if rank == 1 else "init failed on "
         assert isinstance(error, RingError)
-        assert str(error).startswith(
-            f"{prefix}rank {broken}: [Errno 24] Too many open files: raise `ulimit -n` (now "
-        ), errors
+        assert str(error).startswith(f"{prefix}rank 1: [Errno 24] Too many open files"), errors
 
 
 def test_a_rank_that_never_connects_is_named(monkeypatch):

@@ -69,7 +69,6 @@ PLAIN = "and do they call init()?"
         ("", None, None, BY_PARENT),
         ("4711/0", None, None, PLAIN),
         # As with an operator that gives rank 0 its own host as "localhost".
-        ("", "localhost", None, ON_ONE_HOST),
         ("4711/0", "127.0.0.1", 1, ON_ONE_HOST),
         ("4711/0", "127.0.0.1", 2, PLAIN),
     ],

@@ -1,36 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutated and random descriptions, tables and frames: an error of ours, never a crash."""
+"""Mutated and random descriptions and tables: an error of ours, never a crash."""
 
 import json
 import random
-import socket
 import zlib
 
 import pytest
 from made_up import group, info
 
-from torch_ring.errors import MismatchError, RingError
+from torch_ring.errors import RingError
 from torch_ring.setup import peer_info
-from torch_ring.setup.failure import Failure
-from torch_ring.setup.frames import FrameSocket, Kind, decode, encode
-from torch_ring.setup.network import Deadline
-from torch_ring.setup.peer_info import (
-    HostInfo,
-    difference,
-    host_info,
-    pack_table,
-    parse_table,
-)
+from torch_ring.setup.frames import Kind, decode, encode
+from torch_ring.setup.peer_info import HostInfo, host_info, pack_table, parse_table
 
-CASES = 3000
+CASES = 1000
 JUNK = [None, True, -1, 1 << 70, 1.5, "", "x" * 5000, "\0", [], [[]], {}, {"a": 1}, float("nan")]
 
 
 def mutated(value, dice):
     """Return a JSON value with one of its parts replaced, removed, repeated or added."""
+    change = dice.random()
     if isinstance(value, dict) and value and dice.random() < 0.8:
         key = dice.choice(list(value))
-        change = dice.random()
         if change < 0.1:
             return {k: v for k, v in value.items() if k != key}
         if change < 0.2:
@@ -38,11 +29,8 @@ def mutated(value, dice):
         return {**value, key: mutated(value[key], dice)}
     if isinstance(value, list) and value and dice.random() < 0.8:
         at = dice.randrange(len(value))
-        change = dice.random()
-        if change < 0.1:
-            return value[:at]
         if change < 0.2:
-            return value + value[at:]
+            return value[:at] if change < 0.1 else value + value[at:]
         return [*value[:at], mutated(value[at], dice), *value[at + 1 :]]
     return dice.choice(JUNK)
 
@@ -81,33 +69,22 @@ def read_host(data):
     pack_table([found])
 
 
-def compare_settings(text):
-    assert isinstance(difference(0, '{"A":1}', 1, text.decode(errors="replace")), MismatchError)
-
-
-def read_failure(data):
-    assert isinstance(Failure.from_bytes(data).error(), RingError)
-
-
 @pytest.mark.parametrize(
-    ("good", "is_packed", "read", "refusal"),
+    ("good", "read", "refusal"),
     [
-        (table_of(), True, lambda data: parse_table(data, 6), RingError),
-        (peer_info.pack(group(range(3), 6).to_value()), True, read_host, ValueError),
-        (encode(Kind.VALUE, b"x"), False, lambda data: decode(data, [Kind.VALUE]), ValueError),
-        (b'{"A":1,"B":[2]}', False, compare_settings, ()),
-        (Failure("TimeoutError", "late").to_bytes(), False, read_failure, ()),
+        (table_of(), lambda data: parse_table(data, 6), RingError),
+        (peer_info.pack(group(range(3), 6).to_value()), read_host, ValueError),
     ],
-    ids=["table", "host", "frame in a store", "settings", "failure"],
+    ids=["table", "host"],
 )
-def test_what_was_sent(good, is_packed, read, refusal):
+def test_what_was_sent(good, read, refusal):
     dice, accepted = random.Random(1), 0
     read(good)
-    value = peer_info.unpack(good, 6) if is_packed else None
+    value = peer_info.unpack(good, 6)
     for case in range(CASES):
-        data = peer_info.pack(mutated(value, dice)) if value and case % 2 else damaged(good, dice)
+        data = peer_info.pack(mutated(value, dice)) if case % 2 else damaged(good, dice)
         accepted += not refused(read, data, refusal)
-    assert accepted < CASES / 2 or not refusal  # mutations that are still valid messages
+    assert accepted < CASES / 2  # mutations that are still valid messages
 
 
 def test_values_of_ranks():
@@ -115,25 +92,6 @@ def test_values_of_ranks():
     own = [info(0), json.dumps({"A": 1})]
     for _ in range(CASES):
         refused(lambda sent: host_info(0, 2, {0: own, 1: sent}), mutated(good, dice), RingError)
-
-
-def test_frames():
-    dice, deadline = random.Random(5), Deadline(30)
-    for _ in range(CASES):
-        ours, theirs = (FrameSocket(end) for end in socket.socketpair())
-        writer, reader = socket.socketpair()
-        sender = FrameSocket(writer)
-        for kind in (Kind.HELLO, Kind.VALUE, Kind.FAILURE):
-            sender.send(kind, deadline, dice.randbytes(8))
-        ours.socket.send(damaged(reader.recv(4096), dice))
-        ours.close()
-        try:
-            while frames := theirs.receive():
-                assert all(isinstance(frame.kind, Kind) for frame in frames)
-        except (ValueError, EOFError):
-            pass
-        for end in (theirs, sender, reader):
-            end.close()
 
 
 def test_frames_in_a_store_are_whole():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of the store: each counts only under the name at which a rank has stored it."""
 
-import random
 import threading
 
 import pytest
@@ -17,17 +16,6 @@ from torch_ring.setup.peer_info import HostInfo, pack, unpack
 
 KEY = JobKey("a secret", "job 1")
 NOT_OURS = "is not from a rank of this job: is TORCH_RING_SECRET the same on all ranks"
-
-
-def test_values_are_read_as_they_were_stored():
-    store = HashStore()
-    for key in (KEY, JobKey()):
-        ours, theirs = AuthenticatedStore(store, key), AuthenticatedStore(store, key)
-        for value in (b"", b"x", bytes(100_000)):
-            ours.set("0/value/1", value)
-            assert theirs.get("0/value/1") == value
-    assert KEY.is_secret
-    assert not JobKey().is_secret
 
 
 @pytest.mark.parametrize(
@@ -53,6 +41,7 @@ def test_a_changed_value_is_refused():
     ours = AuthenticatedStore(store, KEY)
     ours.set("a", b"value")
     good = store.get("a")
+    assert AuthenticatedStore(store, KEY).get("a") == b"value"
     for bit in range(8 * len(good)):
         data = bytearray(good)
         data[bit // 8] ^= 1 << bit % 8
@@ -158,38 +147,6 @@ def test_the_own_value_is_checked_even_without_a_secret():
     errors = run_on_ranks(3, lambda rank: meet(store, rank, JobKey()))
     assert isinstance(errors[1], RingError)
     assert "have another one of rank 1 than it has sent" in str(errors[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("secret", ["a secret", ""])
-def test_garbage_in_any_key_is_an_error_of_ours(secret, monkeypatch):
-    """The error is never a JSONDecodeError, an IndexError or the like."""
-    monkeypatch.setattr("torch_ring.setup.store_exchange._LINGER_S", 0.05)
-    dice, ended = random.Random(1), set()
-    names = ["0/places", "0/value/0/0", "0/value/0/1", "0/values/0/0", "0/failure", "0/decided/0"]
-    names += ["0/notified/0", "0/notified/1", "0/failed", "generations_ended"]
-    junk = [b"", b"x", b"-5", b"9" * 5000, b"1e9", b"\xff" * 40, b"7" * 33, b"0", b"12345"]
-    for case in range(20):
-        store = HashStore()
-        key = JobKey(secret)
-        for name in dice.sample(names, 2):
-            value = dice.choice([*junk, dice.randbytes(50)])
-            data = key.tag(name, value) + value if not secret and case % 2 else value
-            store.set(name, data)
-
-        def on_rank(rank, store=store, key=key):
-            view = AuthenticatedStore(store, key)
-            side = exchange_on(view, range(rank, rank + 1), 2, 0.3)
-            try:
-                return tuple(side.gather(group(range(rank, rank + 1), 2, rank).to_value()))
-            except RingError as error:
-                side.fail(Failure.of_all(error))
-                raise
-
-        for result in run_on_ranks(2, on_rank):
-            ended.add(type(result).__name__)
-            assert isinstance(result, RingError | tuple), repr(result)
-    assert {"RingError", "tuple"} <= ended
 
 
 def test_a_damaged_counter_of_a_file_is_an_error_of_ours(tmp_path):

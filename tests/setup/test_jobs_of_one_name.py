@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch
 from exchanges import new_name
 from pool import eventually, run
 from ports import free_port
+from slow import slow
 
 import torch_ring as hvd
 from torch_ring.setup import socket_name
@@ -122,10 +122,6 @@ def start_in_two_terminals(folder: Path, names: list[str]) -> list[str]:
         return [stage.hear(f"said-{name}") for name in names]
 
 
-def test_ranks_that_were_started_in_two_terminals_are_one_job(tmp_path):
-    assert direct(start_in_two_terminals, tmp_path, ["A0", "B1"]) == ["AB", "AB"]
-
-
 def test_two_terminals_with_one_rank_are_told_at_once(tmp_path):
     for text in direct(start_in_two_terminals, tmp_path, ["A0", "B0"]):
         assert text.startswith("two processes are rank 0 of 2, or another job has the same")
@@ -146,7 +142,7 @@ def mix_two_jobs(folder: Path, door: str, jobs: list[list[str]]) -> list[list[st
     ("door", "transport", "jobs"),
     [
         (BY_VARIABLES, "shm", [["A0", "A1"], ["B0", "B1"]]),
-        (BY_ARGUMENTS, "tcp", [["A0", "B0", "A1", "B1"]]),  # of one parent
+        slow(BY_ARGUMENTS, "tcp", [["A0", "B0", "A1", "B1"]]),  # of one parent
     ],
 )
 def test_two_jobs_of_one_name_never_mix_silently(tmp_path, door, transport, jobs):
@@ -160,43 +156,6 @@ def test_two_jobs_of_one_name_never_mix_silently(tmp_path, door, transport, jobs
         assert "they may have mixed" in text
     for text in ended:
         assert "has come as the same rank. Two jobs of one name may have mixed" in text
-
-
-def work_in_a_pool(stage: Stage, worker: int, worlds: Sequence[Sequence[int]]) -> None:
-    for number, workers in enumerate(worlds):
-        if worker not in workers:
-            continue
-        stage.hear(f"go-{number}")
-        rank = workers.index(worker)
-        try:
-            hvd.init(rank=rank, size=len(workers))
-            said: Any = hvd.allgather(torch.tensor([worker])).tolist()
-            hvd.shutdown()
-        except hvd.RingError as error:
-            said = str(error)
-        stage.note(f"said-{number}-{rank}", said)
-
-
-def begin_one_world_after_another(folder: Path, worlds: list[list[int]]) -> list[list[Any]]:
-    with scripts(folder, BY_ARGUMENTS) as stage:
-        pool = sorted({worker for workers in worlds for worker in workers})
-        pids = [fork(lambda w=w: work_in_a_pool(stage, w, worlds)) for w in pool]
-        found = []
-        for number, workers in enumerate(worlds):
-            stage.note(f"go-{number}")
-            found.append([stage.hear(f"said-{number}-{r}") for r in range(len(workers))])
-        for pid in pids:
-            os.waitpid(pid, 0)
-        return found
-
-
-def test_processes_of_a_pool_begin_one_world_after_another(tmp_path):
-    # A process may get a rank that another one had.
-    chance = random.Random(1)
-    worlds = [[0, 1], [2, 3], [4, 0], [1, 4], [5, 2, 0]]
-    worlds += [chance.sample(range(6), chance.choice([2, 3])) for _ in range(15)]
-    found = direct(begin_one_world_after_another, tmp_path, worlds)
-    assert found == [[workers] * len(workers) for workers in worlds]
 
 
 @pytest.mark.parametrize(("is_new", "patience_s"), [(True, 2.0), (False, 0.0)])

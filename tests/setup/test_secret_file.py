@@ -26,13 +26,11 @@ def test_a_private_file(path):
     assert read_secret(str(path)) == os.fsdecode(b"hush\xff")
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o666])
+@pytest.mark.parametrize("mode", [0o604, 0o620])
 def test_a_file_that_others_may_use(path, mode):
     path.chmod(mode)
-    with pytest.raises(
-        InvalidArgumentError,
-        match=rf"TORCH_RING_SECRET_FILE=.*may use it \(mode {mode:04o}\): type `chmod 600",
-    ):
+    text = rf"TORCH_RING_SECRET_FILE=.*may use it \(mode {mode:04o}\): type `chmod 600"
+    with pytest.raises(InvalidArgumentError, match=text):
         read_secret(str(path))
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from launcher_commands import clean_environment
 from logs import logged
-from pool import run
+from on_ranks import on_ranks
 
 import torch_ring as hvd
-from torch_ring.setup import launchers
 from torch_ring.setup.launchers import why_not_alone
 
 SLURM_BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
@@ -60,7 +59,8 @@ def warnings_of(init: Callable[[], object]) -> list[str]:
     return messages
 
 
-def init_alone() -> None:
+@on_ranks(1, initialized=False)
+def test_a_process_of_multiprocessing() -> None:
     """The pool's processes come from multiprocessing, like mp.spawn's."""
     assert multiprocessing.parent_process() is not None
     assert warnings_of(hvd.init) == [
@@ -69,10 +69,6 @@ def init_alone() -> None:
         "size=2), or type `torchrun --nproc-per-node 2 train.py`"
     ]
     assert warnings_of(lambda: hvd.init(rank=0, size=1)) == []
-
-
-def test_a_process_of_multiprocessing():
-    run(init_alone, 1, initialized=False)
 
 
 class Worker(torch.utils.data.Dataset):
@@ -85,24 +81,16 @@ class Worker(torch.utils.data.Dataset):
         return warnings_of(hvd.init)
 
 
-def load() -> None:
+@on_ranks(1, initialized=False)
+def test_a_worker_of_a_data_loader() -> None:
     loader = torch.utils.data.DataLoader(
         Worker(), num_workers=1, batch_size=None, multiprocessing_context="fork"
     )
     assert list(loader) == [[]]
 
 
-def test_a_worker_of_a_data_loader():
-    run(load, 1, initialized=False)
-
-
-def test_a_main_module_that_a_spawned_process_imports(monkeypatch):
-    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    monkeypatch.setattr(launchers.multiprocessing, "parent_process", lambda: object())
-    assert why_not_alone({}) is None
-
-
-def init_again() -> None:
+@on_ranks(2)
+def test_init_as_another_rank() -> None:
     for arguments, text in [
         ({}, []),
         ({"rank": hvd.rank(), "size": 2}, []),
@@ -119,17 +107,10 @@ def init_again() -> None:
         assert messages == text
 
 
-def test_init_as_another_rank():
-    run(init_again, 2)
-
-
-def init_with_a_misspelt_setting() -> None:
+@on_ranks(2, env={"TORCH_RING_TIMOUT": "10"})
+def test_a_misspelt_setting_is_told_once() -> None:
     hvd.shutdown()
     with logged() as messages:
         hvd.init()
     expected = "TORCH_RING_TIMOUT (do you mean TORCH_RING_TIMEOUT?)"
     assert (expected in str(messages)) == (hvd.rank() == 0)
-
-
-def test_a_misspelt_setting_is_told_once():
-    run(init_with_a_misspelt_setting, 2, env={"TORCH_RING_TIMOUT": "10"})

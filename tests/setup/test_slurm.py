@@ -48,10 +48,6 @@ def places(cluster: Slurm, command: str, **variables: str) -> list[list[object]]
             [[0, 0, 2, 0, 2, 0], [1, 1, 2, 0, 2, 0], [2, 0, 2, 1, 2, 1], [3, 1, 2, 1, 2, 1]],
         ),
         (
-            "srun -N2 -n3 python train.py",
-            [[0, 0, 2, 0, 2, 0], [1, 1, 2, 0, 1, 0], [2, 0, 1, 1, 2, 1]],
-        ),
-        (
             "srun -N2 -n3 --distribution=cyclic python train.py",
             [[0, 0, 2, 0, 2, 0], [1, 0, 1, 1, 2, 1], [2, 1, 2, 0, 1, 0]],
         ),
@@ -61,7 +57,7 @@ def places(cluster: Slurm, command: str, **variables: str) -> list[list[object]]
             [[0, 0, 1, 0, 2, 1], [1, 0, 2, 1, 2, 0], [2, 1, 2, 0, 1, 0]],
         ),
     ],
-    ids=["of the page", "in blocks", "in turn", "by a file"],
+    ids=["of the page", "in turn", "by a file"],
 )
 def test_places_of_ranks(slurm, command, expected):
     first, second = slurm.nodes
@@ -178,25 +174,6 @@ def test_the_script_of_the_elastic_example(slurm):
     assert state == "COMPLETED 0:0", output
     assert "4 ranks" in output
     assert "accuracy" in output
-
-
-def test_scancel_leaves_nothing(slurm):
-    """No rank or child process remains."""
-    (slurm.folder / "waits.py").write_text(
-        f"{PLACES}\nimport multiprocessing, pathlib, signal\n"
-        "child = multiprocessing.get_context('fork').Process(target=signal.pause)\n"
-        "child.start()\n"
-        "pathlib.Path(f'up-{hvd.rank()}').write_text(str(child.pid))\n"
-        "signal.pause()\n"
-    )
-    daemons = slurm.processes()
-    job = slurm.submit("srun python waits.py\n", "-N2", "-n3")
-    up = [slurm.folder / f"up-{rank}" for rank in range(3)]
-    slurm.wait_for(lambda: all(path.exists() and path.read_text() for path in up), "ranks are up")
-    assert {int(path.read_text()) for path in up} <= {*slurm.processes()}
-    assert slurm.run("scancel", job).code == 0
-    assert slurm.wait_for_end(job).startswith("CANCELLED")
-    slurm.wait_for(lambda: slurm.processes().keys() <= daemons.keys(), "all its processes ended")
 
 
 def test_ranks_that_srun_starts_for_mpi(slurm):

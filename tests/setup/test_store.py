@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from ports import free_port
 
@@ -27,29 +28,23 @@ def become_a_rank_of_horovodrun() -> None:
     os.environ |= {"HOROVOD_RANK": rank, "HOROVOD_SIZE": size, "HOROVOD_LOCAL_SIZE": size}
 
 
-def join_without_an_address() -> None:
+@on_ranks(3, initialized=False)
+def test_on_one_host_without_an_address() -> None:
     become_a_rank_of_horovodrun()
-    for _ in range(5):
+    for _ in range(2):
         hvd.init()
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
         hvd.shutdown()
     assert not store._stores  # the ranks of one host need none
 
 
-def test_on_one_host_without_an_address():
-    run(join_without_an_address, 3, initialized=False)
-
-
-def join_by_arguments() -> None:
+@on_ranks(2, initialized=False)
+def test_ranks_by_argument() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ |= {"RANK": "17", "WORLD_SIZE": "100"}
     hvd.init(rank=rank, size=size, local_rank=0, local_size=1)
     assert (hvd.rank(), hvd.size()) == (rank, size)
     assert (hvd.local_rank(), hvd.local_size()) == (0, 1)
-
-
-def test_ranks_by_argument():
-    run(join_by_arguments, 2, initialized=False)
 
 
 def fail_on_rank_0() -> str:

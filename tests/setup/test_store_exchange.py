@@ -5,16 +5,14 @@ import threading
 import time
 
 import pytest
-from counting_store import CountingStore
 from made_up import exchange_on, group, ranks_in
 from threads import DEADLINE_S, run_on_ranks
-from torch.distributed import FileStore, HashStore, TCPStore
+from torch.distributed import FileStore, HashStore
 
 from torch_ring.errors import MismatchError, RingError, TimeoutError
 from torch_ring.setup import store_exchange
-from torch_ring.setup.failure import Failure, name_ranks
-from torch_ring.setup.network import Deadline
-from torch_ring.setup.store_exchange import StoreExchange, linger
+from torch_ring.setup.failure import Failure
+from torch_ring.setup.store_exchange import linger
 
 SIZE = 3
 
@@ -47,20 +45,16 @@ def exchange_on_all_ranks(store, times=1):
     return run_on_ranks(SIZE, on_rank)
 
 
-def stores(kind, directory):
-    if kind == "file":
-        return FileStore(str(directory / "store"), -1)
-    if kind == "tcp":
-        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return HashStore()
-
-
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_every_store_will_do(kind, tmp_path):
-    view = stores(kind, tmp_path)
+def test_a_store_in_a_file_will_do(tmp_path):
+    view = FileStore(str(tmp_path / "store"), -1)
     assert exchange_on_all_ranks(view, times=3) == [[0, 1, 2]] * SIZE
     with pytest.raises(TimeoutError, match=r"ranks 0, 2 of 3 did not arrive"):
         exchange_once(view, 1, timeout_s=0.2)
+
+
+def test_values_in_several_chunks(monkeypatch):
+    monkeypatch.setattr(store_exchange, "CHUNK_BYTES", 260)  # less than three values
+    assert exchange_on_all_ranks(HashStore()) == [[0, 1, 2]] * SIZE
 
 
 def test_hundreds_of_worlds_leave_nothing_behind():
@@ -73,10 +67,10 @@ def test_hundreds_of_worlds_leave_nothing_behind():
 
 def test_missing_ranks_are_named_on_all_hosts():
     store = HashStore()
-    errors = run_on_ranks(2, lambda rank: exchange_once(store, rank, 4, 2.0))
+    errors = run_on_ranks(2, lambda rank: exchange_once(store, rank, 4, 1.0))
     for error in errors:
         assert isinstance(error, TimeoutError)
-        assert "ranks 2, 3 of 4 did not arrive within 2 s" in str(error)
+        assert "ranks 2, 3 of 4 did not arrive within 1 s" in str(error)
         assert str(error).endswith("have these processes started, and do they call init()?")
 
 
@@ -211,34 +205,6 @@ def test_values_are_gathered_in_rounds():
         assert run_on_ranks(SIZE, on_rank) == [expected] * SIZE
 
 
-def test_a_failure_reaches_those_who_wait_in_a_later_round():
-    store = HashStore()
-
-    def on_rank(rank):
-        side, _ = exchange_once(store, rank)
-        if rank == 1:
-            side.fail(Failure("RingError", "in between"))
-            return RingError("in between")
-        return side.gather(rank)
-
-    assert [str(error) for error in run_on_ranks(SIZE, on_rank)] == ["in between"] * 3
-
-
-def test_waiting_looks_seldom_and_notices_what_happens_meanwhile():
-    store = CountingStore()
-    calls = []
-
-    def watch():
-        calls.append(time.monotonic())
-        if calls[-1] > calls[0] + 1.0:
-            raise KeyboardInterrupt
-
-    side = StoreExchange(store, 20_000, range(1, 2), Deadline(30), ranks_in(20_000), watch)
-    with pytest.raises(KeyboardInterrupt):
-        side.gather("")
-    assert store.counts["check"] < 30
-
-
 def test_the_server_waits_until_all_know_of_a_failure(monkeypatch):
     monkeypatch.setattr(store_exchange, "_LINGER_S", 60.0)
     store = HashStore()
@@ -252,9 +218,3 @@ def test_the_server_waits_until_all_know_of_a_failure(monkeypatch):
         other.gather("")
     server.join(30)
     assert not server.is_alive()
-
-
-def test_many_ranks_are_named_in_short():
-    assert name_ranks([1]) == "rank 1"
-    assert name_ranks([1, 2]) == "ranks 1, 2"
-    assert name_ranks(range(40)).endswith("14, 15 and 24 more")
