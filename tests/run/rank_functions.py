@@ -67,9 +67,3 @@ def leave_quietly() -> None:
 
 def variables() -> tuple[str, str]:
     return os.environ["GREETING"], os.environ["TORCH_RING_SECRET"]
-
-
-def horovods_version() -> str:
-    import horovod
-
-    return str(horovod.__version__)

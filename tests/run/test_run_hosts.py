@@ -19,23 +19,19 @@ from torch_ring.run.hosts import (
     parse_hosts,
     read_hostfile,
 )
-from torch_ring.run.job_settings import JobSpec, exported, rank_environment, slots_of
+from torch_ring.run.job_settings import JobSpec, rank_environment, slots_of
 from torch_ring.run.options import Options
 from torch_ring.setup.launchers import expand_hostlist
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("a:4", [HostSlots("a", 4)]),
+def test_hosts_of_an_option():
+    for text, hosts in (
         ("a:4, b ,c:1", [HostSlots("a", 4), HostSlots("b", 1), HostSlots("c", 1)]),
         ("a:1,b:2,a:3", [HostSlots("a", 4), HostSlots("b", 2)]),
         ("me@10.0.0.1:2", [HostSlots("me@10.0.0.1", 2)]),
         ("[fd00::1]:2,[::1]", [HostSlots("fd00::1", 2), HostSlots("::1", 1)]),
-    ],
-)
-def test_hosts_of_an_option(text, hosts):
-    assert parse_hosts(text) == hosts
+    ):
+        assert parse_hosts(text) == hosts
 
 
 def test_a_host_file(tmp_path):
@@ -44,49 +40,37 @@ def test_a_host_file(tmp_path):
         "# ours\nnode1 slots=4\nnode2:3\n\nnode3   # one\nnode4 max_slots=9 slots=2\n"
         "node3\n[fd00::1]\n"
     )
-    assert read_hostfile(str(file)) == [
-        HostSlots("node1", 4),
-        HostSlots("node2", 3),
-        HostSlots("node3", 2),
-        HostSlots("node4", 2),
-        HostSlots("fd00::1", 1),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    names = [("node1", 4), ("node2", 3), ("node3", 2), ("node4", 2), ("fd00::1", 1)]
+    assert read_hostfile(str(file)) == [HostSlots(*each) for each in names]
+    for text, message in (
         ("", "names no host"),
         ("a slots=x", "line 1 of the host file .*'x' slots"),
         ("a\n-o1", "line 2 .*'-o1' is not the name of a host"),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_wrong_host_file(tmp_path, text, message):
-    file = tmp_path / "hosts"
-    if text is not None:
+    ):
         file.write_text(text)
-    with pytest.raises(InvalidArgumentError, match=message):
-        read_hostfile(str(file))
+        with pytest.raises(InvalidArgumentError, match=message):
+            read_hostfile(str(file))
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        read_hostfile(str(tmp_path / "none"))
 
 
-NO_TASKS = "how many tasks each of the 3 nodes has"
+def test_lines_of_hosts():
+    text = "host1\nhost2:4\n\n  [fd00::1]:2 \nhost1:1\n"
+    expected = [HostSlots("host1", 4), HostSlots("host2", 4), HostSlots("fd00::1", 2)]
+    assert parse_hosts(text, "\n", 3) == expected
+
+
+NO_HOSTS = ["", "a:", "a:x", "a:1,,b:1", "a:0", "-oProxyCommand=x:1", "-v", "a b", "a slots=4"]
+NO_LISTS = ["", ",", "a[", "a]", "a[1", "a[x]", "a[3-1]", "a[]", "a[0-99999999]"]
+NO_TASKS = ["4(x2)", "1,2", "x", "0(x3)", ""]
 
 
 @pytest.mark.parametrize(
     ("read", "texts", "message"),
     [
-        (
-            parse_hosts,
-            ["", "a:", "a:x", "a:1,,b:1", "a:0", "-oProxyCommand=x:1", "-v", "a b"],
-            None,
-        ),
-        (
-            expand_hostlist,
-            ["", ",", "a[", "a]", "a[1", "a[x]", "a[3-1]", "a[]", "a[0-99999999]"],
-            "is not a list of hosts",
-        ),
-        (lambda text: expand_tasks(text, 3), ["4(x2)", "1,2", "x", "0(x3)", ""], NO_TASKS),
+        (parse_hosts, NO_HOSTS, None),
+        (expand_hostlist, NO_LISTS, "is not a list of hosts"),
+        (lambda text: expand_tasks(text, 3), NO_TASKS, "how many tasks each of the 3 nodes has"),
     ],
     ids=["-H", "hosts of Slurm", "tasks of Slurm"],
 )
@@ -100,7 +84,6 @@ def test_this_host_is_known_by_its_names():
     assert is_this_host("localhost")
     assert is_this_host("127.0.0.1")
     assert is_this_host(socket.gethostname())
-    assert not is_this_host("192.0.2.1")
     assert not is_this_host("no-such-host.invalid")
     assert not is_this_host("me@localhost")  # another user, perhaps
 
@@ -108,26 +91,16 @@ def test_this_host_is_known_by_its_names():
 # --- Slurm and others
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("node1", ["node1"]),
-        ("node1,node2", ["node1", "node2"]),
+def test_lists_of_slurm():
+    for text, names in (
         ("gpu[07-10,12]", ["gpu07", "gpu08", "gpu09", "gpu10", "gpu12"]),
         ("gpu[3,5],login", ["gpu3", "gpu5", "login"]),
         ("a-b[098-101]", ["a-b098", "a-b099", "a-b100", "a-b101"]),
         ("r[2-3]n[1,4].x,other", ["r2n1.x", "r2n4.x", "r3n1.x", "r3n4.x", "other"]),
-    ],
-)
-def test_host_lists_of_slurm(text, names):
-    assert expand_hostlist(text) == names
-
-
-@pytest.mark.parametrize(
-    ("text", "tasks"), [("4(x2),3", [4, 4, 3]), ("2", [2, 2, 2]), ("1,2,3", [1, 2, 3])]
-)
-def test_tasks_of_slurm(text, tasks):
-    assert expand_tasks(text, 3) == tasks
+    ):
+        assert expand_hostlist(text) == names
+    assert expand_tasks("4(x2),3", 3) == [4, 4, 3]
+    assert expand_tasks("2", 3) == [2, 2, 2]
 
 
 def test_the_hosts_of_a_job(tmp_path):
@@ -186,7 +159,7 @@ def test_a_launcher_that_another_one_has_started_is_refused(monkeypatch):
 # --- ranks
 
 
-@pytest.mark.parametrize("counts", [[1], [4], [2, 2], [3, 1, 2], [1, 4], [5, 5, 5]])
+@pytest.mark.parametrize("counts", [[4], [3, 1, 2], [1, 4]])
 @pytest.mark.parametrize("left_over", [0, 1])
 def test_ranks_fill_hosts(counts, left_over):
     size = max(1, sum(counts) - left_over)
@@ -213,6 +186,7 @@ def test_ranks_that_do_not_fit():
 def test_the_variables_of_a_rank():
     slots = assign([HostSlots("a", 2), HostSlots("b", 1)], 3)
     environment = {"PATH": "/bin", "HOME": "/me", "GONE": "1", "X": "0", "SSH_AUTH_SOCK": "/s"}
+    environment |= {"TMPDIR": "/x", "TERM": "xterm", "XDG_RUNTIME_DIR": "/run", "LC_ALL": "C"}
     options = Options(network_interface="eth0,eth1")
     more = {"variables": {"X": "option"}, "unset": frozenset({"GONE"}), "run_id": "id"}
     job = JobSpec(options, slots, environment, "secret", **more)
@@ -220,6 +194,7 @@ def test_the_variables_of_a_rank():
     of_b = rank_environment(slots[2], job, store, is_local=False)
     assert of_b == {
         "PATH": "/bin",
+        "LC_ALL": "C",
         "PYTHONUNBUFFERED": "1",
         "X": "option",
         "TORCH_RING_RUN_ID": "id",
@@ -247,11 +222,6 @@ def test_the_variables_of_a_rank():
     assert "secret" not in repr(job)
 
 
-def test_variables_of_a_host_stay_there():
-    here = {"TMPDIR": "/x", "TERM": "xterm", "XDG_RUNTIME_DIR": "/run", "LC_ALL": "C", "MY": "1"}
-    assert exported(here) == {"LC_ALL": "C", "MY": "1"}
-
-
 TWO = [HostSlots("a", 1), HostSlots("b", 2)]
 
 
@@ -269,25 +239,16 @@ def test_a_process_that_fails_is_started_again_later_each_time_and_then_no_more(
     (_, slot) = assign([HostSlots("a", 2)], 2)
     now, delays = 0.0, []
     assert table.due(now) == []
-    for _ in range(10):
-        table.fail(slot, 1.0, now)
+    for lived_s in (1200.0, *[1.0] * 10):  # one that has lived long is started at once
+        table.fail(slot, lived_s, now)
         at = now if table.due(now) else table.next_at(now)
         delays.append(at - now)
         now = at
         assert places(table.due(now)) == [(1, "a", 1)]
         table.start(slot)
-    assert delays == [0, 0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert delays == [0, 0, 0.5, 1, 2, 4, 8, 16, 32, 60, 60]
     table.fail(slot, 1.0, now)
     assert (table.due(1e9), table.next_at(now)) == ([], None)
-
-
-def test_a_process_that_has_lived_long_is_started_at_once():
-    table = table_of([HostSlots("a", 1)])
-    (slot,) = assign([HostSlots("a", 1)], 1)
-    for _ in range(20):
-        table.fail(slot, 1200.0, 5.0)
-        assert places(table.due(5.0)) == [(0, "a", 0)]
-        table.start(slot)
 
 
 def test_slots_that_come_get_the_next_numbers_and_keep_them():
@@ -355,15 +316,10 @@ def test_a_lost_host_is_left_out():
     assert table.usable_hosts(10.0) == ["a", "b"]
 
 
-def test_hosts_that_stay_the_same_are_never_left_out():
-    table = table_of(TWO)
+def test_hosts_that_stay_the_same_are_never_left_out_but_reached_again_later_each_time():
+    table, now, waits = table_of(TWO), 0.0, []
     assert fail_young(table, 9, 0.0) == [""] * 9
     assert table.usable_hosts(0.0) == ["a", "b"]
-
-
-def test_hosts_that_stay_the_same_are_reached_again_later_each_time():
-    table, now, waits = table_of(TWO), 0.0, []
-    table.end(assign(TWO, 3)[1], 0.0)
     for _ in range(8):
         assert table.lose("b", now) == ""
         assert table.usable_hosts(now) == ["a"]
@@ -397,15 +353,6 @@ def test_a_host_that_goes_and_is_listed_anew_can_be_used():
     assert table.usable_hosts(0.0) == ["a", "b"]
 
 
-def test_lines_of_hosts():
-    text = "host1\nhost2:4\n\n  [fd00::1]:2 \nhost1:1\n"
-    expected = [HostSlots("host1", 4), HostSlots("host2", 4), HostSlots("fd00::1", 2)]
-    assert parse_hosts(text, "\n", 3) == expected
-    for wrong in ("host1 slots=4", "-oProxyCommand=x", "host:0", "a:b"):
-        with pytest.raises(InvalidArgumentError, match=r"is not|must be a whole number"):
-            parse_hosts(wrong, "\n")
-
-
 def test_a_script_finds_hosts():
     found = find_hosts("echo $WHERE:2; echo b", 1, {"WHERE": "a"})
     assert found == [HostSlots("a", 2), HostSlots("b", 1)]
@@ -427,7 +374,6 @@ def test_a_script_that_does_not_end_is_ended(monkeypatch):
         ("python train.py --lr 1", "", "train.py --lr 1"),
         ("/opt/bin/python3.11 -u -X dev -Wignore train.py -c", "-u -X dev -Wignore", "train.py -c"),
         ("python3 -Bs -m train -m", "-Bs", "-m train -m"),
-        ("python -c pass", "", "-c pass"),
     ],
 )
 def test_the_command_of_a_standby_process(command, flags, program):
@@ -437,15 +383,13 @@ def test_the_command_of_a_standby_process(command, flags, program):
     assert (words[1:at], words[at + 2 :]) == (flags.split(), program.split())
 
 
-@pytest.mark.parametrize("command", ["sh train.sh", "python", "python -u", "python -um train"])
+@pytest.mark.parametrize(
+    "command",
+    ["sh train.sh", "python", "python -u", "python -um train", "python -m torch_ring.horovod a.py"],
+)
 def test_a_command_that_cannot_stand_by_is_refused(command):
-    with pytest.raises(InvalidArgumentError, match="--standby needs a command"):
+    with pytest.raises(InvalidArgumentError, match="--standby needs "):
         standby_command(command.split())
-
-
-def test_a_standby_process_is_not_started_twice():
-    with pytest.raises(InvalidArgumentError, match="--standby needs TORCH_RING_AS_HOROVOD=1"):
-        standby_command(["python", "-u", "-m", "torch_ring.horovod", "train.py"])
 
 
 def test_standby_processes_are_where_the_fewest_are():

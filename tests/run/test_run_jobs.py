@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 from launched_jobs import DEADLINE_S, LaunchedJob, run_job, stub_ssh
 from launcher_commands import clean_environment
-from rank_functions import horovods_version
 from scripts import ROOT
 
 from torch_ring.run import job as launched_job
-from torch_ring.run import run
 
 HELLO = str(ROOT / "tests" / "setup" / "hello.py")
 pytestmark = pytest.mark.launcher
@@ -77,24 +75,24 @@ def test_cores_are_shared_by_the_ranks():
     assert [line.partition(":")[2] for line in out.splitlines()] == ["1"] * (cores + 1)
 
 
-def test_ten_megabytes_of_lines_are_never_mixed():
+def test_megabytes_of_lines_are_never_mixed():
     """Lines of several lengths from three ranks and both streams, written in odd pieces."""
     script = (
         "import os, sys, itertools\n"
         "r = os.environ['RANK']\n"
         "for fd in (1, 2):\n"
         "    data = b''.join(b'%s %d %s\\n' % (r.encode(), i, b'x' * (i * 37 % 500))\n"
-        "                    for i in range(6500))\n"
+        "                    for i in range(2000))\n"
         "    for begin in range(0, len(data), 4099):\n"
         "        os.write(fd, data[begin:begin + 4099])\n"
     )
     code, out, errors = run_job("-np", "3", sys.executable, "-c", script)
     assert code == 0
-    assert len(out) + len(errors) > 9e6
+    assert len(out) + len(errors) > 2.5e6
     for name, text in (("stdout", out), ("stderr", errors)):
-        assert text.count("\n") == 3 * 6500
+        assert text.count("\n") == 3 * 2000
         for rank in range(3):
-            want = [f"{rank} {i} {'x' * (i * 37 % 500)}" for i in range(6500)]
+            want = [f"{rank} {i} {'x' * (i * 37 % 500)}" for i in range(2000)]
             assert of_rank(rank, name, text) == want
 
 
@@ -129,14 +127,6 @@ def wait_for_blocked(job: LaunchedJob) -> bool:
 
 def bytes_written(pid: int) -> int:
     return int(re.findall(r"wchar: (\d+)", Path(f"/proc/{pid}/io").read_text())[0])
-
-
-def test_a_reader_that_leaves_ends_the_job():
-    job = LaunchedJob("-np", "2", "yes", reads=False)
-    assert wait_for_blocked(job)
-    job.close_pipes()
-    assert job.wait() == 128 + 13
-    job.require_nothing_left()
 
 
 def test_a_folder_for_output_that_cannot_be_made(tmp_path):
@@ -193,10 +183,6 @@ def test_a_job_goes_on_when_its_files_cannot_be_written(tmp_path):
         assert (tmp_path / "logs" / f"rank.{rank}" / "stderr").read_text() == "err\n"
 
 
-def test_an_error_is_no_traceback_where_it_cannot_be_said():
-    assert run_job("-np", "2", before=functools.partial(write_to_full_disk, 2))[0] == 2
-
-
 def test_a_reader_of_one_stream_that_leaves_ends_the_job_in_words():
     def close_reader() -> None:
         read, write = os.pipe()
@@ -251,7 +237,6 @@ def test_a_host_that_does_not_answer(tmp_path):
     [
         ("-np 2", 2, "there is no command to run"),
         ("--requeue -np 1 true", 2, "needs a job of Slurm: there is no SLURM_JOB_ID"),
-        ("-np 2 --min-np 1 --max-np 1 true", 2, "--max-np 1: there are 2 ranks"),
         ("-np 2 --min-np 3 true", 2, "--min-np 3: there are 2 ranks"),
         (
             "-np 2 no-such-program",
@@ -260,11 +245,6 @@ def test_a_host_that_does_not_answer(tmp_path):
             "'no-such-program': is it installed there, and on the PATH?",
         ),
         ("-np 2 /", 126, "on localhost cannot start '/': [Errno 13] Permission denied: '/': is it"),
-        (
-            "-np 2 train.py --lr 1",
-            127,
-            "'train.py': a Python program begins with its interpreter: `python train.py`",
-        ),
         (f"-np 2 {HELLO}", 126, f"a Python program begins with its interpreter: `python {HELLO}`"),
     ],
 )
@@ -276,13 +256,7 @@ def test_what_cannot_be_run(line, code, message):
     assert "Traceback" not in errors
 
 
-def test_remarks_and_versions():
-    code, _, errors = run_job("-np", "1", "--gloo", "--cache-capacity", "3", "true")
-    assert code == 0
-    assert errors.splitlines() == [
-        "torch_ring.run: --gloo changes nothing: the ranks find one another in one way only",
-        "torch_ring.run: --cache-capacity changes nothing: torch_ring has no use for it",
-    ]
+def test_versions():
     assert run_job("--version")[1].startswith("0.")
     assert "    [X] PyTorch\n" in run_job("--check-build")[1]
 
@@ -294,19 +268,3 @@ def test_the_setting_as_an_option_and_a_shell_between():
     options = ("-np", "1", "--env", "TORCH_RING_AS_HOROVOD=1")
     code, out, err = run_job(*options, "sh", "-c", f'{sys.executable} -c "{SAY}"')
     assert (code, out) == (0, "[0]<stdout>:0.28.1\n"), err
-
-
-def test_functions_find_torch_ring():
-    assert run(horovods_version, np=1, env={"TORCH_RING_AS_HOROVOD": "1"}) == ["0.28.1"]
-
-
-def test_horovod_is_not_hidden(tmp_path: Path, monkeypatch):
-    (tmp_path / "horovod").mkdir()
-    (tmp_path / "horovod" / "__init__.py").write_text('__version__ = "its own"\n')
-    monkeypatch.syspath_prepend(tmp_path)
-    command = ("-np", "1", sys.executable, "-c", SAY)
-    path = {"PYTHONPATH": str(tmp_path)}
-    code, out, err = run_job(*command, TORCH_RING_AS_HOROVOD="1", **path)
-    assert (code, out) == (2, "")
-    assert f"Horovod is installed ({tmp_path}" in err
-    assert run_job(*command, TORCH_RING_AS_HOROVOD="force", **path)[1] == "[0]<stdout>:0.28.1\n"

@@ -60,7 +60,6 @@ def test_a_line_of_horovodrun():
             "--num-proc 2 -hostfile hosts -prefix-timestamp -- ls --",
             {"num_proc": 2, "hostfile": "hosts", "command": ["ls", "--"]},
         ),
-        ("-cb", {"shows": "build"}),
         ("--check-build", {"shows": "build"}),
         ("-v", {"shows": "version"}),
         (
@@ -78,7 +77,6 @@ def test_a_line_of_horovodrun():
                 "variables": {"TORCH_RING_ELASTIC_TIMEOUT": "5.0"},
             },
         ),
-        ("--min-num-proc 1 true", {"least": 1}),
         ("true", {"least": None, "grows": False, "standby": 0, "numa_binding": ""}),
         ("--no-autotune true", {"variables": {"HOROVOD_AUTOTUNE": "0"}}),
         ("--no-stall-check --stall-check", {"variables": {"HOROVOD_STALL_CHECK_DISABLE": "0"}}),
@@ -107,12 +105,11 @@ def test_the_time_to_start_may_be_a_variable():
     [
         ("--standby 1", "--standby needs --max-np, or --host-discovery-script"),
         ("--min-np 1 --blacklist-cooldown-range 1 2", "needs --max-np, or --host-discovery-script"),
-        ("--slots-per-host 4", "--slots-per-host needs --host-discovery-script"),
         ("--reset-limit 3", "--reset-limit needs --min-np"),
         ("--max-np 3", "--max-np 3 needs --min-np"),
+        ("-H a:1 --hostfile b", "give hosts or a host file, and not both"),
         ("--min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
         ("--host-discovery-script ./hosts.sh -H a:1", "leave out -H and --hostfile"),
-        ("-H a:1 --hostfile b", "give hosts or a host file, and not both"),
         ("--min-np 1 --max-np 2 --blacklist-cooldown-range 3 2", "3 2: the first must not be more"),
     ],
 )
@@ -210,7 +207,6 @@ def test_a_configuration_file(tmp_path):
         ("params:\n  fusion_threshold_mb: much", "--fusion-threshold-mb 'much': must be a number"),
         ("params:\n  cycle_time_ms: -1", "--cycle-time-ms -1: must be 0 or more"),
         ("pramas: {}", "'pramas' is not a section"),
-        ("[1", "--config-file"),
         ("- 1", "must have sections"),
     ],
 )
@@ -228,7 +224,6 @@ def test_a_wrong_configuration_file(tmp_path, text, message):
         "-np 0",
         "-np two",
         "--log-level LOUD",
-        "--start-timeout 0",
         "--numa-binding nodes",
         "--nopt",
     ],

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 
 import pytest
 
@@ -121,9 +120,3 @@ def test_frames_come_in_any_pieces(step):
     frames = FrameReader()
     pieces = [data[begin : begin + step] for begin in range(0, len(data), step)]
     assert [each for piece in pieces for each in frames.feed(piece)] == sent
-
-
-def test_the_time_goes_first(out):
-    screen = Screen(out, Kept(), 1, with_time=True)
-    screen.write(0, "stdout", b"hi\n")
-    assert re.fullmatch(rb"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:hi\n", out.data)

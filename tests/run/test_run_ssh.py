@@ -107,6 +107,7 @@ def on(cluster: Cluster, *slots: int) -> tuple[str, str]:
     return "-H", ",".join(named)
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_train_together(cluster):
     code, out, errors = cluster.run(*on(cluster, 1, 1), sys.executable, HELLO, PYTHONPATH=str(ROOT))
     assert code == 0, errors
@@ -148,17 +149,6 @@ def test_nothing_is_left_when_the_launcher_is_killed(cluster):
     job.signal(signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
     job.require_nothing_left()
-
-
-@pytest.mark.slow
-def test_a_host_whose_connection_is_lost(cluster):
-    job = cluster.launch(*on(cluster, 1, 1), "bash", "-c", STUBBORN)
-    job.wait_for("up", 2)
-    (ssh,) = [pid for pid, command in job.processes().items() if command.startswith("ssh ")]
-    os.kill(ssh, signal.SIGKILL)
-    assert job.wait() == 1
-    job.require_nothing_left()
-    assert f"rank 1 on {cluster.hosts[1].address} is lost with its host" in job.stderr
 
 
 @pytest.mark.parametrize(

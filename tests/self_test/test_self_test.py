@@ -153,7 +153,6 @@ def test_a_wrong_setting_fails_it(
     [
         ("echo 'ImportError: built for torch 2.11' >&2; exit 1", "rank 0: ImportError: built for"),
         ("kill -KILL $$", "rank 0: was ended by SIGKILL"),
-        ("exit 3", "rank 0: ended with exit code 3"),
         ("exec sleep 1000", "rank 0, rank 1 did not end within 1 s"),
         (None, r"rank 0 cannot be started: .*No such file"),
         (
@@ -187,6 +186,7 @@ def test_ranks_that_fail_are_explained(
     assert re.match(before + failure, last), last
 
 
+@pytest.mark.slow
 def test_ranks_say_why_they_cannot_begin(capsys: pytest.CaptureFixture[str]) -> None:
     """All ranks exit on their own, with the library's error."""
     broken = {"TORCH_RING_CONNECTIONS": "0"}

@@ -54,7 +54,6 @@ def test_versions_of_launchers(
 
     for said, version in (
         ("HYDRA build details:\n    Version:       4.2.1\n", "HYDRA build details: Version: 4.2.1"),
-        ("slurm 23.11.4\n", "slurm 23.11.4"),
         ("mpirun (Open MPI) 5.0.8\n\nReport bugs", "mpirun (Open MPI) 5.0.8"),
     ):
         assert found(f"[ $1 = --version ] && printf '{said}'") == f"{version}; {launcher}"
