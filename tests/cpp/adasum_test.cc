@@ -93,8 +93,6 @@ const bool added = [] {
   return true;
 }();
 
-}  // namespace
-
 TEST(adasum_refuses_invalid_dtype_or_size_before_moving_data) {
   std::byte data[64]{};
   const std::vector<std::size_t> counts{3};
@@ -110,25 +108,5 @@ TEST(adasum_refuses_invalid_dtype_or_size_before_moving_data) {
   refuses(2, DType::kBool, "floating point");
 }
 
-TEST(adasum_range_halves_are_disjoint_and_cover_all_elements) {
-  for (const std::size_t count : {0u, 1u, 5u, 64u, 1001u}) {
-    std::vector<int> owners(count, 0);
-    for (int rank = 0; rank < 8; ++rank) {
-      for (int level = 0; level < 3; ++level) {
-        const Range all = adasum_range(count, rank, level);
-        const Range kept = adasum_range(count, rank, level + 1);
-        const Range given = adasum_range(count, rank ^ (1 << level), level + 1);
-        const bool lower = (rank >> level & 1) == 0;
-        CHECK_EQ((lower ? kept : given).begin, all.begin);
-        CHECK_EQ((lower ? given : kept).begin, all.begin + (lower ? kept : given).count);
-        CHECK_EQ(kept.count + given.count, all.count);
-        CHECK(kept.count <= given.count + 1 && given.count <= kept.count + 1);
-      }
-      const Range own = adasum_range(count, rank, 3);
-      for (std::size_t i = 0; i < own.count; ++i) ++owners[own.begin + i];
-    }
-    CHECK(owners == std::vector<int>(count, 1));
-  }
-}
-
+}  // namespace
 }  // namespace torch_ring::test::adasum_test

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Agreement: decisions from the ranks' entries. Pure, no threads.
+// Agreement, entries, and the queue of requests. Pure, no threads.
 #include "engine/agreement.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "engine/entry.h"
 #include "engine/executor.h"
+#include "engine/request.h"
+#include "engine/request_queue.h"
 #include "entries.h"
 #include "harness.h"
 
@@ -149,47 +151,19 @@ TEST(requests_in_step_leave_earlier_ones_pending) {
                "a rank announced allreduce.early twice");
 }
 
-TEST(equal_requests_are_decided_in_one_round) {
-  Agreement agreement = among(3);
-  const Parts a = entry({allreduce("a")});
-  CHECK_EQ(keys(round(agreement, {a, a, a})), Keys{"allreduce.a"});
-  CHECK(agreement.empty());
-}
-
-TEST(requests_are_matched_by_name_in_any_order) {
-  Agreement agreement = among(2);
-  CHECK_EQ(keys(round(agreement, {entry({allreduce("a")}), entry({allreduce("b")})})), Keys{});
-  CHECK_EQ(keys(round(agreement, {entry({allreduce("b")}), entry({})})), Keys{"allreduce.b"});
-  CHECK_EQ(keys(round(agreement, {entry({}), entry({allreduce("a")})})), Keys{"allreduce.a"});
-}
-
-TEST(decisions_have_the_order_of_first_announcements) {
-  Agreement agreement = among(2);
-  const auto decisions = round(agreement, {entry({allreduce("z"), allreduce("a")}),
-                                           entry({allreduce("a"), allreduce("z")})});
-  CHECK_EQ(keys(decisions), (Keys{"allreduce.z", "allreduce.a"}));
-}
-
-TEST(mismatch_names_both_requests_and_the_name_can_be_used_again) {
-  Agreement agreement = among(3);
-  const auto decisions = round(
-      agreement,
-      {entry({allreduce("a", {3})}), entry({allreduce("a", {3})}), entry({allreduce("a", {4})})});
-  CHECK_EQ(decisions.size(), 1u);
-  const std::string what = decisions[0].mismatch->what();
-  CHECK(what.find("rank 0: allreduce 'a' float32 [3]") != std::string::npos);
-  CHECK(what.find("rank 2: allreduce 'a' float32 [4]") != std::string::npos);
-  CHECK(
-      what.ends_with(". All ranks must call the same collectives, in the same order, with the "
-                     "same shapes, dtypes and arguments"));
-  const Parts again = entry({allreduce("a", {5})});
-  CHECK(!round(agreement, {again, again, again})[0].mismatch);
-}
-
 TEST(numbered_requests_of_different_collectives_are_a_mismatch) {
   Agreement agreement = among(2);
   const auto decisions = round(agreement, {entry({allreduce("#1")}), entry({broadcast("#1", 0)})});
   CHECK(decisions.at(0).mismatch.has_value());
+}
+
+TEST(mismatch_says_what_to_do) {
+  Agreement agreement = among(2);
+  const auto decisions =
+      round(agreement, {entry({allreduce("a", {3})}), entry({allreduce("a", {4})})});
+  CHECK(std::string(decisions.at(0).mismatch->what())
+            .ends_with(". All ranks must call the same collectives, in the same order, with the "
+                       "same shapes, dtypes and arguments"));
 }
 
 TEST(ranks_that_all_wait_for_different_requests_get_a_mismatch) {
@@ -254,19 +228,6 @@ TEST(joined_rank_makes_other_collectives_than_reductions_a_mismatch) {
   }
 }
 
-TEST(unnamed_barrier_resets_the_numbering) {
-  Agreement agreement = among(2);
-  Fingerprint barrier;
-  barrier.collective = Collective::kBarrier;
-  for (const char* name : {"#barrier.1", "named"}) {
-    barrier.name = name;
-    const Parts a = entry({barrier});
-    CHECK_EQ(round(agreement, {a, a}).at(0).resets_numbering, name[0] == '#');
-    CHECK(round(agreement, {a, entry({})}).empty());
-    CHECK_EQ(round(agreement, {entry({}), a}).at(0).resets_numbering, name[0] == '#');
-  }
-}
-
 TEST(plan_fusion_groups_requests_by_dtype_and_size) {
   const Fingerprint small = allreduce("s", {10});
   const Fingerprint large = allreduce("l", {1000});
@@ -277,6 +238,219 @@ TEST(plan_fusion_groups_requests_by_dtype_and_size) {
   CHECK_EQ(plan_fusion(requests, 120), (Groups{{0, 2, 4}, {1}, {3}}));
   CHECK_EQ(plan_fusion(requests, 80), (Groups{{0, 2}, {1}, {3}, {4}}));
   CHECK_EQ(plan_fusion({}, 80), Groups{});
+}
+
+/// A rank that has joined allocates memory according to the others' shapes.
+TEST(decode_throws_for_shapes_that_no_tensor_has) {
+  constexpr std::int64_t kHuge = std::int64_t{1} << 31;
+  Bytes encoded;
+  for (const auto& shape : {std::vector<std::int64_t>{2, -1}, {kHuge, kHuge}, {kHuge, 2, kHuge}}) {
+    encode(allreduce("a", shape), encoded);
+    CHECK_THROWS(decode(encoded), ErrorKind::kInternal, "broken entry");
+  }
+  for (const auto& shape : {std::vector<std::int64_t>{kHuge, kHuge / 4}, {kHuge, kHuge, 0}, {}}) {
+    encode(allreduce("a", shape), encoded);
+    CHECK(decode(encoded).shape == shape);
+  }
+}
+
+TEST(bitwise_operators_are_of_whole_numbers_and_run_on_the_host) {
+  Fingerprint fingerprint = allreduce("a");
+  fingerprint.device = 1;
+  CHECK(!fingerprint.on_host());
+  for (const ReduceOp op : {ReduceOp::kBand, ReduceOp::kBor, ReduceOp::kBxor}) {
+    fingerprint.op = op;
+    CHECK(fingerprint.on_host());
+    Bytes encoded;
+    encode(fingerprint, encoded);  // of float32, as no rank announces it
+    CHECK_THROWS(decode(encoded), ErrorKind::kInternal, "broken entry");
+  }
+}
+
+TEST(entry_says_whether_its_rank_is_blocked_and_shares_its_device) {
+  EntryWriter writer;
+  for (const bool blocked : {false, true}) {
+    for (const bool shares : {false, true}) {
+      writer.clear(blocked, shares);
+      const Post post = writer.post();
+      const EntryReader entry(post.common, post.own);
+      CHECK_EQ(entry.blocked(), blocked);
+      CHECK_EQ(entry.shares_device(), shares);
+    }
+  }
+}
+
+TEST(entries_are_equal_wherever_their_shared_buffers_lie) {
+  const Parts here = entry_with({{allreduce("a"), "", {}, 64}});
+  const Parts there = entry_with({{allreduce("a"), "", {}, 4096}});
+  CHECK(here.common == there.common);
+  CHECK(here.own.empty() && there.own.empty());
+  CHECK(read(here)[0].is_shared);
+  CHECK_EQ(shared_offset(here.local, 0), 64);
+  CHECK_EQ(shared_offset(there.local, 0), 4096);
+  CHECK_THROWS(shared_offset(here.local, 1), ErrorKind::kInternal, "broken entry");
+}
+
+using Works = std::deque<std::shared_ptr<Work>>;
+
+std::shared_ptr<Work> make(const std::string& name,
+                           Collective collective = Collective::kAllreduce) {
+  Request request;
+  request.fingerprint.collective = collective;
+  request.fingerprint.name = name;
+  request.fingerprint.shape = {3};
+  return RequestQueue::make_work(std::move(request));
+}
+
+std::shared_ptr<Work> add(RequestQueue& queue, const std::string& name,
+                          Collective collective = Collective::kAllreduce) {
+  auto work = make(name, collective);
+  queue.add(queue.lock(), {&work, 1});
+  return work;
+}
+
+Works take(RequestQueue& queue) {
+  Works works;
+  queue.take(queue.lock(), works);
+  return works;
+}
+
+std::string error_text(const Work& work) {
+  try {
+    work.check();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing";
+}
+
+std::string name_of(const std::shared_ptr<Work>& work) { return work->request().fingerprint.name; }
+
+TEST(a_group_has_one_number) {
+  RequestQueue queue("rank 2");
+  add(queue, "");
+  std::vector<std::shared_ptr<Work>> group;
+  for (int i = 0; i < 3; ++i) {
+    Request request;
+    request.fingerprint.group = 3;
+    group.push_back(RequestQueue::make_work(std::move(request)));
+  }
+  queue.add(queue.lock(), group);
+  CHECK_EQ(name_of(group[0]), "#2");
+  CHECK_EQ(name_of(group[1]), "#2/1");
+  CHECK_EQ(name_of(group[2]), "#2/2");
+  CHECK_EQ(name_of(add(queue, "")), "#3");
+}
+
+TEST(queue_keeps_a_name_until_its_work_is_done) {
+  RequestQueue queue("rank 2");
+  const auto work = add(queue, "a");
+  const std::string refused = "rank 2: allreduce 'a' float32 [3] Sum is in flight already";
+  CHECK_THROWS(add(queue, "a"), ErrorKind::kInvalidArgument, refused);
+  take(queue);  // maybe announced, but not done
+  CHECK_THROWS(add(queue, "a"), ErrorKind::kInvalidArgument, refused);
+  add(queue, "a", Collective::kBroadcast);  // each collective has names of its own
+
+  queue.complete(queue.lock(), *work);
+  CHECK(work->done() && !work->failed());
+  const auto again = add(queue, "a");
+  queue.fail(queue.lock(), *again, Error(ErrorKind::kMismatch, "the ranks disagree"));
+  CHECK(again->done() && again->failed());
+  CHECK_THROWS(again->check(), ErrorKind::kMismatch,
+               "rank 2: allreduce 'a' float32 [3] Sum: the ranks disagree");
+  add(queue, "a");
+}
+
+TEST(queue_names_a_failed_request_once) {
+  RequestQueue queue("rank 2");
+  const auto late = add(queue, "a");
+  const auto other = add(queue, "b");
+  const Error cause(ErrorKind::kTimeout, "allreduce 'a' float32 [3] Sum: gave up");
+  queue.fail(queue.lock(), *late, cause);
+  queue.fail(queue.lock(), *other, cause);
+  CHECK_EQ(error_text(*late), "rank 2: allreduce 'a' float32 [3] Sum: gave up");
+  CHECK_EQ(error_text(*other),
+           "rank 2: allreduce 'b' float32 [3] Sum: allreduce 'a' float32 [3] Sum: gave up");
+}
+
+TEST(queue_takes_a_group_whole_or_not_at_all) {
+  RequestQueue queue("rank 0");
+  const auto first = add(queue, "c");
+  take(queue);
+  const std::vector<std::shared_ptr<Work>> group{make("a"), make("b"), make("c")};
+  CHECK_THROWS(queue.add(queue.lock(), group), ErrorKind::kInvalidArgument, "'c'");
+  CHECK(!queue.has_works());
+  CHECK_EQ(queue.bytes(queue.lock()), 0u);
+
+  queue.complete(queue.lock(), *first);
+  queue.add(queue.lock(), group);  // none of its names has stayed in flight
+  CHECK_EQ(take(queue).size(), 3u);
+}
+
+TEST(queue_numbers_works_without_a_name_and_anew_in_each_era) {
+  RequestQueue queue("rank 0");
+  CHECK_EQ(name_of(add(queue, "")), "#1");
+  CHECK_EQ(name_of(add(queue, "named")), "named");
+  CHECK_EQ(name_of(add(queue, "", Collective::kBroadcast)), "#2");
+  CHECK_EQ(name_of(add(queue, "", Collective::kBarrier)), "#barrier.1");
+  queue.reset_numbering(queue.lock());
+  CHECK_EQ(name_of(add(queue, "")), "#1.1");
+  CHECK_EQ(name_of(add(queue, "", Collective::kBarrier)), "#1.barrier.1");
+  queue.reset_numbering(queue.lock());
+  CHECK_EQ(name_of(add(queue, "")), "#2.1");
+}
+
+TEST(queue_refuses_reserved_names_and_very_long_ones) {
+  CHECK_THROWS(make("#1"), ErrorKind::kInvalidArgument, "'#1' is reserved");
+  make(std::string(4096, 'x'));
+  CHECK_THROWS(make(std::string(4097, 'x')), ErrorKind::kInvalidArgument, "longer than 4096");
+}
+
+TEST(names_of_gradients_in_words) {
+  const std::string bucket = "averaging the gradients of backward pass 18 (optimizer 1, bucket 3)";
+  const std::string words[][3] = {
+      {backward_name(2), "averaging the gradients of backward pass 3", "agreeing on gradients"},
+      {backward_name(2) + ".weights", "comparing the ranks' weights in backward pass 3",
+       "comparing weights"},
+      {backward_name(2) + ".ahead", "comparing backward pass 3 with the other ranks", ""},
+      {bucket_name(1, 17, 3, 64), bucket, "averaging gradients"},
+      {bucket_name(1, 17, 3, 64) + ".0.header", bucket, ""},
+      {"gradients.0.17.sparse.words.weight.1",
+       "averaging the sparse gradient of 'words.weight' of backward pass 18", ""},
+      {"gradients.0.17.loss", "averaging the closure's loss after backward pass 17",
+       "averaging the closure's loss"},
+      {"gradients.1.17.carried.head.weight",
+       "averaging once more what 'head.weight' had before backward pass 18", "averaging gradients"},
+  };
+  for (const auto& [name, all, kind] : words) {
+    CHECK_EQ(in_words(name).value_or(""), all);
+    if (!kind.empty()) CHECK_EQ(kind_in_words(name).value_or(""), kind);
+  }
+  for (const std::string name :
+       {"", "loss.3", "backward", "backward.", "backward.x", "backward.3.other", "gradients.3",
+        "gradients.0.1", "gradients.0.1.2", "gradients.weight.0.1.2", "gradients.0.1.bias.0",
+        "backward.99999999999999999999"}) {
+    CHECK(!in_words(name));
+  }
+}
+
+TEST(passes_that_nobody_waits_for_are_known_by_their_names) {
+  CHECK(planned_pass("backward.17.ahead") == 17u);
+  for (const char* name : {"backward.17", "backward.17.weights", "backward..ahead", "17.ahead",
+                           "backward.17.ahead.1", "gradients.0.17.0.0", ""}) {
+    CHECK(!planned_pass(name));
+  }
+}
+
+TEST(requests_for_gradients_are_described_in_words) {
+  Fingerprint fingerprint;
+  fingerprint.shape = {4};
+  fingerprint.name = bucket_name(0, 0, 2, 0);
+  CHECK_EQ(fingerprint.describe(),
+           "averaging the gradients of backward pass 1 (optimizer 0, bucket 2) float32 [4] Sum");
+  fingerprint.collective = Collective::kAllgather;
+  fingerprint.name = "mine";
+  CHECK_EQ(fingerprint.describe(), "allgather 'mine' float32 [*, 4]");
 }
 
 }  // namespace

@@ -4,11 +4,10 @@
 
 #include <optional>
 #include <string_view>
-#include <thread>
 
 #include "core/crc32c.h"
 #include "elements.h"
-#include "engine_ranks.h"
+#include "harness.h"
 
 namespace torch_ring::test::checked_stream_test {
 namespace {
@@ -67,47 +66,6 @@ std::optional<Bytes> read(const Bytes& stream, std::size_t count, std::size_t ro
   return data;
 }
 
-/// Forwards bytes from one socket to another until either ends; flips the lowest bit of byte
-/// `flipped`.
-class Relay {
- public:
-  Relay(Socket from, Socket to, std::size_t flipped)
-      : from_(std::move(from)),
-        to_(std::move(to)),
-        back_([this] { copy(to_, from_, kNever); }),
-        forth_([this, flipped] { copy(from_, to_, flipped); }) {}
-  ~Relay() {
-    ::shutdown(from_.get(), SHUT_RDWR);
-    ::shutdown(to_.get(), SHUT_RDWR);
-    back_.join();
-    forth_.join();
-  }
-
- private:
-  static constexpr std::size_t kNever = ~std::size_t{0};
-
-  static void copy(const Socket& from, const Socket& to, std::size_t flipped) {
-    std::vector<char> buffer(64u << 10);
-    std::size_t done = 0;
-    while (true) {
-      const auto got = ::recv(from.get(), buffer.data(), buffer.size(), 0);
-      if (got <= 0) break;
-      const auto count = static_cast<std::size_t>(got);
-      if (flipped >= done && flipped < done + count) buffer[flipped - done] ^= 1;
-      done += count;
-      if (::send(to.get(), buffer.data(), count, MSG_NOSIGNAL) != got) break;
-    }
-    ::shutdown(to.get(), SHUT_WR);
-  }
-
-  Socket from_;
-  Socket to_;
-  std::thread back_;
-  std::thread forth_;
-};
-
-}  // namespace
-
 TEST(crc32c_of_the_vectors_of_rfc_3720) {
   check_crc({}, 0);
   check_crc(Bytes(32, std::byte{0}), 0x8A9136AA);
@@ -154,28 +112,5 @@ TEST(checked_stream_refuses_every_flipped_bit) {
   }
 }
 
-TEST(checked_stream_engines_all_fail_when_a_bit_flips) {
-  for (const std::size_t flipped : {20u, 200u, 300'000u}) {  // in the agreement, and in data
-    const std::vector<int> host_of{0, 1, 2};
-    std::vector<World> worlds = make_worlds(host_of);
-    std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(host_of);
-    for (World& world : worlds) world.checksums = true;
-    auto& sockets = dynamic_cast<ReadySockets&>(*worlds[1].sockets);
-    auto [here, there] = unix_pair();
-    const Relay relay(std::move(sockets.take(0, true).front()), Socket(std::move(there)), flipped);
-    sockets.add(0, Socket(std::move(here)));
-    run_ranks(3, [&](int rank) {
-      Rank self(at(worlds, rank), std::move(at(planes, rank)), patient());
-      std::vector<float> small = self.input(50);
-      std::vector<float> large = self.input(400'000);
-      const auto both = [&] {
-        self.allreduce_now(small);
-        self.allreduce_now(large);
-      };
-      CHECK_THROWS(both(), rank == 1 ? ErrorKind::kInternal : ErrorKind::kPeerLost,
-                   "data from rank 0 (a thread) arrived damaged");
-    });
-  }
-}
-
+}  // namespace
 }  // namespace torch_ring::test::checked_stream_test

@@ -49,11 +49,9 @@ constexpr std::array<std::size_t, 2> kShortAndLong{1000, 40'009};
 
 inline void allreduce_all(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    const auto ranks = static_cast<std::size_t>(size);
     for (int dtype = 0; dtype < kNumberCount; dtype += kDTypeStep) {
       for (const ReduceOp op : kOps) {
-        for (const std::size_t count : {std::size_t{0}, std::size_t{1}, ranks - 1, ranks,
-                                        64 * ranks + 1, std::size_t{40'009}}) {
+        for (const std::size_t count : counts_for(size)) {
           check_allreduce(communicator, static_cast<DType>(dtype), op, count, count % 2 == 0);
         }
       }
@@ -110,31 +108,69 @@ inline void allreduce_accumulates_in_float32(const Layout& layout, int size) {
   });
 }
 
-inline void allreduce_same_bits(const Layout& layout, int size) {
-  constexpr std::size_t kCount = 300'003 / kShare;
-  std::vector<Bytes> results[2];
-  for (auto& result : results) {
-    result.resize(static_cast<std::size_t>(size));
-    run_world(layout, size, [&](Communicator& communicator, Abort&) {
-      std::mt19937 random(static_cast<unsigned>(communicator.rank()));
-      std::normal_distribution<double> normal;
-      Elements data = Elements::repeating(DType::kFloat32, kCount, 10'007,
-                                          [&](std::size_t) { return normal(random); });
-      communicator.allreduce(data.data(), data.data(), kCount,
-                             {DType::kFloat32, ReduceOp::kSum, {.divisor = size}});
-      at(result, communicator.rank()) = data.bytes();
-    });
+/// Numbers of very different magnitudes, whose sum depends on the order of the additions.
+inline Elements numbers(DType dtype, std::size_t count, int rank, unsigned seed) {
+  std::mt19937 random(seed * 1000 + static_cast<unsigned>(rank));
+  std::normal_distribution<double> normal;
+  std::uniform_real_distribution<double> magnitude(-4, 4);
+  Elements elements(dtype, count);
+  for (std::size_t i = 0; i < count; ++i) {
+    elements.set(i, normal(random) * std::pow(10.0, magnitude(random)));
   }
-  for (const auto& result : results) {
-    for (const auto& bytes : result) CHECK(same(bytes, results[0][0]));
+  return elements;
+}
+
+/// The sum of all ranks' numbers, in this communicator's order of additions.
+inline Bytes sum_of(Communicator& communicator, std::size_t count, unsigned seed,
+                    const Reduction& reduction) {
+  std::vector<Elements> inputs;
+  std::vector<const void*> pointers;
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    inputs.push_back(numbers(reduction.dtype, count, rank, seed));
   }
+  for (Elements& input : inputs) pointers.push_back(input.data());
+  Elements sum(reduction.dtype, count);
+  communicator.reduce_inputs(pointers, sum.data(), count, reduction);
+  return sum.bytes();
+}
+
+/// The bits of a sum do not depend on the rank, on the elements around it, or on its path.
+inline void same_bits_at_every_place(const Layout& layout, int size) {
+  constexpr std::size_t kCount = 501;
+  run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
+      const Reduction reduction{dtype, ReduceOp::kSum, {.prescale = 0.3, .divisor = size}};
+      const Bytes expected = sum_of(communicator, kCount, 1, reduction);
+      const Elements own = numbers(dtype, kCount, communicator.rank(), 1);
+      // Alone, and in a longer buffer: short and gathered, long, and in more than one round.
+      for (const std::size_t before : {0u, 7u, 3001u, 50'000u, 1'000'000u}) {
+        if (before == 1'000'000 && (size != 3 || kSanitized || dtype != DType::kFloat32)) continue;
+        Elements all(dtype, before == 0 ? kCount : before + kCount + before / 3);
+        std::byte* const place = all.data() + before * size_of(dtype);
+        std::memcpy(place, own.bytes().data(), own.bytes().size());
+        communicator.allreduce(all.data(), all.data(), all.count(), reduction);
+        CHECK(std::memcmp(place, expected.data(), expected.size()) == 0);
+      }
+      // As this rank's part, by rank.
+      const std::vector<std::size_t> counts(static_cast<std::size_t>(size), kCount);
+      const Elements parts =
+          numbers(dtype, kCount * static_cast<std::size_t>(size), communicator.rank(), 2);
+      const Bytes sums = sum_of(communicator, parts.count(), 2, reduction);
+      Elements part(dtype, kCount);
+      communicator.reducescatter(parts.bytes().data(), part.data(), counts, reduction);
+      const std::size_t begin = static_cast<std::size_t>(communicator.rank()) * part.bytes().size();
+      CHECK(std::memcmp(part.data(), sums.data() + begin, part.bytes().size()) == 0);
+    }
+  });
 }
 
 inline void broadcast_from_every_root(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
+    // More than four hosts: along a tree, scattered, and along a chain.
     for (const std::size_t bytes :
-         {std::size_t{0}, std::size_t{1}, std::size_t{1000}, 1'300'001 / kShare}) {
-      for (int root = 0; root < size; ++root) {
+         {std::size_t{0}, std::size_t{1}, std::size_t{1000}, 300'001 / kShare,
+          (size > 4 ? 4'500'001 : 1'300'001) / kShare}) {
+      for (const int root : roots_of(size)) {
         Bytes data = bytes_of(communicator.rank(), bytes);
         communicator.broadcast(data.data(), bytes, root);
         CHECK(same(data, bytes_of(root, bytes)));
@@ -143,23 +179,26 @@ inline void broadcast_from_every_root(const Layout& layout, int size) {
   });
 }
 
+/// Checks an allgather in which rank r gives bytes[r] bytes.
+inline void check_allgather(Communicator& communicator, const std::vector<std::size_t>& bytes) {
+  const int rank = communicator.rank();
+  const Bytes input = bytes_of(rank, at(bytes, rank));
+  const Bytes expected = parts_of(bytes);
+  Bytes output(expected.size());
+  communicator.allgather(input.data(), output.data(), bytes);
+  CHECK(same(output, expected));
+}
+
 inline void allgather_ragged(const Layout& layout, int size) {
   run_world(layout, size, [&](Communicator& communicator, Abort&) {
     for (const std::size_t scale :
          {std::size_t{0}, std::size_t{1}, std::size_t{500}, 140'001 / kShare}) {
-      for (int empty = 0; empty <= size; ++empty) {  // at `size` no rank is empty
+      for (const int empty : {0, size - 1, size}) {  // at `size` no rank is empty
         std::vector<std::size_t> bytes;
-        Bytes expected;
         for (int rank = 0; rank < size; ++rank) {
-          bytes.push_back(rank == empty ? 0 : scale * static_cast<std::size_t>(rank + 1));
-          const auto part = bytes_of(rank, bytes.back());
-          expected.insert(expected.end(), part.begin(), part.end());
+          bytes.push_back(rank == empty ? 0 : scale * static_cast<std::size_t>(rank % 4 + 1));
         }
-        const int rank = communicator.rank();
-        const auto input = bytes_of(rank, at(bytes, rank));
-        Bytes output(expected.size());
-        communicator.allgather(input.data(), output.data(), bytes);
-        CHECK(same(output, expected));
+        check_allgather(communicator, bytes);
       }
     }
   });
@@ -268,7 +307,7 @@ inline bool add_communicator_suite(const Layout& layout) {
   add("allreduce longer than many segments", allreduce_long);
   add("allreduce scales before and after", allreduce_scaled);
   add("allreduce accumulates 16-bit floats in float32", allreduce_accumulates_in_float32);
-  add("allreduce gives the same bits on all ranks and runs", allreduce_same_bits);
+  add("the same bits at every place", same_bits_at_every_place);
   add("broadcast from every root", broadcast_from_every_root);
   add("allgather of ragged and empty parts", allgather_ragged);
   add("barrier holds all until the last", barrier_holds_all);

@@ -9,7 +9,6 @@
 #include "test_world.h"
 
 namespace torch_ring::test::connection_test {
-
 namespace {
 
 constexpr std::size_t kMiB = 1u << 20;
@@ -90,8 +89,6 @@ void exchange_both_ways(Sockets sockets, int connections = 1, bool slow = false)
   });
 }
 
-}  // namespace
-
 [[maybe_unused]] const bool added_both_ways =
     on_all_ways("exchange both ways", [](Sockets sockets) { exchange_both_ways(sockets); });
 
@@ -102,21 +99,6 @@ TEST(connection_exchange_both_ways_over_three_sockets) {
 
 TEST(connection_exchange_begins_when_the_sockets_are_there) {
   exchange_both_ways(Sockets::kUnix, 2, true);
-}
-
-TEST(connection_makes_sockets_only_when_they_are_needed) {
-  Pair pair(Sockets::kUnix, patient().timeout, 1, true);
-  Connection& connection = pair.ends[0]->connection;
-  std::byte byte{7};
-  pair.ends[1]->exchange({&byte, 1}, {});
-  for (int i = 0; i < 9; ++i) CHECK(!connection.readable());
-  CHECK_EQ(connection.receive_fd(), -1);
-  byte = {};
-  CHECK_EQ(connection.try_receive({&byte, 1}), 0u);
-  CHECK_EQ(connection.try_receive({&byte, 1}), 0u);
-  CHECK(connection.readable());
-  CHECK_EQ(connection.try_receive({&byte, 1}), 1u);
-  CHECK(byte == std::byte{7});
 }
 
 /// With TLS the second byte waits where poll() does not see it.
@@ -133,50 +115,6 @@ TEST(connection_is_readable_while_received_bytes_are_left) {
     CHECK(!connection.readable());
   }
 }
-
-TEST(connection_refuses_a_wrong_number_of_sockets) {
-  auto [here, there] = unix_pair();
-  ReadySockets source(1);
-  source.add(0, Socket(std::move(here)));
-  Connection connection(source, 0, 2, "rank 1 (a thread)");
-  CHECK_THROWS(connection.try_send({}), ErrorKind::kInternal,
-               "1 sockets lead to rank 1 (a thread), and not 2");
-}
-
-TEST(connection_stripes_data_over_its_sockets) {
-  Pair pair(Sockets::kUnix, patient().timeout, 2);
-  Connection& sender = pair.ends[0]->connection;
-  Connection& receiver = pair.ends[1]->connection;
-  CHECK_EQ(sender.send_fd(), -1);  // nothing to send yet
-  sender.try_send({});
-  const int first = sender.send_fd();
-  const Bytes stripe = pattern(Connection::kStripeBytes, 0);
-  Bytes incoming(stripe.size());
-  for (int turn = 0; turn < 4; ++turn) {
-    CHECK_EQ(sender.send_fd() == first, turn % 2 == 0);
-    CHECK(!receiver.readable());
-    run_ranks(2, [&](int rank) {
-      if (rank == 0) {
-        pair.ends[0]->exchange(stripe, {});
-      } else {
-        pair.ends[1]->exchange({}, incoming);
-      }
-    });
-    CHECK(same(incoming, stripe));
-  }
-}
-
-[[maybe_unused]] const bool added_one_direction =
-    on_all_ways("exchange in one direction or none", [](Sockets sockets) {
-      Pair pair(sockets);
-      const Bytes data = pattern(kMiB, 0);
-      run_ranks(2, [&](int rank) {
-        Bytes incoming(rank == 0 ? 0 : kMiB);
-        pair.ends[rank]->exchange({data.data(), rank == 0 ? kMiB : 0}, incoming);
-        if (rank == 1) CHECK(same(incoming, data));
-      });
-      exchange(nullptr, {}, nullptr, {}, pair.ends[0]->waiting.waiter);
-    });
 
 TEST(connection_is_readable_with_data_or_end_of_stream) {
   Pair pair(Sockets::kUnix);
@@ -361,4 +299,5 @@ std::byte receive_byte(Pair& pair) {
                    ErrorKind::kMismatch, "does not prove that the address of its UCX is its own");
     });
 
+}  // namespace
 }  // namespace torch_ring::test::connection_test

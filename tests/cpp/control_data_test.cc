@@ -6,14 +6,12 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <numeric>
 #include <random>
 #include <string>
 
 #include "control/news.h"
 #include "control/outgoing.h"
-#include "descriptors.h"
 #include "planes.h"
 #include "recording_observer.h"
 #include "tls_pair.h"
@@ -147,19 +145,6 @@ TEST(control_plane_knows_the_end_also_of_a_set_that_has_long_been_left) {
   CHECK(planes[0]->has_ended(kSet));
 }
 
-TEST(control_plane_tells_an_observer_of_its_data_connections) {
-  RecordingObserver recorder;
-  const Planes planes = make_planes({0, 0});
-  planes[0]->subscribe(kSet, {0, 1}, recorder);
-  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
-  const auto other = planes[1]->sockets(kSet + 1, {0, 1}, 1);
-  take_all(*other, 0, true);
-  take_all(*high, 0, true);
-  wait_until([&] { return recorder.times("connected") > 0; }, "the observer is told");
-  CHECK_EQ(recorder.events().size(), 1u);
-  CHECK_EQ(planes[0]->sockets(kSet, {0, 1}, 1)->take(1, false).size(), 1u);
-}
-
 TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
   const Planes planes = make_planes({0, 0});
   const auto ours = take_all(*planes[1]->sockets(kSet, {0, 1}, 1), 0, true);
@@ -242,71 +227,27 @@ TEST(data_connections_use_the_network_interfaces_in_turn) {
   }
 }
 
-TEST(control_plane_says_when_there_are_no_descriptors) {
-  auto all = make_plane_options({0, 1});
-  const Address rank0 = all[0].addresses[0];
-  const Planes planes = start_planes(std::move(all));
-  wait_until_complete(planes);
-  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
-  const auto low = planes[0]->sockets(kSet, {0, 1}, 1);
-  const auto error_of = [](SocketSource& source, int peer, const std::function<void()>& begin) {
-    const int count = next_descriptor();
-    const DescriptorLimit none(count);  // poll() still takes those that are there
-    begin();
-    const std::string limit =
-        ": Too many open files: raise `ulimit -n` (now " + std::to_string(count) + ")";
-    try {
-      wait_until([&] { return !source.take(peer, true).empty(); }, "an error");
-    } catch (const Error& error) {
-      const std::string text = error.what();
-      CHECK(text.ends_with(limit));
-      return text.substr(0, text.size() - limit.size());
-    }
-    return std::string();
-  };
-  CHECK_EQ(error_of(*high, 0, [] {}), "no connection to rank 0 (a thread): socket");
-  // The accepting side notices it when somebody connects.
-  const Fd stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const SocketAddress to(rank0.tcp[0]);
-  const auto connect = [&] { CHECK_EQ(::connect(stranger.get(), to.generic(), to.bytes), 0); };
-  CHECK_EQ(error_of(*low, 1, connect), "accept");
-  wait_until([&] { return planes[0]->descriptors().size() == 5; }, "the stranger is accepted");
-  // With descriptors again, a second attempt succeeds.
-  take_all(*high, 0, true);
-  take_all(*low, 1, true);
-}
-
-TEST(data_connections_remember_closed_sets_in_little_memory) {
+TEST(data_connections_of_closed_sets_are_refused_until_they_are_forgotten) {
   ControlOptions options;
   options.rank = 1;
   options.host_of = {0, 0, 0};
-  for (const std::uint32_t seed : {1u, 2u, 3u}) {
-    DataConnections data(options);
-    std::vector<std::uint64_t> sets(500);
-    std::iota(sets.begin(), sets.end(), seed - 1);
-    std::ranges::shuffle(sets, std::mt19937(seed));
-    const auto accepts = [&](std::uint64_t set) {
-      return data.accept(Hello{2, 1, set, 1}, Socket());
-    };
-    for (std::size_t i = 0; i < sets.size(); ++i) {
-      CHECK(accepts(sets[i]));
-      data.close(sets[i]);
-      data.close(sets[i]);
-      for (std::size_t j = 0; j < sets.size(); j += 7) {
-        if (j <= i) CHECK(!accepts(sets[j]));
-      }
-    }
-    CHECK_EQ(data.closed_intervals(), 1u);
-    const std::uint64_t first = seed - 1;
-    for (const unsigned i : {0u, 250u, 250u, 498u, 499u}) data.forget_closed(first + i);
-    CHECK_EQ(data.closed_intervals(), 2u);
-    for (const unsigned i : {1u, 249u, 251u, 497u}) CHECK(!accepts(first + i));
-    for (const unsigned i : {0u, 250u, 498u, 499u}) CHECK(accepts(first + i));
-    data.close(first + 250);
-    CHECK_EQ(data.closed_intervals(), 1u);
-    CHECK(accepts(1000));
-    CHECK(data.take(1000, 2, 1).size() == 1);
+  DataConnections data(options);
+  const auto accepts = [&](std::uint64_t set) {
+    return data.accept(Hello{2, 1, set, 1}, Socket());
+  };
+  std::vector<std::uint64_t> sets(500);
+  std::iota(sets.begin(), sets.end(), 1);
+  std::ranges::shuffle(sets, std::mt19937(1));
+  for (const std::uint64_t set : sets) {
+    CHECK(accepts(set));
+    data.close(set);
+    CHECK(!accepts(set));
   }
+  CHECK_EQ(data.closed_intervals(), 1u);  // in little memory
+  for (const std::uint64_t set : {1, 251, 251, 500}) data.forget_closed(set);
+  CHECK_EQ(data.closed_intervals(), 2u);
+  for (const std::uint64_t set : {2, 250, 252, 499}) CHECK(!accepts(set));
+  for (const std::uint64_t set : {1, 251, 500}) CHECK(accepts(set));
 }
 
 TEST(data_connections_are_limited_to_sane_names) {

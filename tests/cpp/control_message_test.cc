@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <random>
 #include <string_view>
 #include <vector>
 
+#include "control/graph.h"
 #include "control/message.h"
+#include "core/at.h"
 #include "harness.h"
 
 namespace torch_ring::test::control_message_test {
@@ -108,6 +112,76 @@ TEST(control_messages_of_waits_are_checked) {
   refused(4, with_text(std::string(8 + 4 * 65, '\0')));  // too many
   const std::vector<int> many(1000, 3);
   CHECK_EQ(Message::waits(1, 7, {5, many}).wait().ranks.size(), Message::Wait::kMostRanks);
+}
+
+std::vector<int> hosts_in_turns(int size, int hosts) {
+  std::vector<int> host_of;
+  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank % hosts);
+  return host_of;
+}
+
+int log2_ceil(int size) {
+  int log = 0;
+  while ((1 << log) < size) ++log;
+  return log;
+}
+
+/// Whether all present ranks can reach one another; also checks symmetry.
+bool connected(const Graph& graph, const std::vector<bool>& present) {
+  const int size = static_cast<int>(present.size());
+  const auto first = static_cast<int>(std::ranges::find(present, true) - present.begin());
+  std::vector<bool> reached(present.size(), false);
+  std::vector<int> open;
+  if (first < size) open.push_back(first);
+  while (!open.empty()) {
+    const int rank = open.back();
+    open.pop_back();
+    if (at(reached, rank)) continue;
+    at(reached, rank) = true;
+    for (const int peer : graph.neighbours(rank, present)) {
+      CHECK(at(present, peer));
+      CHECK(std::ranges::count(graph.neighbours(peer, present), rank) == 1);
+      open.push_back(peer);
+    }
+  }
+  return reached == present;
+}
+
+TEST(control_graph_connects_the_survivors_of_any_losses) {
+  std::mt19937 random(20);
+  for (int round = 0; round < 400; ++round) {
+    const int size = 1 + static_cast<int>(random() % (round % 50 == 0 ? 600 : 40));
+    const Graph graph(hosts_in_turns(size, 1 + static_cast<int>(random() % 5)));
+    std::vector<bool> present(static_cast<std::size_t>(size), true);
+    for (int lost = static_cast<int>(random()) % size; lost > 0; --lost) {
+      present[random() % present.size()] = false;
+    }
+    CHECK(connected(graph, present));
+    for (int rank = 0; rank < size; ++rank) {
+      CHECK(static_cast<int>(graph.neighbours(rank, present).size()) <= 2 * log2_ceil(size) + 2);
+    }
+  }
+}
+
+TEST(neighbourhood_replaces_the_lost_at_once_and_the_departed_later) {
+  const std::vector<int> all_but_none{1, 2, 4, 6, 7};
+  Neighbourhood neighbourhood(0, std::vector<int>(8, 0));
+  const auto now = Clock::now();
+  CHECK_EQ(neighbourhood.neighbours(), all_but_none);
+  neighbourhood.depart(1, now);
+  neighbourhood.depart(2, now);
+  CHECK_EQ(neighbourhood.neighbours(), all_but_none);
+  CHECK(neighbourhood.next_change() == now + Neighbourhood::kSettle);
+  neighbourhood.lose(7);
+  CHECK_EQ(neighbourhood.neighbours(), (std::vector<int>{1, 2, 4, 6}));
+  neighbourhood.lose(6);
+  CHECK_EQ(neighbourhood.neighbours(), (std::vector<int>{1, 2, 4, 5}));
+  neighbourhood.settle(now + Neighbourhood::kSettle);
+  CHECK_EQ(neighbourhood.neighbours(), (std::vector<int>{3, 4, 5}));
+  CHECK(neighbourhood.next_change() == Clock::time_point::max());
+  CHECK(neighbourhood.behind_departed(3));   // 1 and 2 have left
+  CHECK(!neighbourhood.behind_departed(5));  // 6 and 7 have died
+  CHECK(!neighbourhood.behind_departed(4));  // a finger
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace {
 class Simulation {
  public:
   Simulation(int size, unsigned seed)
-      : size_(size), graph_(std::vector<int>(static_cast<std::size_t>(size), 0)), random_(seed) {
+      : graph_(std::vector<int>(static_cast<std::size_t>(size), 0)), random_(seed) {
     const std::vector<bool> all(static_cast<std::size_t>(size), true);
     for (int rank = 0; rank < size; ++rank) ranks_.push_back({News(size), all, {}});
     for (int rank = 0; rank < size; ++rank) {
@@ -38,14 +38,6 @@ class Simulation {
   void run(int at_most = 1 << 30) {
     while (at_most-- > 0) {
       std::vector<std::pair<int, int>> ready;
-      if (size_ > 64) {  // in rounds: a random choice among all costs too much
-        bool any = false;
-        for (auto& [pair, queue] : queues_) {
-          for (std::size_t left = queue.size(); left > 0; --left, any = true) deliver(pair);
-        }
-        if (!any) return;
-        continue;
-      }
       for (auto& [pair, queue] : queues_) {
         if (!queue.empty()) ready.push_back(pair);
       }
@@ -121,7 +113,6 @@ class Simulation {
     }
   }
 
-  const int size_;
   const Graph graph_;
   std::mt19937 random_;
   std::vector<Rank> ranks_;
@@ -135,47 +126,6 @@ int count(const std::vector<Message>& heard, Message::Kind kind, int rank, std::
     found += message.kind == kind && message.rank == rank && message.set == set;
   }
   return found;
-}
-
-TEST(news_of_a_question_and_its_answer_reach_their_ranks_in_order) {
-  for (unsigned seed = 0; seed < 30; ++seed) {
-    const int size = 2 + static_cast<int>(seed);
-    Simulation world(size, seed);
-    for (std::uint64_t number = 1; number <= 5; ++number) {
-      world.say(0, Message::asks(0, size - 1, number));
-      world.say(size - 1, Message::answers(size - 1, 0, number, "here"));
-    }
-    world.run();
-    for (int rank = 0; rank < size; ++rank) {
-      std::uint64_t asked = 0;
-      std::uint64_t answered = 0;
-      for (const Message& message : world.heard(rank)) {
-        std::uint64_t& last = message.kind == Message::Kind::kAsks ? asked : answered;
-        CHECK_EQ(message.set, ++last);
-      }
-      CHECK_EQ(asked, 5u);
-      CHECK_EQ(answered, 5u);
-    }
-    CHECK(!world.heard(0).empty());
-  }
-}
-
-TEST(news_reaches_every_rank_once) {
-  for (unsigned seed = 0; seed < 30; ++seed) {
-    const int size = 2 + static_cast<int>(seed);
-    Simulation simulation(size, seed);
-    const Error cause(ErrorKind::kTimeout, "too slow");
-    for (int rank = 0; rank < size; ++rank) {
-      simulation.say(rank, Message::failed(rank, 3 + rank % 2, cause));
-    }
-    simulation.run();
-    for (int rank = 0; rank < size; ++rank) {
-      CHECK_EQ(simulation.heard(rank).size(), static_cast<std::size_t>(size));
-      for (int peer = 0; peer < size; ++peer) {
-        CHECK_EQ(count(simulation.heard(rank), Message::Kind::kFailed, peer, 3 + peer % 2), 1);
-      }
-    }
-  }
 }
 
 TEST(nothing_is_kept_of_a_set_that_all_its_members_have_left) {
@@ -264,24 +214,8 @@ TEST(news_survives_the_death_of_its_messengers) {
   }
 }
 
-TEST(news_keeps_a_loss_before_the_departure_of_who_told_it) {
-  for (unsigned seed = 0; seed < 200; ++seed) {
-    const int size = 4 + static_cast<int>(seed % 29);
-    Simulation simulation(size, seed);
-    simulation.say(1, Message::failed(1, 5, Error(ErrorKind::kInternal, "cause")));
-    simulation.say(1, Message::departed(1));
-    simulation.run();
-    for (int rank = 0; rank < size; ++rank) {
-      const auto& heard = simulation.heard(rank);
-      CHECK_EQ(heard.size(), 2u);
-      CHECK(heard[0].kind == Message::Kind::kFailed);
-    }
-  }
-}
-
 TEST(news_costs_a_message_for_each_end_of_a_connection_at_most) {
-  for (const int size : {8, 64, 512, 4096}) {
-    if (kSanitized && size > 64) continue;
+  for (const int size : {8, 64}) {
     Simulation simulation(size, 1);
     simulation.say(size / 2, Message::departed(size / 2));
     simulation.run();
@@ -309,6 +243,67 @@ TEST(news_has_one_fate_for_a_rank) {
   CHECK(!news.learn(Message::failed(3, 7, Error(ErrorKind::kInternal, "again"))));
   CHECK(news.has_failed(7) && !news.has_failed(6) && news.alive(3));
   CHECK_EQ(news.known().size(), 4u);
+}
+
+using Ranks = std::vector<int>;
+
+Message tell(int rank, std::uint64_t number, const Ranks& ranks, std::uint64_t set = 0) {
+  return Message::waits(rank, set, {number, ranks});
+}
+
+Ranks ends(const Waits& waits, const Ranks& ranks, std::uint64_t set = 0) {
+  return waits.ends(set, ranks);
+}
+
+TEST(waits_lead_to_the_ranks_that_wait_for_nobody) {
+  Waits waits;
+  CHECK(!waits.any(0));
+  CHECK_EQ(ends(waits, {1, 2}), (Ranks{1, 2}));
+  CHECK(waits.learn(tell(1, 1, {2})));
+  CHECK(waits.learn(tell(2, 1, {3, 4})));
+  CHECK(waits.any(0));
+  CHECK_EQ(ends(waits, {1}), (Ranks{3, 4}));
+  CHECK(waits.learn(tell(3, 1, {1, 4})));  // a circle with an end
+  CHECK_EQ(ends(waits, {1}), Ranks{4});
+  CHECK_EQ(ends(waits, {5, 1}), (Ranks{4, 5}));
+}
+
+TEST(waits_in_a_circle_have_no_end) {
+  Waits waits;
+  waits.learn(tell(0, 1, {1}));
+  waits.learn(tell(1, 1, {2}));
+  waits.learn(tell(2, 1, {0}));
+  CHECK_EQ(ends(waits, {1}), Ranks{1});
+}
+
+TEST(a_wait_that_has_ended_stays_so) {
+  Waits waits;
+  CHECK(waits.learn(tell(1, 1, {2})));
+  CHECK(!waits.learn(tell(1, 1, {2})));  // on another path
+  CHECK_EQ(waits.known().size(), 1u);
+  CHECK(waits.learn(tell(1, 2, {})));
+  CHECK(!waits.learn(tell(1, 1, {2})));
+  CHECK(!waits.any(0));
+  CHECK_EQ(ends(waits, {1}), Ranks{1});
+  CHECK(waits.known() == std::vector{tell(1, 2, {})});  // for ranks that know the wait
+}
+
+TEST(waits_of_one_rank_in_two_sets_may_be_heard_in_any_order) {
+  Waits waits;
+  CHECK(waits.learn(tell(1, 5, {2}, 7)));
+  CHECK(waits.learn(tell(1, 4, {3}, 8)));
+  CHECK(waits.any(7) && waits.any(8) && !waits.any(0));
+  CHECK_EQ(ends(waits, {1}, 7), Ranks{2});
+  CHECK_EQ(ends(waits, {1}, 8), Ranks{3});
+}
+
+TEST(a_new_neighbour_is_told_of_all_waits) {
+  News news(3);
+  CHECK(news.learn(Message::departed(2)));
+  CHECK(news.learn(tell(0, 1, {1})));
+  CHECK(news.learn(tell(1, 1, {0})));
+  CHECK(news.learn(tell(1, 2, {})));
+  CHECK(news.known() == (std::vector{Message::departed(2), tell(0, 1, {1}), tell(1, 2, {})}));
 }
 
 }  // namespace

@@ -4,14 +4,11 @@
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
-#include <functional>
 #include <future>
 #include <numeric>
 #include <set>
 
-#include "armed.h"
 #include "descriptors.h"
 #include "forked.h"
 #include "planes.h"
@@ -22,12 +19,6 @@ namespace {
 
 constexpr std::uint64_t kWorld = 0;
 
-std::vector<int> all_ranks(int size) {
-  std::vector<int> ranks(static_cast<std::size_t>(size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 std::vector<int> host_of(int size, int hosts) {
   std::vector<int> host_of;
   for (int rank = 0; rank < size; ++rank) host_of.push_back(rank * hosts / size);
@@ -36,11 +27,12 @@ std::vector<int> host_of(int size, int hosts) {
 
 /// Connected planes, each with a recorder that observes the world.
 struct Watched {
-  explicit Watched(const std::vector<int>& host_of,
-                   std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1))
-      : recorders(host_of.size()), planes(make_planes(host_of, heartbeat_timeout)) {
+  explicit Watched(const std::vector<int>& host_of)
+      : recorders(host_of.size()), planes(make_planes(host_of)) {
+    std::vector<int> ranks(host_of.size());
+    std::iota(ranks.begin(), ranks.end(), 0);
     for (std::size_t rank = 0; rank < planes.size(); ++rank) {
-      planes[rank]->subscribe(kWorld, all_ranks(size()), recorders[rank]);
+      planes[rank]->subscribe(kWorld, ranks, recorders[rank]);
     }
   }
   int size() const { return static_cast<int>(planes.size()); }
@@ -69,22 +61,6 @@ bool is_connection(int fd) {
          peer.ss_family == AF_INET;
 }
 
-TEST(control_connections_between_hosts_send_at_once) {
-  const Planes planes = make_planes(host_of(5, 5));
-  int connections = 0;
-  for (const auto& plane : planes) {
-    for (const int fd : plane->descriptors()) {
-      if (!is_connection(fd)) continue;
-      int on = 0;
-      socklen_t bytes = sizeof on;
-      CHECK_EQ(::getsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, &bytes), 0);
-      CHECK(on != 0);
-      ++connections;
-    }
-  }
-  CHECK(connections >= 2 * 5);
-}
-
 TEST(control_planes_connect_again_after_handshakes_that_fail) {
   for (const std::string end : {"connecting", "accepting"}) {
     const Armed armed("handshake." + end + ":*:1:close,handshake." + end + ":*:4:close");
@@ -105,6 +81,12 @@ TEST(control_planes_connect_and_close_all_descriptors) {
         for (const int fd : plane->descriptors()) {
           CHECK(fd >= 0 && known.insert(fd).second);
           CHECK((::fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
+          if (is_connection(fd)) {
+            int sends_at_once = 0;
+            socklen_t bytes = sizeof sends_at_once;
+            ::getsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &sends_at_once, &bytes);
+            CHECK(sends_at_once != 0);
+          }
         }
         CHECK(plane->descriptors().size() <= 1 + 2 + 2 * 5 + 2);
       }
@@ -114,21 +96,34 @@ TEST(control_planes_connect_and_close_all_descriptors) {
   CHECK_EQ(open_descriptors(), before);
 }
 
+std::vector<int> tcp_connections(const ControlPlane& plane) {
+  std::vector<int> fds = plane.descriptors();
+  std::erase_if(fds, [](int fd) { return !is_connection(fd); });
+  return fds;
+}
+
 TEST(control_plane_tells_all_of_a_death) {
-  for (const int hosts : {1, 3}) {
+  for (const int hosts : {1, 3, 20}) {
     Watched world(host_of(20, hosts));
+    if (hosts == 20) {
+      const linger at_once{1, 0};  // the death resets the connections
+      for (const int fd : tcp_connections(*at(world.planes, 7))) {
+        CHECK_EQ(::setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once), 0);
+      }
+    }
     world.kill(7);
     world.wait_for_all("lost 7");
+    const std::string died = "rank 7 (a thread) died: its connection closed";
     int first_hand = 0;
     for (int rank = 0; rank < world.size(); ++rank) {
       if (rank == 7) continue;
       const std::string how = at(world.recorders, rank).text("lost 7");
-      const std::string what = "rank 7 (a thread) died: its connection closed; see its output";
-      if (how == what) {
+      if (how.starts_with(died)) {
         ++first_hand;
       } else {
-        CHECK(how.find("rank ") == 0 && how.find(" (a thread) says that " + what) < 9);
+        CHECK(how.find(" (a thread) says that " + died) < 9);
       }
+      CHECK(hosts == 20 || how.ends_with("; see its output"));
       CHECK_EQ(at(world.recorders, rank).events().size(), 1u);
     }
     CHECK(first_hand > 0 && first_hand <= 10);
@@ -140,10 +135,7 @@ TEST(control_planes_leave_a_forked_child_no_socket) {
   if (kSanitized) return;  // a sanitizer's locks may stay held in the child
   const int before = open_descriptors("socket:");
   for (int round = 0; round < 30; ++round) {
-    std::vector<std::unique_ptr<ControlPlane>> planes;
-    for (ControlOptions& options : make_plane_options(host_of(6, 3))) {
-      planes.push_back(std::make_unique<ControlPlane>(std::move(options)));
-    }
+    const Planes planes = start_planes(make_plane_options(host_of(6, 3)));
     const auto missing = [](const auto& plane) { return !plane->missing().empty(); };
     while (std::ranges::any_of(planes, missing)) {
       CHECK(holds_in_child([&] { return open_descriptors("socket:") == before; }));
@@ -153,10 +145,7 @@ TEST(control_planes_leave_a_forked_child_no_socket) {
 
 TEST(control_planes_leave_the_files_of_a_forked_childs_child) {
   if (kSanitized) return;  // as above
-  std::vector<std::unique_ptr<ControlPlane>> planes;
-  for (ControlOptions& options : make_plane_options(host_of(2, 1))) {
-    planes.push_back(std::make_unique<ControlPlane>(std::move(options)));
-  }
+  const Planes planes = start_planes(make_plane_options(host_of(2, 1)));
   const auto opens_files = [] {
     std::vector<Fd> files;
     for (int i = 0; i < 40; ++i) files.emplace_back(::open("/dev/null", O_RDONLY));
@@ -166,12 +155,6 @@ TEST(control_planes_leave_the_files_of_a_forked_childs_child) {
     });
   };
   CHECK(holds_in_child(opens_files));
-}
-
-std::vector<int> tcp_connections(const ControlPlane& plane) {
-  std::vector<int> fds = plane.descriptors();
-  std::erase_if(fds, [](int fd) { return !is_connection(fd); });
-  return fds;
 }
 
 /// Makes the calls of both ends fail with a reset connection, and drops what this end has not read.
@@ -212,23 +195,6 @@ TEST(control_plane_asks_again_for_a_sign_of_life_that_a_reset_has_lost) {
     wait_until(arrived, "the question");
     reset(fds[0]);
     wait_until([&] { return at(world.planes, end)->has_answered(probe); }, "the answer");
-  }
-}
-
-TEST(control_plane_tells_all_of_a_death_that_resets_the_connections) {
-  for (const int size : {2, 5}) {
-    Watched world(host_of(size, size));
-    const linger at_once{1, 0};
-    for (const int fd : tcp_connections(*at(world.planes, 1))) {
-      CHECK_EQ(::setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once), 0);
-    }
-    world.kill(1);
-    world.wait_for_all("lost 1");
-    for (int rank = 0; rank < size; ++rank) {
-      if (rank == 1) continue;
-      const std::string how = at(world.recorders, rank).text("lost 1");
-      CHECK(how.find("rank 1 (a thread) died: its connection closed") != std::string::npos);
-    }
   }
 }
 
@@ -280,21 +246,6 @@ TEST(control_plane_tells_all_of_a_departure) {
   for (int rank = 0; rank < 19; ++rank) CHECK_EQ(at(world.recorders, rank).events().size(), 1u);
 }
 
-TEST(control_plane_gives_nobody_up_because_messengers_died) {
-  Watched world(host_of(24, 2));
-  for (const int rank : {4, 5, 6}) at(world.planes, rank)->die();
-  for (const int rank : {4, 5, 6}) at(world.planes, rank).reset();
-  world.kill(15);
-  for (const int rank : {4, 5, 6, 15}) world.wait_for_all("lost " + std::to_string(rank));
-  world.kill(3);
-  world.kill(7);
-  world.wait_for_all("lost 3");
-  world.wait_for_all("lost 7");
-  for (int rank = 0; rank < world.size(); ++rank) {
-    if (at(world.planes, rank)) CHECK_EQ(at(world.recorders, rank).events().size(), 6u);
-  }
-}
-
 TEST(control_plane_finds_the_survivors_beyond_dead_neighbours) {
   // Only the neighbours of rank 0 die at once, then rank 3.
   Watched world(host_of(8, 1));
@@ -303,7 +254,7 @@ TEST(control_plane_finds_the_survivors_beyond_dead_neighbours) {
   for (const int rank : {1, 2, 4, 6, 7}) world.wait_for_all("lost " + std::to_string(rank));
   world.kill(3);
   world.wait_for_all("lost 3");
-  CHECK_EQ(at(world.recorders, 0).times("lost 5"), 0);
+  for (const int rank : {0, 5}) CHECK_EQ(at(world.recorders, rank).events().size(), 6u);
 }
 
 TEST(control_plane_takes_who_leaves_with_all_others_for_departed) {
@@ -363,47 +314,6 @@ TEST(control_plane_tells_a_failure_before_its_rank_s_departure) {
   }
 }
 
-TEST(control_plane_tells_a_late_observer_what_happened) {
-  RecordingObserver late;
-  RecordingObserver of_others;
-  Watched world(host_of(4, 1));
-  world.kill(2);
-  world.wait_for_all("lost 2");
-  world.planes[0]->subscribe(9, {0, 1, 2}, late);
-  CHECK_EQ(late.events(), std::vector<std::string>{"lost 2"});
-  world.planes[0]->subscribe(10, {0, 1, 3}, of_others);
-  CHECK(of_others.events().empty());
-  CHECK_THROWS(world.planes[0]->subscribe(10, {0}, of_others), ErrorKind::kInvalidArgument,
-               "has an observer already");
-  world.planes[0]->unsubscribe(9);
-  world.planes[0]->unsubscribe(10);
-  world.kill(1);
-  world.wait_for_all("lost 1");
-  CHECK(of_others.events().empty());
-}
-
-TEST(control_plane_carries_questions_and_answers) {
-  Watched world(host_of(7, 2));
-  std::promise<Query> question;
-  std::promise<Query> answer;
-  std::promise<Query> own;
-  world.planes[5]->read_queries([&](const Query& query) { question.set_value(query); });
-  world.planes[2]->read_queries([&](const Query& query) {
-    if (query.is_question) return world.planes[2]->answer(query.from, query.number, "mine");
-    (query.from == 2 ? own : answer).set_value(query);
-  });
-  CHECK_EQ(world.planes[2]->ask(6), 1u);  // rank 6 has no reader
-  CHECK_EQ(world.planes[2]->ask(5), 2u);
-  const Query asked = question.get_future().get();
-  CHECK(asked.is_question && asked.from == 2 && asked.number == 2);
-  world.planes[5]->answer(2, asked.number, "in load");
-  const Query answered = answer.get_future().get();
-  CHECK(!answered.is_question && answered.from == 5 && answered.text == "in load");
-  CHECK_EQ(world.planes[2]->ask(2), 3u);  // itself
-  CHECK(own.get_future().get().text == "mine");
-  for (const auto& plane : world.planes) plane->stop();  // before the promises end
-}
-
 /// Passes points until the ranks stop; returns the number of that point. Calls `at_point(n)` before
 /// point n.
 template <class Do>
@@ -417,7 +327,7 @@ int pass_until_stop(ControlPlane& plane, Do&& at_point) {
 }
 
 TEST(control_planes_stop_at_one_point_however_many_each_rank_has_passed) {
-  for (int trial = 0; trial < 20; ++trial) {
+  for (int trial = 0; trial < 10; ++trial) {
     const Planes planes = make_planes(host_of(6, 2));
     std::vector<int> stopped(planes.size());
     run_ranks(6, [&](int rank) {  // each as fast as it can
@@ -478,21 +388,6 @@ TEST(queries_that_nobody_can_read_are_lost_and_close_waits_for_the_reader) {
   CHECK(read == 1);
   queries.put({true, 1, 4, {}});
   CHECK(read == 1);
-}
-
-TEST(control_plane_checks_its_options) {
-  const auto refused = [](const std::function<void(ControlOptions&)>& change, const char* why) {
-    auto all = make_plane_options({0, 0, 1});
-    change(all[0]);
-    CHECK_THROWS(ControlPlane(std::move(all[0])), ErrorKind::kInvalidArgument, why);
-  };
-  refused([](ControlOptions& options) { options.rank = 3; }, "one of the ranks");
-  refused([](ControlOptions& options) { options.labels.pop_back(); }, "a label and an address");
-  refused([](ControlOptions& options) { options.addresses[1].socket = ""; }, "no name of a Unix");
-  refused([](ControlOptions& options) { options.addresses[2].tcp.push_back({"::1", 1}); },
-          "equally many TCP addresses");
-  refused([](ControlOptions& options) { options.addresses[2].tcp[0].host = "host"; },
-          "not a numeric");
 }
 
 TEST(control_plane_stops_while_it_connects) {

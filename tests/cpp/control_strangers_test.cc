@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <ctime>
 #include <random>
 
 #include "control/message.h"
@@ -121,33 +120,6 @@ TEST(control_plane_takes_ranks_of_its_host_over_the_unix_socket_only) {
   CHECK_EQ(plane.missing(), (std::vector<int>{1, 2}));
 }
 
-TEST(control_plane_does_not_believe_a_replay) {
-  Alone rank0(2);
-  std::string recorded;
-  {
-    const Fd socket = connect_to(rank0.address, true);
-    auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 7, 1});
-    while (!handshake.done()) {
-      if (const auto bytes = handshake.outgoing(); !bytes.empty()) {
-        recorded.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-        handshake.sent(
-            static_cast<std::size_t>(::send(socket.get(), bytes.data(), bytes.size(), 0)));
-      } else {
-        const auto room = handshake.incoming();
-        const auto got = ::recv(socket.get(), room.data(), room.size(), 0);
-        CHECK(got > 0);
-        handshake.received(static_cast<std::size_t>(got));
-      }
-    }
-  }
-  const auto source = rank0.plane->sockets(7, {0, 1}, 1);
-  wait_until([&] { return !source->take(1, false).empty(); }, "the original is accepted");
-  const Fd replay = connect_to(rank0.address, true);
-  send_all(replay, recorded);
-  wait_until([&] { return closed(replay); }, "the replay is dropped");
-  CHECK(source->take(1, false).empty());
-}
-
 TEST(control_plane_serves_peers_while_strangers_say_nothing) {
   // Four times as many strangers as it admits at a time: the peer is behind them in the listener's
   // queue.
@@ -165,20 +137,6 @@ TEST(control_plane_serves_peers_while_strangers_say_nothing) {
   }
 }
 
-TEST(control_plane_takes_a_peer_that_has_spoken_before_those_who_come_after_it) {
-  const DescriptorLimit limit(64);  // 16 strangers
-  Alone rank0(2);
-  limit.raise();
-  Fd peer = connect_to(rank0.address, true);
-  auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 0, Hello::kControl});
-  CHECK_EQ(advance_handshake(handshake, peer.get()), 0);
-  std::vector<Fd> strangers;
-  for (int i = 0; i < 40; ++i) strangers.push_back(connect_to(rank0.address, true));
-  wait_until([&] { return closed(strangers.front()) || closed(strangers[14]); }, "room is made");
-  shake_hands(handshake, peer);
-  wait_until([&] { return rank0.plane->missing().empty(); }, "rank 1 is there");
-}
-
 TEST(control_plane_waits_out_a_lack_of_descriptors) {
   Alone rank0(2);
   Fd peer(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -192,16 +150,6 @@ TEST(control_plane_waits_out_a_lack_of_descriptors) {
   limit.raise();
   shake_hands(handshake, peer);
   wait_until([&] { return rank0.plane->missing().empty(); }, "rank 1 is there");
-}
-
-TEST(control_plane_says_which_limit_to_raise) {
-  Alone rank0(2);
-  const Fd peer(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const DescriptorLimit limit(peer.get() + 1);
-  const SocketAddress to(rank0.address.socket);
-  CHECK_EQ(::connect(peer.get(), to.generic(), to.bytes), 0);
-  const std::string error = setup_error(*rank0.plane).what();
-  CHECK(error.find("raise `ulimit -n` (now ") != std::string::npos);
 }
 
 TEST(control_plane_loses_a_silent_neighbour) {
@@ -235,36 +183,6 @@ TEST(control_plane_loses_a_silent_neighbour) {
   send_all(peer, frame);
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   CHECK_EQ(rank0.recorder.events().size(), 1u);
-}
-
-TEST(control_plane_that_is_taken_for_lost_rests) {
-  // It hears no other rank any more, so all deadlines of silence pass; they must not keep it busy.
-  Alone rank0(3, std::chrono::milliseconds(100));
-  const Fd one = join_as(1, rank0.address);
-  const Fd two = join_as(2, rank0.address);
-  wait_until([&] { return rank0.plane->missing().empty(); }, "all neighbours");
-  std::string frame;
-  Message::lost(0, 1, "has not been heard").append_to(frame);
-  send_all(one, frame);
-  rank0.wait_for("lost 0");
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  const std::clock_t before = std::clock();
-  std::this_thread::sleep_for(std::chrono::milliseconds(400));
-  CHECK(std::clock() - before < CLOCKS_PER_SEC / 10);
-  CHECK_EQ(rank0.recorder.events().size(), 1u);
-}
-
-TEST(control_plane_keeps_a_neighbour_that_says_that_it_lives) {
-  Alone rank0(2, std::chrono::milliseconds(200));
-  const Fd peer = join_as(1, rank0.address);
-  std::string frame;
-  Message::heartbeat(1).append_to(frame);
-  for (int i = 0; i < 20; ++i) {
-    send_all(peer, frame.substr(0, 7));
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    send_all(peer, frame.substr(7));
-  }
-  CHECK(rank0.recorder.events().empty());
 }
 
 TEST(control_plane_loses_a_neighbour_that_sends_no_messages) {

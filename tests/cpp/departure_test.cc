@@ -5,7 +5,6 @@
 #include <atomic>
 #include <thread>
 
-#include "armed.h"
 #include "control/message.h"
 #include "engine_ranks.h"
 #include "forked.h"
@@ -46,20 +45,6 @@ TEST(departing_rank_that_says_no_goodbye_is_lost) {
   CHECK_EQ(planes[0]->lost(), std::vector<int>{1});
 }
 
-TEST(departing_rank_that_waits_for_nobody_is_heard_all_the_same) {
-  const Armed armed("departed:1:close");
-  std::vector<RecordingObserver> recorders(2);
-  Planes planes = make_planes({0, 1, 2});
-  planes[0]->subscribe(0, {0, 1, 2}, recorders[0]);
-  planes[2]->subscribe(0, {0, 1, 2}, recorders[1]);
-  planes[1]->stop();
-  planes[1].reset();
-  for (const RecordingObserver& recorder : recorders) {
-    wait_until([&] { return !recorder.events().empty(); }, "rank 1 is gone");
-    CHECK_EQ(recorder.events(), std::vector<std::string>{"departed 1"});
-  }
-}
-
 TEST(departed_rank_s_last_data_may_be_late) {
   for (const std::size_t count : {10u, 300'000u}) {
     const Armed armed("data.receive:2:late=700");
@@ -83,24 +68,9 @@ TEST(departed_rank_s_last_data_may_be_late_between_hosts) {
 // As if a host were cut off after its rank's goodbye: neither a death nor a missing heartbeat is
 // noticed.
 const std::string kNeverComes = "data.receive:1:late=60000";
-constexpr std::chrono::seconds kSilence{3};
+constexpr std::chrono::seconds kSilence{1};
 const std::string kNotCome =
-    "rank 1 (a thread) has left, and its last data has not arrived for 3 s";
-
-TEST(departed_rank_s_last_entry_may_never_come) {
-  const Armed armed(kNeverComes);
-  run_engines(
-      {0, 1},
-      [&](Rank& rank) {
-        std::vector<float> values = rank.input(10);
-        if (rank.rank() == 1) {
-          rank.allreduce_now(values);
-        } else {
-          CHECK_THROWS(rank.allreduce_now(values), ErrorKind::kPeerLost, kNotCome);
-        }
-      },
-      patient(), kSilence);
-}
+    "rank 1 (a thread) has left, and its last data has not arrived for 1 s";
 
 TEST(departed_rank_s_last_data_may_never_come) {
   const Armed armed("");

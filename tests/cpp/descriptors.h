@@ -34,13 +34,6 @@ class DescriptorLimit {
   rlimit before_{};
 };
 
-/// The number that the next descriptor gets.
-inline int next_descriptor() {
-  const int lowest = ::dup(STDIN_FILENO);
-  ::close(lowest);
-  return lowest;
-}
-
 /// The number of open descriptors, among them one that reads the folder; of the kind "socket:".
 inline int open_descriptors(const std::string& kind = "") {
   int count = 0;

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "armed.h"
 #include "engine/engine.h"
 #include "planes.h"
 #include "test_world.h"
@@ -111,7 +110,7 @@ inline void run_engines(const std::vector<int>& host_of, const std::function<voi
                         const EngineConfig& config = patient(),
                         std::chrono::milliseconds heartbeat_timeout = std::chrono::minutes(1)) {
   std::vector<World> worlds = make_worlds(host_of);
-  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes(host_of, heartbeat_timeout);
+  Planes planes = make_planes(host_of, heartbeat_timeout);
   run_ranks(static_cast<int>(host_of.size()), [&](int rank) {
     Rank self(at(worlds, rank), std::move(at(planes, rank)), config);
     fn(self);

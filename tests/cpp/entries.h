@@ -38,20 +38,6 @@ inline Parts parts_of(const EntryWriter& writer) {
   return {copy(post.common), copy(post.own), copy(post.local)};
 }
 
-/// A rank's entry with these requests.
-inline Parts entry(const std::vector<Fingerprint>& requests, bool blocked = false) {
-  EntryWriter writer;
-  writer.clear(blocked);
-  for (const Fingerprint& request : requests) {
-    Bytes fingerprint;
-    encode(request, fingerprint);
-    Announcement announcement;
-    announcement.fingerprint = fingerprint;
-    writer.append(announcement);
-  }
-  return parts_of(writer);
-}
-
 /// One request of an entry, with its rank's own data.
 struct Asked {
   Fingerprint fingerprint;
@@ -61,9 +47,9 @@ struct Asked {
   std::uint32_t launches = 0;
 };
 
-inline Parts entry_with(const std::vector<Asked>& requests) {
+inline Parts entry_with(const std::vector<Asked>& requests, bool blocked = false) {
   EntryWriter writer;
-  writer.clear(false);
+  writer.clear(blocked);
   for (const Asked& request : requests) {
     Bytes fingerprint;
     encode(request.fingerprint, fingerprint);
@@ -78,6 +64,13 @@ inline Parts entry_with(const std::vector<Asked>& requests) {
     writer.append(announcement);
   }
   return parts_of(writer);
+}
+
+/// A rank's entry with these requests.
+inline Parts entry(const std::vector<Fingerprint>& requests, bool blocked = false) {
+  std::vector<Asked> asked;
+  for (const Fingerprint& request : requests) asked.push_back({request});
+  return entry_with(asked, blocked);
 }
 
 /// A round of these entries, one for each rank. `host_ranks` share this rank's host; its caller's

@@ -1,136 +1,218 @@
 // SPDX-License-Identifier: Apache-2.0
-// BruckFrames: the bytes that a rank sends for the agreement, with 8 to 4096 simulated ranks.
+// Runs: entries of consecutive ranks to bytes, and back; the frames of hosts that pass them on.
 #include "collective/frames.h"
 
+#include <algorithm>
 #include <bit>
-#include <random>
+#include <memory>
 #include <string>
+#include <vector>
 
-#include "simulated_members.h"
+#include "collective/runs.h"
+#include "core/at.h"
+#include "harness.h"
 
 namespace torch_ring::test::frames_test {
 namespace {
 
 ByteSpan bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
 
-const std::string kCommon(120, 'c');  // a request's fingerprint has about as many bytes
-constexpr std::size_t kFrameBytes = 24 + 16 + 120;
-
-std::size_t steps_among(std::size_t members) {
-  return static_cast<std::size_t>(std::bit_width(members - 1));
+std::string text_of(ByteSpan bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-/// Entries of `ranks` ranks, all equal.
-std::vector<ByteSpan> equal_entries(std::size_t ranks) {
-  return std::vector<ByteSpan>(ranks, bytes_of(kCommon));
+/// "3 x common/own, 1 x ..."
+std::string shown(const Runs& runs) {
+  std::string text;
+  for (const EqualEntries& item : runs.items()) {
+    text += (text.empty() ? "" : ", ") + std::to_string(item.count) + " x " + text_of(item.common) +
+            "/" + text_of(item.own);
+  }
+  return text;
 }
 
-void check_constant(const std::vector<int>& member_counts, int ranks_each) {
-  for (const int members : member_counts) {
-    SimulatedMembers world(members, ranks_each);
-    const auto ranks = static_cast<std::size_t>(members * ranks_each);
-    for (int round = 0; round < 2; ++round) {
-      const auto sent = world.round(equal_entries(ranks));
-      CHECK_EQ(sent.frames, steps_among(world.count()));
-      CHECK_EQ(sent.bytes, sent.frames * kFrameBytes);
-    }
-    for (std::size_t member = 0; member < world.count(); ++member) {
-      const Runs& runs = world.member(member).runs();
-      CHECK_EQ(runs.items().size(), 1u);
-      CHECK_EQ(runs.ranks(), ranks);
-    }
+std::vector<std::byte> encoded(const Runs& runs) {
+  std::vector<std::byte> bytes(encoded_bytes(runs));
+  CHECK(encode(runs, bytes.data()) == bytes.data() + bytes.size());
+  return bytes;
+}
+
+void check_broken(const std::vector<std::uint64_t>& words, const std::string& what) {
+  Runs runs;
+  CHECK_THROWS(decode(std::as_bytes(std::span(words)), 2, 100, runs), ErrorKind::kInternal, what);
+}
+
+constexpr std::uint64_t words(std::uint32_t low, std::uint32_t high) {
+  return low | std::uint64_t{high} << 32;
+}
+
+const std::string kA = "a", kB = "bb", kX = "xxxxxxxxx", kY = "y", kNone;
+
+Runs example() {
+  Runs runs;
+  runs.append({2, bytes_of(kA), bytes_of(kNone)});
+  runs.append({3, bytes_of(kB), bytes_of(kX)});
+  runs.append({1, bytes_of(kB), bytes_of(kNone)});
+  runs.append({1, bytes_of(kB), bytes_of(kY)});
+  runs.append({4, bytes_of(kNone), bytes_of(kNone)});
+  return runs;
+}
+
+TEST(runs_are_equal_after_encode_and_decode) {
+  const Runs runs = example();
+  const auto bytes = encoded(runs);
+  Runs decoded;
+  decode(bytes, 11, 24, decoded);
+  CHECK_EQ(shown(decoded), std::string("2 x a/, 3 x bb/xxxxxxxxx, 1 x bb/, 1 x bb/y, 4 x /"));
+  CHECK_EQ(decoded.ranks(), 11u);
+  for (const EqualEntries& item : decoded.items()) {
+    CHECK_EQ(reinterpret_cast<std::uintptr_t>(item.common.data()) % 8, 0u);
+    CHECK_EQ(reinterpret_cast<std::uintptr_t>(item.own.data()) % 8, 0u);
   }
 }
 
-TEST(frames_have_constant_size_while_all_entries_are_equal) {
-  check_constant({1, 2, 3, 8, 9, 64, 511, 512, 4096}, 1);
+TEST(runs_of_equal_entries_are_one_item) {
+  const std::string other = kA;  // equal bytes elsewhere
+  Runs runs;
+  runs.append({2, bytes_of(kA), bytes_of(kX)});
+  runs.append({3, bytes_of(other), bytes_of(kX)});
+  CHECK_EQ(shown(runs), std::string("5 x a/xxxxxxxxx"));
+  Runs more;
+  more.append({1, bytes_of(kA), bytes_of(kX)});
+  runs.append(more);
+  CHECK_EQ(runs.ranks(), 6u);
+  CHECK_EQ(runs.items().size(), 1u);
 }
 
-TEST(frames_have_constant_size_between_hosts_of_8_ranks) { check_constant({2, 3, 8, 64, 512}, 8); }
+TEST(runs_decode_throws_for_broken_bytes) {
+  check_broken({}, "too few entries");
+  check_broken({1}, "does not fit");
+  check_broken({words(1, 0), 0}, "too few entries");
+  check_broken({words(0, 0), 0}, "other ranks");
+  check_broken({words(3, 0), 0}, "other ranks");
+  check_broken({words(2, 0), 0, words(1, 0), 0}, "other ranks");
+  check_broken({words(2, 9), 0, 0}, "does not fit");
+  check_broken({words(2, ~0u), 0, 0}, "does not fit");
+  check_broken({words(2, 0), ~0ull, 0}, "does not fit");
+  check_broken({words(2, 0), 8, words(1, 0)}, "does not fit");  // the second own part
+  check_broken({words(2, 0), 8, words(3, 0)}, "other ranks");
+  check_broken({words(2, 0), 8, words(2, 8), 0}, "does not fit");  // beyond the own parts
+  check_broken({words(2, 0), 16, words(2, 0), 0}, "more than its entries");
+  std::vector<std::uint64_t> long_entry(16);
+  long_entry[0] = words(2, 101);
+  check_broken(long_entry, "does not fit");
+}
 
-TEST(frames_have_constant_size_while_own_parts_are_equal_too) {
-  SimulatedMembers world(300, 1);
-  const auto sent = world.round(equal_entries(300), equal_entries(300));
-  CHECK_EQ(sent.bytes, 9 * (kFrameBytes + 8 + 120));
+TEST(runs_in_another_order_are_brought_into_that_of_the_ranks) {
+  Runs runs;  // of ranks 0, 2, 4 and 1, 3
+  runs.append({3, bytes_of(kA), bytes_of(kNone)});
+  runs.append({2, bytes_of(kB), bytes_of(kNone)});
+  RoundEntries entries;
+  const auto firsts = [&] {
+    std::vector<int> firsts;
+    for (const Run& run : entries.runs()) firsts.push_back(run.first);
+    return firsts;
+  };
+  const std::vector<int> order{0, 2, 4, 1, 3};
+  entries.assign(runs, order);
+  CHECK_EQ(firsts(), (std::vector<int>{0, 1, 2, 3, 4}));
+  CHECK_EQ(text_of(entries.runs()[3].common), kB);
+  entries.assign(runs);
+  CHECK_EQ(firsts(), (std::vector<int>{0, 3}));
+  CHECK_EQ(entries.runs()[1].count, 2);
+}
+
+TEST(runs_that_do_not_fit_a_slot_are_an_error_for_its_readers) {
+  const std::size_t capacity = safe_capacity(1000, 8);
+  CHECK_EQ(capacity, 96u);  // 8 of them, with their headers, have 960 bytes of 992
+  const auto different = [](std::size_t bytes, std::size_t ranks) {
+    std::vector<std::string> entries(ranks);
+    Runs runs;
+    for (std::size_t i = 0; i < ranks; ++i) {
+      entries[i] = std::string(bytes, static_cast<char>('a' + i));
+      runs.append({1, bytes_of(entries[i]).first(bytes - 8), bytes_of(entries[i]).first(8)});
+    }
+    std::vector<std::byte> slot(1000);
+    write_slot(slot, runs);
+    Runs read;
+    read_slot(slot, static_cast<std::uint32_t>(ranks), 500, read);
+    return read.items().size();
+  };
+  CHECK_EQ(different(capacity, 8), 8u);
+  CHECK_THROWS(different(120, 8), ErrorKind::kInternal,
+               "too many of 8 ranks announced different requests at once: they have 1152 bytes, "
+               "and 992 fit shared memory");
+  CHECK_EQ(safe_capacity(1000, 100), 0u);
+
+  Runs equal;  // of more ranks than the slot has bytes
+  equal.append({100'000, bytes_of(kX), bytes_of(kA)});
+  std::vector<std::byte> slot(1000);
+  write_slot(slot, equal);
+  Runs read;
+  read_slot(slot, 100'000, 500, read);
+  CHECK_EQ(shown(read), std::string("100000 x xxxxxxxxx/a"));
+}
+
+/// The frames of all members after a round in which rank r posts entries[r].
+std::vector<std::unique_ptr<BruckFrames>> after_a_round(std::size_t members,
+                                                        const std::vector<ByteSpan>& entries) {
+  const std::size_t each = entries.size() / members;
+  const std::vector<std::uint32_t> ranks(members, static_cast<std::uint32_t>(each));
+  std::vector<std::unique_ptr<BruckFrames>> all;
+  for (std::size_t member = 0; member < members; ++member) {
+    Runs runs;
+    for (std::size_t i = 0; i < each; ++i) runs.append({1, entries[member * each + i], {}});
+    all.push_back(std::make_unique<BruckFrames>(static_cast<int>(member), ranks, 64u << 10));
+    all.back()->begin(runs);
+  }
+  for (std::size_t step = 0; step < all.front()->steps().size(); ++step) {
+    for (const auto& to : all) {
+      ByteSpan bytes = at(all, to->steps()[step].from)->frame(step);
+      while (!bytes.empty()) {
+        const std::span<std::byte> room = to->room();
+        const std::size_t count = std::min(room.size(), bytes.size());
+        std::copy_n(bytes.begin(), count, room.begin());
+        to->absorb(count);
+        bytes = bytes.subspan(count);
+      }
+    }
+  }
+  for (const auto& member : all) CHECK(member->complete());
+  return all;
+}
+
+const std::string kCommon(120, 'c');  // a request's fingerprint has about as many bytes
+constexpr std::size_t kFrameBytes = 24 + 16 + 120;
+
+TEST(frames_have_constant_size_while_all_entries_are_equal) {
+  for (const auto& [members, ranks] :
+       {std::pair{1, 1}, {3, 3}, {9, 9}, {4096, 4096}, {512, 4096}}) {
+    const auto count = static_cast<std::size_t>(members);
+    const std::vector<ByteSpan> entries(static_cast<std::size_t>(ranks), bytes_of(kCommon));
+    for (const auto& member : after_a_round(count, entries)) {
+      CHECK_EQ(member->steps().size(), static_cast<std::size_t>(std::bit_width(count - 1)));
+      for (std::size_t step = 0; step < member->steps().size(); ++step) {
+        CHECK_EQ(member->frame(step).size(), kFrameBytes);
+      }
+      CHECK_EQ(member->runs().items().size(), 1u);
+      CHECK_EQ(member->runs().ranks(), entries.size());
+    }
+  }
 }
 
 TEST(frames_of_one_rank_that_differs_tell_everyone_both_entries) {
   const std::string other(112, 'o');
-  for (const int ranks_each : {1, 8}) {
-    const int members = 4096 / ranks_each;
-    SimulatedMembers world(members, ranks_each);
-    for (const std::size_t rank : {0u, 1u, 2077u, 4095u}) {
-      auto entries = equal_entries(4096);
-      entries[rank] = bytes_of(other);
-      const auto sent = world.round(entries);
+  for (const std::size_t rank : {0u, 2077u, 4095u}) {
+    std::vector<ByteSpan> entries(4096, bytes_of(kCommon));
+    entries[rank] = bytes_of(other);
+    for (const auto& member : after_a_round(512, entries)) {
+      const Runs& runs = member->runs();
+      CHECK_EQ(runs.items().size(), rank == 2077 ? 3u : 2u);
+      CHECK_EQ(runs.part(static_cast<std::uint32_t>(rank), 1).items()[0].common.size(), 112u);
       // At most equal entries, the different one, and equal entries again.
-      CHECK(sent.bytes <= sent.frames * (kFrameBytes + 16 + 112 + 16 + 120));
-      for (std::size_t member = 0; member < world.count(); member += 89) {
-        const Runs& runs = world.member(member).runs();
-        CHECK_EQ(runs.ranks(), 4096u);
-        CHECK_EQ(runs.items().size(), rank == 0 || rank == 4095 ? 2u : 3u);
-        const Runs at_rank = runs.part(static_cast<std::uint32_t>(rank), 1);
-        CHECK_EQ(at_rank.items()[0].common.size(), 112u);
-        const Runs before = runs.part(0, static_cast<std::uint32_t>(rank));
-        CHECK(before.items().empty() || before.items()[0].common.size() == 120u);
-      }
+      CHECK(member->frame(8).size() <= kFrameBytes + 16 + 112 + 16 + 120);
     }
   }
-}
-
-TEST(frames_bring_every_entry_to_every_member) {
-  std::mt19937 random(20);
-  const std::vector<std::string> texts{"", "a", "other", std::string(100, 'x'), "y"};
-  const auto any = [&] { return bytes_of(texts[random() % texts.size()]); };
-  for (const int ranks_each : {1, 3}) {
-    for (const int members : {1, 2, 3, 5, 8, 13}) {
-      SimulatedMembers world(members, ranks_each);
-      const auto ranks = static_cast<std::size_t>(members * ranks_each);
-      for (int round = 0; round < 20; ++round) {
-        std::vector<ByteSpan> common(ranks);
-        std::vector<ByteSpan> own(ranks);
-        for (std::size_t rank = 0; rank < ranks; ++rank) {
-          common[rank] = round % 2 == 0 ? bytes_of(kCommon) : any();
-          own[rank] = any();
-        }
-        world.round(common, own);
-        for (std::size_t member = 0; member < world.count(); ++member) {
-          const Runs& runs = world.member(member).runs();
-          for (std::size_t rank = 0; rank < ranks; ++rank) {
-            const Runs entry = runs.part(static_cast<std::uint32_t>(rank), 1);
-            CHECK(std::ranges::equal(entry.items()[0].common, common[rank]));
-            CHECK(std::ranges::equal(entry.items()[0].own, own[rank]));
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(frames_that_all_differ_have_the_bytes_of_all_entries) {
-  const std::size_t ranks = 64;
-  std::vector<std::string> texts(ranks);
-  std::vector<ByteSpan> entries(ranks);
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
-    texts[rank] = std::string(40, static_cast<char>('0' + rank));
-    entries[rank] = bytes_of(texts[rank]);
-  }
-  SimulatedMembers world(64, 1);
-  CHECK_EQ(world.round(entries).bytes, 6 * 24 + 63 * (16 + 40u));
-}
-
-TEST(frames_know_whose_entries_are_here) {
-  SimulatedMembers world(5, 2);
-  world.round(equal_entries(10));
-  BruckFrames frames(1, std::vector<std::uint32_t>(5, 2), 1000);
-  frames.begin(world.member(0).runs().part(0, 2));
-  for (const int known : {1, 2, 4}) {
-    CHECK_EQ(frames.members_known(), known);
-    const std::size_t step = frames.due();
-    const auto from = static_cast<std::size_t>(frames.steps()[step].from);
-    receive(frames, world.member(from).frame(step));
-  }
-  CHECK_EQ(frames.members_known(), 5);
 }
 
 }  // namespace

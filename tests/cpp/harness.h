@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "core/error.h"
+#include "core/failpoint.h"
 
 namespace torch_ring::test {
 
@@ -21,6 +22,13 @@ namespace torch_ring::test {
 constexpr bool kSanitized = true;
 #else
 constexpr bool kSanitized = false;
+#endif
+
+/// Whether the tests run under an emulator of another processor.
+#if defined(TORCH_RING_EMULATED)
+constexpr bool kEmulated = true;
+#else
+constexpr bool kEmulated = false;
 #endif
 
 /// The time after which ranks and children count as hung. The longest test takes seconds, and under
@@ -43,6 +51,15 @@ bool add_test(const char* name, void (*body)());
 /// with the errors of all ranks. If a rank still runs after 45 s, the program ends with the names
 /// of such ranks and the errors of the others, because a thread cannot be killed.
 void run_ranks(int ranks, const std::function<void(int rank)>& fn);
+
+/// Failpoints for the time of a test.
+class Armed {
+ public:
+  explicit Armed(const std::string& spec) { arm_failpoints(spec); }
+  ~Armed() { arm_failpoints(""); }
+  Armed(const Armed&) = delete;
+  Armed& operator=(const Armed&) = delete;
+};
 
 [[noreturn]] void fail(const char* file, int line, const std::string& what);
 

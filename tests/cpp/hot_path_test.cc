@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "collective/shm_communicator.h"
-#include "engine/entry.h"
 #include "engine/recorder.h"
 #include "engine_ranks.h"
 
@@ -36,7 +35,7 @@ thread_local bool is_profiling = false;
 /// checks whether a profiler is on in this thread.
 TEST(hot_path_with_spans_that_are_off) {
   std::vector<World> worlds = make_worlds({0});
-  std::vector<std::unique_ptr<ControlPlane>> planes = make_planes({0});
+  Planes planes = make_planes({0});
   std::uint64_t spans = 0;
   const std::string transport = "local";
   Rank rank(worlds.front(), std::move(planes.front()), patient(), {},
@@ -103,25 +102,6 @@ TEST(hot_path_a_large_tensor_is_staged_in_segments) { check_costs(3 * kSegment, 
 
 TEST(hot_path_a_tensor_in_shared_memory_is_never_copied) {
   check_costs(3 * kSegment, true, 0, 0, 1);
-}
-
-void check_inline_limit(const std::vector<int>& host_of, std::size_t alone) {
-  run_engines(host_of, [&](Rank& rank) {
-    const auto fits = [&](std::size_t bytes, bool is_alone) {
-      Request request;
-      request.fingerprint.dtype = DType::kUInt8;
-      request.fingerprint.shape = {static_cast<std::int64_t>(bytes)};
-      return fits_inline(request, is_alone, rank.communicator());
-    };
-    CHECK(fits(alone, true) && !fits(alone + 1, true));
-    CHECK(fits(4096, false) && !fits(4097, false));
-  });
-}
-
-TEST(hot_path_inline_limit_is_larger_between_hosts_and_for_a_single_request) {
-  check_inline_limit({0, 0}, 4096);
-  check_inline_limit({0, 1}, 16384);
-  check_inline_limit({0, 0, 1}, 16384);
 }
 
 }  // namespace

@@ -3,14 +3,10 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <random>
-#include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "engine/device.h"
 #include "harness.h"
@@ -55,14 +51,6 @@ TEST(equal_times_are_ordered_by_the_numbers_of_the_sets) {
   CHECK_THROWS(nine.wait(kNone, milliseconds(1)), ErrorKind::kTimeout, "three is before it");
 }
 
-TEST(place_that_is_taken_later_is_later_than_every_settled_one) {
-  LaunchOrder order;
-  Place one(order, 5, "one");
-  one.settle(100);
-  const Place two(order, 1, "two");
-  CHECK(two.time() > 100);
-}
-
 TEST(aborted_set_waits_for_its_turn_no_more) {
   LaunchOrder order;
   const Place first(order, 1, "first");
@@ -74,13 +62,6 @@ TEST(aborted_set_waits_for_its_turn_no_more) {
   });
   CHECK_THROWS(second.wait(abort, seconds(20)), ErrorKind::kPeerLost, "rank 1 is gone");
   other.join();
-}
-
-TEST(set_is_called_by_its_ranks) {
-  std::vector<std::string> labels{"rank 3 (pid 1)", "rank 5 (pid 2)"};
-  CHECK_EQ(set_name(labels, "process set"), "the process set of rank 3, rank 5");
-  labels.resize(10, "rank 6 (pid 3)");
-  CHECK(set_name(labels, "process set").ends_with("rank 6 and 2 more"));
 }
 
 /// The exchange of one set, whose members are threads.
@@ -112,30 +93,6 @@ class Exchange {
   int arrived_ = 0;
   int round_ = 0;
 };
-
-TEST(turns_of_sets_in_a_circle_come_in_one_order_on_all_ranks) {
-  constexpr int kRounds = kSanitized ? 100 : 1000;
-  std::vector<LaunchOrder> orders(3);
-  std::vector<std::vector<std::pair<std::uint64_t, std::size_t>>> turns(3);  // by rank
-  std::vector<std::unique_ptr<Exchange>> sets;
-  for (int set = 0; set < 3; ++set) sets.push_back(std::make_unique<Exchange>(2));
-  run_ranks(6, [&](int thread) {  // set s has the ranks s and s + 1
-    const auto set = static_cast<std::size_t>(thread / 2);
-    const std::size_t rank = (set + static_cast<std::size_t>(thread % 2)) % 3;
-    std::mt19937 random(static_cast<unsigned>(thread));
-    for (int round = 0; round < kRounds; ++round) {
-      Place place(orders[rank], set, "set");
-      place.settle(sets[set]->latest(place.time()));
-      place.wait(kNone, seconds(20));
-      turns[rank].emplace_back(place.time(), set);  // the turn is the lock
-      if (random() % 4 == 0) std::this_thread::yield();
-    }
-  });
-  for (const auto& of_rank : turns) {
-    CHECK_EQ(of_rank.size(), std::size_t{2 * kRounds});
-    CHECK(std::ranges::is_sorted(of_rank));
-  }
-}
 
 }  // namespace
 }  // namespace torch_ring::test::launch_order_test

@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "collective/plan.h"
 
-#include <algorithm>
-#include <array>
 #include <bit>
 #include <functional>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "collective/choice.h"
 #include "core/at.h"
 #include "harness.h"
 
 namespace torch_ring::test::plan_test {
-
 namespace {
 
 constexpr int kLargest = 17;
 
 std::size_t as_count(int value) { return static_cast<std::size_t>(value); }
-
-}  // namespace
 
 TEST(plan_chunks_cover_the_buffer_in_order) {
   for (int parts = 1; parts <= kLargest; ++parts) {
@@ -33,36 +31,6 @@ TEST(plan_chunks_cover_the_buffer_in_order) {
       }
       CHECK_EQ(end, count);
     }
-  }
-}
-
-TEST(plan_ranges_cover_the_count) {
-  CHECK(ranges_of(0, 10).empty());
-  const auto ranges = ranges_of(25, 10);
-  CHECK_EQ(ranges.size(), 3u);
-  CHECK_EQ(ranges[2].begin, 20u);
-  CHECK_EQ(ranges[2].count, 5u);
-  CHECK_EQ(ranges_of(20, 10).size(), 2u);
-
-  const std::array<std::size_t, 3> ragged{4, 0, 6};
-  const auto parts = ranges_of(ragged);
-  CHECK_EQ(parts[1].begin, 4u);
-  CHECK_EQ(parts[1].count, 0u);
-  CHECK_EQ(parts[2].begin, 4u);
-  CHECK_EQ(parts[2].count, 6u);
-}
-
-TEST(plan_sections_have_every_rank_once_and_few_ranks_are_one) {
-  for (const int size : {1, 2, 15, 16, 17, 31, 32, 33, 100, 4099}) {
-    const auto sections = sections_of(size);
-    CHECK_EQ(sections.size() == 1, size <= kSectionRanks);
-    std::set<int> ranks;
-    for (const auto& section : sections) {
-      CHECK(std::is_sorted(section.begin(), section.end()));
-      CHECK(section.size() <= as_count(kSectionRanks));
-      for (const int rank : section) CHECK(ranks.insert(rank).second);
-    }
-    CHECK_EQ(ranks.size(), as_count(size));
   }
 }
 
@@ -130,22 +98,6 @@ TEST(plan_scatter_levels_are_few_and_send_about_the_fewest_chunks) {
   }
 }
 
-TEST(plan_allgather_sends_only_chunks_received_before) {
-  for (int size = 1; size <= kLargest; ++size) {
-    for (int rank = 0; rank < size; ++rank) {
-      std::set<int> has{rank};
-      const auto steps = allgather_steps(rank, size);
-      const auto sent_to_us = allgather_steps((rank + size - 1) % size, size);
-      for (std::size_t i = 0; i < steps.size(); ++i) {
-        CHECK(has.contains(steps[i].send));
-        CHECK_EQ(steps[i].receive, sent_to_us[i].send);
-        CHECK(has.insert(steps[i].receive).second);
-      }
-      CHECK_EQ(has.size(), as_count(size));
-    }
-  }
-}
-
 TEST(plan_bruck_receives_every_entry_once_from_distinct_ranks) {
   for (int size = 1; size <= kLargest; ++size) {
     for (int rank = 0; rank < size; ++rank) {
@@ -165,25 +117,6 @@ TEST(plan_bruck_receives_every_entry_once_from_distinct_ranks) {
   }
   CHECK_EQ(bruck_steps(0, 1 << 14).size(), 14u);  // one less than Doorbell polls
 }
-
-TEST(plan_arcs_are_two_ranges_of_elements) {
-  const std::array<std::size_t, 4> counts{5, 6, 0, 7};
-  const std::vector<Range> chunks = ranges_of(counts);
-  const auto check = [&](int first, int count, Range one, Range other) {
-    const auto arc = arc_of(chunks, first, count);
-    CHECK_EQ(arc[0].begin, one.begin);
-    CHECK_EQ(arc[0].count, one.count);
-    CHECK_EQ(arc[1].begin, other.begin);
-    CHECK_EQ(arc[1].count, other.count);
-  };
-  check(1, 3, {5, 13}, {0, 0});
-  check(1, 0, {0, 0}, {0, 0});
-  check(2, 1, {11, 0}, {0, 0});
-  check(3, 3, {11, 7}, {0, 11});
-  check(0, 4, {0, 18}, {0, 0});
-}
-
-namespace {
 
 /// Checks the subtree of `rank`, which received its data in step `step` over `edge`.
 void check_subtree(int rank, int size, int root, const TreeEdge& edge, unsigned step) {
@@ -205,8 +138,6 @@ void check_subtree(int rank, int size, int root, const TreeEdge& edge, unsigned 
   CHECK(step <= static_cast<unsigned>(std::bit_width(static_cast<unsigned>(size - 1))));
 }
 
-}  // namespace
-
 TEST(plan_tree_reaches_every_rank_once_in_log_steps) {
   for (int size = 1; size <= 64; ++size) {
     for (int root = 0; root < size; ++root) {
@@ -218,14 +149,67 @@ TEST(plan_tree_reaches_every_rank_once_in_log_steps) {
   CHECK_EQ(binomial_tree(17, 4096, 17).children.size(), 12u);
 }
 
-TEST(rotated_ranges_begin_with_the_next_rank_and_skip_the_own) {
-  const std::vector<std::size_t> counts{5, 6, 7};
-  const auto ranges = rotated_ranges(counts, 1);
-  CHECK_EQ(ranges[2].begin, 0u);
-  CHECK_EQ(ranges[2].count, 7u);
-  CHECK_EQ(ranges[0].begin, 7u);
-  CHECK_EQ(ranges[0].count, 5u);
-  CHECK_EQ(ranges[1].count, 0u);
+using Sizes = std::vector<std::size_t>;
+
+/// Powers of two from a byte to 8 GiB, and their neighbours.
+Sizes sizes() {
+  Sizes all;
+  for (int power = 0; power <= 33; ++power) {
+    const std::size_t bytes = std::size_t{1} << power;
+    for (const std::size_t near : {bytes - 1, bytes, bytes + 1}) {
+      if (near > 0) all.push_back(near);
+    }
+  }
+  return all;
 }
 
+/// The first size from which `chosen(bytes)` holds, if it holds for all larger ones.
+template <class Chosen>
+std::size_t boundary(Chosen&& chosen) {
+  std::size_t low = 0;
+  std::size_t high = std::size_t{1} << 40;
+  while (high - low > 1) {
+    const std::size_t middle = low + (high - low) / 2;
+    (chosen(middle) ? high : low) = middle;
+  }
+  return high;
+}
+
+TEST(choice_of_few_ranks_depends_on_the_size_alone) {
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    for (const std::size_t bytes : sizes()) {
+      CHECK(choose_allreduce(bytes, ranks) ==
+            (bytes <= 65'536 ? AllreducePath::kGathered : AllreducePath::kScattered));
+      CHECK(choose_reduce(bytes, ranks) ==
+            (ranks == 2 || bytes <= 65'536 ? ReducePath::kDirect : ReducePath::kScattered));
+      CHECK(choose_allgather(bytes, ranks) == AllgatherPath::kRing);
+      CHECK(choose_broadcast(bytes, ranks) == BroadcastPath::kChain);
+    }
+  }
+}
+
+TEST(choice_of_an_allreduce_and_an_allgather_at_their_boundaries) {
+  struct Boundaries {
+    int ranks;
+    std::size_t scattered;  // an allreduce
+    std::size_t ring;       // an allgather
+  };
+  for (const auto& [ranks, scattered, ring] : {Boundaries{5, 18751, 374999},
+                                               {8, 9023, 1371428},
+                                               {9, 7671, 1349999},
+                                               {16, 3721, 3519999},
+                                               {17, 6930, 3506249},
+                                               {4096, 37, 1225199120}}) {
+    CHECK_EQ(boundary([&](std::size_t bytes) {
+               return choose_allreduce(bytes, ranks) == AllreducePath::kScattered;
+             }),
+             scattered);
+    CHECK_EQ(boundary([&](std::size_t bytes) {
+               return choose_allgather(bytes, ranks) == AllgatherPath::kRing;
+             }),
+             ring);
+  }
+}
+
+}  // namespace
 }  // namespace torch_ring::test::plan_test

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // PointToPoint: messages that arrive.
-#include <algorithm>
 #include <atomic>
-#include <random>
 
 #include "message_ranks.h"
 
@@ -52,24 +50,6 @@ const bool kEverySize = on_all("every size, from every rank to every rank", [](M
       CHECK_EQ(receive->bytes(), bytes);
       const int source = receive->source();
       CHECK(at(received, source) == message(bytes, 10 * source + self.rank()));
-    }
-  }
-});
-
-const bool kBlocking = on_all("blocking, one way and back", [](MessageRank& self) {
-  if (self.rank() > 1) return;
-  for (int round = 0; round < 20; ++round) {
-    for (const int sender : {0, 1}) {
-      std::vector<std::byte> bytes = message(round % 2 == 0 ? 100 : 100'000, round);
-      if (self.rank() == sender) {
-        self.send(bytes, 1 - sender)->wait();
-      } else {
-        std::vector<std::byte> received(bytes.size());
-        const auto receive = self.receive(received, 1 - self.rank());
-        receive->wait();
-        CHECK(received == bytes);
-        CHECK_EQ(receive->source(), sender);
-      }
     }
   }
 });
@@ -130,49 +110,6 @@ TEST(a_receive_from_any_rank_takes_what_comes_and_says_from_whom) {
   });
 }
 
-/// Eight ranks, each with its own order, tags and sizes; all of them follow from the seed.
-TEST(eight_ranks_send_and_receive_in_random_order) {
-  constexpr int kRanks = 8;
-  const int count = kSanitized ? 12 : 40;  // messages from each rank to each other one
-  run_messages({0, 0, 1, 1, 2, 2, 3, 0}, [&](MessageRank& self) {
-    const auto size_of_message = [](int from, int to, int i) -> std::size_t {
-      std::mt19937 random(static_cast<unsigned>(from * 1000 + to * 100 + i));
-      return random() % 8 == 0 ? random() % 300'000 : random() % 2000;
-    };
-    const auto name = [](int from, int to, int i) { return from * 10'000 + to * 1000 + i; };
-    struct Planned {
-      bool is_send;
-      int peer;
-      int number;
-      std::vector<std::byte> bytes;
-      MessageRank::Request request = nullptr;
-    };
-    std::vector<Planned> plan;
-    for (int peer = 0; peer < kRanks; ++peer) {
-      if (peer == self.rank()) continue;
-      for (int i = 0; i < count; ++i) {
-        const std::size_t bytes = size_of_message(self.rank(), peer, i);
-        plan.push_back({true, peer, i, message(bytes, name(self.rank(), peer, i))});
-        plan.push_back(
-            {false, peer, i, std::vector<std::byte>(size_of_message(peer, self.rank(), i))});
-      }
-    }
-    std::mt19937 random(static_cast<unsigned>(self.rank()));
-    std::ranges::shuffle(plan, random);
-    for (Planned& it : plan) {  // each has a tag of its own
-      it.request = it.is_send ? self.send(it.bytes, it.peer, it.number)
-                              : self.receive(it.bytes, it.peer, it.number);
-      if (random() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    for (Planned& it : plan) {
-      it.request->wait();
-      if (it.is_send) continue;
-      CHECK(it.bytes == message(size_of_message(it.peer, self.rank(), it.number),
-                                name(it.peer, self.rank(), it.number)));
-    }
-  });
-}
-
 TEST(a_request_calls_back_when_it_has_ended) {
   run_messages({0, 0}, [](MessageRank& self) {
     std::vector<std::byte> bytes = message(self.rank() == 0 ? 100 : 100, 1);
@@ -211,59 +148,6 @@ TEST(a_wait_may_end_before_its_request) {
     self.receive(go, 1, 2)->wait();
     self.send(bytes, 1, 1)->wait();
   });
-}
-
-const bool kRecorded = on_all("the recorder has the last ones", [](MessageRank& self) {
-  if (self.rank() > 1) return;
-  constexpr std::size_t kMessages = MessageRecorder::kMessages + 100;
-  constexpr std::size_t kPending = 3;
-  std::vector<std::byte> bytes(2);
-  for (std::size_t i = 0; i < kMessages; ++i) {
-    if (self.rank() == 0) {
-      self.send(bytes, 1)->wait();
-    } else {
-      self.receive(bytes, 0)->wait();
-    }
-    CHECK_EQ((self.rank() == 0 ? self.recorder().totals().sent : self.recorder().totals().received)
-                 .messages,
-             i + 1);
-  }
-  std::vector<std::vector<std::byte>> open(kPending, std::vector<std::byte>(5));
-  std::vector<MessageRank::Request> pending;
-  for (auto& each : open) pending.push_back(self.receive(each, 1 - self.rank(), 8));
-
-  const auto records = self.recorder().records();
-  CHECK_EQ(records.size(), MessageRecorder::kMessages);
-  for (std::size_t i = 0; i < records.size(); ++i) {
-    const MessageRecord& record = records[i];
-    CHECK_EQ(record.number, kMessages + kPending - MessageRecorder::kMessages + i + 1);
-    CHECK_EQ(record.peer, 1 - self.rank());
-    const bool is_pending = i >= records.size() - kPending;
-    CHECK_EQ(record.is_send, self.rank() == 0 && !is_pending);
-    CHECK(record.state ==
-          (is_pending ? MessageRecord::State::kPosted : MessageRecord::State::kFinished));
-    CHECK_EQ(record.bytes, is_pending ? 5U : 2U);
-    CHECK_EQ(record.finished == 0, is_pending);
-    CHECK_EQ(record.matched == 0, is_pending || record.is_send);
-  }
-  self.send(bytes, 1 - self.rank(), 9)->wait();
-  self.receive(bytes, 1 - self.rank(), 9)->wait();  // the other one has looked, too
-  for (std::size_t i = 0; i < kPending; ++i) self.send(bytes, 1 - self.rank(), 8)->wait();
-  for (const auto& each : pending) each->wait();
-});
-
-TEST(a_rank_without_messages_has_no_connection_of_theirs) {
-  const Planes planes = make_planes({0, 0, 0});
-  const MessageRank idle(0, {0, 1, 2}, *planes[0], {});
-  MessageRank one(1, {0, 1, 2}, *planes[1], {});
-  MessageRank other(2, {0, 1, 2}, *planes[2], {});
-  const std::size_t before = planes[0]->descriptors().size();
-  std::vector<std::byte> sent = message(10, 1);
-  std::vector<std::byte> received(10);
-  const auto receive = other.receive(received, std::nullopt);
-  one.send(sent, 2)->wait();
-  receive->wait();
-  CHECK_EQ(planes[0]->descriptors().size(), before);
 }
 
 TEST(a_short_message_does_not_wait_for_a_rank_that_never_uses_messages) {

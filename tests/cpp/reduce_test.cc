@@ -5,23 +5,26 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstddef>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/finite.h"
 #include "core/half.h"
 #include "elements.h"
 #include "harness.h"
 
 namespace torch_ring::test::reduce_test {
-
 namespace {
 
 constexpr DType kDTypes[] = {DType::kUInt8,   DType::kInt8,    DType::kInt16,    DType::kInt32,
                              DType::kInt64,   DType::kFloat16, DType::kBFloat16, DType::kFloat32,
                              DType::kFloat64, DType::kBool};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct};
+constexpr ReduceOp kBitwise[] = {ReduceOp::kBand, ReduceOp::kBor, ReduceOp::kBxor};
 constexpr std::size_t kCounts[] = {0, 1, 1024, 2500};
 
 /// `value` rounded to a floating-point format, without subnormal numbers.
@@ -70,6 +73,10 @@ double expected(const Reduction& reduction, const std::vector<double>& inputs) {
     if (op == ReduceOp::kMax) result = std::max(a, b);
     if (op == ReduceOp::kSum) result = kept(a + b);
     if (op == ReduceOp::kProduct) result = kept(a * b);
+    const auto bits = [](double number) { return static_cast<std::int64_t>(number); };
+    if (op == ReduceOp::kBand) result = kept(static_cast<double>(bits(a) & bits(b)));
+    if (op == ReduceOp::kBor) result = kept(static_cast<double>(bits(a) | bits(b)));
+    if (op == ReduceOp::kBxor) result = kept(static_cast<double>(bits(a) ^ bits(b)));
   }
   if (dtype == DType::kBool) return *result != 0;
   const auto divisor = static_cast<double>(scaling.divisor);
@@ -135,20 +142,21 @@ void check_result(const Elements& output, const Inputs& inputs, const Reduction&
   check_result(output, inputs, reduction, 0, output.count());
 }
 
-/// Calls `body` with every dtype and operator, scaled in every way.
+/// Calls `body` with every dtype and operator, scaled in every way that it allows.
 void for_reductions(const std::function<void(const Reduction&)>& body) {
   const Scaling scalings[] = {{}, {1, 1, 2}, {1, 1, 3}, {0.5, 1, 1}, {0.5, 2, 3}, {1, 0.75, 1}};
   for (const DType dtype : kDTypes) {
     for (const ReduceOp op : kOps) {
       for (const Scaling& scaling : scalings) body({dtype, op, scaling});
     }
+    for (const ReduceOp op : kBitwise) {
+      if (can_reduce(dtype, op)) body({dtype, op, {}});
+    }
   }
 }
 
 std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 float of_bits(std::uint32_t bits) { return std::bit_cast<float>(bits); }
-
-}  // namespace
 
 TEST(reduce_every_dtype_operator_scaling_and_count) {
   for_reductions([](const Reduction& reduction) {
@@ -222,18 +230,18 @@ TEST(reduce_needs_no_alignment_beyond_the_dtype) {
   }
 }
 
-TEST(reduce_sums_16_bit_floats_in_float32) {
-  // In the dtype itself, 2048 + 1 + 1 is 2048 for float16, and 256 + 1 + 1 is 256 for bfloat16.
-  for (const auto& [dtype, large] :
-       {std::pair{DType::kFloat16, 2048.0}, {DType::kBFloat16, 256.0}}) {
-    Elements a(dtype, 1);
-    Elements b(dtype, 1);
-    a.set(0, large);
-    b.set(0, 1);
-    const std::array<const void*, 3> inputs{a.data(), b.data(), b.data()};
-    const std::array<void*, 1> outputs{a.data()};
-    reduce(outputs, inputs, 1, {dtype, ReduceOp::kSum, {}});
-    CHECK_EQ(a.at(0), large + 2);
+TEST(reduce_of_a_bitwise_operator_and_its_identity_changes_nothing) {
+  for (const DType dtype : kDTypes) {
+    for (const ReduceOp op : kBitwise) {
+      if (!can_reduce(dtype, op)) continue;
+      const Elements values = elements_of(dtype, 1500, 1);  // more than a block
+      Elements result(dtype, 1500);
+      fill_identity(result.data(), 1500, dtype, op);
+      const std::array<const void*, 2> inputs{result.data(), values.bytes().data()};
+      const std::array<void*, 1> outputs{result.data()};
+      reduce(outputs, inputs, 1500, {dtype, op, {}});
+      CHECK(same(result.bytes(), values.bytes()));
+    }
   }
 }
 
@@ -272,8 +280,6 @@ TEST(reduce_integers_wrap_divide_toward_zero_and_stay_in_range) {
   CHECK_EQ(sum_of(kLarge, 0, {-8, 1, 1}), Limits::min());
   CHECK_EQ(sum_of(Limits::max(), 0, {1, 0x1p62, 1}), Limits::max());
 }
-
-namespace {
 
 /// The Average of `values`, by reduce() and in two steps, which must agree.
 template <class T>
@@ -315,8 +321,6 @@ void check_averages_at_the_ends(DType dtype) {
   CHECK(average_of<T>(dtype, {kMost, kMost}, 4.0) == kMost);       // clamped before
   CHECK(average_of<T>(dtype, {kMost, kMost}, 1.0, 4.0) == kMost);  // and after
 }
-
-}  // namespace
 
 TEST(reduce_averages_of_integers_do_not_wrap) {
   check_averages_at_the_ends<std::uint8_t>(DType::kUInt8);
@@ -401,4 +405,95 @@ TEST(bfloat16_rounds_to_nearest_even) {
   CHECK(std::isnan(to_float(to_bfloat16(of_bits(0xffffffff)))));  // would wrap around
 }
 
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+constexpr DType kFloatingPoint[] = {DType::kFloat16, DType::kBFloat16,  DType::kFloat32,
+                                    DType::kFloat64, DType::kComplex64, DType::kComplex128};
+
+/// Numbers of a dtype; a complex one is two of them.
+class Numbers {
+ public:
+  Numbers(DType dtype, std::size_t count)
+      : dtype_(part_of(dtype)), bytes_(count * size_of(dtype_) + 1) {}
+
+  void set(std::size_t i, double value) {
+    const auto narrow = static_cast<float>(value);
+    std::byte* const to = bytes_.data() + i * size_of(dtype_);
+    if (dtype_ == DType::kFloat16) put(to, to_float16(narrow));
+    if (dtype_ == DType::kBFloat16) put(to, to_bfloat16(narrow));
+    if (dtype_ == DType::kFloat32) put(to, narrow);
+    if (dtype_ == DType::kFloat64) put(to, value);
+  }
+
+  const void* data() const { return bytes_.data(); }
+
+ private:
+  template <class T>
+  static void put(std::byte* to, T value) {
+    std::memcpy(to, &value, sizeof value);
+  }
+
+  DType dtype_;
+  std::vector<std::byte> bytes_;
+};
+
+Worst worst_of(const Numbers& numbers, std::size_t count, DType dtype, double limit = kNoLimit) {
+  return torch_ring::worst_of(numbers.data(), count / parts_of(dtype), dtype, limit);
+}
+
+TEST(one_number_anywhere_is_found) {
+  for (const DType dtype : kFloatingPoint) {
+    for (const std::size_t count : {2UL, 30UL, 4096UL, 4098UL, 10000UL}) {
+      for (const std::size_t place : {std::size_t{0}, count / 2, count - 1}) {
+        Numbers numbers(dtype, count);
+        for (std::size_t i = 0; i < count; ++i) numbers.set(i, 1.5 * (i % 5) - 3);
+        CHECK(worst_of(numbers, count, dtype) == Worst::kFinite);
+        for (const double sign : {1.0, -1.0}) {
+          numbers.set(place, std::copysign(INFINITY, sign));
+          CHECK(worst_of(numbers, count, dtype) == Worst::kInfinite);
+          numbers.set(place, std::copysign(NAN, sign));
+          CHECK(worst_of(numbers, count, dtype) == Worst::kNaN);
+          numbers.set((place + 1) % count, INFINITY);  // a NaN is worse, before it or after it
+          CHECK(worst_of(numbers, count, dtype) == Worst::kNaN);
+          numbers.set((place + 1) % count, 0);
+        }
+      }
+    }
+    CHECK(worst_of(Numbers(dtype, 0), 0, dtype) == Worst::kFinite);
+  }
+}
+
+TEST(the_largest_and_the_smallest_numbers_are_finite) {
+  const auto most = [](DType dtype) {
+    return dtype == DType::kFloat16    ? 65504.0
+           : dtype == DType::kBFloat16 ? 0x1.fep127
+           : dtype == DType::kFloat32  ? std::numeric_limits<float>::max()
+                                       : std::numeric_limits<double>::max();
+  };
+  for (const DType dtype : kFloatingPoint) {
+    Numbers numbers(dtype, 4);
+    numbers.set(0, most(part_of(dtype)));
+    numbers.set(1, -most(part_of(dtype)));
+    numbers.set(2, std::numeric_limits<double>::denorm_min());
+    numbers.set(3, -0.0);
+    CHECK(worst_of(numbers, 4, dtype) == Worst::kFinite);
+  }
+}
+
+TEST(numbers_above_a_limit_are_found) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+    Numbers numbers(dtype, 5000);
+    const double below = dtype == DType::kBFloat16 ? 65280 : 65504;
+    for (const double sign : {1.0, -1.0}) {
+      numbers.set(4999, sign * below);
+      CHECK(worst_of(numbers, 5000, dtype, 65504) == Worst::kFinite);
+      numbers.set(4999, sign * 65536);
+      CHECK(worst_of(numbers, 5000, dtype, 65504) == Worst::kLarge);
+      CHECK(worst_of(numbers, 5000, dtype) == Worst::kFinite);
+      numbers.set(4999, sign * INFINITY);
+      CHECK(worst_of(numbers, 5000, dtype, 65504) == Worst::kInfinite);
+    }
+  }
+}
+
+}  // namespace
 }  // namespace torch_ring::test::reduce_test

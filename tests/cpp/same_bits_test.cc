@@ -1,91 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bits of a sum do not depend on the tensors that travel with it, or on its path.
+// The bits of a sum do not depend on the tensors that travel with it.
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <numeric>
 #include <random>
 #include <thread>
 
-#include "elements.h"
+#include "communicator_suite.h"
 #include "engine_ranks.h"
 
 namespace torch_ring::test::same_bits_test {
 namespace {
-
-/// Numbers of very different magnitudes, whose sum depends on the order of the additions.
-Elements numbers(DType dtype, std::size_t count, int rank, unsigned seed) {
-  std::mt19937 random(seed * 1000 + static_cast<unsigned>(rank));
-  std::normal_distribution<double> normal;
-  std::uniform_real_distribution<double> magnitude(-4, 4);
-  Elements elements(dtype, count);
-  for (std::size_t i = 0; i < count; ++i) {
-    elements.set(i, normal(random) * std::pow(10.0, magnitude(random)));
-  }
-  return elements;
-}
-
-/// The sum of all ranks' numbers, in this communicator's order of additions.
-Bytes sum_of(Communicator& communicator, std::size_t count, unsigned seed,
-             const Reduction& reduction) {
-  std::vector<Elements> inputs;
-  std::vector<const void*> pointers;
-  for (int rank = 0; rank < communicator.size(); ++rank) {
-    inputs.push_back(numbers(reduction.dtype, count, rank, seed));
-  }
-  for (Elements& input : inputs) pointers.push_back(input.data());
-  Elements sum(reduction.dtype, count);
-  communicator.reduce_inputs(pointers, sum.data(), count, reduction);
-  return sum.bytes();
-}
-
-void same_bits_at_every_place(const Layout& layout, int size) {
-  constexpr std::size_t kCount = 501;
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
-      const Reduction reduction{dtype, ReduceOp::kSum, {.prescale = 0.3, .divisor = size}};
-      const Bytes expected = sum_of(communicator, kCount, 1, reduction);
-      const Elements own = numbers(dtype, kCount, communicator.rank(), 1);
-      // Alone, and in a longer buffer: short and gathered, long, and in more than one round.
-      for (const std::size_t before : {0u, 7u, 3001u, 50'000u, 1'000'000u}) {
-        if (before == 1'000'000 && (size != 3 || kSanitized || dtype != DType::kFloat32)) continue;
-        Elements all(dtype, before == 0 ? kCount : before + kCount + before / 3);
-        std::byte* const place = all.data() + before * size_of(dtype);
-        std::memcpy(place, own.bytes().data(), own.bytes().size());
-        communicator.allreduce(all.data(), all.data(), all.count(), reduction);
-        CHECK(std::memcmp(place, expected.data(), expected.size()) == 0);
-      }
-      // As this rank's part, by rank.
-      const std::vector<std::size_t> counts(static_cast<std::size_t>(size), kCount);
-      const Elements parts =
-          numbers(dtype, kCount * static_cast<std::size_t>(size), communicator.rank(), 2);
-      const Bytes sums = sum_of(communicator, parts.count(), 2, reduction);
-      Elements part(dtype, kCount);
-      communicator.reducescatter(parts.bytes().data(), part.data(), counts, reduction);
-      const std::size_t begin = static_cast<std::size_t>(communicator.rank()) * part.bytes().size();
-      CHECK(std::memcmp(part.data(), sums.data() + begin, part.bytes().size()) == 0);
-    }
-  });
-}
-
-std::vector<int> pairs(int size) {
-  std::vector<int> host_of;
-  for (int rank = 0; rank < size; ++rank) host_of.push_back(rank / 2);
-  return host_of;
-}
-
-[[maybe_unused]] const bool added = [] {
-  for (const Layout& layout :
-       {Layout{"shm", one_host, {3}}, Layout{"ring", one_rank_a_host, {2, 3, 4, 5}},
-        Layout{"ring of 3 connections", one_rank_a_host, {3}, Sockets::kTcp, false, 3},
-        Layout{"two hosts", two_hosts, {3, 4, 5}}, Layout{"three hosts", three_hosts, {5}},
-        Layout{"pairs", pairs, {10}},
-        // Two sections; in the second layout the last rank has no chunk.
-        Layout{"sections", one_rank_a_host, {18, 19}}}) {
-    add_for_sizes(layout, "the same bits at every place", same_bits_at_every_place);
-  }
-  return true;
-}();
 
 /// Six tensors: inline, inline only if alone, gathered, and longer.
 constexpr std::size_t kCounts[] = {20, 800, 3000, 12'000, 20'001, 50'000};

@@ -2,9 +2,7 @@
 // scatter_suite: tests that every Communicator's reducescatter and alltoall pass.
 #pragma once
 
-#include <latch>
 #include <numeric>
-#include <random>
 
 #include "collective/plan.h"
 #include "test_world.h"
@@ -89,24 +87,6 @@ inline void reducescatter_scaled(const Layout& layout, int size) {
   });
 }
 
-inline void reducescatter_same_bits(const Layout& layout, int size) {
-  run_world(layout, size, [&](Communicator& communicator, Abort&) {
-    const auto ranks = static_cast<std::size_t>(size);
-    const std::vector<std::size_t> counts(ranks, 10'009);
-    std::mt19937 random(static_cast<unsigned>(communicator.rank()));
-    std::uniform_real_distribution<double> uniform;
-    Elements input = Elements::repeating(DType::kFloat32, 10'009 * ranks, 1009,
-                                         [&](std::size_t) { return uniform(random); });
-    Bytes results[2];
-    for (Bytes& result : results) {
-      Elements output(DType::kFloat32, 10'009);
-      communicator.reducescatter(input.data(), output.data(), counts, {});
-      result = output.bytes();
-    }
-    CHECK(same(results[0], results[1]));
-  });
-}
-
 /// Checks an alltoall in which rank `from` sends bytes_from_to(from, to) bytes to rank `to`. The
 /// values of the bytes depend on both.
 template <class BytesFromTo>
@@ -157,7 +137,6 @@ inline bool add_scatter_suite(const Layout& layout) {
   add_for_sizes(layout, "reducescatter of every dtype, op and edge", reducescatter_all);
   add_for_sizes(layout, "reducescatter longer than several segments", reducescatter_long);
   add_for_sizes(layout, "reducescatter scales before and after", reducescatter_scaled);
-  add_for_sizes(layout, "reducescatter gives the same bits twice", reducescatter_same_bits);
   add_for_sizes(layout, "alltoall of ragged and empty parts", alltoall_all);
   return true;
 }

@@ -8,7 +8,6 @@
 #include "harness.h"
 
 namespace torch_ring::test::sha256_test {
-
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -28,8 +27,6 @@ std::string hex(std::span<const std::byte> bytes) {
 }
 
 std::string digest(std::string_view text) { return hex(sha256(bytes_of(text))); }
-
-}  // namespace
 
 TEST(sha256_of_the_examples_of_fips_180_4) {
   CHECK_EQ(digest("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
@@ -80,27 +77,6 @@ TEST(hmac_sha256_of_the_examples_of_rfc_4231) {
            "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2");
 }
 
-/// A key of one block is used unchanged; a longer one is hashed first. Expected: Python's
-/// hmac.digest(bytes(length), b"message", "sha256").
-TEST(hmac_sha256_with_keys_around_a_block) {
-  const auto code = [](std::size_t key_bytes) {
-    return hex(hmac_sha256(Bytes(key_bytes), {bytes_of("message")}));
-  };
-  CHECK_EQ(code(64), "eb08c1f56d5ddee07f7bdf80468083da06b64cf4fac64fe3a90883df5feacae4");
-  CHECK_EQ(code(65), "3e2e8f44d4f326b6f770449b3d08361e98299058f26a50d2f14f295183a77c92");
-}
-
-TEST(hmac_sha256_is_the_same_however_a_message_is_divided) {
-  const std::string message(150, 'm');
-  const auto whole = hmac_sha256(bytes_of("key"), {bytes_of(message)});
-  for (std::size_t split = 0; split <= message.size(); ++split) {
-    const std::string_view text = message;
-    const auto parts = hmac_sha256(
-        bytes_of("key"), {bytes_of(text.substr(0, split)), {}, bytes_of(text.substr(split))});
-    CHECK(parts == whole);
-  }
-}
-
 TEST(equal_in_constant_time_sees_each_bit_and_the_sizes) {
   Bytes a(33, std::byte{0x5a});
   Bytes b = a;
@@ -118,4 +94,5 @@ TEST(equal_in_constant_time_sees_each_bit_and_the_sizes) {
   }
 }
 
+}  // namespace
 }  // namespace torch_ring::test::sha256_test

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/shared_arena.h"
 
-#include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,22 +8,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <memory>
 #include <random>
 #include <set>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "elements.h"
-#include "emulated.h"
 #include "harness.h"
 #include "memory/huge_pages.h"
+#include "test_world.h"
+#include "transport/shared_memory.h"
+#include "transport/slot.h"
 
 namespace torch_ring::test::shared_arena_test {
-
 namespace {
 
 constexpr std::size_t kHugePages = 8;
@@ -77,39 +74,6 @@ std::size_t huge_pages_of(const std::vector<Block>& blocks) {
   return pages.size();
 }
 
-/// Bytes of shared memory that this process has mapped in huge pages.
-std::size_t mapped_in_huge_pages() {
-  std::ifstream maps("/proc/self/smaps");
-  std::size_t kilobytes = 0;
-  for (std::string key; maps >> key;) {
-    std::size_t value = 0;
-    if (key == "ShmemPmdMapped:" && maps >> value) kilobytes += value;
-  }
-  return kilobytes << 10;
-}
-
-/// Whether the system now has huge pages for `bytes` of shared memory.
-bool system_has_huge_pages(std::size_t bytes) {
-  const Fd fd(::memfd_create("probe", MFD_CLOEXEC));
-  CHECK_EQ(::ftruncate(fd.get(), static_cast<off_t>(bytes)), 0);
-  std::byte* const data = map_at_huge_page(bytes, 0, PROT_NONE);
-  CHECK(::mmap(data, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd.get(), 0) == data);
-  std::memset(data, 1, bytes);
-  const std::size_t before = mapped_in_huge_pages();
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack
-  const bool done = ::madvise(data, bytes, kCollapse) == 0;
-  std::memset(data, 1, bytes);
-  const bool can = done && mapped_in_huge_pages() == before + bytes;
-  ::munmap(data, bytes);
-  return can;
-}
-
-/// While this lives, the process gets no huge pages.
-struct NoHugePages {
-  NoHugePages() { CHECK_EQ(::prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0), 0); }
-  ~NoHugePages() { ::prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0); }
-};
-
 /// Allocates and frees at random; checks the committed pages and their contents.
 void use_at_random() {
   Memory memory;
@@ -147,64 +111,7 @@ void use_at_random() {
   memory.arena.allocate(kHugePages * kHugePage);  // free ranges have joined again
 }
 
-}  // namespace
-
-TEST(arena_blocks_share_huge_pages) {
-  Memory memory;
-  void* const first = memory.arena.allocate(1);
-  CHECK_EQ(memory.huge_pages(), std::size_t{1});
-  void* const rest = memory.arena.allocate(kHugePage - 4096);
-  CHECK_EQ(memory.huge_pages(), std::size_t{1});
-  void* const large = memory.arena.allocate(2 * kHugePage + 1);
-  CHECK_EQ(memory.huge_pages(), std::size_t{4});
-  void* const beside = memory.arena.allocate(4096);
-  CHECK_EQ(memory.huge_pages(), std::size_t{4});
-  memory.arena.free(first);
-  CHECK_EQ(memory.huge_pages(), std::size_t{4});
-  memory.arena.free(rest);
-  CHECK_EQ(memory.huge_pages(), std::size_t{3});
-  memory.arena.free(large);  // keeps the huge page of `beside`
-  CHECK_EQ(memory.huge_pages(), std::size_t{1});
-  memory.arena.free(beside);
-  CHECK_EQ(memory.huge_pages(), std::size_t{0});
-}
-
 TEST(arena_commits_only_the_huge_pages_of_its_blocks) { use_at_random(); }
-
-TEST(arena_knows_what_it_has_given) {
-  Memory memory;
-  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  CHECK_EQ(memory.arena.used_bytes(), std::size_t{0});
-  void* const first = memory.arena.allocate(1);
-  void* const second = memory.arena.allocate(3 * page - 1);
-  CHECK_EQ(memory.arena.used_bytes(), 4 * page);
-  memory.arena.free(first);
-  CHECK_EQ(memory.arena.used_bytes(), 3 * page);
-  memory.arena.free(second);
-  CHECK_EQ(memory.arena.used_bytes(), std::size_t{0});
-}
-
-TEST(arena_works_without_huge_pages) {
-  if (test::kEmulated) return;  // QEMU does not pass such a call on
-  const NoHugePages none;
-  use_at_random();
-  Memory memory;
-  std::memset(memory.arena.allocate(2 * kHugePage), 1, 2 * kHugePage);
-  CHECK_EQ(mapped_in_huge_pages(), std::size_t{0});
-}
-
-TEST(arena_memory_is_in_huge_pages_where_available) {
-  constexpr std::size_t kBytes = 3 * kHugePage;
-  if (!system_has_huge_pages(2 * kBytes)) return;
-  Memory memory;
-  void* const block = memory.arena.allocate(kBytes);
-  std::memset(block, 1, kBytes);
-  const auto offset = static_cast<std::size_t>(memory.arena.offset_of(block, kBytes));
-  std::memset(memory.peer.at(offset), 2, kBytes);
-  const std::size_t huge = mapped_in_huge_pages();
-  if (!system_has_huge_pages(2 * kBytes)) return;  // another program took them
-  CHECK_EQ(huge, 2 * kBytes);                      // the owner's and the peer's mapping
-}
 
 TEST(arena_isolates_memory_from_its_peers) {
   if (test::kEmulated) return;  // QEMU says that it has done MADV_POPULATE_WRITE, and has not
@@ -243,13 +150,6 @@ TEST(arena_isolates_memory_from_its_peers) {
   }
 }
 
-TEST(arena_isolates_only_its_own_memory) {
-  Memory memory;
-  std::vector<unsigned char> elsewhere(4096, 7);
-  memory.arena.isolate(elsewhere.data(), elsewhere.size());
-  CHECK(is_filled(elsewhere.data(), elsewhere.size(), 7));
-}
-
 TEST(arena_gives_nothing_when_full) {
   Memory memory;
   CHECK(memory.arena.allocate(kHugePages * kHugePage + 1) == nullptr);
@@ -260,5 +160,118 @@ TEST(arena_gives_nothing_when_full) {
   memory.arena.free(all);
   CHECK_EQ(memory.huge_pages(), std::size_t{0});
 }
+
+std::size_t committed(const Fd& fd) {
+  struct stat status{};
+  CHECK_EQ(::fstat(fd.get(), &status), 0);
+  return static_cast<std::size_t>(status.st_blocks) * 512;
+}
+
+TEST(slots_are_reserved_without_memory_and_read_as_zeros_again) {
+  const Fd fd = HostMemory::create(1, {}, 4 * Slot::kBytes);
+  const auto host = std::make_shared<const HostMemory>(duplicate(fd));
+  const auto memory = std::make_shared<const SharedMemory>(host, 0);
+  SharedArena arena(memory);
+  const std::size_t before = committed(fd);
+  std::vector<std::size_t> slots;
+  for (std::size_t i = 1; i <= 4; ++i) {
+    slots.push_back(arena.reserve());
+    CHECK_EQ(committed(fd), before + i * Slot::kHeaderBytes);
+    static_cast<void>(memory->slot(slots.back()));  // it is valid
+  }
+  CHECK_THROWS(arena.reserve(), ErrorKind::kInternal, "another set of ranks");
+  CHECK(arena.allocate(1) == nullptr);
+
+  std::ranges::sort(slots);
+  for (std::size_t i = 1; i < 4; ++i) CHECK_EQ(slots[i] - slots[i - 1], Slot::kBytes);
+  std::memset(memory->at(slots[1]), 1, Slot::kBytes);
+  std::memset(memory->at(slots[2]), 2, Slot::kBytes);
+  arena.release(slots[1]);
+  CHECK_EQ(committed(fd), before + 3 * Slot::kHeaderBytes + Slot::kBytes - Slot::kHeaderBytes);
+  arena.release(slots[1]);                                  // a second release does nothing
+  memory->slot(slots[1]).header().doorbell.state.store(0);  // a late ring
+  CHECK_EQ(arena.reserve(), slots[1]);
+  CHECK(is_filled(memory->at(slots[1]), Slot::kBytes, 0));
+  CHECK(*memory->at(slots[2]) == std::byte{2});
+  CHECK(*memory->at(slots[2] + Slot::kBytes - 1) == std::byte{2});
+  for (const std::size_t slot : slots) arena.release(slot);
+  CHECK_EQ(committed(fd), before);
+  arena.free(arena.allocate(4 * Slot::kBytes));  // free ranges have joined again
+}
+
+/// Gives the ranks memory with larger arenas.
+void share_larger_memory(std::vector<World>& worlds, std::size_t arena_bytes) {
+  for (const std::vector<int>& ranks : worlds.front().topology.hosts()) {
+    const Fd memory = HostMemory::create(static_cast<int>(ranks.size()), {}, arena_bytes);
+    for (const int rank : ranks) {
+      at(worlds, rank).slots.clear();
+      share_host_memory(at(worlds, rank), duplicate(memory));
+    }
+  }
+}
+
+/// Two sets of the same ranks, with slots at different offsets on every rank.
+TEST(slots_of_two_sets_are_independent_and_share_buffers) {
+  for (const std::vector<int>& host_of : {std::vector<int>{0, 0, 0}, std::vector<int>{0, 0, 1}}) {
+    const std::size_t size = host_of.size();
+    std::vector<World> worlds = make_worlds(host_of);
+    share_larger_memory(worlds, 4 * Slot::kBytes);
+    std::vector<World> others = make_worlds(host_of);  // for the set's connections
+    std::vector<std::size_t> offsets;
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      for (std::size_t i = 0; i < rank; ++i) worlds[rank].arena->allocate(Slot::kBytes / 2);
+      const std::size_t first = worlds[rank].arena->reserve();
+      offsets.push_back(rank % 2 == 0 ? first : worlds[rank].arena->reserve());
+    }
+    CHECK(offsets[0] != offsets[1]);
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      World& other = others[rank];
+      other.arena = worlds[rank].arena;
+      other.slots = worlds[rank].slots;
+      const auto ranks = other.topology.ranks_of_host(other.topology.host());
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        other.slots[i].offset = offsets[static_cast<std::size_t>(ranks[i])];
+      }
+    }
+    run_ranks(static_cast<int>(size), [&](int rank) {
+      Abort abort;
+      const EngineConfig config = patient();
+      const auto world = make_communicator(at(worlds, rank), config, abort);
+      const auto set = make_communicator(at(others, rank), config, abort);
+      const Reduction sum{DType::kFloat32, ReduceOp::kSum, {}};
+      constexpr std::size_t kCount = 300'000;
+      // A buffer allocated by one is shared memory for the other.
+      const std::shared_ptr<void> memory = world->allocate_shared(kCount * sizeof(float));
+      auto* const values = static_cast<float*>(memory.get());
+      const std::int64_t offset = set->shared_offset_of(values, kCount * sizeof(float));
+      CHECK(offset > 0);
+      std::vector<std::int64_t> all(size);
+      const std::vector<std::size_t> each(size, sizeof offset);
+      const auto of_host = [&] {
+        std::vector<std::int64_t> offsets;
+        const Topology& topology = at(worlds, rank).topology;
+        for (const int other : topology.ranks_of_host(topology.host())) {
+          offsets.push_back(at(all, other));
+        }
+        return offsets;
+      };
+      float factor = 1;
+      for (HostCommunicator* const one : {set.get(), world.get(), set.get()}) {
+        one->allgather(&offset, all.data(), each);
+        std::fill_n(values, kCount, static_cast<float>(rank + 1) * factor);
+        one->barrier();
+        one->allreduce(values, values, kCount, sum, of_host());
+        std::vector<float> own(kCount, static_cast<float>(rank + 1));
+        one->allreduce(own.data(), own.data(), kCount, sum, {});
+        CHECK(std::all_of(values, values + kCount, [&](float x) { return x == 6 * factor; }));
+        CHECK(std::all_of(own.begin(), own.end(), [](float x) { return x == 6; }));
+        one->barrier();
+        factor *= 2;
+      }
+    });
+  }
+}
+
+}  // namespace
 
 }  // namespace torch_ring::test::shared_arena_test

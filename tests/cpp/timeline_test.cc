@@ -102,33 +102,6 @@ class Rank {
   std::optional<Timeline> timeline_;
 };
 
-TEST(a_timeline_of_one_rank_has_horovods_phases) {
-  const ScratchFile file("timeline_phases");
-  auto asked = options(0, 1, file.path());
-  asked.mark_cycles = true;
-  Rank rank(asked);
-  rank.add(record("gradients.0.1.2.3"));
-  rank.stop();
-  const std::string text = file.text();
-  CHECK(text.starts_with("[\n{\"name\":\"start\""));
-  CHECK(text.ends_with("}\n]\n"));
-  for (const char* const name :
-       {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "QUEUE", "MEMCPY_IN_FUSION_BUFFER",
-        "MEMCPY_OUT_FUSION_BUFFER", "CYCLE_START", "process_name"}) {
-    CHECK_EQ(count(text, "\"name\":\"" + std::string(name) + "\""), 1u);
-  }
-  CHECK(text.find(R"("tensor":"allreduce.gradients.0.1.2.3")") != std::string::npos);
-  CHECK(text.find(R"("dur":100.000)") != std::string::npos);  // the wait for agreement
-}
-
-TEST(cycles_are_left_out_unless_they_are_asked_for) {
-  const ScratchFile file("timeline_cycles");
-  Rank rank(options(0, 1, file.path()));
-  rank.add(record("tensor"));
-  rank.stop();
-  CHECK_EQ(count(file.text(), "CYCLE_START"), 0u);
-}
-
 TEST(operations_of_one_round_have_one_mark) {
   const ScratchFile file("timeline_round");
   auto asked = options(0, 1, file.path());
@@ -140,26 +113,6 @@ TEST(operations_of_one_round_have_one_mark) {
   rank.add(other);
   rank.stop();
   CHECK_EQ(count(file.text(), "CYCLE_START"), 3u);
-}
-
-TEST(the_file_is_whole_while_the_timeline_goes_on) {
-  const ScratchFile file("timeline_whole");
-  Rank rank(options(0, 1, file.path()));
-  for (int i = 0; i < 20; ++i) {
-    const std::string name = "tensor " + std::to_string(i);
-    rank.add(record(name));
-    wait_until([&] { return file.text().find('.' + name + '"') != std::string::npos; }, name);
-    CHECK(file.text().ends_with("}\n]\n"));
-  }
-}
-
-TEST(programs_for_horovod_look_into_the_file_after_100_ms) {
-  CHECK(5 * Timeline::Options{}.interval <= milliseconds(100));
-}
-
-TEST(a_timeline_that_cannot_be_written_names_its_file) {
-  CHECK_THROWS(Timeline(options(0, 1, "/nowhere/timeline.json"), nullptr),
-               ErrorKind::kInvalidArgument, "cannot write the timeline /nowhere/timeline.json");
 }
 
 TEST(names_become_json) {
@@ -248,27 +201,6 @@ TEST(a_timeline_that_ends_at_once_waits_for_ranks_that_are_about_to_begin) {
     ended.arrive_and_wait();
   });
   CHECK_EQ(count(file.text(), ".of rank 1\""), 2u);
-}
-
-TEST(a_rank_that_dies_takes_its_last_events_along_and_no_others) {
-  const ScratchFile file("timeline_death");
-  Planes planes = make_planes({0, 0, 0});
-  std::latch began(3);
-  run_ranks(3, [&](int rank) {
-    Rank self(rank, planes, options(rank, 3, file.path()));
-    self.add(record("before " + std::to_string(rank)));
-    // Its name alone is not enough: a rank may send that before its record.
-    wait_until([&] { return count(file.text(), ".before ") == 6; }, "the records of all ranks");
-    began.arrive_and_wait();
-    if (rank == 1) return planes[1]->die();
-    if (rank == 2) return;
-    self.add(record("later"));
-    self.stop();
-  });
-  const std::string text = file.text();
-  CHECK(text.ends_with("}\n]\n"));
-  CHECK_EQ(count(text, ".before 1\""), 2u);
-  CHECK_EQ(count(text, ".later\""), 2u);
 }
 
 TEST(a_rank_without_an_answer_ends_in_time) {

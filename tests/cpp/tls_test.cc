@@ -2,7 +2,6 @@
 // TLS between two ranks: both ends against each other, and strangers on the way.
 #include "transport/tls.h"
 
-#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
@@ -18,7 +17,6 @@
 #include "tls_pair.h"
 
 namespace torch_ring::test::tls_test {
-
 namespace {
 
 constexpr std::size_t kHeaderBytes = 5;  // of a record: its kind, a version, its length
@@ -93,35 +91,6 @@ struct Between {
     return errors;
   }
 
-  /// Sends from the connecting end, and returns the bytes that arrive, or the error's number.
-  std::pair<Bytes, int> pass(std::span<const std::byte> sent) {
-    Socket from = connecting->take();
-    Socket to = accepting->take();
-    Bytes arrived(sent.size() + 1);
-    std::size_t done = 0;
-    std::size_t gone = 0;
-    for (int idle = 0; idle < 3; ++idle) {
-      if (gone < sent.size()) {
-        // No more than the sockets hold, since carry() waits for room.
-        const auto part = sent.subspan(gone, std::min(sent.size() - gone, std::size_t{50'000}));
-        const ssize_t bytes = from.send(part);
-        if (bytes > 0) gone += static_cast<std::size_t>(bytes);
-        if (bytes > 0) idle = -1;
-      }
-      carry();
-      const ssize_t bytes = to.receive(std::span(arrived).subspan(done));
-      if (bytes > 0) idle = -1;
-      if (bytes > 0) done += static_cast<std::size_t>(bytes);
-      if (bytes < 0 && errno != EAGAIN) {
-        const int error = errno;
-        arrived.resize(done);
-        return {arrived, error};
-      }
-    }
-    arrived.resize(done);
-    return {arrived, 0};
-  }
-
   std::optional<Authentication> connecting;
   std::optional<Authentication> accepting;
   std::vector<Bytes> seen[2];
@@ -145,35 +114,25 @@ Bytes bytes_of(std::string_view text) {
   return {bytes.begin(), bytes.end()};
 }
 
-}  // namespace
-
 TEST(tls_names_the_connection_and_carries_bytes_that_nobody_can_read) {
   Between way;
   CHECK_EQ(way.shake_hands(), "");
   CHECK(way.connecting->done() && way.accepting->done());
   CHECK(way.accepting->hello() == kHello);
-  const Bytes secret = random_bytes(300'000);
-  const auto [arrived, error] = way.pass(secret);
-  CHECK_EQ(error, 0);
+  const Bytes secret = random_bytes(50'000);
+  Socket from = way.connecting->take();
+  Socket to = way.accepting->take();
+  CHECK_EQ(from.send(secret), 50'000);
+  Bytes arrived(secret.size());
+  for (std::size_t done = 0; done < arrived.size();) {
+    way.carry();
+    const ssize_t bytes = to.receive(std::span(arrived).subspan(done));
+    CHECK(bytes > 0 || errno == EAGAIN);
+    if (bytes > 0) done += static_cast<std::size_t>(bytes);
+  }
   CHECK(arrived == secret);
   const auto part = std::span(secret).first(16);
   for (const Bytes& record : way.seen[kUp]) CHECK(std::ranges::search(record, part).empty());
-}
-
-TEST(tls_tells_of_received_bytes_that_poll_does_not_see) {
-  auto [one, other] = with_tls(unix_pair());
-  const Bytes bytes = random_bytes(100);
-  CHECK_EQ(one.send(bytes), 100);
-  Bytes room(60);
-  CHECK(!other.has_received());
-  CHECK_EQ(other.receive(room), 60);
-  pollfd polled{other.get(), POLLIN, 0};
-  CHECK_EQ(::poll(&polled, 1, 0), 0);
-  CHECK(other.has_received());
-  CHECK_EQ(other.receive(room), 40);
-  CHECK(!other.has_received());
-  CHECK_EQ(other.receive(room), -1);
-  CHECK_EQ(errno, EAGAIN);
 }
 
 /// The peer reads nothing, and then all: what was not sent is sent by later calls, once.
@@ -240,32 +199,6 @@ TEST(tls_refuses_another_key_and_another_rank) {
   CHECK(!other_rank.connecting->done() && !other_rank.accepting->done());
 }
 
-/// A bit is flipped at many places of each record: then the connecting end is never open, nor is
-/// the accepting one, but for its last record.
-TEST(tls_refuses_a_changed_handshake) {
-  Between plain;
-  plain.shake_hands();
-  std::mt19937 random(2);
-  for (const int direction : {kUp, kDown}) {
-    for (std::size_t number = 0; number < plain.seen[direction].size(); ++number) {
-      const std::size_t length = plain.seen[direction][number].size();
-      if (plain.seen[direction][number][0] == std::byte{20}) continue;  // has no meaning in 1.3
-      const bool is_last = direction == kDown && number + 1 == plain.seen[kDown].size();
-      for (std::size_t place = kHeaderBytes; place < length; place += kSanitized ? 23 : 7) {
-        Between way([&](int to, int which, Bytes record) -> std::vector<Bytes> {
-          if (to == direction && which == static_cast<int>(number) && place < record.size()) {
-            record[place] ^= static_cast<std::byte>(1u << (random() % 8));
-          }
-          return {record};
-        });
-        way.shake_hands();
-        CHECK(!way.connecting->done());
-        CHECK(!way.accepting->done() || is_last);
-      }
-    }
-  }
-}
-
 /// The accepting end may give a connection up before it has heard all: then the other tries again.
 TEST(tls_is_open_only_when_the_other_end_is) {
   Between plain;
@@ -281,39 +214,18 @@ TEST(tls_is_open_only_when_the_other_end_is) {
 
 /// Half a record is nothing to receive: only the socket can bring the rest.
 TEST(tls_waits_for_the_rest_of_a_record) {
-  auto [here, way_in] = unix_pair();
-  auto [way_out, there] = unix_pair();
-  Socket one;
-  Socket other;
-  {
-    auto connecting = Authentication::connecting(std::move(here), key_of(1), tls_of(1), kHello);
-    auto accepting = Authentication::accepting(std::move(there), key_of(1), tls_of(1), kHello.to);
-    const auto pass = [](const Fd& from, const Fd& to) {
-      std::byte room[4096];
-      const ssize_t bytes = ::recv(from.get(), room, sizeof room, MSG_DONTWAIT);
-      if (bytes > 0) ::send(to.get(), room, static_cast<std::size_t>(bytes), MSG_NOSIGNAL);
-    };
-    for (int i = 0; i < 10; ++i) {
-      CHECK_EQ(connecting.advance(), 0);
-      pass(way_in, way_out);
-      CHECK_EQ(accepting.advance(), 0);
-      pass(way_out, way_in);
-    }
-    CHECK(connecting.done() && accepting.done());
-    one = connecting.take();
-    other = accepting.take();
-  }
+  auto [one, other] = with_tls(unix_pair());
   CHECK_EQ(one.send(random_bytes(1000)), 1000);
   std::byte record[4096];
-  const ssize_t bytes = ::recv(way_in.get(), record, sizeof record, MSG_DONTWAIT);
+  const ssize_t bytes = ::recv(other.get(), record, sizeof record, MSG_DONTWAIT);
   CHECK(bytes > 1000);
-  CHECK_EQ(::send(way_out.get(), record, 500, MSG_NOSIGNAL), 500);
+  CHECK_EQ(::send(one.get(), record, 500, MSG_NOSIGNAL), 500);
   Bytes room(1000);
   CHECK_EQ(other.receive(room), -1);
   CHECK_EQ(errno, EAGAIN);
   CHECK(!other.has_received());
-  const auto rest = static_cast<std::size_t>(bytes) - 500;
-  CHECK_EQ(::send(way_out.get(), record + 500, rest, MSG_NOSIGNAL), static_cast<ssize_t>(rest));
+  CHECK_EQ(::send(one.get(), record + 500, static_cast<std::size_t>(bytes) - 500, MSG_NOSIGNAL),
+           bytes - 500);
   CHECK_EQ(other.receive(room), 1000);
 }
 
@@ -332,64 +244,6 @@ TEST(tls_sends_nothing_more_after_a_forged_record) {
     CHECK_EQ(other.send(forged), -1);
     CHECK_EQ(errno, EBADMSG);
   }
-}
-
-TEST(tls_notices_changed_lost_repeated_and_swapped_records) {
-  const Bytes bytes = random_bytes(200'000);
-  const std::vector<std::function<std::vector<Bytes>(Bytes, Bytes)>> deeds{
-      [](Bytes one, Bytes other) -> std::vector<Bytes> {
-        one[one.size() / 2] ^= std::byte{1};
-        return {one, other};
-      },
-      [](Bytes, Bytes other) -> std::vector<Bytes> { return {other}; },
-      [](Bytes one, Bytes other) -> std::vector<Bytes> { return {one, one, other}; },
-      [](Bytes one, Bytes other) -> std::vector<Bytes> { return {other, one}; },
-  };
-  for (const auto& deed : deeds) {
-    Bytes first;
-    int records = 0;
-    bool is_open = false;
-    Between way([&](int direction, int /*number*/, Bytes record) -> std::vector<Bytes> {
-      if (!is_open || direction == kDown) return {record};
-      ++records;
-      if (records == 2) first = record;
-      if (records == 2) return {};
-      if (records == 3) return deed(first, record);
-      return {record};
-    });
-    CHECK_EQ(way.shake_hands(), "");
-    is_open = true;
-    const auto [arrived, error] = way.pass(bytes);
-    CHECK_EQ(error, EBADMSG);
-    CHECK(arrived.size() <= 2 * 16'384u);
-    CHECK(std::ranges::equal(arrived, std::span(bytes).first(arrived.size())));
-  }
-}
-
-TEST(tls_stream_that_is_cut_off_ends) {
-  auto [one, other] = with_tls(unix_pair());
-  CHECK_EQ(one.send(random_bytes(10)), 10);
-  one = Socket();
-  Bytes room(100);
-  CHECK_EQ(other.receive(room), 10);
-  CHECK_EQ(other.receive(room), 0);
-}
-
-/// A recording of all that a rank has sent is of no use against the same rank.
-TEST(tls_refuses_a_recording) {
-  Between way;
-  CHECK_EQ(way.shake_hands(), "");
-  auto [stranger, end] = unix_pair();
-  auto accepting = Authentication::accepting(std::move(end), key_of(1), tls_of(1), kHello.to);
-  for (const Bytes& record : way.seen[kUp]) {
-    ::send(stranger.get(), record.data(), record.size(), MSG_NOSIGNAL);
-  }
-  try {
-    for (int i = 0; i < 5; ++i) accepting.advance();
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::kPeerLost);
-  }
-  CHECK(!accepting.done());
 }
 
 TEST(tls_ends_strangers_and_waits_for_the_silent) {
@@ -415,4 +269,5 @@ TEST(tls_ends_strangers_and_waits_for_the_silent) {
   CHECK_EQ(rank.advance(), ECONNRESET);
 }
 
+}  // namespace
 }  // namespace torch_ring::test::tls_test

@@ -6,7 +6,6 @@
 #include <ucp/api/ucp.h>
 
 #include <cstddef>
-#include <type_traits>
 
 namespace torch_ring::test::ucx_api_test {
 
@@ -64,6 +63,5 @@ static_assert(offsetof(MessageInfo, bytes) == offsetof(ucp_tag_recv_info_t, leng
 static_assert(sizeof(MessageInfo) == sizeof(ucp_tag_recv_info_t));
 
 }  // namespace
-
 }  // namespace torch_ring::test::ucx_api_test
 #endif

@@ -2,9 +2,9 @@
 #include "engine/watchdog.h"
 
 #include <atomic>
-#include <memory>
 #include <thread>
 
+#include "harness.h"
 #include "planes.h"
 
 namespace torch_ring::test::watchdog_test {
@@ -62,16 +62,6 @@ TEST(watchdog_raises_when_a_member_dies) {
   CHECK_EQ(others.raised, 1);
 }
 
-TEST(watchdog_says_whose_word_it_has_for_a_death) {
-  // In a ring of 12, ranks 0 and 6 are no neighbours.
-  Planes planes = make_planes(std::vector<int>(12, 0));
-  Watched set(planes[0].get(), kSet, {0, 6});
-  kill(planes, 6);
-  set.wait_for_abort();
-  CHECK_THROWS(set.abort.check(), ErrorKind::kPeerLost,
-               "(a thread) says that rank 6 (a thread) died: its connection closed");
-}
-
 TEST(watchdog_keeps_the_kind_of_a_timeout_and_no_other) {
   const std::pair<ErrorKind, ErrorKind> kinds[] = {
       {ErrorKind::kTimeout, ErrorKind::kTimeout},
@@ -89,22 +79,6 @@ TEST(watchdog_keeps_the_kind_of_a_timeout_and_no_other) {
     CHECK_THROWS(here.abort.check(), heard, "member 2 failed: no memory left");
     ++number;
   }
-}
-
-TEST(watchdog_does_not_hear_of_another_set_s_failure) {
-  Planes planes = make_planes({0, 0});
-  Watched first(planes[0].get(), kSet, {0, 1});
-  Watched second(planes[0].get(), kSet + 1, {0, 1});
-  Watched there(planes[1].get(), kSet, {0, 1});
-  there.watchdog.announce(Error(ErrorKind::kInternal, "gave up"));
-  first.wait_for_abort();
-  // Later news arrives later.
-  Watched other_there(planes[1].get(), kSet + 1, {0, 1});
-  other_there.watchdog.announce(Error(ErrorKind::kTimeout, "gave up, too"));
-  second.wait_for_abort();
-  CHECK_THROWS(second.abort.check(), ErrorKind::kTimeout, "member 1 failed: gave up, too");
-  CHECK_EQ(first.raised, 1);
-  CHECK_EQ(second.raised, 1);
 }
 
 TEST(watchdog_hears_what_happened_before_it_began) {
@@ -183,23 +157,6 @@ TEST(watchdog_ends_a_wait_for_the_data_of_a_rank_that_leaves) {
   }
 }
 
-TEST(watchdog_says_why_a_rank_left) {
-  Planes planes = make_planes({0, 0, 0});
-  Watched set(planes[0].get(), kSet, {0, 1});
-  Watched there(planes[1].get(), kSet, {0, 1});
-  there.watchdog.leave(0, "ValueError: no such file at train.py:41");
-  there.watchdog.stop();
-  leave(planes, 1, "later, for its other sets");
-  leave(planes, 2, "exit code 3");
-  wait_until([&] { return is_missed(set.watchdog, 1); }, "the departure is known");
-  CHECK_THROWS(set.watchdog.check_departures(1), ErrorKind::kPeerLost,
-               "member 1 left: ValueError: no such file at train.py:41");
-  Watched others(planes[0].get(), kSet + 1, {0, 2});
-  wait_until([&] { return is_missed(others.watchdog, 1); }, "the departure is known");
-  CHECK_THROWS(others.watchdog.check_departures(1), ErrorKind::kPeerLost,
-               "member 2 left: exit code 3");
-}
-
 TEST(watchdog_says_which_loss_a_rank_knew_when_it_left_without_a_reason) {
   Planes planes = make_planes({0, 0, 0, 0});
   Watched used(planes[0].get(), kSet, {0, 1});
@@ -237,23 +194,6 @@ TEST(watchdog_names_the_departed_rank_as_the_cause_of_a_lost_connection) {
   CHECK_EQ(std::string(set.watchdog.root_cause(lost, 5).error.what()), "member 1" + kLeft);
 }
 
-TEST(watchdog_leaves_other_errors_as_they_are) {
-  Planes planes = make_planes({0, 1});
-  Watched set(planes[0].get(), kSet, {0, 1});
-  Watched there(planes[1].get(), kSet, {0, 1});
-  const Error lost(ErrorKind::kPeerLost, "connection closed");
-  there.watchdog.leave(9);  // later than the round that fails: not the cause
-  wait_until([&] { return set.raised > 0; }, "the departure is known");
-  const auto cause = set.watchdog.root_cause(lost, 9);
-  CHECK_EQ(std::string(cause.error.what()), lost.what());
-  CHECK(!cause.is_departure);
-  for (const ErrorKind kind : {ErrorKind::kTimeout, ErrorKind::kInternal, ErrorKind::kMismatch}) {
-    const Error other = set.watchdog.root_cause(Error(kind, "something else"), 9).error;
-    CHECK(other.kind() == kind);
-    CHECK_EQ(std::string(other.what()), "something else");
-  }
-}
-
 TEST(watchdog_hears_nothing_after_stop) {
   Planes planes = make_planes({0, 0});
   Watched set(planes[0].get(), kSet, {0, 1});
@@ -267,14 +207,45 @@ TEST(watchdog_hears_nothing_after_stop) {
   CHECK(!set.abort.raised());
 }
 
-TEST(watchdog_of_one_rank_has_no_plane) {
-  Watched set(nullptr, 0, {0});
-  set.watchdog.check_departures(1);
-  set.watchdog.begin_data(1);
-  set.watchdog.leave(1);
-  set.watchdog.announce(Error(ErrorKind::kInternal, "nobody is there"));
-  set.watchdog.stop();
-  CHECK_EQ(set.raised, 0);
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+/// The lines of rank `self` of four after two minutes of a wait a second, each for a rank of
+/// `last`.
+std::vector<std::string> lines(int self, const std::vector<int>& last, milliseconds lag) {
+  Lateness lateness(self, 4);
+  std::vector<std::string> lines;
+  for (int second = 0; second <= 120; ++second) {
+    const int late = last[static_cast<std::size_t>(second) % last.size()];
+    const auto text = lateness.note(late, lag, Clock::time_point{} + seconds(second));
+    if (text) lines.push_back(*text);
+  }
+  return lines;
+}
+
+TEST(lateness_rank_0_says_once_a_minute_which_rank_is_late) {
+  const auto said = lines(0, {3, 3, 3, 2}, milliseconds(38));
+  CHECK_EQ(said.size(), 2u);
+  CHECK_EQ(said[0],
+           "rank 3 was last in 75 % of the 60 agreements for which a rank waited 10 ms or more in "
+           "the last minute, by 38 ms in the median (docs/tracing.md)");
+  CHECK_EQ(lines(0, {0}, milliseconds(38)).size(), 2u);  // also about itself
+  for (const int other : {1, 2, 3}) CHECK(lines(other, {3, 3, 3, 2}, milliseconds(38)).empty());
+}
+
+TEST(lateness_is_silent_without_a_majority_or_a_notable_wait) {
+  CHECK(lines(0, {1, 2, 3}, milliseconds(38)).empty());
+  CHECK(lines(0, {1, 2}, milliseconds(38)).empty());
+  CHECK(lines(0, {0, 1}, milliseconds(38)).empty());
+  CHECK(lines(0, {3}, milliseconds(9)).empty());
+  CHECK(lines(0, {-1}, milliseconds(38)).empty());  // the last rank is unknown
+}
+
+TEST(lateness_names_no_rank_that_posted_last_with_other_operations) {
+  CHECK_EQ(last_of({1, 2}, 3), -1);
+  CHECK_EQ(last_of({1, 2}, 2), 2);
+  CHECK_EQ(last_of({1}, 3), 1);
+  CHECK_EQ(last_of({}, 3), 3);
 }
 
 }  // namespace

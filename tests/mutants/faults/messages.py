@@ -13,7 +13,7 @@ FAULTS = (
     Fault(
         "any_tag", "a receive takes a message with another tag", PROTOCOL,
         "receive.tag == arrival.frame.tag", "true",
-        tests=("cpp:messages, ",),
+        tests=("cpp:messages_of_one_tag",),
     ),
     Fault(
         "any_source", "a receive takes the message of another rank", PROTOCOL,

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "collective/tcp_board.h"
-
+#include <cstdint>
+#include <cstring>
+#include <limits>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "board_suite.h"
+#include "collective/hierarchical_board.h"
+#include "collective/tcp_board.h"
 #include "test_world.h"
 
-namespace torch_ring::test::tcp_board_test {
-
+namespace torch_ring::test::board_test {
 namespace {
 
 constexpr std::uint64_t kRank0 = 0;    // the LeastWait of a frame's header: rank 0, 0 us
@@ -45,8 +49,6 @@ void check_garbled(const std::vector<std::uint64_t>& frame, const std::string& w
   CHECK_THROWS(peer.board->complete(), ErrorKind::kPeerLost,
                "rank 1 (a thread) sent a garbled frame: " + what);
 }
-
-}  // namespace
 
 TEST(tcp_board_receives_a_frame_byte_by_byte_and_reads_no_further) {
   Peer peer;
@@ -99,30 +101,36 @@ TEST(tcp_board_round_completes_though_its_peer_has_left) {
   CHECK_THROWS(next(), ErrorKind::kPeerLost, "connection to rank 1 (a thread) ");
 }
 
-TEST(tcp_board_polls_the_sockets_that_the_round_needs) {
-  Peer peer;
-  const auto polled = [&] {
-    std::vector<int> events;
-    for (const pollfd& fd : peer.board->fds()) {
-      if (fd.fd >= 0) events.push_back(fd.events);
-    }
-    return events;
-  };
-  CHECK(polled().empty());  // no socket yet
-  CHECK(!peer.board->peer_posted());
-  CHECK_EQ(polled(), std::vector<int>{POLLIN});
-  const Bytes entry(1000);
-  int rounds = 0;
-  while (polled() == std::vector<int>{POLLIN}) {  // until the socket is full
-    peer.send({static_cast<std::uint64_t>(++rounds), kRank0, 16, kOneRank, 0});
-    peer.board->post({entry, {}, {}});
-  }
-  CHECK_EQ(polled(), std::vector<int>{POLLOUT});
-  CHECK(!peer.board->complete());
-  Bytes taken(1u << 20);
-  while (peer.us->try_receive(taken) > 0) {
-  }
-  CHECK(peer.board->complete());
+/// Checks that a member of a host refuses its leader's world slot with these words.
+void check_refused(const std::vector<std::uint64_t>& words, const std::string& what) {
+  std::vector<World> worlds = make_worlds({0, 0, 1});
+  const SharedMemory& leader = *worlds[1].slots[0].memory;
+  leader.commit(0, Slot::kBytes);
+  Abort abort;
+  const auto member = make_communicator(worlds[1], patient(), abort);
+  member->board().post({});
+
+  const Slot slot = leader.slot(0);
+  std::memcpy(slot.world_entries(1), words.data(), words.size() * sizeof words[0]);
+  slot.header().posted = 1;
+  CHECK(!member->board().complete());
+  slot.header().published = 1;
+  CHECK_THROWS(member->board().complete(), ErrorKind::kInternal, what);
 }
 
-}  // namespace torch_ring::test::tcp_board_test
+/// Three ranks with an empty entry each, as one group.
+constexpr std::uint64_t kThreeRanks = 3;
+
+TEST(hierarchical_board_believes_no_size_of_its_leader) {
+  constexpr std::uint64_t kRoom = Slot::kWorldSlotBytes - sizeof(std::uint64_t);
+  check_refused({kRoom + 1, kThreeRanks, 0}, "and " + std::to_string(kRoom) + " fit");
+  check_refused({std::numeric_limits<std::uint64_t>::max(), kThreeRanks, 0}, "fit shared memory");
+  check_refused({0}, "too few entries");
+  check_refused({8, kThreeRanks}, "does not fit");
+  check_refused({16, kThreeRanks | std::uint64_t{9} << 32, 0}, "does not fit");
+  check_refused({16, kThreeRanks, std::numeric_limits<std::uint64_t>::max()}, "does not fit");
+  check_refused({16, kThreeRanks + 1, 0}, "other ranks");
+}
+
+}  // namespace
+}  // namespace torch_ring::test::board_test
