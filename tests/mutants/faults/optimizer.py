@@ -107,7 +107,7 @@ FAULTS = (
         "            for index, key, known, *_ in lines\n"
         "            if (index, key, known) in kept\n",
         "            for index, key, _ in kept\n",
-        tests=("optimizer/test_sharded_state.py::test_ranks_whose_sets_have_another_order",),
+        tests=("optimizer/test_sharded_state.py::test_unusual_surroundings",),
     ),
     Fault(
         "joined_part_stays", "the part of a rank that has joined stays as it is", SHARDED,
@@ -153,10 +153,7 @@ FAULTS = (
     Fault(
         "parts_as_whole", "collected parts are placed in memory of a part's size", SHARDED,
         "                self._collect(optimizer)  # now whole, the same on all ranks\n", "",
-        tests=(
-            "optimizer/test_sharded_state.py"
-            "::test_ranks_that_cannot_share_memory_divide_the_state_all_the_same",
-        ),
+        tests=("optimizer/test_sharded_state.py::test_unusual_surroundings",),
     ),
     Fault(
         "put_is_lost", "a tensor that replaces one in shared memory does not count", SHARDED,
