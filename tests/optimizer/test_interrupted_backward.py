@@ -18,7 +18,9 @@ import torch
 from pool import error_of, eventually, run
 from torch import nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 from training import grads, take_step, weights
+from zoo import Segments
 
 import torch_ring as hvd
 from torch_ring._C import PassEnd
@@ -139,10 +141,10 @@ def interrupt_with_another_graph(folder: Path) -> None:
     optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0))
     interrupt_rank_1(folder, (6 * x).backward)
     optimizer.zero_grad()
-    (2 * x if hvd.rank() == 0 else 4 * x + 8 * y).backward()
+    (2 * x + 4 * y if hvd.rank() == 0 else 4 * x + 8 * y).backward()
     assert grads([x]) == [3]
     optimizer.step()
-    assert grads([x, y]) == [3, 4]
+    assert grads([x, y]) == [3, 6]
     optimizer.zero_grad()
     (x + y).backward()
     assert grads([x, y]) == [1, 1]
@@ -212,12 +214,39 @@ def test_an_interrupt_after_the_reduction(leaves_out):
     run(interrupt_after_the_reduction, 2, args=(leaves_out,))
 
 
+def interrupt_before_a_gradient_comes_again(folder: Path) -> None:
+    """The report already sent does not announce that a gradient of the next pass comes again."""
+    model = Segments(again=True)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    rows = torch.ones(4, 8, dtype=torch.float64, requires_grad=True)
+
+    def backward_of_all() -> None:
+        """All gradients come in a nested pass: nothing is sent before its end."""
+        checkpoint(model, rows, False, use_reentrant=True).sum().backward()
+
+    interrupt_rank_1(folder, backward_of_all)
+    optimizer.zero_grad()
+
+    def go_on() -> None:
+        model(rows, segments=hvd.rank() == 1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backward_of_all()
+
+    assert error_of(go_on)[0] == "MismatchError"
+
+
 @pytest.mark.parametrize(
     ("interrupt", "transport"),
-    [(interrupt_with_another_graph, "shm"), (interrupt_a_sent_bucket, "tcp")],
+    [
+        (interrupt_with_another_graph, "shm"),
+        (interrupt_a_sent_bucket, "tcp"),
+        (interrupt_before_a_gradient_comes_again, "tcp"),
+    ],
 )
 def test_a_pass_of_which_the_others_know_something(tmp_path, interrupt, transport):
-    run(interrupt, 2, args=(tmp_path,), transport=transport)
+    env = {"TORCH_RING_BUCKET_BYTES": "256"}
+    run(interrupt, 2, args=(tmp_path,), transport=transport, env=env)
 
 
 def interrupt_at_random(count: int) -> int:

@@ -14,7 +14,6 @@ from training import assert_same_on_all_ranks, take_step, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.tracing.counters import snapshot
 
 RATE, TARGETS, SIZES = 0.125, (1.0, -2.0, 3.0, 0.5), (3, 2, 5, 1, 4)
 FRAGMENTS = {1: [[0, 1, 2, 3, 4]], 2: [[0, 1, 2], [3, 4]], 3: [[0, 1], [2], [3, 4]]}
@@ -175,9 +174,6 @@ def test_gradients_inside_hosts_and_rounds_between_them(fused, delay, overflow):
     run(train_on_hosts, 4, args=(fused, delay, overflow))
 
 
-# --- sent data
-
-
 def compress_in_ways() -> None:
     end = torch.outer(torch.arange(6.0), torch.ones(6))
     expected = end * (1 + hvd.size()) / 2
@@ -197,22 +193,6 @@ def compress_in_ways() -> None:
         (agreed,) = agreed_by(optimizer)
         assert_same_on_all_ranks(agreed)
         assert (agreed - expected).abs().max() < 0.05 * expected.max()
-
-
-def what_is_sent(fragments: int) -> tuple[int, int]:
-    """Return the number of allreduces in 16 steps, and their bytes."""
-    parameters = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(2)]
-    optimizer = hvd.DiLoCo(SGD(parameters, lr=1.0), every=8, fragments=fragments)
-    before = snapshot().sets[0].operations.get("allreduce")
-    for _ in range(16):
-        step_with(optimizer, 1, 1)
-    after = snapshot().sets[0].operations["allreduce"]
-    return after.operations - (before.operations if before else 0), after.bytes
-
-
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_a_round_sends_each_parameter_once(fragments):
-    assert run(what_is_sent, 2, args=(fragments,)) == [(2 * fragments, 2 * 2 * 4 << 16)] * 2
 
 
 def freeze_and_add() -> None:
@@ -336,21 +316,6 @@ def test_a_broadcast_state_has_the_round_of_the_root(transport, delay, root):
     run(broadcast_a_round, 3, args=(delay, root), transport=transport)
 
 
-def begin_with_a_rank_without_rounds() -> None:
-    """Rank 2 takes part in no agreement: the others begin a round with its parameters."""
-    pair = hvd.add_process_set([0, 1])
-    (parameter,) = weights(0)
-    inner = SGD([parameter], lr=1.0)
-    optimizer = hvd.DiLoCo(inner, outer_options={"lr": 1.0}, every=3, process_set=pair)
-    for step in range(5):
-        if step == 2:
-            hvd.broadcast_parameters([parameter], 2)
-            hvd.broadcast_optimizer_state(optimizer, 2)
-            assert parameter.item() == -6
-        step_with(optimizer, 1.0 + hvd.rank())
-    assert parameter.item() == (-6 - 4.5 if hvd.rank() < 2 else -6 - 9)
-
-
 def move_by_sam() -> None:
     """Sharpness-aware minimisation moves the weights there and back, before the first step, too.
 
@@ -416,7 +381,6 @@ def drop_a_mean() -> None:
         (count_a_nested_step_once, (), 2),
         (drop_a_mean, (), 2),
         (move_by_sam, (), 2),
-        (begin_with_a_rank_without_rounds, (), 3),
     ],
 )
 @on_both_transports

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from logs import told
+from oracle import Play, Program, expect_one_process
 from pool import error_of, eventually, run
 from slot_programs import train_programs_at_random
 from slow import slow
@@ -21,7 +22,6 @@ from worlds import on_both_transports
 import torch_ring as hvd
 from torch_ring.optimizer.backward_sync import BackwardSync
 from torch_ring.optimizer.reducer import Reducer
-from torch_ring.world import current
 
 
 def scalars(*values: float) -> list[nn.Parameter]:
@@ -67,30 +67,6 @@ def test_optimizers_that_come_and_go(transport, size, op, full):
         transport=transport,
         deadline_s=3600 if full else 120,
     )
-
-
-def count_reductions() -> int:
-    """Return how many bytes a pass reduces of a trunk that three optimizers have, and a head."""
-    trunk, head = (nn.Parameter(torch.ones(n)) for n in (1000, 10))
-    wrapped = [
-        hvd.DistributedOptimizer(SGD(each, lr=0.0)) for each in ([trunk, head], [trunk], [trunk])
-    ]
-    for _ in range(3):  # the first passes compare weights, and plan buckets
-        for each in wrapped:
-            each.zero_grad()
-        hvd.barrier()
-        before = len(current.engine().records())
-        (trunk.sum() + head.sum()).backward()
-        found = current.engine().records()[before:]
-        for each in wrapped:
-            each.step()
-    return sum(4 * math.prod(each.shape) for each in found if each.operation == "allreduce")
-
-
-def test_each_gradient_is_reduced_once():
-    padding = 15 * 4 * 2  # each gradient begins on a cache line
-    for reduced in run(count_reductions, 2):
-        assert 4 * 1010 <= reduced <= 4 * 1010 + padding
 
 
 def lose_the_later_one(when: str) -> None:
@@ -153,6 +129,24 @@ def wrap_in_a_pass() -> None:
         take_step(first, trunk * (1 + hvd.rank()) + own * 4)
     assert_near(trunk, -2 * 1.5)
     assert_near(own, -2 * 4)
+
+
+def touch_the_slot_on_one_rank() -> None:
+    """A pass reaches the slot on one rank alone: all agree before the older optimizer steps."""
+    trunk, own, other = scalars(0, 0, 0)
+    optimizers = [
+        hvd.DistributedOptimizer(SGD(p, lr=1.0)) for p in ([own, trunk], [trunk], [other])
+    ]
+    for _ in range(2):
+        for parameter, optimizer in zip((own, trunk, other), optimizers, strict=True):
+            parameter.data.zero_()
+            optimizer.zero_grad()
+        (own + trunk + other).backward()
+        (trunk * 2 if hvd.rank() == 0 else other * 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for parameter, expected in ((own, -1), (trunk, -4), (other, -2)):
+            assert_near(parameter, expected)
 
 
 def drop_one_with_parameters_of_its_own() -> None:
@@ -221,6 +215,7 @@ def find_nan() -> None:
         (lose_the_later_one, ("in a step",)),
         (accumulate_without_the_later_one, ()),
         (wrap_in_a_pass, ()),
+        (touch_the_slot_on_one_rank, ()),
         (drop_one_with_parameters_of_its_own, ()),
         (add_a_group_between_two_passes, (1,)),
         (add_a_group_between_two_passes, (2,)),
@@ -325,6 +320,29 @@ def drop_on_one_rank_only() -> None:
 )
 def test_dropped_optimizers(drop, args, transport, env):
     run(drop, 2, args=args, transport=transport, env=env)
+
+
+def left_out(play: Play) -> Program:
+    """A pass touches three optimizers, and one of them steps; one rank leaves out the next pass."""
+    parameters = [nn.Parameter(torch.tensor([value]).double()) for value in (1.0, 2.0, 3.0)]
+    optimizers = [
+        play.wrap(nn.ParameterList([each]), SGD([each], lr=0.25))[1] for each in parameters
+    ]
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(parameters).backward()
+        optimizers[0].step()
+        if step % play.size in play.ranks:
+            (parameters[1] * 2 / (play.size if play.is_alone else 1)).backward()
+        for optimizer in optimizers[1:]:
+            optimizer.step()
+        yield parameters
+
+
+@on_both_transports
+def test_a_rank_leaves_out_a_pass_after_one_that_was_not_stepped(transport):
+    expect_one_process(left_out, size=3, transport=transport)
 
 
 def collect_during_the_end_of_a_pass(how: str) -> None:

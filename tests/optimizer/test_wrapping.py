@@ -2,9 +2,8 @@
 """Wrapping: an optimizer keeps its class, its state and its ways, and refuses wrong arguments."""
 
 import copy
-import io
 import pickle
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -48,8 +47,7 @@ def wrapping_keeps_everything() -> None:
         train(model, optimizer, joined_batches(steps=1))
         state, groups, cls = optimizer.state, optimizer.param_groups, type(optimizer)
         before = optimizer.state_dict()
-        named = dict(model.named_parameters())
-        wrapped = hvd.DistributedOptimizer(optimizer, named.items())
+        wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         assert wrapped is optimizer
         assert isinstance(wrapped, cls)
         assert (type(wrapped).__name__, type(wrapped).__module__) == (cls.__name__, cls.__module__)
@@ -58,9 +56,6 @@ def wrapping_keeps_everything() -> None:
         assert pickle.dumps(wrapped.state_dict()) == pickle.dumps(
             before | {"torch_ring_ranks": hvd.size()}
         )
-        assert list(wrapped._parameter_names.values()) == list(named)
-        with pytest.raises(ValueError, match="already"):
-            hvd.DistributedOptimizer(wrapped)
 
 
 def state_dicts_are_interchangeable() -> None:
@@ -106,28 +101,22 @@ def copy_and_step(duplicate: Callable[[Optimizer], Optimizer]) -> None:
         by_itself.step()  # alone: it has no other ranks
 
 
-def reloaded(pair: tuple[nn.Module, Optimizer]) -> tuple[nn.Module, Optimizer]:
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-DUPLICATES = (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), reloaded)
+def pickled(pair: tuple[nn.Module, Optimizer]) -> tuple[nn.Module, Optimizer]:
+    return pickle.loads(pickle.dumps(pair))
 
 
 def copies_do_not_step_with_local_gradients() -> None:
-    for duplicate in DUPLICATES:
+    for duplicate in (copy.deepcopy, pickled):
         copy_and_step(duplicate)
 
 
 def copies_where_there_is_no_world() -> None:
     """A copy loaded without a world is an ordinary optimizer; none is wrapped there."""
     model = make_model()
-    pickled = pickle.dumps((model, hvd.DistributedOptimizer(make_sgd(model))))
+    data = pickle.dumps((model, hvd.DistributedOptimizer(make_sgd(model))))
     hvd.shutdown()
     alone = make_model()
-    twins, twin = pickle.loads(pickled)
+    twins, twin = pickle.loads(data)
     generator = torch.Generator().manual_seed(1)
     batches = list(torch.randn(2, 6, 8, generator=generator))
     train(twins, twin, batches)
@@ -144,30 +133,14 @@ class Slotted(Generic[TypeVar("T")]):
     __slots__ = ()
 
 
-class Abstract(ABC, Slotted[int], Optimizer):
-    @abstractmethod
-    def name(self) -> str: ...
+class Real(ABC, Slotted[int], SGD):
+    """A class as in pytorch_optimizer: abstract bases first, the methods further up."""
 
-
-class Real(Abstract):
-    """A class hierarchy as in pytorch_optimizer: abstract bases first, the methods further up."""
-
-    def __init__(self, parameters, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-        self.zeroed = 0
-
-    def name(self) -> str:
-        return "real"
+    zeroed = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zeroed += 1
         super().zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter -= group["lr"] * parameter.grad
 
 
 class Proxy(Optimizer):
@@ -190,7 +163,7 @@ class Proxy(Optimizer):
 
 
 UNUSUAL = {
-    "slotted": lambda model: Real(model.parameters()),
+    "slotted": lambda model: Real(model.parameters(), lr=0.1),
     "proxy": lambda model: Proxy(make_sgd(model)),
 }
 
@@ -256,21 +229,16 @@ def wrong_arguments_are_refused() -> None:
     for message, options in {
         "unique: 0.weight": {"named_parameters": [named[0], *named]},
         "lacks 1 of the 6": {"named_parameters": named[1:]},
-        "lacks 6 .* of the same model": {"named_parameters": make_model().named_parameters()},
         r"give model.named_parameters\(\)$": {"named_parameters": model.parameters()},
         r"pairs of names and parameters: give": {"named_parameters": model},
-        r"pairs of names and parameters": {"named_parameters": model.named_parameters},
         r"hvd.Average, hvd.Sum or hvd.Adasum; got hvd.Max$": {"op": hvd.Max},
         r"got 'sum': use hvd.Sum$": {"op": "sum"},
         "needs op=Average": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
         "positive": {"gradient_predivide_factor": 0.0},
-        "at least 1, not 0": {"backward_passes_per_step": 0},
         "an integer, at least 1, not 1.5": {"backward_passes_per_step": 1.5},
         "compression='fp16' is no compressor": {"compression": "fp16"},
-        "compression=None is no compressor": {"compression": None},
         "must be a ProcessSet, not None": {"process_set": None},
         "non-negative integer, not -1": {"groups": -1},
-        "list of lists": {"groups": model.parameters()},
         "consist of tensors, not of str": {"groups": [["0.weight"]]},
         "only once": {"groups": [[named[0][1]], [named[1][1], named[0][1]]]},
         r"shape \[2\] in groups is no parameter": {"groups": [[weight]]},
@@ -290,33 +258,25 @@ def wrong_arguments_are_refused() -> None:
     low = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"'low' has dtype torch.float8"):
         hvd.DistributedOptimizer(SGD([low], lr=0.1), [("low", low)])
-    hvd.DistributedOptimizer(SGD([weight], lr=0.1), [*named, ("weight", weight)])
 
 
 def different_models_are_refused() -> None:
     odd = hvd.rank() == hvd.size() - 1
     wider = nn.Linear(3, 4)
     wider.register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    same, turned, double = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 4).double()
-    first = "rank 0: 'weight' float32 [4, 3] on cpu; rank 2: 'weight' "
+    same, first = nn.Linear(3, 4), "rank 0: 'weight' float32 [4, 3] on cpu; rank 2: 'weight' "
     for model, options, others, expected in (
-        (turned, {}, {}, first + "float32 [3, 4] on cpu"),
-        (double, {}, {}, first + "float64 [4, 3] on cpu"),
+        (nn.Linear(4, 3), {}, {}, first + "float32 [3, 4] on cpu"),
+        (nn.Linear(3, 4).double(), {}, {}, first + "float64 [4, 3] on cpu"),
         (wider, {}, {}, "rank 0: nothing; rank 2: 'extra' float32 [1] on cpu"),
         (same, {"op": hvd.Sum}, {}, "rank 0: Average, "),
-        (
-            same,
-            {"groups": 1},
-            {"groups": 2},
-            "float32 [4] on cpu in group 1; rank 2: 'bias' float32 [4] on cpu in group 0",
-        ),
+        (same, {"groups": 1}, {"groups": 2}, "[4] on cpu in group 1; rank 2: 'bias' float32 [4] "),
     ):
         model, options = (model, options) if odd else (same, others)
         with pytest.raises(hvd.MismatchError) as error:
             hvd.DistributedOptimizer(make_sgd(model), model.named_parameters(), **options)
         assert expected in str(error.value)
-        optimizer = hvd.DistributedOptimizer(make_sgd(make_model()))  # the job may go on
-        optimizer.step()
+    hvd.DistributedOptimizer(make_sgd(make_model())).step()  # the job may go on
 
 
 def shut_down_and_wrap_again() -> None:
