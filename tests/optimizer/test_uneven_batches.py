@@ -17,7 +17,6 @@ from torch.optim import SGD
 from training import make_model
 
 import torch_ring as hvd
-from torch_ring.optimizer.gradient_report import explained
 
 REMEDY = (
     "has it fewer batches, or has it stopped early? Give all ranks equally many (drop_last=True in "
@@ -61,36 +60,28 @@ def leave_early(batches: int, kind: str, joins: bool) -> tuple[str, str]:
     return error_of(step)
 
 
-ONE, ADASUM = ("one", False), ("adasum", False)
-
-
 @pytest.mark.parametrize(
-    ("transport", "size", "env", "kind", "batches", "number", "done"),
+    ("transport", "size", "env", "kind", "joins", "batches", "number", "done"),
     [
-        ("shm", 2, {}, ONE, 0, 1, "0 backward passes"),
-        ("tcp", 3, {}, ONE, 1, 2, "1 backward pass"),
-        ("shm", 3, MANY_BUCKETS, ONE, 3, 4, "3 backward passes"),
-        ("tcp", 2, MANY_BUCKETS, ONE, 3, 4, "3 backward passes"),
+        ("shm", 2, {}, "one", False, 0, 1, "0 backward passes"),
+        ("tcp", 3, {}, "one", False, 1, 2, "1 backward pass"),
+        ("tcp", 2, MANY_BUCKETS, "one", False, 3, 4, "3 backward passes"),
         # The step of the second optimizer agrees once more, and counts as a pass.
-        ("shm", 2, {}, ("two optimizers", False), 2, 5, "4 backward passes"),
-        ("shm", 2, {}, ("one", True), 1, 2, "1 backward pass since join()"),
-        ("shm", 2, {}, ADASUM, 0, 0, "0 optimizer steps"),
-        ("shm", 2, {}, ADASUM, 2, 0, "2 optimizer steps"),
-        ("shm", 2, {}, ("adasum", True), 1, 0, "1 optimizer step since join()"),
+        ("shm", 2, {}, "two optimizers", False, 2, 5, "4 backward passes"),
+        ("shm", 2, {}, "one", True, 1, 2, "1 backward pass since join()"),
+        ("shm", 2, {}, "adasum", False, 2, 0, "2 optimizer steps"),
+        ("shm", 2, {}, "adasum", True, 1, 0, "1 optimizer step since join()"),
     ],
 )
-def test_a_rank_that_has_left(transport, size, env, kind, batches, number, done):
+def test_a_rank_that_has_left(transport, size, env, kind, joins, batches, number, done):
     """Another rank, or this rank's own buckets, may report it."""
-    outcomes = run(leave_early, size, args=(batches, *kind), transport=transport, env=env)
+    outcomes = run(leave_early, size, args=(batches, kind, joins), transport=transport, env=env)
     left = rf"rank {size - 1} \(pid \d+\) has left: it called shutdown\(\) or exited"
     purpose = f"averaging the gradients of backward pass {number}" if number else ".*"
     for error, text in outcomes[:-1]:
         assert error == "PeerLostError", text
-        begin = re.match(
-            rf"rank \d: {purpose}: (.* )?{left}\. (.*\. )?The rank that has left did ", text
-        )
-        assert begin, text
-        assert text[begin.end() :] == f"{done}: {REMEDY}"
+        assert re.match(rf"rank \d: {purpose}: (.* )?{left}\. ", text), text
+        assert text.endswith(f" The rank that has left did {done}: {REMEDY}")
         assert "allgather" not in text
 
 
@@ -111,49 +102,22 @@ def test_a_rank_that_has_died_had_no_fewer_batches(tmp_path):
     assert "batches" not in text
 
 
-def lose_a_loss() -> tuple[str, str]:
-    """Rank 1 leaves before the closure's loss is averaged."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.1))
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = weight.sum()
-        loss.backward()
-        if hvd.rank() == 1:
-            hvd.shutdown()
-        return loss
-
-    return error_of(lambda: optimizer.step(closure))
-
-
-def test_a_closures_loss_has_no_internal_name():
-    (kind, text), _ = run(lose_a_loss, 2)
-    assert kind == "PeerLostError"
-    assert text.startswith("rank 0: averaging the closure's loss after backward pass 1 "), text
-
-
-def go_on_elsewhere(elsewhere: Callable[[], object]) -> tuple[str, str]:
-    """Rank 1 has one batch less, and waits in another collective."""
+def ask_meanwhile() -> tuple[str, str]:
+    """Rank 1 has one batch less, and waits in another collective; then both train on."""
     step = make_step("one")
     step()
-    return error_of(step if hvd.rank() == 0 else elsewhere)
+    error = error_of(step if hvd.rank() == 0 else lambda: hvd.any_rank(False))
+    step()
+    return error
 
 
-def ask() -> None:
-    hvd.any_rank(False)
-
-
-@pytest.mark.parametrize(
-    ("elsewhere", "words", "transport"),
-    [(hvd.barrier, "barrier", "shm"), (ask, r"allreduce 'any_rank' bool \[\] Max", "tcp")],
-)
-def test_a_rank_in_another_collective(elsewhere, words, transport):
-    trains, waits = run(go_on_elsewhere, 2, args=(elsewhere,), transport=transport)
+def test_a_rank_in_another_collective():
+    env = {"TORCH_RING_TIMEOUT": "4"}  # the ranks wait three quarters of that, as they have threads
+    trains, waits = run(ask_meanwhile, 2, env=env)
     for kind, text in (trains, waits):
         assert kind == "MismatchError", text
         assert re.search(r"rank 0 \(pid \d+\): averaging the gradients of backward pass 2", text)
-        assert re.search(rf"rank 1 \(pid \d+\): {words}", text)
+        assert re.search(r"rank 1 \(pid \d+\): allreduce 'any_rank' bool \[\] Max", text)
         assert "'backward." not in text
     assert REMEDY in trains[1]
     assert "a collective that only some ranks call, as under `if rank() == 0:`" in trains[1]
@@ -176,31 +140,9 @@ def test_a_late_rank(tmp_path):
     env = {"TORCH_RING_TIMEOUT": "1.5", "TORCH_RING_STALL_WARNING": "0.5"}
     ((kind, text), messages), _ = run(come_late, 2, args=(tmp_path / "given up",), env=env)
     assert kind == "TimeoutError", text
-    assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text), (
-        text
-    )
+    assert re.match(r"rank 0: averaging the gradients of backward pass 2.*: rank 1 \(pid", text)
     assert text.endswith(f"All ranks have done 1 backward pass, one does not do the next: {REMEDY}")
-    assert messages
-    where = [message for message in messages if "its main thread is in " in message]
-    for message in messages:
-        assert message in where or "for averaging the gradients of backward pass 2" in message
+    assert any("for averaging the gradients of backward pass 2" in each for each in messages)
     for line in (text, *messages):
         assert "'backward." not in line
         assert "gradients." not in line
-
-
-def test_errors_of_a_world_that_has_failed_before():
-    """Errors name only the cause. Errors about subjects other than the ranks stay unchanged."""
-    purpose = "rank 0: averaging the gradients of backward pass 2"
-    died = hvd.PeerLostError("rank 1 (pid 7) died: its control connection closed")
-    better = explained(died, purpose, "1 backward pass")
-    assert type(better) is hvd.PeerLostError
-    assert str(better) == f"{purpose}: {died}"
-    assert explained(better, purpose, "1 backward pass") is None
-    ended = "this world has ended: rank 1 (pid 7) died: its connection closed"
-    better = explained(hvd.PeerLostError(f"rank 0: {ended}"), purpose, "1 backward pass")
-    assert str(better) == f"{purpose}: {ended}"
-    late = "this world has ended: allreduce 'loss' float32 [] Average: gave up after 10 s"
-    better = explained(hvd.TimeoutError(f"rank 0: {late}"), purpose, "1 backward pass")
-    assert str(better) == f"{purpose}: {late}"  # not about batches
-    assert explained(hvd.RingError("the engine is shut down"), purpose, "1 backward pass") is None
