@@ -45,7 +45,13 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_every_name():
+    code, out, err = run_python(*ALIAS, PROGRAM, "--lr", "1")
+    assert (code, out) == (0, "rank 0: 1 ranks, ['--lr', '1']"), err
+
+
 @pytest.mark.launcher
+@pytest.mark.slow
 def test_every_name_under_torchrun():
     command = [*TORCHRUN, "--nproc-per-node", "2", *ALIAS, PROGRAM, "--lr", "1"]
     output = output_of(start_program(command, PYTHONPATH=str(ROOT)))
@@ -56,10 +62,7 @@ def test_every_name_under_torchrun():
 @pytest.mark.parametrize(
     ("command", "arguments", "expected"),
     [
-        ("python -m torch_ring.horovod train.py -m x", 3, "python train.py -m x"),
         ("python -u -X dev -m torch_ring.horovod -m train", 2, "python -u -X dev -m train"),
-        ("python -um torch_ring.horovod -c 1", 2, "python -u -c 1"),
-        ("python -mtorch_ring.horovod train.py", 1, "python train.py"),
         ("python -umtorch_ring.horovod", 0, "python -u"),
         ("python -m coverage run -m torch_ring.horovod a.py", 1, "python -m coverage run a.py"),
         ("python -m torch_ring.horovod -m torch_ring.horovod", 2, "python -m torch_ring.horovod"),

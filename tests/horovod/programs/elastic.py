@@ -6,21 +6,31 @@ import os
 
 import torch
 import torch.nn.functional as F
-from mnist import Net, images, metric_average
-from torch import optim
-from torch.utils.data import DataLoader
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
 
 import torch_ring as hvd
 
 
-def main(argv=None):
+def images(count, seed):
+    """Bars, upright or not, in noise."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 2
+    data = 0.3 * torch.randn(count, 1, 14, 14, generator=generator)
+    for index, label in enumerate(labels.tolist()):
+        place = int(torch.randint(3, 11, (), generator=generator))
+        if label:
+            data[index, 0, :, place] += 2
+        else:
+            data[index, 0, place] += 2
+    return TensorDataset(data, labels)
+
+
+def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--batches-per-commit", type=int, default=5)
-    parser.add_argument("--batches-per-host-check", type=int, default=2)
-    args = parser.parse_args(argv)
+    epochs = parser.parse_args().epochs
+    rate, batches_per_commit, batches_per_host_check = 0.01, 5, 2
 
     hvd.init()
     torch.manual_seed(42)
@@ -30,11 +40,15 @@ def main(argv=None):
     train_set, test_set = images(384, 1), images(128, 2)
     train_sampler = hvd.elastic.ElasticSampler(train_set)
     test_sampler = hvd.elastic.ElasticSampler(test_set, shuffle=False)
-    train_loader = DataLoader(train_set, batch_size=args.batch_size, sampler=train_sampler)
+    train_loader = DataLoader(train_set, batch_size=16, sampler=train_sampler)
     test_loader = DataLoader(test_set, batch_size=64, sampler=test_sampler)
 
-    model = Net()
-    optimizer = optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.5)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(4, 8, 3), nn.MaxPool2d(2), nn.Dropout2d(0.1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2)),
+    )
+    optimizer = optim.SGD(model.parameters(), lr=rate * hvd.size(), momentum=0.5)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
     def accuracy():
@@ -43,26 +57,26 @@ def main(argv=None):
         with torch.no_grad():
             for data, target in test_loader:
                 correct += (model(data).argmax(1) == target).float().sum().item()
-        return metric_average(correct / len(test_sampler), "avg_accuracy")
+        return hvd.allreduce(torch.tensor(correct / len(test_sampler)), name="accuracy").item()
 
     @hvd.elastic.run
     def full_train(state):
-        while state.epoch < args.epochs:
+        while state.epoch < epochs:
             offset = state.batch
             model.train()
             for index, (data, target) in enumerate(train_loader):
                 state.batch = offset + index
-                if state.batch % args.batches_per_commit == 0:
+                if state.batch % batches_per_commit == 0:
                     state.commit()
-                elif state.batch % args.batches_per_host_check == 0:
+                elif state.batch % batches_per_host_check == 0:
                     state.check_host_updates()
                 optimizer.zero_grad()
-                F.nll_loss(model(data), target).backward()
+                F.cross_entropy(model(data), target).backward()
                 optimizer.step()
                 state.train_sampler.record_batch(index, len(data))
             if hvd.rank() == 0:
-                rate = optimizer.param_groups[0]["lr"]
-                print(f"epoch {state.epoch} on {hvd.size()} ranks, rate {rate:g}", flush=True)
+                now = optimizer.param_groups[0]["lr"]
+                print(f"epoch {state.epoch} on {hvd.size()} ranks, rate {now:g}", flush=True)
             state.epoch += 1
             state.batch = 0
             state.train_sampler.set_epoch(state.epoch)
@@ -70,7 +84,7 @@ def main(argv=None):
 
     def on_state_reset():
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * hvd.size()
+            group["lr"] = rate * hvd.size()
 
     state = hvd.elastic.TorchState(
         model=model,
