@@ -27,8 +27,6 @@ from zoo import Strided, net
 
 import torch_ring as hvd
 
-SMALL = {"TORCH_RING_BUCKET_BYTES": "64"}
-
 
 def check_convergence() -> None:
     """Train a classifier: the loss falls as without compression, and the ranks stay equal."""
@@ -87,36 +85,6 @@ def check_gradients_of_the_compressor() -> None:
     del optimizer  # it had to live until here
 
 
-def check_accumulation(op: int) -> None:
-    """Backward passes add up as without compression; 8 bits hold every value here."""
-    share = 1 if op == hvd.Sum else 1 / 2
-    (x,) = parameters = weights(1)
-    optimizer = hvd.DistributedOptimizer(
-        SGD(parameters, lr=0.0),
-        compression=hvd.Compression.int8(),
-        backward_passes_per_step=2,
-        op=op,
-    )
-    for _ in range(2):
-        optimizer.zero_grad()
-        (127 * x).backward()
-        (127 * hvd.rank() * x).backward()
-        assert grads(parameters) == [127 * 3 * share]
-        optimizer.step()
-    optimizer.zero_grad()
-    (127 * (hvd.rank() + 1) * x).backward()
-    optimizer.step()  # after one pass of two
-    assert grads(parameters) == [127 * 3 * share]
-
-    (y,) = parameters = weights(1)  # two reductions of one step
-    optimizer = hvd.DistributedOptimizer(
-        SGD(parameters, lr=0.0), compression=hvd.Compression.int8(), op=op
-    )
-    (127 * (hvd.rank() + 1) * y).backward()
-    ((hvd.rank() + 1) * y).backward()
-    assert grads(parameters) == pytest.approx([128 * 3 * share], rel=1e-6)
-
-
 def use_different_parameters() -> None:
     """Rank 0 uses a and b, rank 1 uses b and c, no rank d."""
     a, b, c, d = parameters = weights(1, 1, 1, 1)
@@ -138,13 +106,6 @@ def use_different_parameters() -> None:
     assert compressor.states["d"]["calls"] == 1
     assert compressor.states["a"]["calls"] == 3
 
-    late = weights(1)
-    optimizer.add_param_group({"params": late})
-    (2 * d + 2 * late[0]).backward()
-    assert compressor.states["d"]["calls"] == 2
-    assert compressor.states["allreduce.noname.1.0"]["calls"] == 1
-
-
 def check_half_precision() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         weight = nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -160,31 +121,34 @@ def check_half_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "args", "size", "transport"),
+    ("check", "size", "transport"),
     [
-        (check_convergence, (), 3, "shm"),
-        (check_convergence, (), 2, "tcp"),
-        (check_gradients_of_the_compressor, (), 2, "shm"),
-        (check_accumulation, (hvd.Average,), 2, "shm"),
-        (check_accumulation, (hvd.Sum,), 2, "shm"),
-        (use_different_parameters, (), 2, "shm"),
-        (use_different_parameters, (), 2, "tcp"),
-        (check_half_precision, (), 2, "shm"),
+        (check_convergence, 3, "shm"),
+        (check_gradients_of_the_compressor, 2, "shm"),
+        (use_different_parameters, 2, "shm"),
+        (use_different_parameters, 2, "tcp"),
+        (check_half_precision, 2, "shm"),
     ],
 )
-def test_compressed_training(check, args, size, transport):
-    run(check, size, args=args, transport=transport)
+def test_compressed_training(check, size, transport):
+    run(check, size, transport=transport)
 
 
 def trained(
     play: Play, make: Callable[[], Any], compressor: Callable[[], Any], options: dict[str, Any]
 ) -> Program:
+    """Two passes a step: they are reduced one by one, or together, also in step()."""
     model, compression = make(), compressor()
     _, optimizer = play.wrap(
         model, SGD(model.parameters(), lr=0.05), compression=compression, **options
     )
-    for rows in play.batches(3):
-        take_step(optimizer, play.share(options.get("op", hvd.Average)) * loss_of(model, rows))
+    share = play.share(options.get("op", hvd.Average))
+    batches = play.batches(6)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):
+            (share * loss_of(model, next(batches))).backward()
+        optimizer.step()
         yield model.parameters()
     if play.size == 1:
         assert compression.state_dict() == {}, "one rank does not compress"
@@ -192,12 +156,18 @@ def trained(
 
 @pytest.mark.parametrize(
     ("transport", "size", "env"),
-    [("shm", 2, {}), ("tcp", 3, {}), ("shm", 2, SMALL), ("tcp", 2, SMALL)],
-    ids=["shm", "tcp", "many buckets", "many buckets over tcp"],
+    [("shm", 2, {}), ("tcp", 3, {"TORCH_RING_BUCKET_BYTES": "64"})],
+    ids=["shm", "many buckets over tcp"],
 )
-@pytest.mark.parametrize("compressor", [Exact, Ragged])
 @pytest.mark.parametrize(
-    "options", [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 4.0}], ids=",".join
+    ("compressor", "options"),
+    [
+        (Exact, {}),
+        (Exact, {"gradient_predivide_factor": 4.0}),
+        (Exact, {"backward_passes_per_step": 2}),
+        (Ragged, {"op": hvd.Sum}),
+        (Ragged, {"backward_passes_per_step": 3}),
+    ],
 )
 def test_exact_compressors_equal_no_compression(transport, size, env, compressor, options):
     for make in (net, Strided):
@@ -237,31 +207,25 @@ def check_resumed_run(name: str) -> None:
 
 
 def skip_a_step(name: str) -> None:
-    """A step that GradScaler skips on all ranks leaves the state unchanged."""
+    """A step whose gradients are infinite on one rank leaves the state unchanged."""
     model = make_model()
     compressor = COMPRESSORS[name]()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compressor)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step, batch in enumerate(joined_batches(steps=4)):
+    for step, batch in enumerate(joined_batches(steps=3)):
         optimizer.zero_grad()
         before = compressor.state_dict()
-        overflow = torch.inf if step == 2 and hvd.rank() == 1 else 1.0
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            scaler.scale(loss_of(model, part(batch)) * overflow).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        is_unchanged = all(
+        overflow = torch.inf if step == 1 and hvd.rank() == 1 else 1.0
+        (loss_of(model, part(batch)) * overflow).backward()
+        unchanged = [
             torch.equal(compressor.states[parameter][key], value)
             for parameter, state in before.items()
             for key, value in state.items()
-        )
-        assert is_unchanged == (step in (0, 2)), "before the first step there is no state"
-    assert scaler.get_scale() == 512.0
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert_same_on_all_ranks(*model.parameters())
+        ]
+        assert all(unchanged) == (step in (0, 1)), "before the first step there is no state"
+    assert_same_on_all_ranks(*[p.grad for p in model.parameters()])
 
 
-@pytest.mark.parametrize("name", ["int8", "powersgd", "topk"])
+@pytest.mark.parametrize("name", ["int8", "powersgd"])
 @pytest.mark.parametrize("check", [check_resumed_run, skip_a_step])
 def test_the_state(check, name):
     run(check, 2, args=(name,))
@@ -331,9 +295,8 @@ def check_faults() -> None:
     assert hvd.allreduce(torch.tensor([2.0 * hvd.rank()])).item() == hvd.size() - 1
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("tcp", 2)])
-def test_a_faulty_compressor_is_an_error_on_all_ranks(transport, size):
-    run(check_faults, size, transport=transport)
+def test_a_faulty_compressor_is_an_error_on_all_ranks():
+    run(check_faults, 3)
 
 
 class NoGenerator(hvd.StatefulCompressor):
@@ -349,11 +312,8 @@ def check_refusals() -> None:
     def wrap(model: nn.Module, compression: Any) -> torch.optim.Optimizer:
         return hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), compression=compression)
 
-    with pytest.raises(ValueError, match=r"=hvd\.Compression\.int8 is no compressor"):
-        wrap(model, hvd.Compression.int8)
-    for compression in (hvd.Compression.int8(), hvd.Compression.int8):
-        with pytest.raises(ValueError, match=r"Int8Compressor .* in DistributedOptimizer only"):
-            hvd.allreduce(torch.ones(2), compression=compression)
+    with pytest.raises(ValueError, match=r"Int8Compressor .* in DistributedOptimizer only"):
+        hvd.allreduce(torch.ones(2), compression=hvd.Compression.int8())
     with pytest.raises(hvd.MismatchError, match=r"rank=1, seed=0.*rank=2, seed=0"):
         wrap(model, hvd.Compression.powersgd(rank=hvd.rank() + 1))
     shared = hvd.Compression.powersgd()
