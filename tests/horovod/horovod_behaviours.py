@@ -83,20 +83,7 @@ def behaviour_03_mismatches() -> None:
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
 
 
-def behaviour_04_handles() -> None:
-    handle = hvd.allreduce_async(torch.ones(1))
-    assert hvd.synchronize(handle).item() == 1
-    assert hvd.synchronize(handle) is None
-    tensor, splits = hvd.synchronize(hvd.alltoall_async(torch.ones(hvd.size()), [1] * hvd.size()))
-    assert splits.tolist() == [1] * hvd.size() == [int(x) for x in tensor.tolist()]
-    group = hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(1), torch.ones(2)]))
-    assert [len(t) for t in group] == [1, 2]
-    for function in (hvd.poll, hvd.synchronize):
-        with raises(ValueError):
-            function(12345)
-
-
-def behaviour_05_arithmetic() -> None:
+def behaviour_04_arithmetic() -> None:
     size, rank = hvd.size(), hvd.rank()
     total = size * (size - 1) // 2
     for dtype in (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64):
@@ -116,17 +103,7 @@ def behaviour_05_arithmetic() -> None:
     assert hvd.allgather(torch.tensor([rank > 0])).tolist() == [r > 0 for r in range(size)]
 
 
-def behaviour_06_in_place() -> None:
-    leaf = torch.full((2,), float(hvd.rank()), requires_grad=True)
-    version = leaf._version
-    assert hvd.allreduce_(leaf, op=hvd.Max) is leaf
-    assert leaf.tolist() == [hvd.size() - 1] * 2
-    assert leaf._version > version
-    assert hvd.synchronize(hvd.broadcast_async_(leaf, 0)) is leaf
-    assert hvd.grouped_allreduce_([leaf])[0] is leaf
-
-
-def behaviour_07_roots_and_rows() -> None:
+def behaviour_05_roots_and_rows() -> None:
     size, rank = hvd.size(), hvd.rank()
     upper = hvd.add_process_set(list(range(1, size)))
     if upper.included():
@@ -144,7 +121,7 @@ def behaviour_07_roots_and_rows() -> None:
     assert isinstance(hvd.alltoall(torch.ones(size)), Tensor)
 
 
-def behaviour_08_gradients() -> None:
+def behaviour_06_gradients() -> None:
     size, rank = hvd.size(), hvd.rank()
     weights = torch.arange(1.0, size + 1)
 
@@ -165,7 +142,7 @@ def behaviour_08_gradients() -> None:
     assert gradient(lambda x: hvd.alltoall(x, [1] * size)[0], size).tolist() == weights.tolist()
 
 
-def behaviour_09_again_and_again() -> None:
+def behaviour_07_again_and_again() -> None:
     for _ in range(3):
         hvd.shutdown()
         assert not hvd.is_initialized()
@@ -176,7 +153,7 @@ def behaviour_09_again_and_again() -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-def behaviour_10_process_sets() -> None:
+def behaviour_08_process_sets() -> None:
     size, rank = hvd.size(), hvd.rank()
     first = hvd.add_process_set([0])
     rest = hvd.add_process_set(hvd.ProcessSet(list(range(1, size))))
