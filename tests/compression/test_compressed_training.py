@@ -18,7 +18,6 @@ from training import (
     loss_of,
     make_model,
     part,
-    take_step,
     train,
     weights,
 )
@@ -26,31 +25,6 @@ from training_compressors import COMPRESSORS, Exact, Ragged
 from zoo import Strided, net
 
 import torch_ring as hvd
-
-
-def check_convergence() -> None:
-    """Train a classifier: the loss falls as without compression, and the ranks stay equal."""
-    generator = torch.Generator().manual_seed(4)
-    inputs = torch.randn(64 * hvd.size(), 8, generator=generator)
-    labels = (inputs @ torch.randn(8, 3, generator=generator)).argmax(1)
-    loss_function = nn.CrossEntropyLoss()
-    losses = {}
-    for name, make in COMPRESSORS.items():
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-        optimizer = hvd.DistributedOptimizer(
-            SGD(model.parameters(), lr=1.0),
-            named_parameters=model.named_parameters(),
-            compression=make(),
-        )
-        for _ in range(30):
-            take_step(optimizer, loss_function(model(part(inputs)), part(labels)))
-        assert_same_on_all_ranks(*model.parameters())
-        losses[name] = loss_function(model(inputs), labels).item()
-    assert losses["none"] < 0.2, "it starts at 1.1"
-    near = {name for name, loss in losses.items() if loss < 1.1 * losses["none"]}
-    assert near == set(COMPRESSORS) - {"forgetful"}, losses
-    assert len(set(losses.values())) == len(losses), "two compressors do the same"
 
 
 class Recorder(hvd.StatefulCompressor):
@@ -106,6 +80,7 @@ def use_different_parameters() -> None:
     assert compressor.states["d"]["calls"] == 1
     assert compressor.states["a"]["calls"] == 3
 
+
 def check_half_precision() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         weight = nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -123,7 +98,6 @@ def check_half_precision() -> None:
 @pytest.mark.parametrize(
     ("check", "size", "transport"),
     [
-        (check_convergence, 3, "shm"),
         (check_gradients_of_the_compressor, 2, "shm"),
         (use_different_parameters, 2, "shm"),
         (use_different_parameters, 2, "tcp"),
@@ -244,8 +218,6 @@ class Faulty(hvd.StatefulCompressor):
         here = hvd.rank() == 1
         if self.fault == "asks for less" and here:
             return mean
-        if self.fault == "asks for more" and not here:
-            return mean
         if self.fault == "raises" and here:
             raise KeyError("a secret")
         if self.fault == "returns nothing" and here:
@@ -254,17 +226,13 @@ class Faulty(hvd.StatefulCompressor):
             yield gradient
         if self.fault == "another shape" and here:
             yield hvd.Reduce(gradient[0])
-        if self.fault == "another kind" and here:
-            yield hvd.Gather(gradient)
         yield hvd.Reduce(gradient)
         return mean
 
 
 FAULTS = {  # the messages of the other ranks, and of rank 1
     "asks for less": [r"rank 0: reduce for '0.weight'.*; rank 1: nothing more"] * 2,
-    "asks for more": [r"rank 0: nothing more; rank 1: reduce for '0.weight'"] * 2,
     "another shape": [r"float32 \[16, 8\]; rank 1: reduce for '0.weight' float32 \[8\]"] * 2,
-    "another kind": [r"rank 0: reduce for '0.weight'.*; rank 1: gather for '0.weight'"] * 2,
     "raises": [r"failed on rank 1: KeyError: 'a secret'", r"^'a secret'$"],
     "returns nothing": [
         r"failed on rank 1: ValueError: '0.weight'.* None",

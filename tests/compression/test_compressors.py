@@ -4,17 +4,15 @@
 import copy
 import pickle
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from training_compressors import documented_compressor
+from training_compressors import COMPRESSORS
 
 import torch_ring as hvd
 from torch_ring.compression.int8 import dequantize, quantize
-from torch_ring.optimizer.stateful_bucket import Layout, pack, unpack
 
 
 def run_exchange(
@@ -41,13 +39,6 @@ def run_exchange(
             answers = [mean.clone() for _ in running]
         else:
             answers = [[request.tensors for request in requests] for _ in running]
-
-
-COMPRESSORS: dict[str, Callable[[], hvd.StatefulCompressor]] = {
-    "int8": lambda: hvd.Compression.int8(elements_per_scale=16),
-    "powersgd": lambda: hvd.Compression.powersgd(rank=2),
-    "topk": lambda: documented_compressor()(0.1),
-}
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -184,27 +175,6 @@ def test_copies_serve_other_parameters():
         copied.serve({"weight": other})
         assert repr(copied) == repr(compressor)
         assert copied.states["weight"]["error"].tolist() == [1, 1]
-
-
-def test_packed_tensors_come_back_unchanged():
-    """Any tensors, one after the other, come back unchanged."""
-    tensors = [
-        torch.arange(5, dtype=torch.int8),
-        torch.tensor(2.5, dtype=torch.float64),
-        torch.tensor([True, False, True]),
-        torch.empty(0, 3),
-        torch.randn(3, 4).t(),
-        torch.randn(3, dtype=torch.complex128),
-        torch.randn(7).to(torch.bfloat16),
-    ]
-    layouts = [Layout.of(tensor) for tensor in tensors]
-    # Two ranks' messages, one after the other, as an allgather gives them.
-    received = torch.cat([pack(tensors), pack(tensors[:1])])
-    back = list(unpack(received, [*layouts, layouts[0]]))
-    for tensor, view in zip([*tensors, tensors[0]], back, strict=True):
-        assert view.dtype == tensor.dtype
-        assert torch.equal(view, tensor)
-    assert pack([]).numel() == 0
 
 
 class Topk(hvd.StatefulCompressor):
