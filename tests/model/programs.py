@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,7 +88,6 @@ def scheduled(play: Play, attach_first: bool) -> Program:
 
 BY_CLOSURES: dict[str, Callable[..., Optimizer]] = {
     "momentum": OPTIMIZERS["momentum"],
-    "lbfgs": lambda parameters: LBFGS(parameters, lr=0.2, max_iter=6),
     "lbfgs with a search": lambda parameters: LBFGS(
         parameters, lr=0.2, max_iter=6, line_search_fn="strong_wolfe"
     ),
@@ -122,30 +120,11 @@ def overflowing(play: Play, fused: bool) -> Program:
         scaler.scale(loss_of(model, rows) * factor).backward()
         if number % 2:
             scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
         yield model.parameters()
     assert scaler.get_scale() == 2.0**19
-
-
-def scaled_sparse_losses(play: Play) -> Program:
-    """Loss scaling, accumulation and sparse gradients; the last step has a pass less."""
-    words = nn.Embedding(8, 2, sparse=True)
-    nn.init.ones_(words.weight)
-    _, optimizer = play.wrap(words, SGD(words.parameters(), lr=0.5), backward_passes_per_step=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for passes in (2, 2, 1):
-        optimizer.zero_grad()
-        for number in range(passes):
-            for rank in play.ranks:
-                loss = words(torch.tensor([rank, number, 7])).square().sum() / len(play.ranks)
-                scaler.scale(loss).backward()
-        if not play.is_alone:
-            optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        yield words.parameters()
 
 
 def sparse(play: Play, options: dict[str, Any]) -> Program:
@@ -316,25 +295,6 @@ def quantised(play: Play, groups: str | int | None = None) -> Program:
         yield [*model.top.parameters(), model.quantised]
 
 
-def checkpointed(play: Play, use_reentrant: bool) -> Program:
-    """All layers in two segments of torch.utils.checkpoint."""
-    model = net()
-    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1))
-
-    def forward(rows: Tensor) -> Tensor:
-        if play.is_alone:
-            return model(rows)
-        hidden = checkpoint(model[:2], rows.clone().requires_grad_(), use_reentrant=use_reentrant)
-        return checkpoint(model[2:], hidden, use_reentrant=use_reentrant)
-
-    for rows in play.batches(3):
-        optimizer.zero_grad()
-        output = forward(rows)
-        (output.square().mean() + output.sum(1).mean()).backward()
-        optimizer.step()
-        yield model.parameters()
-
-
 def in_segments(play: Play, passes: int, nested_twice: bool, split: bool) -> Program:
     """A layer in two reentrant segments, each maybe in another one; one optimizer, or two."""
     model = Segments(again=False)
@@ -395,47 +355,20 @@ def lay_gradients(flat: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = its.view_as(parameter)
 
 
-Features = list[Tensor]  # of two views of rows
-
-
-def clip(model: Towers, own: Features, features: Features, first: int) -> Tensor:
-    logits = model.scale.exp() * features[0] @ features[1].T
-    labels = torch.arange(len(logits))
-    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
-
-
-def clip_of_own_rows(model: Towers, own: Features, features: Features, first: int) -> Tensor:
-    """Each rank compares its own rows, of which the first has this number, with all."""
-    scale, labels = model.scale.exp(), torch.arange(first, first + len(own[0]))
-    images = cross_entropy(scale * own[0] @ features[1].T, labels)
-    return (images + cross_entropy(scale * own[1] @ features[0].T, labels)) / 2
-
-
-def simclr(model: Towers, own: Features, features: Features, first: int) -> Tensor:
-    views = torch.cat(features)
-    similar = (views @ views.T / 0.5).fill_diagonal_(-torch.inf)
-    return cross_entropy(similar, torch.arange(len(views)).roll(len(views) // 2))
-
-
-def contrastive(play: Play, loss: Callable[..., Tensor], way: str) -> Program:
-    """A loss that compares the features of all rows, which the ranks gather."""
+def contrastive(play: Play) -> Program:
+    """Each rank compares its own rows with the features of all rows, which the ranks gather."""
     model = Towers()
     _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.5))
-
-    def gather(features: list[Tensor]) -> list[Tensor]:
-        if play.is_alone:
-            for each in features if way == "as in Horovod" else ():  # it averages gradients
-                each.register_hook(lambda gradient: gradient / play.size)
-            return features
-        if way == "grouped":
-            return hvd.grouped_allgather(features, grad_op=hvd.Sum)
-        options = {} if way == "as in Horovod" else {"grad_op": hvd.Sum}
-        return [hvd.allgather(each, **options) for each in features]
-
     for rows in play.batches(5):
         optimizer.zero_grad()
-        own = model(rows)
-        loss(model, own, gather(own), play.ranks[0] * len(rows)).backward()
+        own = features = model(rows)
+        if not play.is_alone:
+            features = hvd.grouped_allgather(own, grad_op=hvd.Sum)
+        first = play.ranks[0] * len(rows)
+        scale, labels = model.scale.exp(), torch.arange(first, first + len(rows))
+        images = cross_entropy(scale * own[0] @ features[1].T, labels)
+        texts = cross_entropy(scale * own[1] @ features[0].T, labels)
+        (images + texts).backward()
         optimizer.step()
         yield model.parameters()
 
@@ -639,22 +572,19 @@ def _move_at_the_end(parameter: nn.Parameter) -> None:
 
 
 def on_given_memory(play: Play, how: str) -> Program:
-    """The memory of gradients is given in each step: by assignment, by `data`, or full."""
+    """The memory of gradients is given in each step, by assignment or by `data`."""
     model = net()
     parameters = list(model.parameters())
     _, optimizer = play.wrap(model, SGD(parameters, lr=0.1, momentum=0.9))
     for rows in play.batches(6):
         optimizer.zero_grad(set_to_none=how != "data")
         given = [torch.zeros_like(parameter) for parameter in parameters]
-        if how == "by hand":
-            given = list(torch.autograd.grad(loss_of(model, rows), parameters))
         for parameter, gradient in zip(parameters, given, strict=True):
             if how == "data" and parameter.grad is not None:
                 parameter.grad.data = gradient
             else:
                 parameter.grad = gradient
-        if how != "by hand":
-            loss_of(model, rows).backward()
+        loss_of(model, rows).backward()
         optimizer.step()
         for parameter, gradient in zip(parameters, given, strict=True):
             assert parameter.grad is not None
@@ -716,41 +646,3 @@ def flat(play: Play, lay: Lay, op: hvd.ReduceOp, passes: int) -> Program:
             for parameter, gradient in zip(parameters, given, strict=True):
                 parameter -= 0.1 * gradient
         yield parameters
-
-
-class Lookahead(Optimizer):
-    """As the one of lookahead.pytorch: it shares the groups, and moves the weights by `.data`."""
-
-    def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
-        self.optimizer, self.k, self.alpha = optimizer, k, alpha
-        self.param_groups, self.state = optimizer.param_groups, defaultdict(dict)
-        for group in self.param_groups:
-            group["counter"] = 0
-
-    def step(self, closure: Any = None) -> Any:
-        loss = self.optimizer.step(closure)
-        for group in self.param_groups:
-            if group["counter"] == 0:
-                for fast in group["params"]:
-                    slow: Tensor = self.state[fast].setdefault("slow", fast.data.clone())
-                    slow += (fast.data - slow) * self.alpha
-                    fast.data.copy_(slow)
-            group["counter"] = (group["counter"] + 1) % self.k
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
-def looking_ahead(play: Play, kind: str, set_to_none: bool) -> Program:
-    """Lookahead around a wrapped optimizer; two passes a step."""
-    model = net()
-    inner = play.wrap(model, OPTIMIZERS[kind](model.parameters()), backward_passes_per_step=2)[1]
-    optimizer = Lookahead(inner)
-    batches = play.batches(14)
-    for _ in range(7):
-        optimizer.zero_grad(set_to_none)
-        for _ in range(2):
-            loss_of(model, next(batches)).backward()
-        optimizer.step()
-        yield model.parameters()

@@ -288,12 +288,12 @@ FAULTS = (
     Fault(
         "writes_missed", "a write into an averaged gradient is not reduced", HOOKS,
         "everything && !was_reduced && parameter.written_by_hand()", "false",
-        tests=("optimizer/test_gradients_by_hand.py",),
+        tests=("model/test_programs.py::test_gradients_set_beside_backward",),
     ),
     Fault(
         "by_hand_missed", "a gradient set by hand is not reduced", HOOKS,
         "everything && parameter.may_be_by_hand(was_reduced)", "false",
-        tests=("optimizer/test_gradients_by_hand.py",),
+        tests=("model/test_programs.py::test_gradients_set_beside_backward",),
     ),
     Fault(
         "not_written_back", "the program's own gradient memory does not get the average", HOOKS,
@@ -569,7 +569,7 @@ FAULTS = (
     Fault(
         "finished_early", "finish() does not wait for the second stage of a compressor", REDUCER,
         "while unfinished:", "if unfinished:",
-        tests=("compression",),
+        tests=("compression/test_compressed_training.py",),
     ),
     Fault(
         "not_finite_dropped", "a NaN is forgotten when the gradient is reduced again", REDUCER,
@@ -597,7 +597,7 @@ FAULTS = (
     Fault(
         "cast_lost", "the result of a cast bucket is not copied back", WIRE,
         "part.copy_(work.wait())", "work.wait()",
-        tests=("compression",),
+        tests=("optimizer/test_distributed_optimizer.py",),
     ),
     Fault(
         "digest_once", "weights are compared at the first gradients only", WEIGHTS,
