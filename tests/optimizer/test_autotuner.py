@@ -12,7 +12,6 @@ import torch
 from logs import logged
 from pool import run
 from training import take_step
-from worlds import on_both_transports
 
 import torch_ring as hvd
 from torch_ring.optimizer import autotuner
@@ -100,17 +99,13 @@ class Job:
             self.tuner.pass_ended()
 
 
-def is_default(limits: BucketLimits) -> bool:
-    return limits == DEFAULT
-
-
 def test_limits_that_win_stay(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO, "torch_ring")
-    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else 2.0)
+    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if limits == DEFAULT else 2.0)
     job.train(25)
     assert job.tuner.is_done
-    assert not is_default(job.limits)
-    assert [is_default(each) for each in job.rebuilt] == [False, True, False, False]
+    assert job.limits != DEFAULT
+    assert [each == DEFAULT for each in job.rebuilt] == [False, True, False, False]
     assert "replace those of 25 MiB" in caplog.text
     assert "takes 2000 ms, not 3000" in caplog.text
     with job.log.open() as file:
@@ -127,10 +122,10 @@ def test_limits_that_win_stay(monkeypatch, tmp_path, caplog):
 )
 def test_limits_that_do_not_win_go(monkeypatch, tmp_path, caplog, other_s, network):
     caplog.set_level(logging.INFO, "torch_ring")
-    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else other_s, network)
+    job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if limits == DEFAULT else other_s, network)
     job.train(25)
     assert job.tuner.is_done
-    assert is_default(job.limits)
+    assert job.limits == DEFAULT
     assert "do not replace" in caplog.text
 
 
@@ -147,12 +142,12 @@ def test_nothing_is_tried_where_nothing_is_to_be_gained(monkeypatch, tmp_path, c
 
 def test_a_tuner_that_is_stopped_goes_back(monkeypatch, tmp_path):
     for passes in (2, 12, 25):
-        job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if is_default(limits) else 2.0)
+        job = Job(monkeypatch, tmp_path, lambda limits: 3.0 if limits == DEFAULT else 2.0)
         job.train(passes)
         job.tuner.stop()
-        assert is_default(job.limits)
+        assert job.limits == DEFAULT
         job.train(30)
-        assert is_default(job.limits)
+        assert job.limits == DEFAULT
 
 
 # --- the model of a step
@@ -174,16 +169,6 @@ def test_two_measurements_give_latency_and_bandwidth():
     found = Transfer.through((4096, 2e-3), (8 * MIB, 1e-3))
     assert found.latency_s >= 0
     assert found.bytes_per_s > 0
-    assert found.time_s(100) < 1
-
-
-def test_what_is_left_when_backward_ends():
-    """25 MiB are ready after 24/31 s and are sent in 0.25 s, 6 MiB then in 0.06, 1 MiB in 0.01."""
-    plan = plan_of(SMALL_LAST)
-    assert [bucket.numel * 4 // MIB for bucket in plan] == [25, 6, 1]
-    left = exposed_s(plan, READY_S, Transfer(0.0, 100 * MIB))
-    assert left == pytest.approx(max(24 / 31 + 0.25, 30 / 31) + 0.06 + 0.01 - 1)
-    assert exposed_s(plan, READY_S, Transfer(0.0, 1e15)) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_slow_network_wants_small_buckets_and_a_late_one_large_ones():
@@ -198,12 +183,6 @@ def test_a_slow_network_wants_small_buckets_and_a_late_one_large_ones():
     limits, left_s = best(Transfer(1.0, 1e12))  # a bucket costs a second: two are the fewest
     assert len(plan_of(limits)) == 2
     assert left_s == pytest.approx(15 / 31 + 2 - 1, abs=1e-3)
-
-
-def test_where_all_are_equal_the_default_stays():
-    found = predict(SMALL_LAST, plan_of, [0.0] * 32, Transfer(0.0, 1e18))
-    assert next(iter(found)) == SMALL_LAST
-    assert len({f"{left_s:.9f}" for left_s in found.values()}) == 1
 
 
 # --- real ranks
@@ -234,16 +213,15 @@ SMALL = {"TORCH_RING_BUCKET_BYTES": "50000"}
 AUTOTUNE = SMALL | {"TORCH_RING_AUTOTUNE": "1"}
 
 
-@on_both_transports
-def test_ranks_tune_alike_and_train_the_same(transport, tmp_path):
+def test_ranks_tune_alike_and_train_the_same(tmp_path):
     log = tmp_path / "tuned.csv"
     env = AUTOTUNE | {"TORCH_RING_AUTOTUNE_LOG": str(log)}
-    tuned = run(train, 3, args=([30] * 3,), transport=transport, env=env)
-    plain = run(train, 3, args=([30] * 3,), transport=transport, env=SMALL)
+    tuned = run(train, 3, args=([30] * 3,), transport="tcp", env=env)
+    plain = run(train, 3, args=([30] * 3,), transport="tcp", env=SMALL)
     assert tuned[0] == tuned[1] == tuned[2]
     assert tuned[0][2] == plain[0][2]
-    assert (tuned[0][0], plain[0][0]) == (transport == "tcp", False)
-    assert log.exists() == (transport == "tcp")
+    assert (tuned[0][0], plain[0][0]) == (True, False)
+    assert log.exists()
 
 
 def train_and_listen() -> list[str]:
@@ -254,15 +232,15 @@ def train_and_listen() -> list[str]:
 
 
 def test_on_one_host_rank_0_says_that_there_is_nothing_to_tune():
-    first, *others = run(train_and_listen, 3, env=AUTOTUNE)
+    first, second = run(train_and_listen, 2, env=AUTOTUNE)
     assert first == [
         "autotune: the buckets stay: all ranks are on one host, where gradients are reduced when "
         "backward has ended"
     ]
-    assert others == [[], []]
+    assert second == []
 
 
-@pytest.mark.parametrize("passes", [[3, 40], [40, 12], [40, 0]], ids=str)
+@pytest.mark.parametrize("passes", [[3, 40], [40, 12]], ids=str)
 def test_a_rank_that_joins(passes):
     """It misses passes of the trial; when all train again, all have the initial buckets."""
     first, second = run(train, 2, args=(passes,), transport="tcp", env=AUTOTUNE)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets: their planner, on random parameters, and groups of gradients, which the user chooses."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,13 +11,7 @@ from torch.optim import SGD, Optimizer
 from training import assert_same_on_all_ranks, joined_batches, make_model, part, train
 
 import torch_ring as hvd
-from torch_ring.optimizer.buckets import (
-    ALIGNMENT_BYTES,
-    Bucket,
-    TensorSpec,
-    plan_buckets,
-    split_evenly,
-)
+from torch_ring.optimizer.buckets import ALIGNMENT_BYTES, Bucket, TensorSpec, plan_buckets
 
 CPU = torch.device("cpu")
 CAPACITY_BYTES, LAST_BYTES, FIRST_BYTES = 1024, 256, 192
@@ -46,10 +38,13 @@ def size_bytes(bucket: Bucket) -> int:
 
 @given(specs_and_orders)
 def test_every_parameter_has_one_slot(case):
-    specs, _ = case
+    """Aligned, in a bucket of its kind, within the limits unless it breaks one alone, in order."""
+    specs, order = case
     buckets = plan_of(case)
-    placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
-    assert placed == list(range(len(specs)))
+    placed = [slot.parameter for bucket in buckets for slot in bucket.slots]
+    assert sorted(placed) == list(range(len(specs)))
+    ready_at = {parameter: position for position, parameter in enumerate(order)}
+    full_at = []
     for bucket in buckets:
         end = 0
         for slot in bucket.slots:
@@ -60,13 +55,11 @@ def test_every_parameter_has_one_slot(case):
             assert slot.offset >= end
             end = slot.offset + slot.numel
         assert end == bucket.numel
-
-
-@given(specs_and_orders)
-def test_limits_are_kept_unless_one_gradient_breaks_them(case):
-    buckets = plan_of(case)
-    for bucket in buckets:
         assert size_bytes(bucket) <= CAPACITY_BYTES or len(bucket.slots) == 1
+        positions = [ready_at[slot.parameter] for slot in bucket.slots]
+        assert positions == sorted(positions)
+        full_at.append(positions[-1])
+    assert full_at == sorted(full_at)
     for kind in {(bucket.dtype, bucket.device) for bucket in buckets}:
         of_kind = [bucket for bucket in buckets if (bucket.dtype, bucket.device) == kind]
         first, last = of_kind[0], of_kind[-1]
@@ -75,32 +68,10 @@ def test_limits_are_kept_unless_one_gradient_breaks_them(case):
             assert size_bytes(first) <= FIRST_BYTES or len(first.slots) == 1
 
 
-@given(specs_and_orders)
-def test_buckets_follow_the_order_of_readiness(case):
-    ready_at = {parameter: position for position, parameter in enumerate(case[1])}
-    within = [[ready_at[slot.parameter] for slot in bucket.slots] for bucket in plan_of(case)]
-    assert all(positions == sorted(positions) for positions in within)
-    full_at = [positions[-1] for positions in within]
-    assert full_at == sorted(full_at)
-
-
-@given(specs_and_orders)
-def test_no_two_neighbours_would_fit_into_one_bucket(case):
-    """There are as few buckets as the order allows; the first and the last are small on purpose."""
-    by_kind: dict[object, list[Bucket]] = {}
-    for bucket in plan_of(case):
-        by_kind.setdefault((bucket.dtype, bucket.device), []).append(bucket)
-    specs, _ = case
-    for buckets in by_kind.values():
-        for bucket, following in pairwise(buckets[:-1]):
-            first = specs[following.slots[0].parameter]
-            begin = -(-size_bytes(bucket) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            is_small = bucket is buckets[0] and bucket.device != CPU
-            assert begin + first.aligned_bytes > (FIRST_BYTES if is_small else CAPACITY_BYTES)
-
-
 def test_the_first_and_the_last_bucket_of_a_device_are_small():
     """512 KiB each: a device has a first bucket of 1 MiB, the CPU has none."""
+    small = plan_buckets([TensorSpec(16, torch.float32, CPU)] * 4, range(4), capacity_bytes=128)
+    assert [len(bucket.slots) for bucket in small] == [2, 2]
     for device, sizes in ((CPU, [8, 6, 2]), (torch.device("meta"), [2, 8, 4, 2])):
         specs = [TensorSpec(1 << 17, torch.float32, device)] * 16
         buckets = plan_buckets(specs, range(16), 4 << 20)
@@ -146,85 +117,33 @@ def test_a_group_is_one_bucket_of_each_kind(case, data):
     assert len(kinds) == len(set(kinds)), "no group is split"
 
 
-@given(specs_and_orders)
-def test_groups_and_parameters_alone_do_not_change_the_plan_of_others(case):
-    specs, order = case
-    chosen, rest = order[: len(order) // 2], order[len(order) // 2 :]
-    expected = plan_buckets(specs, rest, CAPACITY_BYTES, LAST_BYTES)
-    for options in ({"groups": [chosen]}, {"alone": chosen}):
-        buckets = plan_buckets(specs, order, CAPACITY_BYTES, LAST_BYTES, **options)
-        others = [bucket for bucket in buckets if bucket.slots[0].parameter in rest]
-        assert tuple(others) == expected
-    apart = [bucket.slots for bucket in buckets if bucket not in others]
-    assert [slot.parameter for (slot,) in apart] == list(chosen)
-
-
-@given(st.integers(0, 40), st.integers(1, 50))
-def test_parameters_are_split_evenly(count, parts):
-    groups = split_evenly(count, parts)
-    assert [i for group in groups for i in group] == list(range(count))
-    assert len(groups) == min(count, parts)
-    lengths = [len(group) for group in groups]
-    assert sorted(lengths, reverse=True) == lengths
-    assert not lengths or lengths[0] - lengths[-1] <= 1
-
-
-def test_a_small_capacity_holds_for_the_last_bucket_too():
-    specs = [TensorSpec(16, torch.float32, CPU)] * 4
-    buckets = plan_buckets(specs, [3, 2, 1, 0], capacity_bytes=128)
-    assert [len(bucket.slots) for bucket in buckets] == [2, 2]
-
-
-COPIED = {"TORCH_RING_DIRECT_GRADIENT_BYTES": "0"}  # or large gradients have buckets of their own
-
-
 def buckets_of(optimizer: Optimizer) -> list[list[int]]:
     """Return which parameters share a bucket."""
     plan = optimizer._reducer.layout.plan
     return sorted(sorted(slot.parameter for slot in bucket.slots) for bucket in plan)
 
 
-def train_in_groups(
-    groups: int | list[list[int]], expected: list[list[int]], name: str = "groups"
-) -> None:
-    model = make_model()
-    parameters = list(model.parameters())
-    if isinstance(groups, list):
-        groups = [[parameters[index] for index in group] for group in groups]
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), **{name: groups})
-    assert buckets_of(optimizer) == expected
-    train(model, optimizer, map(part, joined_batches(steps=3)))
-    assert buckets_of(optimizer) == expected, "also in the order of readiness"
-    assert_same_on_all_ranks(*parameters)
-
-
-def train_in_all_groups() -> None:
-    train_in_groups(4, [[0, 1], [2, 3], [4], [5]])
+def train_in_groups() -> None:
+    for groups, expected in (
+        (4, [[0, 1], [2, 3], [4], [5]]),
+        (100, [[0], [1], [2], [3], [4], [5]]),
+        ([[5, 0], [], [2]], [[0, 5], [1, 3, 4], [2]]),
+        (0, [[0, 1, 2, 3, 4, 5]]),
+    ):
+        model = make_model()
+        parameters = list(model.parameters())
+        if isinstance(groups, list):
+            groups = [[parameters[index] for index in group] for group in groups]
+        optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), groups=groups)
+        train(model, optimizer, map(part, joined_batches(steps=3)))
+        assert buckets_of(optimizer) == expected, "in the order of readiness"
+        assert_same_on_all_ranks(*parameters)
     with pytest.warns(DeprecationWarning, match="use groups"):
-        train_in_groups(4, [[0, 1], [2, 3], [4], [5]], "num_groups")
-    train_in_groups(100, [[0], [1], [2], [3], [4], [5]])
-    train_in_groups([[5, 0], [], [2]], [[0, 5], [1, 3, 4], [2]])
-    train_in_groups(0, [[0, 1, 2, 3, 4, 5]])
+        optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), num_groups=4)
+    assert len(buckets_of(optimizer)) == 4
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
-def test_groups_are_reduced_together(transport, size):
-    run(train_in_all_groups, size, transport=transport, env=COPIED)
-
-
-def check_large_gradients() -> None:
-    parameters = [nn.Parameter(torch.zeros(numel)) for numel in (8, 100, 8, 100, 100)]
-    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), groups=[parameters[3:]])
-    assert buckets_of(optimizer) == [[0, 2], [1], [3, 4]]
-    sum((hvd.rank() + 1) * p.sum() for p in parameters).backward()
-    assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in parameters)
-
-
-def test_large_gradients_lie_apart_but_in_groups():
-    run(check_large_gradients, 2, env={"TORCH_RING_DIRECT_GRADIENT_BYTES": "400"})
-
-
-def check_that_groups_stay_whole() -> None:
+def wrap_in_groups() -> None:
     """Neither a limit nor another group splits one; dtypes and added parameters do."""
     parameters = [nn.Parameter(torch.zeros(1000)) for _ in range(4)]
     parameters[2].data = parameters[2].data.double()
@@ -237,11 +156,30 @@ def check_that_groups_stay_whole() -> None:
     sum((hvd.rank() + 1) * p.sum() for p in parameters).backward()
     assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in parameters)
 
-    few, many = parameters[:2], parameters[2:]
-    optimizer = hvd.DistributedOptimizer(SGD(few, lr=0.1), groups=2)
-    optimizer.add_param_group({"params": many})
+    optimizer = hvd.DistributedOptimizer(SGD(parameters[:2], lr=0.1), groups=2)
+    optimizer.add_param_group({"params": parameters[2:]})
     assert buckets_of(optimizer) == [[0, 1], [2], [3, 4, 5]], "a number splits all"
 
 
-def test_groups_are_not_split():
-    run(check_that_groups_stay_whole, 2, env=COPIED | {"TORCH_RING_BUCKET_BYTES": "512"})
+def place_large_gradients() -> None:
+    """Large gradients lie apart, but in groups."""
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in (8, 100, 8, 100, 100)]
+    optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.1), groups=[parameters[3:]])
+    assert buckets_of(optimizer) == [[0, 2], [1], [3, 4]]
+    sum((hvd.rank() + 1) * p.sum() for p in parameters).backward()
+    assert all(torch.equal(p.grad, torch.full_like(p, 1.5)) for p in parameters)
+
+
+DIRECT, CAPACITY = "TORCH_RING_DIRECT_GRADIENT_BYTES", "TORCH_RING_BUCKET_BYTES"
+
+
+@pytest.mark.parametrize(
+    ("check", "env"),
+    [
+        (train_in_groups, {DIRECT: "0"}),
+        (wrap_in_groups, {DIRECT: "0", CAPACITY: "512"}),
+        (place_large_gradients, {DIRECT: "400"}),
+    ],
+)
+def test_groups(check, env):
+    run(check, 2, env=env)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from logs import logged
 from pool import run
+from slow import slow
 from torch import Tensor, nn
 from torch.optim import SGD
 from training import assert_same_weights, joined_batches, loss_of, make_model, part, train
@@ -123,24 +124,30 @@ def train_blocks(how: str) -> Trained:
 ENV = {"TORCH_RING_BUCKET_BYTES": str(BUCKET_BYTES)}
 
 
-def train_in_ways() -> list[Trained]:
-    return [train_blocks(how) for how in ("eager", "by block", "in halves", "whole")]
+# As in docs/gpu.md.
+DURING_BACKWARD = {
+    "not compiled": [1, 2, 3, 4, 5],
+    "by block": [0, 1, 2, 3, 4],
+    "in halves": [0, 0, 0, 3, 3],
+    "whole": [0] * 5,
+}
 
 
-def test_a_model_compiled_as_a_whole_overlaps_nothing_and_rank_0_says_so():
-    results = run(train_in_ways, 2, transport="tcp", env=ENV)
-    for rank, (eager, by_block, in_halves, whole) in enumerate(results):
-        assert eager.during_backward == [1, 2, 3, 4, 5]
-        assert by_block.during_backward == [0, 1, 2, 3, 4]
-        assert in_halves.during_backward == [0, 0, 0, 3, 3]
-        assert whole.during_backward == [0] * 5
-        assert eager.lines == by_block.lines == in_halves.lines == []
-        assert len(whole.lines) == (rank == 0)
-        assert all("`for block in model.layers: block.compile()`" in line for line in whole.lines)
-        for compiled in (by_block, in_halves, whole):
-            assert torch.equal(compiled.weights, eager.weights)
+def train_in_ways(ways: list[str]) -> list[Trained]:
+    return [train_blocks(how) for how in ways]
 
 
+@pytest.mark.parametrize("ways", [["not compiled", "whole"], slow([*DURING_BACKWARD])])
+def test_a_model_compiled_as_a_whole_overlaps_nothing_and_rank_0_says_so(ways):
+    for rank, results in enumerate(run(train_in_ways, 2, args=(ways,), transport="tcp", env=ENV)):
+        for how, trained in zip(ways, results, strict=True):
+            assert trained.during_backward == DURING_BACKWARD[how]
+            assert torch.equal(trained.weights, results[0].weights)
+            assert len(trained.lines) == (how == "whole" and rank == 0)
+            assert all("`for block in model.layers: block.compile()`" in x for x in trained.lines)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "env"), [("tcp", {}), ("shm", ENV)])
 def test_no_line_where_nothing_could_overlap(transport, env):
     """The model fills one bucket, or the ranks share a host."""

@@ -13,7 +13,6 @@ from training import (
     make_model,
     part,
     take_step,
-    train,
     weights,
 )
 from worlds import on_both_transports
@@ -56,53 +55,26 @@ def refuse_a_graph() -> None:
     assert grads([x, one]) == [3, 1.5]
 
 
-@on_both_transports
-def test_a_graph_that_would_be_lost(transport):
-    run(refuse_a_graph, 2, transport=transport, env={"TORCH_RING_BUCKET_BYTES": "256"})
-
-
-def step_with_quantised_weights() -> None:
-    """Frozen parameters whose dtypes have no gradients: their state, with Adasum, unfrozen."""
+def thaw_quantised_weights() -> None:
+    """Frozen parameters whose dtypes have no gradients are refused once they are unfrozen."""
     model = Quantised()
-    model.quantised.data += hvd.rank()
-    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
-    hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    hvd.broadcast_parameters({"q": model.quantised, "n": model.counts}, root_rank=0)
-    assert torch.equal(model.quantised, Quantised().quantised)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    train(model, optimizer, [joined_batches(1)[0].double()])
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # now with a state
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.01))
+    model(torch.ones(1, FEATURES, dtype=torch.float64)).sum().backward()
+    optimizer.step()
     model.low.requires_grad_(True)
     with pytest.raises(ValueError, match=r"requires a gradient now.*float8_e4m3fn"):
         optimizer.step()
-
-    model = Quantised()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.01), op=hvd.Adasum)
-    model(torch.ones(1, FEATURES, dtype=torch.float64)).sum().backward()
-    optimizer.step()
-
-
-def drop_the_optimizer() -> None:
-    """The hooks of a deleted optimizer do nothing."""
-    (x,) = weights(1)
-    optimizer = hvd.DistributedOptimizer(SGD([x], lr=0.0))
-    (x * (hvd.rank() + 1)).backward()
-    assert x.grad.item() == 1.5
-    del optimizer
-    x.grad = None
-    (x * (hvd.rank() + 1)).backward()
-    assert x.grad.item() == hvd.rank() + 1
 
 
 @pytest.mark.parametrize(
     ("check", "args"),
     [
-        (drop_the_optimizer, ()),
         (use_different_parameters, (True, hvd.Average)),
         (use_different_parameters, (False, hvd.Sum)),
-        (step_with_quantised_weights, ()),
+        (refuse_a_graph, ()),
+        (thaw_quantised_weights, ()),
     ],
 )
 @on_both_transports
 def test_gradients_that_come_and_go(transport, check, args):
-    run(check, 2, args=args, transport=transport)
+    run(check, 2, args=args, transport=transport, env={"TORCH_RING_BUCKET_BYTES": "256"})

@@ -45,8 +45,15 @@ def train_beside_ddp(which: str, op: hvd.ReduceOp) -> tuple[str, str]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
-@pytest.mark.parametrize("which", ["same", "another", "gone"])
+@pytest.mark.parametrize(
+    ("which", "op"),
+    [
+        ("same", hvd.Average),
+        ("same", hvd.Adasum),
+        ("another", hvd.Average),
+        ("gone", hvd.Average),
+    ],
+)
 def test_a_model_of_ddp(which: str, op: hvd.ReduceOp) -> None:
     for kind, text in run(train_beside_ddp, 2, args=(which, op)):
         if which == "same":

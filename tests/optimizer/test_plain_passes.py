@@ -10,51 +10,6 @@ from torch.optim import SGD
 from training import grads, take_step, weights
 
 import torch_ring as hvd
-from torch_ring._C import GradientReport
-from torch_ring.optimizer.backward_sync import BackwardSync
-from torch_ring.optimizer.reducer import Reducer
-
-
-def train_and_count() -> None:
-    """Train with two optimizers; on one rank, or in one of them, gradients are missing."""
-    in_python: list[int] = []
-    agree = BackwardSync._agree
-
-    def counted(
-        sync: BackwardSync, reports: tuple[GradientReport, ...], *stepping: Reducer
-    ) -> bool:
-        if not stepping:
-            in_python.append(sync.number)
-        return agree(sync, reports, *stepping)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BackwardSync, "_agree", counted)
-        train(in_python)
-
-
-def train(in_python: list[int]) -> None:
-    size, last = hvd.size(), hvd.size() - 1
-    a, b = parameters = weights(1, 1)
-    (c,) = weights(3)
-    optimizers = [hvd.DistributedOptimizer(SGD(each, lr=0.0), op=hvd.Sum) for each in ([a, b], [c])]
-    for use_b, use_c in [(True, True)] * 3 + [(False, True), (True, False)]:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        has_b = use_b or hvd.rank() != last  # False: not on the last rank
-        loss = a * 2 + (b * 4 if has_b else 0) + (c * 8 if use_c else 0)
-        loss.backward()
-        expected = [2 * size, 4 * (size if use_b else last)]
-        assert grads(parameters) == expected
-        assert grads([c]) == [8 * size] if use_c else c.grad is None
-        for optimizer in optimizers:
-            optimizer.step()
-    optimizers[0].zero_grad()
-    with optimizers[0].no_sync():
-        (a + b).backward()
-    assert grads(parameters) == [1, 1]
-    (a + b).backward()
-    assert grads(parameters) == [2 * size] * 2
-    assert len(in_python) == 2, "passes with digests of weights"
 
 
 def step_once_more() -> tuple[str, str]:
@@ -122,7 +77,6 @@ ONE_EACH = {"TORCH_RING_BUCKET_BYTES": "64"}
 @pytest.mark.parametrize(
     ("check", "args", "env"),
     [
-        (train_and_count, (), {}),
         (leave_one_to_the_step, (False,), ONE_EACH),
         (leave_one_to_the_step, (True,), ONE_EACH),
         (leave_a_part_of_a_bucket, (), {}),

@@ -80,13 +80,10 @@ def test_what_travels_after_backward_is_waited_for():
     ("records", "steps"),
     [
         ([], 20),
-        (passes(1, agreed_ms=500), 1),
         (passes(20, agreed_ms=400, buckets=1), 20),  # half of it travels during the pass
         (passes(20, agreed_ms=500, buckets=1), 20),  # a fifth of a step
         (passes(20, agreed_ms=900, buckets=0), 20),  # the other ranks are late
         (passes(20, agreed_ms=500, transport="shm"), 20),
-        (passes(20, agreed_ms=500, transport="nccl"), 20),
-        (passes(20, agreed_ms=500, state="failed"), 20),
         (passes(20, agreed_ms=500), 2000),  # of a step it is less than 10 ms
     ],
 )
@@ -116,8 +113,8 @@ def train(steps: int, optimizers: int) -> list[str]:
     return [line for line in lines if "slow-links" in line]
 
 
-def train_on_and_on() -> tuple[list[str], list[str], list[str]]:
-    return train(AFTER_STEPS - 1, 1), train(AFTER_STEPS, 2), train(AFTER_STEPS, 1)
+def train_on_and_on() -> list[list[str]]:
+    return [train(AFTER_STEPS - 1, 1), train(AFTER_STEPS, 2), train(AFTER_STEPS, 1)]
 
 
 @pytest.mark.slow
@@ -147,4 +144,4 @@ def test_rank_0_logs_one_line_in_a_world_of_hosts():
 
 
 def test_no_line_on_one_host():
-    assert run(train_on_and_on, 2) == [([], [], [])] * 2
+    assert run(train_on_and_on, 2) == [[[]] * 3] * 2
