@@ -12,7 +12,7 @@ import pytest
 from oracle import expect_one_process
 from slow import slow
 from worlds import on_both_transports
-from zoo import Strided, Tied, net
+from zoo import Recomputed, Strided, Tied, net
 
 import torch_ring as hvd
 
@@ -120,7 +120,7 @@ def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:
 
 HABITS = [
     *AGREED,
-    *[(programs.plain, "momentum", make) for make in (Tied, Strided)],
+    *[(programs.plain, "momentum", make) for make in (Tied, Strided, Recomputed)],
     (programs.by_closures, "momentum"),
     (programs.overflowing, False),
     (programs.scheduled, False),

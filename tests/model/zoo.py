@@ -34,6 +34,17 @@ class Towers(nn.Module):
         return [normalize(self.first(rows)), normalize(self.second(rows.flip(1)))]
 
 
+class Recomputed(nn.Module):
+    """The net, which backward computes once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return checkpoint(self.net, rows, use_reentrant=False)
+
+
 class Tied(nn.Module):
     """A weight of two layers."""
 

@@ -161,16 +161,6 @@ def plan_of(limits):
     return plan_buckets(SPECS, range(31, -1, -1), limits.capacity_bytes, limits.last_bytes)
 
 
-def test_two_measurements_give_latency_and_bandwidth():
-    true = Transfer(2e-3, 1e9)
-    found = Transfer.through((4096, true.time_s(4096)), (8 * MIB, true.time_s(8 * MIB)))
-    assert found == pytest.approx(true)
-    # Measurements that make no sense give no negative time.
-    found = Transfer.through((4096, 2e-3), (8 * MIB, 1e-3))
-    assert found.latency_s >= 0
-    assert found.bytes_per_s > 0
-
-
 def test_a_slow_network_wants_small_buckets_and_a_late_one_large_ones():
     def best(transfer):
         predicted = predict(SMALL_LAST, plan_of, READY_S, transfer)

@@ -236,8 +236,9 @@ def test_carried_gradients(check, args):
     [
         ("shm", [0, 1, 2], 1 + 4 / 3),
         ("shm", [0, 2], 2 / 3 + 4 / 3),
+        ("shm", [0, 1], 2 / 3 + 4 / 3),
+        ("shm", [1], 4 / 3),
         ("tcp", [1], 4 / 3),
-        ("tcp", [0, 1], 2 / 3 + 4 / 3),
     ],
 )
 def test_a_rank_that_adds_nothing(transport, keeping, gradient):

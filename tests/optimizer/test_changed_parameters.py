@@ -108,23 +108,6 @@ def add_parameters_by_hand() -> None:
     train(model, optimizer, [batch])
 
 
-def add_parameters_in_a_closure() -> None:
-    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizer = hvd.DistributedOptimizer(SGD([a], lr=1.0))
-
-    def closure():
-        if len(optimizer.param_groups) == 1:
-            optimizer.add_param_group({"params": [b], "lr": 2.0})
-        optimizer.zero_grad()
-        loss = (hvd.rank() + 1) * (a + b)
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(2)]
-    assert losses == [1.5 * 2, 1.5 * (2 - 1.5 - 3)]
-    assert (a.item(), b.item()) == (1 - 2 * 1.5, 1 - 2 * 3)
-
-
 @pytest.mark.parametrize(
     "check",
     [
@@ -133,7 +116,6 @@ def add_parameters_in_a_closure() -> None:
         replace_parameters,
         change_shapes,
         add_parameters_by_hand,
-        add_parameters_in_a_closure,
     ],
 )
 def test_changed_parameters(check):

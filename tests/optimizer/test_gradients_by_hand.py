@@ -99,6 +99,23 @@ def test_given_gradients(transport, check):
     run(check, 2, transport=transport, env=SMALL)
 
 
+def write_gradients() -> None:
+    """Values written into gradients of the previous step are reduced, once."""
+    x = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(SGD([x], lr=1.0), op=hvd.Sum)
+    x.sum().backward()
+    optimizer.step()
+    for zeroed in (True, False):
+        if zeroed:
+            optimizer.zero_grad(set_to_none=False)
+        x.grad.fill_(hvd.rank() + 1.0)
+        before = x.detach().clone()
+        optimizer.step()
+        assert torch.equal(x, before - 3.0)
+    optimizer.step()  # with the same gradient as before, which is reduced
+    assert torch.equal(x, before - 6.0)
+
+
 def change_reduced_gradients() -> None:
     """Changes of reduced gradients by the program are left alone, though step() has to agree."""
     used, by_hand, unused = parameters = [nn.Parameter(torch.zeros(1).double()) for _ in range(3)]
@@ -139,7 +156,9 @@ def take_away_and_give_back() -> None:
         assert torch.equal(weight.grad, values)
 
 
-@pytest.mark.parametrize("check", [change_reduced_gradients, take_away_and_give_back])
+@pytest.mark.parametrize(
+    "check", [write_gradients, change_reduced_gradients, take_away_and_give_back]
+)
 def test_gradients_by_hand(check):
     run(check, 2)
 

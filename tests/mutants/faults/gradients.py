@@ -221,7 +221,7 @@ FAULTS = (
     Fault(
         "launched_early", "a bucket is sent before its last gradient", HOOKS,
         "--bucket.missing > 0", "--bucket.missing > 1",
-        tests=("optimizer/test_distributed_optimizer.py", *RANDOM),
+        tests=("model/test_programs.py::test_the_loop_of_every_tutorial", *RANDOM),
     ),
     Fault(
         "sent_in_no_sync", "a bucket is sent in no_sync()", HOOKS,
@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         "writes_missed", "a write into an averaged gradient is not reduced", HOOKS,
         "everything && !was_reduced && parameter.written_by_hand()", "false",
-        tests=("model/test_programs.py::test_gradients_set_beside_backward",),
+        tests=("optimizer/test_gradients_by_hand.py",),
     ),
     Fault(
         "by_hand_missed", "a gradient set by hand is not reduced", HOOKS,
