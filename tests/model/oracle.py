@@ -4,17 +4,7 @@
 A program is a generator function. Its first argument is a `Play`: one of several ranks, with its
 rows, or one process alone, with the rows of all ranks. It yields tensors; the tensors of each rank
 must be those of the process alone, and have the same bits on all ranks. A rank that sees nothing,
-as it has joined, yields None in their place:
-
-    def clipped(play: Play) -> Program:
-        model = net()
-        model, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.5))
-        for rows in play.batches(4):
-            optimizer.zero_grad()
-            loss_of(model, rows).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            yield model.parameters()
+as it has joined, yields None in their place. tests/README.md has an example.
 """
 
 from __future__ import annotations

@@ -506,18 +506,27 @@ def compiled(play: Play, backend: str = "aot_eager") -> Program:
         yield model.parameters()
 
 
-def added_later(play: Play) -> Program:
-    """Parameters that are added to a wrapped optimizer."""
+def added_later(play: Play, by_closures: bool) -> Program:
+    """Parameters that are added to a wrapped optimizer, also in the midst of a step."""
     model = net()
     optimizer: Any = SGD(model[0].parameters(), lr=0.05)
     _, optimizer = play.wrap(model, optimizer)
     for step, rows in enumerate(play.batches(4)):
-        if step == 2:
-            model.zero_grad()
-            optimizer.add_param_group({"params": model[2:].parameters(), "lr": 0.1})
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        optimizer.step()
+
+        def closure(step: int = step, rows: Tensor = rows) -> Tensor:
+            if step == 2:
+                model.zero_grad()
+                optimizer.add_param_group({"params": model[2:].parameters(), "lr": 0.1})
+            optimizer.zero_grad()
+            loss = loss_of(model, rows)
+            loss.backward()
+            return loss
+
+        if by_closures:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
         yield model.parameters()
 
 

@@ -67,7 +67,7 @@ AHEAD = [
     (programs.adversaries,),
     (programs.on_given_memory, "assigned"),
     (programs.flat, programs.in_a_row, SUM, 2),
-    (programs.added_later,),
+    (programs.added_later, False),
 ]
 AGREED = [
     *AHEAD,
@@ -121,6 +121,7 @@ def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:
 HABITS = [
     *AGREED,
     *[(programs.plain, "momentum", make) for make in (Tied, Strided, Recomputed)],
+    (programs.added_later, True),
     (programs.by_closures, "momentum"),
     (programs.overflowing, False),
     (programs.scheduled, False),
@@ -142,14 +143,6 @@ HABITS = [
             {"gradient_predivide_factor": 2.0},
         )
     ],
-    *[
-        (programs.on_other_memory, how)
-        for how in ("data", "share_memory", "by a hook", "in the pass", "between passes")
-    ],
-    (programs.on_other_memory, "by halves"),
-    (programs.on_given_memory, "data"),
-    *[(programs.flat, lay, AVERAGE, 1) for lay in programs.LAYS],
-    *[(programs.flat, lay, SUM, 0) for lay in programs.LAYS],
 ]
 
 
@@ -157,6 +150,25 @@ HABITS = [
 def test_habits(transport: str, case: tuple[Any, ...]) -> None:
     size, env = WORLDS[transport]
     expect_one_process(*case, size=size, transport=transport, env=env)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[
+            (programs.on_other_memory, how)
+            for how in ("data", "share_memory", "by a hook", "in the pass", "between passes")
+        ],
+        (programs.on_other_memory, "by halves"),
+        (programs.on_given_memory, "data"),
+        *[(programs.flat, lay, AVERAGE, 1) for lay in programs.LAYS],
+        *[(programs.flat, lay, SUM, 0) for lay in programs.LAYS],
+    ],
+    ids=name_of,
+)
+@on_both_transports
+def test_gradients_in_memory_of_the_program(transport: str, case: tuple[Any, ...]) -> None:
+    expect_one_process(*case, transport=transport, env=SOME_DIRECT)
 
 
 @pytest.mark.slow

@@ -87,29 +87,6 @@ def join_while_gradients_accumulate(op: hvd.ReduceOp) -> None:
     hvd.join()
 
 
-def add_up_shared_gradients() -> None:
-    """Two optimizers share a parameter: its averaged gradient is scaled for both, and only once."""
-    shared, *own = weights(1, 2, 3)
-    optimizers = [hvd.DistributedOptimizer(SGD([each, shared], lr=0.0)) for each in own]
-
-    def backward(*used: nn.Parameter) -> None:
-        ((1 + hvd.rank()) * sum([shared, *used])).backward()
-
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    backward(*own)
-    for optimizer in optimizers:
-        optimizer.step()
-    if hvd.rank() > 0:
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=False)
-        of_pass = sum(1 + rank for rank in range(1, hvd.size())) / hvd.size()
-        for number in range(3):
-            backward(*own[: hvd.rank()] if number == 0 else own)
-            assert shared.grad.item() == pytest.approx((number + 1) * of_pass)
-    hvd.join()
-
-
 def keep_large_halves() -> None:
     """Two ranks join at once; the sum of their parts exceeds 16 bits."""
     a = nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -178,8 +155,6 @@ OTHERS = ["changed there", "dropped there", "changed here", "clipped here", "cha
         *(("tcp", join_with_other_gradients, (how,), 3) for how in OTHERS[3:]),
         ("shm", join_while_gradients_accumulate, (hvd.Average,), 3),
         ("tcp", join_while_gradients_accumulate, (hvd.Sum,), 3),
-        ("shm", add_up_shared_gradients, (), 3),
-        ("tcp", add_up_shared_gradients, (), 2),
         ("shm", keep_large_halves, (), 4),
         ("tcp", join_beside_a_dropped_optimizer, (), 3),
     ],
