@@ -21,42 +21,27 @@ MS = 1_000_000  # ns
 MB = 1_000_000
 
 
-def operation(
-    name: str, submitted_ms: float, agreed_ms: float, ended_ms: float, **more: Any
-) -> Any:
-    """Return a record of the flight recorder, with the fields that are read."""
-    return SimpleNamespace(
-        **{
-            "name": name,
-            "operation": "allreduce",
-            "state": "finished",
-            "transport": "tcp",
-            "bytes": 2 * MB,
-            "submitted_ns": round(submitted_ms * MS),
-            "agreed_ns": round(agreed_ms * MS),
-            "finished_ns": round(ended_ms * MS),
-            **more,
-        }
-    )
-
-
 def passes(
     count: int, *, agreed_ms: float, buckets: int = 2, begin_ms: float = 0, **more: Any
 ) -> list[Any]:
-    """Return the records of passes of 1000 ms: at 400 the first bucket is there, at 500 all are.
+    """Return what the flight recorder has of passes of 1000 ms.
 
-    From `agreed_ms` on the buckets travel, 200 ms each.
+    At 400 the first bucket is there, at 500 all are. From `agreed_ms` on they travel, 200 ms each.
     """
+    common = {"operation": "allreduce", "state": "finished", "transport": "tcp", "bytes": 2 * MB}
     records = []
+
+    def add(name: str, *times_ms: float, **more: Any) -> None:
+        fields = ("submitted_ns", "agreed_ns", "finished_ns")
+        times = {field: round(ms * MS) for field, ms in zip(fields, times_ms, strict=True)}
+        records.append(SimpleNamespace(name=name, **(common | times | more)))
+
     for number in range(count):
         at = begin_ms + 1000 * number
         for bucket in range(buckets):
-            name = f"gradients.0.{number}.{bucket}.0"
             begin = at + agreed_ms + 200 * bucket
-            records.append(operation(name, at + 400, begin, begin + 200, **more))
-        records.append(
-            operation(f"backward.{number}", at + 500, at + agreed_ms, at + agreed_ms, bytes=20)
-        )
+            add(f"gradients.0.{number}.{bucket}.0", at + 400, begin, begin + 200, **more)
+        add(f"backward.{number}", at + 500, at + agreed_ms, at + agreed_ms, bytes=20)
     return records
 
 
