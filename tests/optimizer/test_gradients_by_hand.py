@@ -8,7 +8,7 @@ import torch
 from pool import run
 from torch import Tensor, nn
 from torch.optim import SGD
-from training import joined_batches, make_model, part
+from training import joined_batches, make_model, part, weights
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -140,6 +140,26 @@ def change_reduced_gradients() -> None:
     assert unused.item() == -total
 
 
+def set_beside_another_optimizer() -> None:
+    """The older of two optimizers steps with gradients that the program has set."""
+    for with_pass in (False, True):
+        trunk, own = weights(0, 0)
+        first = hvd.DistributedOptimizer(SGD([trunk, own], lr=1.0))
+        later = hvd.DistributedOptimizer(SGD([trunk], lr=1.0))
+        for number, set_to_none in enumerate([True, False, True]):
+            trunk.data.zero_()
+            if number:
+                first.zero_grad(set_to_none=set_to_none)
+                trunk.grad = torch.full_like(trunk, 1.0 + hvd.rank())
+                if with_pass:
+                    own.sum().backward()
+            else:
+                ((trunk + own) * (1 + hvd.rank())).backward()
+            first.step()
+            assert trunk.item() == -1.5
+        del later
+
+
 def take_away_and_give_back() -> None:
     """A gradient that was reduced, put away and assigned again is not reduced again."""
     model = make_model()
@@ -157,7 +177,13 @@ def take_away_and_give_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [write_gradients, change_reduced_gradients, take_away_and_give_back]
+    "check",
+    [
+        write_gradients,
+        change_reduced_gradients,
+        set_beside_another_optimizer,
+        take_away_and_give_back,
+    ],
 )
 def test_gradients_by_hand(check):
     run(check, 2)

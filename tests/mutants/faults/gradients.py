@@ -324,7 +324,7 @@ FAULTS = (
     Fault(
         "slot_settled", "a gradient in another optimizer's slot counts as averaged", HOOKS,
         "parameter.reduced_at > since", "true",
-        tests=SLOTS,
+        tests=(*SLOTS, "optimizer/test_gradients_by_hand.py"),
     ),
     Fault(
         "slot_not_reset", "zero_grad() and step() leave a slot elsewhere as it is", HOOKS,
