@@ -330,6 +330,7 @@ def _rank_environment(rank: int, namespaces: Sequence[str]) -> dict[str, str]:
 def _main(tasks: Connection, stacks: str) -> None:
     os.setpgid(0, 0)
     _libc().prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
+    multiprocessing.set_start_method("fork", force=True)  # as in a user's program: data loaders
     gc.freeze()  # garbage collection must not touch torch's objects, which would copy their pages
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, stacks_file)
