@@ -79,45 +79,54 @@ for backend in sys.argv[1:]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("autoload", "is_known"),
-    [
-        pytest.param("1", True, id="torch.backends"),
-        pytest.param(
-            "0",
-            False,
-            id="torch.distributed.backends",
-            marks=[needs_torch_2_14, pytest.mark.slow],
-        ),
-    ],
-)
-def test_ring_without_an_import(autoload: str, is_known: bool) -> None:
-    (status, out, err), (other_status, _, other_err) = ranks_of(
-        SUM, "ring", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload
+@pytest.mark.parametrize("autoload", ["1", pytest.param("0", marks=needs_torch_2_14)])
+def test_ring_without_an_import(autoload: str) -> None:
+    """By the entry points torch.backends and torch.distributed.backends; gloo stays gloo."""
+    (status, out, err), other = ranks_of(
+        SUM, "ring", "gloo", TORCH_DEVICE_BACKEND_AUTOLOAD=autoload, TORCH_RING_AS_GLOO="0"
     )
-    assert (status, other_status) == (0, 0), err + other_err
-    assert out == f"known: {is_known}\nring cpu:ring,cuda:ring gloo RingBackend\n"
+    assert (status, other[0]) == (0, 0), err + other[2]
+    assert "torch.distributed uses torch_ring" not in err
+    assert out.splitlines() == [
+        f"known: {autoload == '1'}",
+        "ring cpu:ring,cuda:ring gloo RingBackend",
+        "gloo cpu:gloo,cuda:gloo gloo ProcessGroupGloo",
+    ]
+
+
+END = """
+dist.init_process_group("ring")
+groups = [dist.new_group(), dist.group.WORLD, dist.new_group()]
+for group in groups:
+    dist.barrier(group)
+if dist.get_rank() == 1:
+    raise ValueError("bad data")
+for group in groups:
+    try:
+        dist.barrier(group)
+    except RuntimeError as error:
+        print(error)
+dist.destroy_process_group()
+"""
 
 
 def test_in_place_of_gloo() -> None:
-    ranks = ranks_of(SUM, "gloo", "cpu:gloo", "default", TORCH_RING_AS_GLOO="1")
-    assert [status for status, _, _ in ranks] == [0, 0], ranks
-    for _, _, err in ranks:
-        assert err.count("torch.distributed uses torch_ring where a program asks for gloo") == 1
-    assert ranks[0][1].splitlines() == [
+    """A later exception of rank 1 is told in all its groups."""
+    (status, out, err), (other_status, _, other_err) = ranks_of(
+        SUM + END, "gloo", "cpu:gloo", "default", TORCH_RING_AS_GLOO="1"
+    )
+    assert (status, other_status) == (0, 1), err + other_err
+    for text in (err, other_err):
+        assert text.count("torch.distributed uses torch_ring where a program asks for gloo") == 1
+    lines = out.splitlines()
+    assert lines[:4] == [
         "known: True",
         "gloo cpu:ring,cuda:ring gloo RingBackend",
         "cpu:gloo cpu:ring gloo RingBackend",
         "default cpu:ring gloo RingBackend",
     ]
-
-
-@pytest.mark.slow
-def test_gloo_stays_by_default() -> None:
-    ranks = ranks_of(SUM, "gloo", TORCH_RING_AS_GLOO="0")
-    assert [status for status, _, _ in ranks] == [0, 0], ranks
-    assert not any("torch.distributed uses torch_ring" in err for _, _, err in ranks)
-    assert ranks[0][1] == "known: True\ngloo cpu:gloo,cuda:gloo gloo ProcessGroupGloo\n"
+    why = "left: ValueError: bad data at <string>:"
+    assert [why in line for line in lines[4:]] == [True] * 3, lines
 
 
 NEVER_DESTROYED = """
@@ -144,28 +153,3 @@ def test_a_program_that_destroys_nothing() -> None:
     assert (status, err) == (0, "")
     assert "rank 0" in out
     assert "has left" in out  # as with destroy_process_group(): it has not died
-
-
-END = """
-import torch.distributed as dist
-dist.init_process_group("ring")
-groups = [dist.new_group(), dist.group.WORLD, dist.new_group()]
-for group in groups:
-    dist.barrier(group)
-if dist.get_rank() == 1:
-    raise ValueError("bad data")
-for group in groups:
-    try:
-        dist.barrier(group)
-    except RuntimeError as error:
-        print(error)
-dist.destroy_process_group()
-"""
-
-
-def test_the_end_of_a_program_is_told_in_all_groups() -> None:
-    (status, output, errors), _ = ranks_of(END)
-    assert status == 0, errors
-    lines = output.splitlines()
-    why = "left: ValueError: bad data at <string>:"
-    assert [why in line for line in lines] == [True] * 3, lines

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -71,24 +70,23 @@ def calls_in_a_child() -> None:
     for harmless in (backend.abort, dist.destroy_process_group):
         assert in_child(harmless)[0] == "nothing"
     begun.wait()
+    data = torch.utils.data.DataLoader(list(range(8)), num_workers=2)
+    assert sum(batch.item() for batch in data) == 28
     for alive in (None, group):
         again = torch.ones(2)
         dist.all_reduce(again, group=alive)
         assert again.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_forked_process_has_no_part_in_the_groups(transport: str) -> None:
-    on_ring(calls_in_a_child, 2, transport=transport)
+def test_a_forked_process_has_no_part_in_the_groups() -> None:
+    on_ring(calls_in_a_child, 2, transport="tcp")
 
 
 def destroy_in_children() -> None:
     """A thread waits for futures while the process forks children, which inherit its locks."""
-    rounds = 0
     stop = threading.Event()
 
     def reduce_often() -> None:
-        nonlocal rounds
         ones = torch.ones(1)
         while ones.item() == 1:  # until a rank stops; all of them stop after the same round
             work = dist.all_reduce(torch.ones(100), async_op=True)
@@ -96,7 +94,6 @@ def destroy_in_children() -> None:
             work.get_future().wait()
             ones = torch.tensor(0.0 if stop.is_set() else 1.0)
             dist.all_reduce(ones, dist.ReduceOp.MIN)
-            rounds += 1
 
     thread = threading.Thread(target=reduce_often)
     thread.start()
@@ -106,7 +103,6 @@ def destroy_in_children() -> None:
     finally:
         stop.set()
         thread.join()
-    assert rounds > 0
 
 
 def test_groups_are_destroyed_in_a_child_while_a_thread_uses_them() -> None:

@@ -20,7 +20,7 @@ FAULTS = (
         "earlier_life", "a group meets one of an earlier life under its name", GROUPS,
         """PrefixStore(f"{shared.world.token}/{number}", self._store)""",
         """PrefixStore(f"{number}", self._store)""",
-        tests=("c10d/test_lives.py::test_a_group_is_not_taken_for_one_of_an_earlier_life",),
+        tests=("c10d/test_lives.py::test_a_group_is_made_again_under_its_name",),
     ),
     Fault(
         "order_of_ranks", "a group whose ranks are not ascending is numbered anew", GROUPS,
@@ -49,7 +49,7 @@ FAULTS = (
         "destroyed_used", "a group that was destroyed can be used", GROUPS,
         """        if self._left is not None:\n            raise RingError(""",
         """        if False:\n            raise RingError(""",
-        tests=("c10d/test_errors.py::test_an_aborted_group_cannot_be_used",),
+        tests=("c10d/test_errors.py::test_abort_from_another_thread",),
     ),
     Fault(
         "memory_stays", "the memory of a group that all have left is not freed", GROUPS,
@@ -70,7 +70,7 @@ FAULTS = (
     Fault(
         "reason_of_group_lost", "the others do not hear why a program has left its groups", GROUPS,
         "group._leave(reason_at_exit())", """group._leave("")""",
-        tests=("c10d/test_entry_points.py::test_the_end_of_a_program_is_told_in_all_groups",),
+        tests=("c10d/test_entry_points.py::test_in_place_of_gloo",),
     ),
     Fault(
         "split_rank", "a rank of a split group has its old rank", GROUPS,
@@ -96,7 +96,7 @@ FAULTS = (
     Fault(
         "gloo_taken", "gloo is replaced although nobody has asked", REGISTRATION,
         "if dist.is_available() and config.as_gloo:", "if dist.is_available():",
-        tests=("c10d/test_entry_points.py::test_gloo_stays_by_default",),
+        tests=("c10d/test_entry_points.py::test_ring_without_an_import",),
     ),
     Fault(
         "name_of_ring", "a program that asks for gloo is told another name", REGISTRATION,
