@@ -14,7 +14,6 @@ anew, which costs ten seconds a test.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import multiprocessing
 import os
@@ -155,7 +154,6 @@ def main() -> int:
     parser.add_argument("--backend", choices=["ring", "gloo"], default="ring")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("-k", dest="words", action="append", help="a part of a test's name")
-    parser.add_argument("--json", type=Path, help="where the results go, too")
     arguments = parser.parse_args()
 
     suite_class = load_suite(arguments.backend, arguments.ranks)
@@ -172,16 +170,10 @@ def main() -> int:
     failed = [test.id().rsplit(".", 1)[-1] for test, _ in results.failures + results.errors]
     expected = expected_failures(arguments.backend)
     unexpected = [name for name in failed if name not in expected]
-    summary = {
-        "backend": arguments.backend,
-        "ranks": arguments.ranks,
-        "passed": len(results.passed),
-        "skipped": len(results.skipped),
-        "failed": failed,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(summary))
-    print(summary)
+    print(
+        f"{arguments.backend}, {arguments.ranks} ranks: {len(results.passed)} tests passed, "
+        f"{len(results.skipped)} skipped, {len(failed)} failed"
+    )
     for name in failed:
         print(f"{name}: {expected.get(name, 'FAILED')}")
     wanted = wanted_passes(arguments)

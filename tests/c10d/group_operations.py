@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from closed_form import COMPLEX, INTEGERS, MOVED, NUMBERS, joined, reduced, same
+from closed_form import COLLECTIVES, COMPLEX, INTEGERS, MOVED, NUMBERS, reduced, same
 from torch import Tensor
 
 import torch_ring as hvd
@@ -25,7 +25,7 @@ Op = dist.ReduceOp
 
 @dataclass
 class Pending:
-    """An operation in flight: functions to poll it and to wait for it, and to check its result."""
+    """An operation in flight."""
 
     what: str
     done: Callable[[], bool]
@@ -181,20 +181,6 @@ def all_reduce(draw: Draw, group: Group) -> list[Pending]:
     return [pending("all_reduce", work, [tensor], [combine(values)])]
 
 
-def all_reduce_twice(draw: Draw, group: Group) -> list[Pending]:
-    values = draw.numbers(group, torch.float64)
-    tensor = draw.laid_out(values[group.rank])
-    works = [dist.all_reduce(tensor, group=group.handle, async_op=draw.is_async) for _ in "12"]
-    want = group.size * values.sum(0)
-
-    def wait() -> None:
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    return [Pending("twice", lambda: False, wait, lambda: check(tensor, want))]
-
-
 def reduce(draw: Draw, group: Group) -> list[Pending]:
     op, dtype, combine = draw.operator(group)
     root = draw.random.choice(group.ranks)
@@ -318,7 +304,7 @@ GROUPS_OPERATIONS = [
     *[all_reduce] * 3,
     *REDUCTIONS,
     *MOVES,
-    *(all_reduce_twice, barrier, objects, callback),
+    *(barrier, objects, callback),
 ]
 
 # --- Horovod's names
@@ -338,7 +324,6 @@ def hvd_allreduces(draw: Draw, group: Group) -> list[Pending]:
     """Several allreduces by name: each rank submits them in its own order."""
     begun: list[Pending] = []
     indices = list(range(draw.random.randint(1, 4)))
-    draw.is_async = True
     kinds = [draw.random.choice([hvd.Sum, hvd.Average, hvd.Min, hvd.Max]) for _ in indices]
     dtypes = [draw.random.choice(NUMBERS) for _ in indices]
     draw.own.shuffle(indices)
@@ -356,32 +341,15 @@ def hvd_allreduces(draw: Draw, group: Group) -> list[Pending]:
     return begun
 
 
-def hvd_allgather(draw: Draw, group: Group) -> list[Pending]:
-    dtype = draw.dtype()
-    values = [draw.bits(rank, dtype, (1 + rank, 3)) for rank in group.ranks]
-    own = draw.laid_out(values[group.rank])
-    handle = hvd.allgather_async(own, name=f"{draw.number}", process_set=group.handle)
-    draw.is_async = True
-    return [of_horovod("hvd.allgather", handle, joined(values))]
-
-
-def hvd_broadcast(draw: Draw, group: Group) -> list[Pending]:
-    dtype, root = draw.dtype(), draw.random.choice(group.ranks)
-    tensor = draw.laid_out(draw.bits(dist.get_rank(), dtype))
-    handle = hvd.broadcast_async(tensor, root, name=f"{draw.number}", process_set=group.handle)
-    draw.is_async = True
-    return [of_horovod("hvd.broadcast", handle, draw.bits(root, dtype))]
-
-
-def hvd_grouped(draw: Draw, group: Group) -> list[Pending]:
-    values = draw.numbers(group, torch.float32)
-    tensors = [draw.laid_out(values[group.rank]) + index for index in range(3)]
-    got = hvd.grouped_allreduce(
-        tensors, op=hvd.Sum, name=f"{draw.number}", process_set=group.handle
-    )
-    for index, tensor in enumerate(got):
-        check(tensor, values.sum(0) + index * group.size)
+def hvd_collective(draw: Draw, group: Group) -> list[Pending]:
+    """Any form of any collective, waited for at once."""
+    each = draw.random.choice(COLLECTIVES)
+    form, dtype = draw.random.choice(each.forms), draw.random.choice(each.dtypes)
+    rows = draw.random.choice([1, 4, 1000])
+    parts = each.parts(group.size, (rows, 3), dtype)
+    got = each.call(form, draw.laid_out(parts[group.rank]), rows, group.handle)
+    check(got, each.result(parts, group.rank))
     return []
 
 
-SETS_OPERATIONS = [*[hvd_allreduces] * 3, hvd_allgather, hvd_broadcast, hvd_grouped]
+SETS_OPERATIONS = [*[hvd_allreduces] * 2, hvd_collective]

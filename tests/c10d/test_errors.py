@@ -391,34 +391,6 @@ def test_the_reason_to_leave_a_group_is_told_in_that_group() -> None:
     assert "has left: it called" in ended, ended
 
 
-def leaves_for_a_death(passed: Path) -> str:
-    """Rank 3 of a mesh dies, so rank 1 leaves; return the error of rank 0, in no group with it."""
-    dist.barrier()
-    rows, columns = (
-        [dist.new_group(ranks) for ranks in each] for each in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    )
-    rank = dist.get_rank()
-    row, column = rows[rank // 2], columns[rank % 2]
-    for group in (row, column):
-        dist.barrier(group)
-    all_have_passed(passed, dist.get_world_size())
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0:
-        return error_of(lambda: dist.barrier(row))[1]
-    if rank == 1:
-        try:
-            dist.barrier(column)
-        except RuntimeError:
-            dist.destroy_process_group(row)
-    return ""
-
-
-def test_a_rank_that_leaves_because_of_a_death_says_so(tmp_path: Path) -> None:
-    text = on_ring(leaves_for_a_death, 4, tmp_path, may_die=[3])[0]
-    assert re.search(r"rank 1 \(.*\) left: .*rank 3 \(.*\) died: its connection closed", text), text
-
-
 def abort_in_a_thread() -> None:
     with default_group():
         group = dist.new_group()

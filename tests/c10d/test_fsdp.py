@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,10 +18,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.groups import on_ring
-from tests.support.shared import is_shared
 
 
 def make_model() -> nn.Sequential:
@@ -56,56 +53,15 @@ def compare_sharded() -> None:
     ring = init_device_mesh("cpu", (dist.get_world_size(),))
     for dtype in (None, torch.bfloat16):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        found, wanted = sharded_training(ring, policy), sharded_training(gloo, policy)
-        for got, want in zip(found, wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+        wanted = sharded_training(gloo, policy)
+        for allocates in (False, True):  # in the memory that the ranks share
+            found = sharded_training(ring, policy, allocates=allocates)
+            for got, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_fully_shard(size: int) -> None:
-    on_ring(compare_sharded, size, is_fresh=True)
-
-
-class Buffers(TorchDispatchMode):
-    """Records the tensors that the collectives of this thread get.
-
-    Attributes:
-        shared: by collective, for each tensor whether it lies in memory that the ranks share.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared: dict[str, list[bool]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        if func.namespace == "c10d":
-            found = self.shared.setdefault(name, [])
-            found += [is_shared(arg) for arg in args if isinstance(arg, Tensor) and arg.numel()]
-        return func(*args, **(kwargs or {}))
-
-
-def compare_memory() -> tuple[dict[str, list[bool]], dict[str, list[bool]]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    backend = mesh.get_group()._get_backend(torch.device("cpu"))
-    assert is_shared(
-        backend.allocate_tensor(1000, dtype=torch.bfloat16, device=torch.device("cpu"))
-    )
-    weights, seen = [], []
-    for allocates in (False, True):
-        with Buffers() as buffers:
-            weights.append(sharded_training(mesh, MixedPrecisionPolicy(), allocates=allocates))
-        seen.append(buffers.shared)
-    for got, want in zip(*weights, strict=True):
-        assert got.equal(want)
-    return seen[0], seen[1]
-
-
-def test_buffers_in_shared_memory() -> None:
-    for private, shared in on_ring(compare_memory, 2, is_fresh=True):
-        for seen, is_ours in ((private, False), (shared, True)):
-            assert set(seen) == {"_allgather_base_", "_reduce_scatter_base_"}
-            assert all(set(found) == {is_ours} for found in seen.values()), seen
+def test_fully_shard() -> None:
+    on_ring(compare_sharded, 3, is_fresh=True)
 
 
 def hybrid_sharding() -> None:
@@ -135,10 +91,6 @@ def redistribute() -> None:
     torch.testing.assert_close(scattered.full_tensor(), whole * size)
 
 
-def test_dtensor() -> None:
-    on_ring(redistribute, 3, is_fresh=True)
-
-
 def tensor_parallel() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -150,17 +102,16 @@ def tensor_parallel() -> None:
         torch.testing.assert_close(got.grad.full_tensor(), want.grad)  # type: ignore[union-attr]
 
 
-def test_tensor_parallelism() -> None:
-    on_ring(tensor_parallel, 2, is_fresh=True)
-
-
 def save_and_load(folder: str) -> None:
+    """One checkpoint is saved beside the training, with a group of its own."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = make_model()
     fully_shard(model, mesh=mesh)
     state = {"model": model.state_dict(), "step": 7}
     dcp.save(state, checkpoint_id=f"{folder}/now")
-    saving: Any = dcp.async_save(state, checkpoint_id=f"{folder}/later")
+    saving: Any = dcp.async_save(
+        state, checkpoint_id=f"{folder}/later", process_group=dist.new_group()
+    )
     saving.result()
     for name in ("now", "later"):
         torch.manual_seed(9)
@@ -173,5 +124,11 @@ def save_and_load(folder: str) -> None:
             assert torch.equal(got.full_tensor(), want)  # type: ignore[attr-defined]
 
 
-def test_distributed_checkpoint(tmp_path: Path) -> None:
-    on_ring(save_and_load, 2, str(tmp_path), is_fresh=True)
+def use_meshes(folder: str) -> None:
+    redistribute()
+    tensor_parallel()
+    save_and_load(folder)
+
+
+def test_dtensor_tensor_parallelism_and_checkpoints(tmp_path: Path) -> None:
+    on_ring(use_meshes, 2, str(tmp_path), is_fresh=True)

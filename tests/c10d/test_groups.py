@@ -301,28 +301,6 @@ def test_a_world_ends_with_its_last_group() -> None:
         assert later == [first] * 2
 
 
-def connections_of_an_unused_group() -> None:
-    total()
-    rank, tensor = dist.get_rank(), torch.zeros(1)
-    group = dist.new_group([0, 1])
-    before = held()["connections"]
-    dist.barrier()
-    work = dist.all_reduce(tensor, group=group, async_op=True) if rank else None
-    if work is None:
-        assert eventually(lambda: held()["connections"] > before, DEADLINE_S)
-        dist.destroy_process_group(group)
-        shared_world().let_go()
-        assert eventually(lambda: held()["connections"] == before)
-    dist.barrier()
-    if work is not None:
-        assert error_of(work.wait)[0] == "PeerLostError"
-        dist.destroy_process_group(group)
-
-
-def test_a_member_that_leaves_without_using_a_group_closes_the_connections_of_others() -> None:
-    on_ring(connections_of_an_unused_group, 2, transport="tcp")
-
-
 def many_groups(count: int, look_at: list[int]) -> list[dict[str, int]]:
     everyone = list(range(dist.get_world_size()))
     found = []

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,13 +135,14 @@ class Late(dist.Store):
     A rank waits half a second for rank 0 to go on; it does not if it waits for that rank.
     """
 
-    def __init__(self, store: dist.Store, gone: Path) -> None:
+    def __init__(self, port: int) -> None:
         super().__init__()
-        self._real, self._gone = store, gone
+        self._real = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self._others = group_store()
 
     def check(self, keys: list[str]) -> bool:
         if "monitored_barrier" in keys[0] and "answer" in keys[0]:
-            eventually(self._gone.exists, 0.5)
+            eventually(lambda: self._others.check(["gone"]), 0.5)
         return self._real.check(keys)
 
     def get(self, key: str) -> bytes:
@@ -151,36 +151,24 @@ class Late(dist.Store):
     def set(self, key: str, value: Any) -> None:
         self._real.set(key, value)
 
-    def add(self, key: str, amount: int) -> int:
-        return self._real.add(key, amount)
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._real.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._real.delete_key(key)
-
-
-def ends_with_a_barrier(directory: Path) -> None:
+def ends_with_a_barrier() -> None:
     """Rank 0 serves the store, which ends with it."""
     from torch_ring._C import RingBackend
 
-    rank, port, gone = int(os.environ["RANK"]), directory / "port", directory / "gone"
+    rank, store = int(os.environ["RANK"]), None
     if rank == 0:
-        store: dist.Store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        (directory / "new").write_text(str(store.port))  # type: ignore[attr-defined]
-        (directory / "new").rename(port)
-    else:
-        assert eventually(port.exists, 20)
-        store = Late(dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False), gone)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        group_store().set("port", str(store.port))
+    here = store or Late(int(group_store().get("port")))
     group: Any = SimpleNamespace(leave=lambda _: None)
     never: Any = lambda *_: None  # noqa: E731
-    backend = RingBackend(rank, 3, group=group, split=never, store=store, timeout_s=20.0)
+    backend = RingBackend(rank, 3, group=group, split=never, store=here, timeout_s=20.0)
     backend.monitored_barrier(wait_all_ranks=False)
     if rank == 0:
-        del backend, store
-        gone.touch()
+        del backend, here, store
+        group_store().set("gone", "")
 
 
-def test_a_monitored_barrier_is_the_last_statement(tmp_path: Path) -> None:
-    run(ends_with_a_barrier, 3, args=(tmp_path,), initialized=False)
+def test_a_monitored_barrier_is_the_last_statement() -> None:
+    run(ends_with_a_barrier, 3, initialized=False)

@@ -62,10 +62,7 @@ class Program:
             self.ask()
         for group in (*self.groups, *self.sets):
             self.drain(group)
-        if has_horovod and self.common.random() < 0.8:
-            hvd.shutdown()
-        elif has_horovod:
-            dist.barrier()
+        if has_horovod:
             hvd.shutdown()
 
     # --- groups
@@ -150,7 +147,7 @@ def run_program(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size"), [("shm", 2), ("shm", 3), slow("shm", 4), slow("tcp", 2), ("tcp", 3)]
+    ("transport", "size"), [("shm", 2), ("tcp", 3), slow("shm", 4), slow("tcp", 2)]
 )
 def test_random_collectives(transport: str, size: int, full: bool) -> None:
     first = 1000 * size + (500 if transport == "tcp" else 0)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.groups import TIMEOUT_S, group_store, needs_torch_2_14, on_ring
-from tests.support.pool import all_have_passed, error_of, eventually, expect_error, run
+from tests.support.pool import all_have_passed, error_of, expect_error, run
 from torch_ring.c10d import registration
 from torch_ring.c10d.reconfiguration import ReconfigureHandle, in_order
 
@@ -56,40 +53,6 @@ def survive(passed: Path) -> tuple[int, int, float]:
 def test_after_a_lost_rank(tmp_path: Path) -> None:
     outcomes = on_ring(survive, 3, tmp_path, transport="tcp", may_die=[0])
     assert outcomes == [None, (1, 2, 2.0), (0, 2, 2.0)]
-
-
-def replace_a_waiting_group() -> tuple[str, float]:
-    """A signal handler makes another group while this thread waits in the old one."""
-    rank, store = dist.get_rank(), dist.PrefixStore("coordinator", group_store())
-    reconfigure(1, exchange(store, "first", rank, [0, 1]))  # from then on it owns its engine
-    found = [total()]
-
-    def again(*_: object) -> None:
-        reconfigure(2, exchange(store, "again", rank, [0, 1]))
-        found.append(total())
-
-    def interrupt() -> None:
-        """Send the signal to the other thread when it waits: nothing runs in it any more."""
-        frames = sys._current_frames
-        main = threading.main_thread().ident
-        assert eventually(lambda: frames()[main].f_code.co_name == "all_reduce", TIMEOUT_S)
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    if rank == 0:
-        signal.signal(signal.SIGUSR1, again)
-        other = threading.Thread(target=interrupt)
-        other.start()
-        kind, _ = error_of(total)
-        other.join()
-    else:
-        kind, _ = error_of(again)
-    return kind, found[-1]
-
-
-@needs_torch_2_14
-def test_in_place_of_a_group_in_use() -> None:
-    assert on_ring(replace_a_waiting_group, 2) == [("RingError", 2.0), ("nothing", 2.0)]
 
 
 def begin_without_ranks() -> list[float]:

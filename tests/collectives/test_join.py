@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pool import run
-from worlds import on_both_transports, on_most_worlds
+from worlds import on_most_worlds
 
 import torch_ring as hvd
 
@@ -58,18 +58,14 @@ def call_what_needs_all_ranks() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == hvd.size()
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 3), ("tcp", 3)])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
 def test_collectives_that_need_a_joined_rank_fail_on_the_caller(transport, size):
     run(call_what_needs_all_ranks, size, transport=transport)
 
 
 def number_differently() -> None:
-    if hvd.rank() == 0:
-        with pytest.raises(hvd.MismatchError, match="different collectives"):
-            hvd.allreduce(torch.ones(1))
-    else:
-        with pytest.raises(hvd.MismatchError, match="different collectives"):
-            hvd.allreduce(torch.ones(1), name="another")
+    with pytest.raises(hvd.MismatchError, match="different collectives"):
+        hvd.allreduce(torch.ones(1), name=[None, "another"][hvd.rank()])
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
     handles = [hvd.allreduce_async(torch.ones(1), op=hvd.Sum) for _ in range(hvd.rank())]
     hvd.barrier()
@@ -77,6 +73,6 @@ def number_differently() -> None:
     assert not any(hvd.poll(handle) for handle in handles)
 
 
-@on_both_transports
-def test_a_mismatch_resets_the_numbering_of_collectives(transport):
-    run(number_differently, 2, transport=transport)
+def test_a_mismatch_resets_the_numbering_of_collectives():
+    # In processes of its own: for a Python thread that another test has left, ranks wait 10 s.
+    run(number_differently, 2, kind="one thread")

@@ -6,8 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from pool import run
-from worlds import on_both_transports
+from pool import expect_error, run
 
 import torch_ring as hvd
 
@@ -26,9 +25,8 @@ def share_objects() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@on_both_transports
-def test_objects(transport, size):
-    run(share_objects, size, transport=transport)
+def test_objects(size):
+    run(share_objects, size)
 
 
 def share_nameless_objects() -> None:
@@ -51,17 +49,13 @@ def test_objects_that_only_cloudpickle_takes():
 def share_without_a_pickle() -> None:
     """If one rank cannot pickle its object, all ranks get an error, and the job goes on."""
     for share in (hvd.broadcast_object, hvd.allgather_object):
-        mine = threading.Lock() if hvd.rank() == 0 else "text"
-        expected = (
-            pytest.raises(TypeError, match="pickle")
-            if hvd.rank() == 0
-            else pytest.raises(RuntimeError, match="rank 0 cannot pickle its object")
-        )
-        with expected:
-            share(mine)
+        if hvd.rank() == 0:
+            expect_error("TypeError", "pickle", lambda s=share: s(threading.Lock()))
+        else:
+            words = "rank 0 cannot pickle its object"
+            expect_error("RuntimeError", words, lambda s=share: s("text"))
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_objects_without_a_pickle(size):
-    run(share_without_a_pickle, size)
+def test_objects_without_a_pickle():
+    run(share_without_a_pickle, 3)

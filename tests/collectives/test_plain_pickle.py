@@ -4,7 +4,6 @@
 import argparse
 import collections
 import datetime
-import io
 import os
 import pathlib
 import pickle
@@ -40,51 +39,41 @@ PLAIN = {
 }
 
 
+READERS = pytest.mark.parametrize("read", [loads_plain, pickle.loads])
+
+
+@READERS
 @pytest.mark.parametrize("kind", PLAIN)
-def test_plain_data(kind):
-    for read in (loads_plain, pickle.loads):
-        got = read(dumps(PLAIN[kind]))
-        assert got == PLAIN[kind]
-        assert [type(value) for value in got] == [type(value) for value in PLAIN[kind]]
+def test_plain_data(kind, read):
+    got = read(dumps(PLAIN[kind]))
+    assert got == PLAIN[kind]
+    assert [type(value) for value in got] == [type(value) for value in PLAIN[kind]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
-@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
-def test_tensors(read, dtype):
-    base = torch.arange(24).to(dtype).reshape(4, 6)
-    for tensor in (base, base.t(), base[1:3, ::2], base[0, 0], base[:0], base[:1].expand(5, 6)):
-        got = read(dumps(tensor))
-        assert torch.equal(got, tensor)
-        assert (got.dtype, got.stride()) == (dtype, tensor.stride())
-    assert read(dumps(base)).resize_(100).numel() == 100
-
-
+DTYPES = ["float32", "bfloat16", "complex64", "bool", "complex32", "uint16", "uint64"]
 # torch can make tensors of some of these, but cannot compute with them.
-NEW_DTYPES = [
-    *(f"uint{bits}" for bits in (1, 2, 3, 4, 5, 6, 7, 16, 32, 64)),
-    *(f"int{bits}" for bits in (1, 2, 3, 4, 5, 6, 7)),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("float4_e2m1fn_x2", "bits8", "bits16", "complex32"),
-]
+DTYPES += ["uint1", "int4", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits16"]
 
 
-@pytest.mark.parametrize("name", [name for name in NEW_DTYPES if hasattr(torch, name)])
-@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
-def test_tensors_of_newer_dtypes(read, name):
-    base = torch.empty(4, 6, dtype=getattr(torch, name))
-    storage = base.untyped_storage()
-    storage.copy_(torch.arange(storage.nbytes(), dtype=torch.uint8).untyped_storage())
-    for tensor in (base, base.t(), base[1:3, ::2], base[0, 0], base[:0]):
-        got = read(dumps([tensor]))[0]
-        assert (got.dtype, got.shape, got.stride()) == (base.dtype, tensor.shape, tensor.stride())
-        assert got.storage_offset() == tensor.storage_offset()
-        assert bytes(got.untyped_storage()) == bytes(storage)
-    parameter = read(dumps(torch.nn.Parameter(base, requires_grad=False)))
-    assert type(parameter) is torch.nn.Parameter
-    assert parameter.dtype == base.dtype
+@READERS
+def test_tensors(read):
+    for dtype in [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]:
+        base = torch.empty(4, 6, dtype=dtype)
+        storage = base.untyped_storage()
+        values = torch.arange(storage.nbytes()) % (2 if dtype == torch.bool else 256)
+        storage.copy_(values.to(torch.uint8).untyped_storage())
+        for tensor in (base, base.t(), base[1:3, ::2], base[0, 0], base[:0], base[:1].expand(5, 6)):
+            got = read(dumps([tensor]))[0]
+            assert (got.dtype, got.shape, got.stride()) == (dtype, tensor.shape, tensor.stride())
+            assert got.storage_offset() == tensor.storage_offset()
+            assert bytes(got.untyped_storage()) == bytes(storage)
+        parameter = read(dumps(torch.nn.Parameter(base, requires_grad=False)))
+        assert type(parameter) is torch.nn.Parameter
+        assert parameter.dtype == dtype
+    assert read(dumps(torch.ones(24))).resize_(100).numel() == 100
 
 
-@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
+@READERS
 def test_tensors_with_more_than_values(read):
     assert read(dumps(torch.ones(3, requires_grad=True))).requires_grad
     parameter = read(dumps(torch.nn.Parameter(torch.ones(3))))
@@ -97,16 +86,17 @@ def test_tensors_with_more_than_values(read):
     assert all(torch.equal(got[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("read", [loads_plain, pickle.loads])
-@pytest.mark.parametrize("code", ["f4", ">f8", "i1", "?", "c16", "S3", "U2", "M8[s]", "m8[ms]"])
-def test_arrays(read, code):
-    base = np.arange(24).astype("i8").astype(code).reshape(4, 6)
-    for array in (base, np.asfortranarray(base), base[1:3, ::2], base[:0], base[0, :1].reshape(())):
-        got = read(dumps(array))
-        assert np.array_equal(got, array)
-        assert (got.dtype, got.shape) == (array.dtype, array.shape)
-        assert got.flags.writeable
-        assert got.flags.fnc == array.flags.fnc
+@READERS
+def test_arrays(read):
+    for code in ("f4", ">f8", "i1", "?", "c16", "S3", "U2", "M8[s]", "m8[ms]"):
+        base = np.arange(24).astype("i8").astype(code).reshape(4, 6)
+        one = base[0, :1].reshape(())
+        for array in (base, np.asfortranarray(base), base[1:3, ::2], base[:0], one):
+            got = read(dumps(array))
+            assert np.array_equal(got, array)
+            assert (got.dtype, got.shape) == (array.dtype, array.shape)
+            assert got.flags.writeable
+            assert got.flags.fnc == array.flags.fnc
 
 
 class Own:
@@ -131,33 +121,21 @@ class Inherited(np.ndarray):
     ("value", "named"),
     [
         (Own(), "test_plain_pickle.Own"),
-        (Own, "test_plain_pickle.Own"),
         (Runs(os.system, "false"), "posix.system"),
-        (Runs(eval, "1"), "builtins.eval"),
         (Runs(getattr, "a", "b"), "builtins.getattr"),
-        (Runs(print, "reached"), "builtins.print"),
         (Runs(torch.load, "file"), "torch.serialization.load"),
         (Runs(torch.storage._load_from_bytes, b""), "torch.storage._load_from_bytes"),
         (Runs(torch._tensor._rebuild_from_type_v2, print, int, (), {}), "_rebuild_from_type_v2"),
         (Runs(torch._utils._rebuild_tensor_v2, 1, 0, (1,), (1,), False, {}), "_rebuild_tensor_v2"),
         (Runs(torch._utils._rebuild_parameter, 1, True, {}), "a parameter that is none"),
-        (
-            Runs(torch._utils._rebuild_parameter, torch.ones(1), True, {1: list}),
-            "a parameter that is none",
-        ),
+        (Runs(torch._utils._rebuild_parameter, torch.ones(1), True, {1: list}), "a parameter"),
         (np.array([Own()], dtype=object), "_reconstruct"),
         (np.zeros(2, dtype="i4,f8"), "_reconstruct"),
         (np.zeros(2).view(Inherited), "_reconstruct"),
         (torch.ones(2).to_sparse(), "_rebuild_sparse_tensor"),
-        (
-            [Runs(collections.OrderedDict, state={"keys": 1})],
-            "attributes of an object that has none",
-        ),
+        ([Runs(collections.OrderedDict, state={"keys": 1})], "attributes of an object that has no"),
         (Runs(torch.Size, (1,), state={"a": 1}), "attributes of an object that has none"),
-        (
-            Runs(types.SimpleNamespace, state={"__class__": 1}),
-            "attributes of an object that has none",
-        ),
+        (Runs(types.SimpleNamespace, state={"__class__": 1}), "attributes of an object that has"),
         (Runs(bytearray, 1 << 40), "a bytearray that is none"),
     ],
 )
@@ -166,39 +144,24 @@ def test_what_is_not_plain_is_named(value, named):
         loads_plain(dumps(value))
 
 
+WRONG_FIELDS = [
+    *[("offset", 1), ("offset", -1), ("size", (4,)), ("size", (1 << 61,)), ("size", (3, 3))],
+    *[("size", (1.5,)), ("stride", (2,)), ("stride", (-1,)), ("requires_grad", "yes")],
+    *[("data", b"123"), ("data", "twelve bytes"), ("data", torch.ones(3))],
+    *[("device", torch.float64), ("dtype", "float32"), ("dtype", torch.float64)],
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint32])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"offset": 1},
-        {"offset": -1},
-        {"size": (4,)},
-        {"size": (1 << 61,)},
-        {"stride": (2,)},
-        {"stride": (-1,)},
-        {"size": (3, 3)},
-        {"data": b"123"},
-        {"data": "twelve bytes"},
-        {"data": torch.ones(3)},
-        {"device": torch.float64},
-        {"dtype": "float32"},
-        {"dtype": torch.float64},
-        {"size": (1.5,)},
-        {"requires_grad": "yes"},
-    ],
-    ids=str,
-)
-def test_tensors_that_are_wrong(changes, dtype):
+def test_tensors_that_are_wrong(dtype):
     function, arguments = _reduced_tensor(torch.tensor([1, 2, 3], dtype=dtype))
     names = ("data", "device", "dtype", "offset", "size", "stride", "requires_grad")
-    given = dict(zip(names, arguments, strict=True)) | changes
-    written = dumps(Runs(function, *given.values()))
-    if not changes:
-        assert loads_plain(written).tolist() == [1, 2, 3]
-        return
-    with pytest.raises(pickle.UnpicklingError):
-        loads_plain(written)
+    right = dict(zip(names, arguments, strict=True))
+    assert loads_plain(dumps(Runs(function, *right.values()))).tolist() == [1, 2, 3]
+    for name, value in WRONG_FIELDS:
+        written = dumps(Runs(function, *(right | {name: value}).values()))
+        with pytest.raises(pickle.UnpicklingError):
+            loads_plain(written)
 
 
 def test_a_call_of_what_was_not_named_and_setting_attributes_of_functions():
@@ -244,8 +207,3 @@ def test_damaged_pickles_are_refused_and_nothing_else():
             kinds.add(type(error))
     assert pickle.UnpicklingError in kinds
     assert list in kinds
-
-
-def test_objects_that_pickle_refuses():
-    with pytest.raises(TypeError, match="pickle"):
-        dumps(io.BufferedReader(io.BytesIO()))

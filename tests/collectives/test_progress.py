@@ -15,7 +15,6 @@ from torch import Tensor
 
 import torch_ring as hvd
 from tests.support.groups import on_ring
-from tests.support.worlds import on_both_transports
 from torch_ring.tracing.operations import recorded_sets
 from torch_ring.world.process_set import engine_of
 
@@ -65,8 +64,7 @@ def wait_and_poll(door: str) -> None:
         assert big[-1] == small[-1] == 2
 
 
-@on_both_transports
-@pytest.mark.parametrize("door", ["hvd", "group"])
+@pytest.mark.parametrize(("door", "transport"), [("hvd", "shm"), ("group", "tcp")])
 def test_a_program_waits_for_one_operation_and_polls_the_next(door: str, transport: str) -> None:
     if door == "hvd":
         run(wait_and_poll, 2, args=(door,), transport=transport)
@@ -93,11 +91,8 @@ def message_that_depends() -> None:
         second.wait()
 
 
-@on_both_transports
-def test_a_message_depends_on_an_operation_that_its_receiver_does_not_wait_for(
-    transport: str,
-) -> None:
-    on_ring(message_that_depends, 2, transport=transport)
+def test_a_message_depends_on_an_operation_that_its_receiver_does_not_wait_for() -> None:
+    on_ring(message_that_depends, 2, transport="tcp")
 
 
 def drop_before_wait(done: Path) -> None:
@@ -114,6 +109,5 @@ def drop_before_wait(done: Path) -> None:
     hvd.barrier()
 
 
-@on_both_transports
-def test_a_blocking_operation_whose_caller_never_waits(transport: str, tmp_path: Path) -> None:
-    run(drop_before_wait, 2, args=(tmp_path / "done",), transport=transport)
+def test_a_blocking_operation_whose_caller_never_waits(tmp_path: Path) -> None:
+    run(drop_before_wait, 2, args=(tmp_path / "done",))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pool import run
-from worlds import on_both_transports, on_most_worlds
+from worlds import on_most_worlds
 
 import torch_ring as hvd
 
@@ -93,6 +93,5 @@ def check_mismatches() -> None:
     assert hvd.sparse_allreduce_async(same, "rows", hvd.Sum, ends)().to_dense().tolist() == [2.0]
 
 
-@on_both_transports
-def test_sparse_tensors_that_differ_are_refused_on_all_ranks(transport):
-    run(check_mismatches, 3, transport=transport)
+def test_sparse_tensors_that_differ_are_refused_on_all_ranks():
+    run(check_mismatches, 3)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from closed_form import BITWISE, COMPLEX, MOVED_ONLY, every_call
-from pool import error_of, run
+from pool import error_of, expect_error, run
 from torch.distributed import ReduceOp
-from worlds import on_both_transports
 
 import torch_ring as hvd
 
@@ -39,25 +37,17 @@ def mismatches() -> list[tuple[Call, str]]:
     rank, odd = hvd.rank(), hvd.rank() % 2
     t, ints = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
     splits = [0] * hvd.size()
+    large = torch.zeros(1_000_000 + rank)
     cases: list[tuple[Call, str]] = [
         (
             lambda: hvd.allreduce(torch.zeros(3 + rank), name="a"),
             r"rank 0: allreduce 'a' float32 \[3\] Average; rank 1: allreduce 'a' float32 \[4\] Av",
         ),
         (lambda: hvd.allreduce([t, ints][odd]), r" int32 \[3\] Average"),
-        (
-            lambda: hvd.allreduce(t, name="a", op=[hvd.Sum, hvd.Max][odd]),
-            r"float32 \[3\] Sum; rank 1: allreduce 'a' float32 \[3\] Max",
-        ),
-        (
-            lambda: hvd.allreduce(ints, op=[hvd.Band, hvd.Bor][odd]),
-            r"int32 \[3\] Band.*int32 \[3\] Bor",
-        ),
+        (lambda: hvd.allreduce(t, op=[hvd.Sum, hvd.Max][odd]), r"\[3\] Sum; rank 1: .*\[3\] Max"),
+        (lambda: hvd.allreduce(ints, op=[hvd.Band, hvd.Bor][odd]), r"\[3\] Band.*int32 \[3\] Bor"),
         (lambda: hvd.allreduce(t, name="a", prescale_factor=1.0 + rank), "prescale 2"),
-        (
-            lambda: hvd.broadcast(t, root_rank=odd, name="b"),
-            r"root 0; rank 1: broadcast 'b' float32 \[3\] root 1",
-        ),
+        (lambda: hvd.broadcast(t, root_rank=odd), r"root 0; rank 1: .* float32 \[3\] root 1"),
         (
             lambda: hvd.allgather(torch.zeros(2, 3 + rank), name="g"),
             r"rank 0: allgather 'g' float32 \[\*, 3\]; rank 1: allgather 'g' float32 \[\*, 4\]",
@@ -65,44 +55,31 @@ def mismatches() -> list[tuple[Call, str]]:
         (lambda: hvd.alltoall(torch.ones(hvd.size(), 1 + rank), name="columns"), "rank 1"),
         (lambda: hvd.reducescatter(torch.ones(2 + rank), name="rows"), "rank 1"),
         (lambda: hvd.barrier() if rank else hvd.allreduce(t), ": barrier '#barrier.1'"),
-        (
-            lambda: hvd.allreduce(t, name=f"of {rank}"),
-            "the ranks wait for different collectives",
-        ),
-        (
-            lambda: hvd.allreduce(torch.zeros(1_000_000 + rank), name="large"),
-            r"float32 \[1000000\]",
-        ),
+        (lambda: hvd.allreduce(t, name=f"of {rank}"), "the ranks wait for different collectives"),
+        (lambda: hvd.allreduce(large, name="large"), r"float32 \[1000000\]"),
     ]
     for first, second in [
         (torch.int16, torch.uint16),
-        (torch.int32, torch.uint32),
-        (torch.int64, torch.uint64),
         (torch.complex64, torch.float64),
         (torch.float8_e4m3fn, torch.float8_e5m2),
         (torch.float16, torch.bfloat16),
     ]:
         mine = torch.zeros(6, dtype=torch.float32).to(second if odd else first)
         names = [str(dtype).removeprefix("torch.") for dtype in (first, second)]
-        both = rf"^(?=.* {names[0]} \[)(?=.* {names[1]} \[)"
-        cases += [
-            (partial(hvd.broadcast, mine, 0), both),
-            (partial(hvd.broadcast_, mine, 0), both),
-            (partial(hvd.allgather, mine), both),
-            (partial(hvd.alltoall, mine, splits), both),
-            (
-                partial(hvd.broadcast_parameters, {"p": mine}, 0),
-                rf"^(?=.*\b{names[0]}\b)(?=.*\b{names[1]}\b)",
-            ),
-        ]
+        both = rf"^(?=.*\b{names[0]}\b)(?=.*\b{names[1]}\b)"
+        for call in (
+            partial(hvd.broadcast, mine, 0),
+            partial(hvd.allgather, mine),
+            partial(hvd.alltoall, mine, splits),
+            partial(hvd.broadcast_parameters, {"p": mine}, 0),
+        ):
+            cases.append((call, both))
     return cases
 
 
 def check_mismatches() -> None:
     for case in mismatches():
-        begin = time.monotonic()
         expect("MismatchError", [case])
-        assert time.monotonic() - begin < 5  # the promise is a second; the machine may be busy
         work_on()
     assert issubclass(hvd.MismatchError, RuntimeError)  # as in Horovod
 
@@ -138,7 +115,6 @@ def wrong_tensors() -> list[tuple[Call, str]]:
     lines: list[tuple[Call, str]] = [
         (lambda: hvd.allreduce(t.to_sparse()), "not dense"),
         (lambda: hvd.reducescatter(t.to_sparse()), "not dense"),
-        (lambda: hvd.allreduce(torch.nested.nested_tensor([t, t])), "not dense"),
         (lambda: hvd.allreduce(torch.nested.nested_tensor([torch.ones(1 << 20)] * 2)), "not dense"),
         (lambda: hvd.sparse_allreduce_async(t), "sparse COO tensor: a dense one goes to allreduce"),
         (lambda: hvd.allreduce(t.to("meta")), "meta"),
@@ -155,7 +131,6 @@ def wrong_tensors() -> list[tuple[Call, str]]:
         (lambda: hvd.grouped_allreduce([t, 1]), "list of tensors"),
         (lambda: hvd.grouped_allreduce([t, t.to("meta")]), "several devices"),
         (lambda: hvd.grouped_allreduce([t, t.to(torch.complex32)]), "complex32"),
-        (lambda: hvd.allreduce(flags, op=hvd.Sum), "bool tensors take Min, Max, Product, Band"),
         (lambda: hvd.allreduce(flags), "bool tensors take Min, Max, Product, Band"),
         (lambda: hvd.reducescatter(flags, op=hvd.Sum), "bool"),
         (lambda: hvd.allreduce(t.long(), op=hvd.Adasum), "Adasum needs floating point"),
@@ -168,8 +143,7 @@ def wrong_tensors() -> list[tuple[Call, str]]:
         lines.append((partial(call, unknown), text))
     none = [(dtype, op, REDUCED) for dtype in MOVED_ONLY for op in (hvd.Average, hvd.Sum, hvd.Max)]
     none += [(dtype, op, REDUCED) for dtype in COMPLEX for op in (hvd.Min, hvd.Max, hvd.Product)]
-    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.uint16):
-        none += [(dtype, op, WHOLE) for op in BITWISE]
+    none += [(dtype, op, WHOLE) for dtype in (torch.float32, torch.uint16) for op in BITWISE]
     for dtype, op, why in none:
         tensor = torch.zeros(4, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
         name = str(dtype).removeprefix("torch.")
@@ -258,18 +232,14 @@ def wrong_values() -> list[tuple[Call, str]]:
 
 
 def wrong_parameters() -> list[tuple[Call, str]]:
-    model, lines = torch.nn.Linear(2, 2), []
-    for params, message in [
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lines = [
         (model, r"takes model.state_dict\(\) or a list of tensors, not Linear$"),
-        (torch.nn.Sequential(model), r"takes model.state_dict\(\) .*, not Sequential$"),
-        (
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            r"not SGD: use broadcast_optimizer_state\(\)$",
-        ),
+        (optimizer, r"not SGD: use broadcast_optimizer_state\(\)$"),
         ([torch.ones(1), torch.ones(1).numpy()], "item 1 of the list is ndarray"),
-    ]:
-        lines.append((partial(hvd.broadcast_parameters, params, 0), message))
-    return lines
+    ]
+    return [(partial(hvd.broadcast_parameters, given, 0), text) for given, text in lines]
 
 
 def wrong_types() -> list[tuple[Call, str]]:
@@ -309,28 +279,26 @@ def wrong_types() -> list[tuple[Call, str]]:
     return lines
 
 
-TABLES: dict[str, Callable[[], list[tuple[Call, str]]]] = {
-    "tensors": wrong_tensors,
-    "operators": wrong_operators,
-    "values": wrong_values,
-    "parameters": wrong_parameters,
-    "types": wrong_types,
+TABLES: dict[str, list[Callable[[], list[tuple[Call, str]]]]] = {
+    "InvalidArgumentError": [wrong_tensors, wrong_operators, wrong_values],
+    "ValueError": [wrong_parameters],
+    "TypeError": [wrong_types],
 }
-KINDS = {"types": "TypeError", "parameters": "ValueError"}
 
 
-def check_table(name: str) -> None:
-    expect(KINDS.get(name, "InvalidArgumentError"), TABLES[name]())
+def check_tables() -> None:
+    for kind, tables in TABLES.items():
+        for table in tables:
+            expect(kind, table())
+            work_on()  # nothing was sent
     for horovods in (ValueError, RuntimeError):
         assert issubclass(hvd.InvalidArgumentError, horovods)
     assert not issubclass(hvd.InvalidArgumentError, hvd.HorovodInternalError)  # no retry
-    work_on()  # nothing was sent
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", TABLES)
-def test_wrong_arguments(name, size):
-    run(check_table, size, args=(name,))
+def test_wrong_arguments(size):
+    run(check_tables, size)
 
 
 def call_in_strange_sets() -> None:
@@ -365,18 +333,13 @@ def test_ranks_outside_a_set_are_refused():
     run(call_in_strange_sets, 3)
 
 
-def check_values_that_are_right() -> None:
-    t, size = torch.ones(3), hvd.size()
-    assert hvd.allreduce(t, True).tolist() == [1.0] * 3
-    assert hvd.allreduce(t, average=None).tolist() == [1.0] * 3
-    for flag in (0, False, np.bool_(False)):
-        assert hvd.allreduce(t, average=flag).tolist() == [size] * 3
+def sum_by_number() -> None:
     for op in (1, np.int64(1)):  # Horovod's number of Sum
-        assert hvd.allreduce(t, op=op).tolist() == [size] * 3
+        assert hvd.allreduce(torch.ones(3), op=op).tolist() == [hvd.size()] * 3
 
 
-def test_flags_and_numbers():
-    run(check_values_that_are_right, 2)
+def test_numbers_of_operators():
+    run(sum_by_number, 2)
 
 
 def check_two_threads() -> None:
@@ -389,14 +352,12 @@ def check_two_threads() -> None:
             handles = [thread.submit(reduce).result(), cast()]
     else:
         handles = [cast(), reduce()]
+    words = "Operations of this world come from two threads of rank 1: give them names"
     for handle in handles:
-        kind, text = error_of(partial(hvd.synchronize, handle))
-        assert kind == "MismatchError", text
-        assert "Operations of this world come from two threads of rank 1: give them names" in text
+        expect_error("MismatchError", words, partial(hvd.synchronize, handle))
     hvd.barrier()
-    kind, text = error_of(lambda: hvd.allreduce(torch.zeros(3 + hvd.rank()), name="a"))
-    assert kind == "MismatchError"
-    assert "threads" not in text
+    named = partial(hvd.allreduce, torch.zeros(3 + hvd.rank()), name="a")
+    assert "threads" not in expect_error("MismatchError", "", named)
 
 
 def test_two_threads_without_names() -> None:
@@ -407,17 +368,10 @@ def disagree_about_groups() -> None:
     rank, one = hvd.rank(), torch.ones(3)
     for name in (None, "g"):
         tensors = [one] * (2 + rank)
-        calls = [
-            lambda ts=tensors, name=name: hvd.grouped_allreduce(ts, name=name),
-            lambda ts=tensors, name=name: hvd.grouped_allgather(ts, name=name),
-            lambda ts=tensors, name=name: hvd.synchronize(
-                hvd.grouped_allreduce_async(ts, name=name)
-            ),
-        ]
-        expect(
-            "MismatchError", [(each, r"in a group of 2; rank 1: .* a group of 3") for each in calls]
-        )
-        work_on()  # the next, innocent one
+        for call in (hvd.grouped_allreduce, hvd.grouped_allgather):
+            grouped = partial(call, tensors, name=name)
+            expect("MismatchError", [(grouped, r"in a group of 2; rank 1: .* a group of 3")])
+            work_on()  # the next, innocent one
     others = partial(hvd.grouped_allreduce, [one] * 3)
     alone = partial(hvd.allreduce, one) if rank == 0 else others
     expect("MismatchError", [(alone, r"rank 1: allreduce '#\d+.* in a group of 3\.")])
@@ -426,13 +380,11 @@ def disagree_about_groups() -> None:
     long = partial(hvd.grouped_allreduce, [torch.ones(1)] * (300 + 100 * rank), name="long" * 200)
     expect("MismatchError", [(long, "in a group of 300;")])
     work_on()
-    assert hvd.grouped_allreduce([torch.ones(1)] * 3, op=hvd.Sum)[2].item() == hvd.size()
     handle = hvd.grouped_allreduce_async([one, torch.ones(3 + rank)], name="g")
     expect("MismatchError", [(partial(hvd.synchronize, handle), r"g\.1")])
     assert hvd.grouped_allreduce([one], name="g", op=hvd.Sum)[0].tolist() == [hvd.size()] * 3
 
 
-@on_both_transports
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
 def test_groups_that_differ_are_refused_in_their_call(size, transport):
     run(disagree_about_groups, size, transport=transport)

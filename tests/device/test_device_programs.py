@@ -46,7 +46,7 @@ def test_alone_on_a_stand_in(program):
 
 def call_all_anew(device: str) -> None:
     hvd.shutdown()  # init() is called with the default device, too
-    call_all(device, torch.float32, "default")
+    call_all(device, torch.float32)
 
 
 @pytest.mark.parametrize("program", [call_all_anew, mix_host_and_device])

@@ -33,21 +33,6 @@ def test_collectives_agree_with_mpi():
     assert hvd.broadcast_object({"from": hvd.rank()}, root_rank=1) == {"from": 1}
 
 
-def test_training_keeps_the_ranks_together():
-    torch.manual_seed(hvd.rank())
-    model = torch.nn.Linear(4, 2)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
-    )
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    weights = MPI.COMM_WORLD.allgather(model.weight.detach())
-    assert all(torch.equal(weights[0], other) for other in weights)
-
-
 def test_the_benchmark_measures_mpi():
     import collectives
     import peers

@@ -38,8 +38,9 @@ BITWISE = {
 
 
 def shapes_of(dtype: torch.dtype) -> list[tuple[int, ...]]:
-    """Return the shapes to test with a dtype; those of many segments only with some."""
-    return SHAPES if dtype in (torch.float32, torch.bfloat16, torch.int32) else SHAPES[:-2]
+    """Return the shapes to test with a dtype: all of them only with some."""
+    is_common = dtype in (torch.float32, torch.bfloat16, torch.int32)
+    return SHAPES if is_common else [(), (0,), (7, 11), (4099,)]
 
 
 def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> Tensor:

@@ -51,7 +51,7 @@ FAULTS = (
         "fence_resets", "requests are numbered anew after a fence", AGREEMENT,
         "fingerprint.collective == Collective::kBarrier && is_numbered(fingerprint.name)",
         "is_barrier(fingerprint.collective) && is_numbered(fingerprint.name)",
-        tests=("collectives/test_rooted.py",),
+        tests=("c10d/test_operations.py::test_a_barrier_does_not_number_later_operations_anew",),
     ),
     Fault(
         "here_is_missing", "an error names ranks as late that have come", AGREEMENT,
