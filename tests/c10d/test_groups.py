@@ -132,6 +132,18 @@ def test_first_operations_in_crossing_order(
     assert sums == [[1.0, 2.0], [1.0, 3.0], [3.0, 2.0]]
 
 
+def gather_in_another_order() -> list[float]:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    parts = [torch.zeros(1), torch.zeros(1)]
+    dist.all_gather(parts, torch.tensor([float(dist.get_rank())]), group=group)
+    return [part.item() for part in parts]
+
+
+@needs_torch_2_14
+def test_a_group_has_the_order_of_its_ranks() -> None:
+    assert on_ring(gather_in_another_order, 2) == [[1.0, 0.0]] * 2
+
+
 def leave_what_nobody_joins() -> None:
     """Rank 0 leaves groups that rank 1 never uses: one with a world of its own, and a part."""
     for ranks, options in (([1, 0], {"sort_ranks": False}), ([0, 1], {})):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.groups import default_group, group_store, needs_torch_2_14
+from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import eventually, expect_error, run
 
 
@@ -60,28 +60,59 @@ def tell_of_look(name: str) -> None:
     group._store = _Looking(group._store)  # type: ignore[assignment]
 
 
+def groups_of_two_lives() -> list[float]:
+    rank = int(os.environ["RANK"])
+    with default_group():
+        first, second = dist.new_group([1, 2]), dist.new_group([0, 1])
+        if rank > 0:
+            total(1.0, first)
+        if rank < 2:
+            total(1.0, second)
+        dist.barrier()
+    with default_group():
+        if rank == 0:  # it is late: rank 1 has looked for its groups
+            group_store().wait(["looked"], timedelta(seconds=20))
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        if rank == 0:
+            tensors = [torch.tensor(300.0), torch.tensor(400.0)]
+            works = [
+                dist.all_reduce(tensor, group=group, async_op=True)
+                for tensor, group in zip(tensors, (first, second), strict=True)
+            ]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
+            return [tensor.item() for tensor in tensors]
+        if rank == 1:
+            tell_of_look(first.group_name)  # type: ignore[union-attr]
+            return [total(1.0, first), total(1.0, second)]
+    return []
+
+
+def test_a_group_is_not_taken_for_one_of_an_earlier_life() -> None:
+    sums = run(groups_of_two_lives, 3, initialized=False, kind="c10d")
+    assert sums == [[301.0, 401.0], [301.0, 401.0], []]
+
+
 def made_again() -> list[float]:
-    """A group is made under its name twice in each of two lives; rank 0 comes late."""
+    """A group is made again under its name; rank 0 comes late."""
     # torch 2.13 calls a group by the hash of its ranks, which is the same each time.
     dist.distributed_c10d._hash_ranks_to_str = lambda ranks: f"of {ranks}"  # type: ignore[assignment]
-    rank, sums = int(os.environ["RANK"]), []
-    for life in range(2):
-        with default_group():
-            for turn in (2 * life, 2 * life + 1):
-                if rank == 0 and turn > 0:
-                    group_store().wait(["looked"], timedelta(seconds=20))
-                    group_store().delete_key("looked")
-                group = dist.new_group([0, 1], use_local_synchronization=True)
-                if rank == 1 and turn > 0:
-                    tell_of_look(group.group_name)  # type: ignore[union-attr]
-                sums.append(total(10.0**turn, group))
-                dist.destroy_process_group(group)
-            dist.barrier()
+    rank, sums = dist.get_rank(), []
+    for turn in range(3):
+        if rank == 0 and turn > 0:
+            group_store().wait(["looked"], timedelta(seconds=20))
+            group_store().delete_key("looked")
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        if rank == 1 and turn > 0:
+            tell_of_look(group.group_name)  # type: ignore[union-attr]
+        sums.append(total(10.0**turn, group))
+        dist.destroy_process_group(group)
+    dist.barrier()
     return sums
 
 
 def test_a_group_is_made_again_under_its_name() -> None:
-    assert run(made_again, 2, initialized=False) == [[2.0, 20.0, 200.0, 2000.0]] * 2
+    assert on_ring(made_again, 2, is_fresh=True) == [[2.0, 20.0, 200.0]] * 2
 
 
 def own_worlds() -> list[float]:

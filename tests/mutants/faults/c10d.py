@@ -20,7 +20,7 @@ FAULTS = (
         "earlier_life", "a group meets one of an earlier life under its name", GROUPS,
         """PrefixStore(f"{shared.world.token}/{number}", self._store)""",
         """PrefixStore(f"{number}", self._store)""",
-        tests=("c10d/test_lives.py::test_a_group_is_made_again_under_its_name",),
+        tests=("c10d/test_lives.py::test_a_group_is_not_taken_for_one_of_an_earlier_life",),
     ),
     Fault(
         "order_of_ranks", "a group whose ranks are not ascending is numbered anew", GROUPS,
