@@ -15,17 +15,19 @@ from pool import run
 import torch_ring as hvd
 from torch_ring.setup import control_groups
 
-BOUND = {"bound": True}
+BOUND = {"bound": 1}
 A_GPU = {"gpus": 1}
-OR_CALL = "(or torch.set_num_threads, if the program calls it)"
+USE = "for all ranks to use them"
+WAIT = "so that threads do not wait for a CPU"
 
 
-def lines(cpus: int, threads: int, machine: dict[str, float], variables: dict[str, str]) -> list:
+def lines(cpus: int, threads: int, machine: dict[str, float], chosen: str) -> list[str]:
     """Return the lines of init() about threads, on ranks that may run on `cpus` CPUs."""
     first = cpus * int(os.environ["RANK"]) if machine.get("bound") else 0
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.pop(name, None)
-    os.environ.update(variables)
+    if chosen:
+        os.environ[chosen] = str(threads)
     torch.set_num_threads(threads)
     mine = set(range(first, first + cpus))
     with (
@@ -40,65 +42,37 @@ def lines(cpus: int, threads: int, machine: dict[str, float], variables: dict[st
     return [message for message in messages if "thread" in message]
 
 
-def told(ranks: int, *args: object) -> list[str]:
-    first, *others = run(lines, ranks, args=args, initialized=False)
-    assert others == [[]] * (ranks - 1)
-    return first
-
-
 @pytest.mark.parametrize(
-    ("cpus", "threads", "machine", "said"),
+    ("ranks", "cpus", "threads", "machine", "chosen", "said"),
     [
-        pytest.param(8, 1, {}, ("1 thread", "2 ranks share 8 CPUs", 4), id="eight CPUs"),
-        pytest.param(64, 8, {}, ("8 threads", "2 ranks share 64 CPUs", 32), id="some threads"),
-        pytest.param(64, 16, {}, None, id="half, as of hardware threads"),
-        pytest.param(2, 1, {}, None, id="a share each"),
-        pytest.param(1, 1, BOUND, None, id="bound to a core each"),
-        pytest.param(64, 1, {"quota": 4}, None, id="a share of the quota"),
-    ],
-)
-def test_idle_cpus_are_told(cpus, threads, machine, said):
-    found = told(2, cpus, threads, machine, {})
-    if said is None:
-        assert found == []
-        return
-    number, there, share = said
-    assert found == [
-        f"a rank computes with {number}, and {there} here: set OMP_NUM_THREADS={share} {OR_CALL} "
-        f"for all ranks to use them, or OMP_NUM_THREADS={threads} to keep it so"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cpus", "threads", "machine", "said"),
-    [
-        pytest.param(2, 2, 2, {}, ("2 ranks share 2 CPUs", 1), id="all threads"),
-        pytest.param(2, 8, 4, {}, None, id="half of the hardware threads"),
-        pytest.param(2, 8, 8, BOUND, None, id="bound"),
-        pytest.param(2, 8, 8, A_GPU, None, id="on a GPU"),
-        pytest.param(2, 64, 64, {"quota": 4}, ("2 ranks share 4 CPUs", 2), id="a quota"),
+        pytest.param(2, 8, 1, {}, "", ("1 thread", "8 CPUs", 4, USE), id="eight CPUs"),
+        pytest.param(2, 64, 16, {}, "", None, id="half, as of hardware threads"),
+        pytest.param(2, 64, 1, {"quota": 4}, "", None, id="a share of the quota"),
+        pytest.param(2, 64, 1, {}, "OMP_NUM_THREADS", None, id="few are chosen"),
+        pytest.param(2, 2, 2, {}, "", ("2 threads", "2 CPUs", 1, WAIT), id="all threads"),
+        pytest.param(2, 8, 4, {}, "", None, id="half of the hardware threads"),
+        pytest.param(2, 8, 8, BOUND, "", None, id="bound"),
+        pytest.param(2, 8, 8, A_GPU, "", None, id="on a GPU"),
         pytest.param(
-            2, 8, 8, {"quota": 1.5, **BOUND}, ("2 ranks share 1.5 CPUs", 1), id="less than one"
+            *(2, 8, 8, {"quota": 1.5, **BOUND}, "", ("8 threads", "1.5 CPUs", 1, WAIT)),
+            id="less than one of the quota",
         ),
-        pytest.param(4, 16, 8, {}, ("4 ranks share 16 CPUs", 4), id="one for two"),
-        pytest.param(4, 16, 7, {}, None, id="chosen by the program"),
-        pytest.param(3, 1, 1, {}, None, id="the least"),
+        pytest.param(4, 16, 8, {}, "", ("8 threads", "16 CPUs", 4, WAIT), id="one for two"),
+        pytest.param(4, 16, 7, {}, "", None, id="set by the program"),
+        pytest.param(2, 64, 64, {}, "MKL_NUM_THREADS", None, id="many are chosen"),
     ],
 )
-def test_threads_that_wait_for_a_cpu_are_told(ranks, cpus, threads, machine, said):
-    found = told(ranks, cpus, threads, machine, {})
+def test_idle_cpus_and_threads_that_wait_for_one_are_told(
+    ranks, cpus, threads, machine, chosen, said
+):
+    found, *others = run(lines, ranks, args=(cpus, threads, machine, chosen), initialized=False)
+    assert others == [[]] * (ranks - 1)
     if said is None:
         assert found == []
         return
-    there, share = said
+    number, there, share, gain = said
     assert found == [
-        f"a rank computes with {threads} threads, and {there} here: set OMP_NUM_THREADS={share} "
-        f"{OR_CALL} so that threads do not wait for a CPU, or OMP_NUM_THREADS={threads} to keep it "
-        "so"
+        f"a rank computes with {number}, and {ranks} ranks share {there} here: set "
+        f"OMP_NUM_THREADS={share} (or torch.set_num_threads, if the program calls it) {gain}, or "
+        f"OMP_NUM_THREADS={threads} to keep it so"
     ]
-
-
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-@pytest.mark.parametrize("threads", [1, 64])
-def test_a_number_that_is_chosen_is_no_matter(name, threads):
-    assert told(2, 64, threads, {}, {name: str(threads)}) == []

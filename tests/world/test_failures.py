@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from groups import on_ring
 from pool import all_have_passed, error_of, eventually, has_asked, run
+from process_set_use import check_process_set, sum_of_ranks
 from slow import slow
 
 import torch_ring as hvd
@@ -57,8 +58,13 @@ def leave_a_worker_behind() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_in_a_collective() -> None:
+    arm_failpoints(f"collective:{hvd.rank()}:2:kill")
+
+
 FAILURES: dict[str, tuple[Callable[[], None], str]] = {
     "dies": (lambda: soon(signal.SIGKILL), ""),
+    "dies in a collective": (die_in_a_collective, "died: its connection closed"),
     "is stopped": (lambda: soon(signal.SIGSTOP), ""),
     "leaves": (leave, "has left: it called shutdown() or exited"),
     "leaves with an error": (leave_with_an_error, "left: RuntimeError: disk full at test_failures"),
@@ -70,6 +76,9 @@ FAILURES: dict[str, tuple[Callable[[], None], str]] = {
 def outlive(victim: int, how: str, passed: Path) -> tuple[str, str]:
     """Reduce until it fails, because the victim ends. Return the error."""
     tensor = torch.ones(1 << 20)
+    sets = [hvd.add_process_set(ranks) for ranks in sets_of(victim)] if hvd.size() > 2 else []
+    for each in sets:
+        check_process_set(each, each.ranks or [])
     hvd.allreduce(tensor)
     all_have_passed(passed, hvd.size())
     if hvd.rank() == victim:
@@ -80,6 +89,11 @@ def outlive(victim: int, how: str, passed: Path) -> tuple[str, str]:
     again, ended = error_of(lambda: hvd.allreduce(tensor, name="later"))
     assert again == kind
     assert ended.endswith(". Call shutdown() and init(), or exit"), ended
+    for each in sets:
+        lives = victim not in (each.ranks or [])
+        if each.included():
+            found, _ = error_of(lambda: sum_of_ranks(each))  # noqa: B023
+            assert found == ("nothing" if lives else "PeerLostError"), each
     begin = time.monotonic()
     hvd.shutdown()
     assert time.monotonic() - begin < 5
@@ -87,11 +101,19 @@ def outlive(victim: int, how: str, passed: Path) -> tuple[str, str]:
     return kind, text
 
 
+def sets_of(victim: int) -> list[list[int]]:
+    """Return a set of the others, which lives as long as its members, and one with the victim."""
+    others = [rank for rank in range(3) if rank != victim]
+    return [others, sorted([others[0], victim])]
+
+
 @pytest.mark.parametrize(
     ("how", "transport", "size", "victim"),
     [
         ("dies", "shm", 3, 2),
         ("dies", "tcp", 3, 0),
+        ("dies", "tls", 3, 1),
+        ("dies in a collective", "shm", 3, 1),
         ("is stopped", "shm", 2, 1),
         slow("is stopped", "tcp", 2, 1),
         ("leaves", "shm", 3, 2),
@@ -102,8 +124,11 @@ def outlive(victim: int, how: str, passed: Path) -> tuple[str, str]:
     ],
 )
 def test_a_lost_rank_is_named(how, transport, size, victim, tmp_path):
-    # On a loaded machine, a late third rank could be given up in place of a stopped one.
-    env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "1.5"} if how == "is stopped" else {}
+    env = {"TORCH_RING_TLS": "1"} if transport == "tls" else {}
+    if how == "is stopped":
+        # On a loaded machine, a late third rank could be given up in place of a stopped one.
+        env["TORCH_RING_HEARTBEAT_TIMEOUT"] = "1.5"
+    transport = "tcp" if transport == "tls" else transport
     args = victim, how, tmp_path
     results = run(outlive, size, args=args, transport=transport, env=env, may_die={victim})
     for rank in {*range(size)} - {victim}:
@@ -115,73 +140,34 @@ def test_a_lost_rank_is_named(how, transport, size, victim, tmp_path):
         assert "allreduce 'doomed' float32" in text or "this world has ended" in text, text
 
 
-def train_until_a_rank_dies() -> tuple[str, str]:
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-
-    def step() -> None:
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(8):
-        kind, text = error_of(step)
-        if kind != "nothing":
-            return kind, text
-    return "nothing", ""
-
-
-def error_of_init() -> tuple[str, str]:
-    return error_of(hvd.init)
-
-
-@pytest.mark.parametrize(
-    ("place", "transport"),
-    [
-        *[(f"collective:1:{nth}", "shm") for nth in (4, 10)],
-        *[slow(f"collective:1:{nth}", "shm") for nth in (5, 7)],
-        slow("collective:1:5", "tcp"),
-        ("handshake.connecting:1:1", "tcp"),
-        ("handshake.accepting:1:1", "tcp"),
-        ("handshake.connecting:1:1", "tls"),
-        ("handshake.accepting:1:1", "tls"),
-    ],
-)
-def test_a_rank_dies_at_a_place(place, transport):
-    """Between two buckets of the first steps; in the handshake, long before init() gives up."""
-    is_early = place.startswith("handshake")
-    outcomes = run(
-        error_of_init if is_early else train_until_a_rank_dies,
-        3,
-        transport="shm" if transport == "shm" else "tcp",
-        env={
-            "TORCH_RING_FAIL": f"{place}:kill",
-            "TORCH_RING_BUCKET_BYTES": "20000",  # several buckets a step
-            "TORCH_RING_INIT_TIMEOUT": "600",
-            "TORCH_RING_TLS": str(int(transport == "tls")),
-        },
-        initialized=not is_early,
-        may_die={1},
-    )
-    assert outcomes[1] is None
-    for kind, text in (outcomes[0], outcomes[2]):
-        assert kind == "PeerLostError", text
-        assert is_early or "rank 1 (pid " in text, text
-        assert "rank 1" in text, text
-        assert is_early or "died: its connection closed" in text, text
+@pytest.mark.parametrize("tls", ["0", "1"])
+@pytest.mark.parametrize("end", ["connecting", "accepting"])
+def test_a_rank_that_dies_in_the_handshake_is_named(end, tls):
+    """Long before init() gives up."""
+    env = {
+        "TORCH_RING_FAIL": f"handshake.{end}:1:1:kill",
+        "TORCH_RING_INIT_TIMEOUT": "600",
+        "TORCH_RING_TLS": tls,
+    }
+    call = [hvd.init]
+    for outcome in run(
+        *(error_of, 3), args=call, transport="tcp", env=env, initialized=False, may_die={1}
+    )[::2]:
+        assert outcome[0] == "PeerLostError", outcome
+        assert "rank 1" in outcome[1], outcome
 
 
 def wait_for_late_data() -> None:
     hvd.allreduce(torch.ones(100_000))
     # Rank 1 lives, and its data arrive later than a lost rank is given up.
-    arm_failpoints("data.receive:1:late=2500" if hvd.rank() == 0 else "")
+    arm_failpoints("data.receive:1:late=1500" if hvd.rank() == 0 else "")
     sums = hvd.allreduce(torch.ones(100_000), op=hvd.Sum)
     arm_failpoints("")
     assert (sums == hvd.size()).all()
 
 
 def test_a_live_rank_whose_data_are_late_is_waited_for_by_default():
-    env = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_HEARTBEAT_TIMEOUT": "1"}
+    env = {"TORCH_RING_TIMEOUT": "0", "TORCH_RING_HEARTBEAT_TIMEOUT": "0.5"}
     run(wait_for_late_data, 2, transport="tcp", env=env)
 
 
@@ -219,20 +205,31 @@ def test_what_all_ranks_have_come_to_is_done_though_one_has_died_since(tmp_path)
 
 # --- a rank is stopped in the middle of a collective, and wakes up after the others gave up
 
-COUNT = 1 << 20
 
-
-def outlive_a_sleeper(wakes: Path, reduce: Callable[[], object], shared: torch.Tensor) -> bool:
+def outlive_a_sleeper(wakes: Path) -> bool:
     """Reduce, which stops rank 1 before it writes its half; return whether rank 0 has kept its."""
+    model = torch.nn.Linear(512, 512, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(1, 512)).sum().backward()
+
+    for _ in range(3):
+        step()
+    shared = model.weight.grad
+    assert shared is not None
     pids = hvd.allgather_object(os.getpid())
     hvd.barrier()
     if hvd.rank() == 1:
         arm_failpoints("shared.reduce:1:1:stop")
-        error_of(reduce)
+        error_of(step)
         arm_failpoints("")
         wakes.touch()
         return False
-    kind, text = error_of(reduce)
+    kind, text = error_of(step)
     assert kind == "TimeoutError", text
     kept = shared.clone()
     # Rank 0 has written its half, in the memory where rank 1 will write the other.
@@ -245,40 +242,15 @@ def outlive_a_sleeper(wakes: Path, reduce: Callable[[], object], shared: torch.T
     return True
 
 
-def keep_a_tensor(wakes: Path) -> bool:
-    values = hvd.empty_shared(COUNT).fill_(1)
-    return outlive_a_sleeper(wakes, lambda: hvd.allreduce_(values, op=hvd.Sum, name="x"), values)
-
-
-def keep_gradients(wakes: Path) -> bool:
-    model = torch.nn.Linear(512, 512, bias=False)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum
-    )
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        model(torch.ones(1, 512)).sum().backward()
-
-    for _ in range(3):
-        step()
-    gradient = model.weight.grad
-    assert gradient is not None
-    assert (gradient == 2).all()
-    return outlive_a_sleeper(wakes, step, gradient)
-
-
-@pytest.mark.parametrize("keep", [keep_gradients, slow(keep_a_tensor)])
-def test_a_woken_rank_does_not_write_to_tensors_that_others_keep(keep, tmp_path):
+def test_a_woken_rank_does_not_write_to_gradients_that_others_keep(tmp_path):
     env = {"TORCH_RING_TIMEOUT": "4"}  # a slow start on a loaded machine does not count as late
-    kept, _ = run(keep, 2, args=[tmp_path / "woken"], env=env, may_die={1})
+    kept, _ = run(outlive_a_sleeper, 2, args=[tmp_path / "woken"], env=env, may_die={1})
     assert kept  # rank 1 may not have ended yet
 
 
 # --- the network cuts connections between living ranks
 
 WHY = ", although both ranks live: a firewall, NAT or another device of the network may have cut it"
-PATIENCE_S = 15.0  # of the other end, whose goodbye would come after the connection's error
 
 
 def tcp_sockets() -> set[tuple[int, str]]:
@@ -316,66 +288,30 @@ def lose_all_connections(folder: Path) -> tuple[str, str]:
     return error
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_connections_that_are_all_reset_are_no_death(size, tmp_path):
-    errors = run(lose_all_connections, size, args=[tmp_path], transport="tcp", initialized=False)
+def test_connections_that_are_all_reset_are_no_death(tmp_path):
+    errors = run(lose_all_connections, 3, args=[tmp_path], transport="tcp", initialized=False)
     for kind, text in errors:
         assert kind == "PeerLostError", text
         assert re.search(rf"connection to rank [0-2] .*{WHY}", text), text
         assert "died" not in text, text
 
 
-def lose_data_connections(folder: Path, rank: int, use: Callable[[int], object]) -> tuple[str, str]:
-    """The network resets what `use` has connected, and no control connection.
-
-    Rank 0 gets the error while rank 1 lives.
-    """
-    looked, used, done, told = (folder / name for name in ("looked", "used", "done", "told"))
-    if rank == 0:  # it may connect to rank 1
-        assert eventually(looked.exists, 30)
+def lose_the_connection_of_messages(folder: Path) -> tuple[str, str]:
+    """The network resets no control connection: rank 0 gets the error while rank 1 lives."""
+    rank = dist.get_rank()
     before = tcp_sockets()
-    looked.touch()
-    use(1)
+    all_have_passed(folder / "looked", 2)
+    dist.send(torch.zeros(1), 1) if rank == 0 else dist.recv(torch.zeros(1), 0)
+    all_have_passed(folder / "used", 2)
     if rank == 1:
-        assert eventually(used.exists, 30)
         reset_since(before)
-        done.touch()
-        eventually(told.exists, PATIENCE_S)
-        return "", ""
-    used.touch()
-    assert eventually(done.exists, 30)
-    error = error_of(lambda: use(1 << 20))
-    told.touch()
+    all_have_passed(folder / "reset", 2)
+    error = error_of(lambda: dist.send(torch.zeros(1 << 20), 1)) if rank == 0 else ("", "")
+    all_have_passed(folder / "told", 2)
     return error
 
 
-def lose_those_of_a_set(folder: Path) -> tuple[str, str]:
-    pair = hvd.add_process_set([0, 1])  # whose connections are made when it is first used
-    if hvd.rank() == 2:
-        assert eventually((folder / "told").exists, 30)
-        return "", ""
-
-    def use(count: int) -> None:
-        hvd.allreduce(torch.ones(100_000 * min(count, 2)), process_set=pair)
-
-    return lose_data_connections(folder, hvd.rank(), use)
-
-
-def lose_those_of_messages(folder: Path) -> tuple[str, str]:
-    def use(count: int) -> None:
-        values = torch.zeros(count)
-        dist.recv(values, 0) if dist.get_rank() else dist.send(values, 1)
-
-    return lose_data_connections(folder, dist.get_rank(), use)
-
-
-@pytest.mark.parametrize("of", ["a set", "messages"])
-def test_data_connections_that_are_reset_are_told_while_the_other_rank_lives(of, tmp_path):
-    if of == "a set":
-        (kind, text), *_ = run(lose_those_of_a_set, 3, args=[tmp_path], transport="tcp")
-        assert kind == "PeerLostError"
-    else:
-        (_, text), _ = on_ring(lose_those_of_messages, 2, tmp_path, transport="tcp")
-    assert "connection to rank 1" in text, text
-    assert "reset by peer" in text or (of == "messages" and "Broken pipe" in text), text
+def test_a_connection_of_messages_that_is_reset_is_told_while_the_other_rank_lives(tmp_path):
+    (_, text), _ = on_ring(lose_the_connection_of_messages, 2, tmp_path, transport="tcp")
+    assert re.search(r"connection to rank 1 .*(reset by peer|Broken pipe)", text), text
     assert WHY in text, text

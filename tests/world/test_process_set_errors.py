@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process sets that cannot be made, and lost members."""
+"""Process sets that cannot be made.
+
+Deaths of members are in test_failures.py, and in tests/elastic/test_kills.py while a set is made.
+"""
 
 import contextlib
 import os
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import all_have_passed, error_of, eventually, has_asked, run
+from pool import error_of, eventually, has_asked, run
 from process_set_use import (
     assert_no_more_than,
     check_process_set,
@@ -137,55 +140,6 @@ def use_without_engine(broken: int, how: str, limited: Path) -> None:
 )
 def test_a_member_whose_engine_cannot_be_made(broken, how, transport, tmp_path):
     run(use_without_engine, 4, args=(broken, how, tmp_path / "limited"), transport=transport)
-
-
-def lose_a_member(passed: Path) -> tuple[str, str]:
-    pair = hvd.add_process_set([1, 2])
-    apart = hvd.add_process_set([0, 3])
-    all_have_passed(passed, hvd.size())
-    if hvd.rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if hvd.rank() == 1:
-        return error_of(lambda: sum_of_ranks(pair))
-    assert sum_of_ranks(apart) == 3
-    time.sleep(0.1)
-    assert sum_of_ranks(apart) == 3  # a set lives as long as its members
-    return error_of(lambda: hvd.add_process_set([0]))
-
-
-@on_both_transports
-def test_a_killed_member(transport, tmp_path):
-    outcomes = run(lose_a_member, 4, args=(tmp_path,), transport=transport, may_die=[2])
-    for rank in (0, 1, 3):
-        kind, text = outcomes[rank]
-        assert (kind, "rank 2 (" in text) == ("PeerLostError", True), outcomes[rank]
-
-
-def die_while_adding(when: str) -> tuple[str, str]:
-    from torch_ring.world.engine import EngineExchange
-
-    exchange = EngineExchange.numbers
-
-    def dies(self: EngineExchange, *values: int) -> list[list[int]]:
-        if when == "after":
-            exchange(self, *values)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    if hvd.rank() == 2:
-        EngineExchange.numbers = dies  # type: ignore[method-assign]
-    kind, text = error_of(lambda: hvd.add_process_set([1, 2]))
-    if kind == "nothing":
-        assert when == "after"
-        use = hvd.ProcessSet([1, 2]) if hvd.rank() == 1 else hvd.global_process_set
-        kind, text = error_of(lambda: sum_of_ranks(use))
-    return kind, text
-
-
-@pytest.mark.parametrize(("when", "transport"), [("before", "shm"), ("after", "tcp")])
-def test_a_member_that_dies_while_the_set_is_added(when, transport):
-    for kind, text in run(die_while_adding, 3, args=(when,), transport=transport, may_die=[2])[:2]:
-        assert (kind, "rank 2 (" in text) == ("PeerLostError", True), (kind, text)
 
 
 def interrupt_once_it_waits(thread: int, came: Path, number: int) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from groups import on_ring
 from host_fixtures import run_on_hosts
 from packets import needs_packets, packets
-from pool import all_have_passed, error_of, run
+from pool import error_of, run
 from scripts import ROOT
 
 import torch_ring as hvd
@@ -73,21 +72,6 @@ def test_nobody_on_the_way_can_read(is_encrypted: bool) -> None:
     with packets() as seen:
         run(reduce_marks, 2, args=(mark,), transport="tcp", env=TLS if is_encrypted else None)
     assert (torch.full((2,), mark).numpy().tobytes() in b"".join(seen)) != is_encrypted
-
-
-def die(passed: Path) -> str:
-    hvd.allreduce(torch.ones(3))
-    all_have_passed(passed, 3)
-    if hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    kind, text = error_of(lambda: hvd.allreduce(torch.ones(100_000), name="after"))
-    assert "rank 1 (pid " in text
-    return kind
-
-
-def test_a_death_is_told_at_once(tmp_path: Path) -> None:
-    kinds = run(die, 3, args=(tmp_path,), transport="tcp", env=TLS, may_die=[1])
-    assert kinds == ["PeerLostError", None, "PeerLostError"]
 
 
 def join_with(settings: list[dict[str, str]]) -> tuple[str, str]:
