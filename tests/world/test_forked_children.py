@@ -110,7 +110,7 @@ def fork_while_joining(stage: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "transport"),
-    [("_share_memory", "shm"), ("_wait_for_neighbours", "shm"), ("_wait_for_neighbours", "tcp")],
+    [("_share_memory", "shm"), ("_wait_for_neighbours", "tcp")],
 )
 def test_a_child_that_is_forked_during_init_holds_nothing(transport, stage):
     run(fork_while_joining, 3, args=(stage,), transport=transport, initialized=False)

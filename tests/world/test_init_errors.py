@@ -5,10 +5,9 @@ import os
 
 import pytest
 import torch
-from pool import RanksFailed, error_of, run
+from pool import error_of, run
 from ports import free_port
 from process_set_use import check_process_set
-from slow import slow
 
 import torch_ring as hvd
 
@@ -26,18 +25,6 @@ def call_wrongly() -> None:
 
 def test_calls_before_init():
     run(call_wrongly, 1, initialized=False)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("TORCH_RING_TIMEOUT", "soon", "TORCH_RING_TIMEOUT='soon': must be a number"),
-        ("TORCH_RING_FAIL", "nowhere:kill", "'nowhere:kill': there is no such place"),
-    ],
-)
-def test_the_cause_is_named(variable, value, message):
-    with pytest.raises(RanksFailed, match=message):
-        run(hvd.rank, 1, env={variable: value})
 
 
 def join_halves(turns: int) -> None:
@@ -61,11 +48,10 @@ def join_halves(turns: int) -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("store_of", ["agent", slow("rank 0"), "host"])
+@pytest.mark.parametrize("store_of", ["agent", "host"])
 def test_lists_of_ranks(store_of):
     env = {}
-    if store_of != "agent":
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
     if store_of == "host":
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
         env["MASTER_ADDR"] = ""
     run(join_halves, 4, args=(2,), env=env, initialized=False)

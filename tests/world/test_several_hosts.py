@@ -13,6 +13,7 @@ import namespaces
 import programs
 import pytest
 import torch
+from dtype_checks import check_results
 from host_fixtures import on_hosts, run_on_hosts
 from logs import logged
 from oracle import play_by_optimizer
@@ -23,6 +24,7 @@ from slow import slow
 import torch_ring as hvd
 
 pytestmark = on_hosts
+SHAPES = [(3,), (30_011,)]  # inline, and in chunks
 
 
 def check_everything() -> str:
@@ -30,15 +32,7 @@ def check_everything() -> str:
     with logged() as lines:
         hvd.init()
     size, rank = hvd.size(), hvd.rank()
-    for count in (1, 1000, 200_003):
-        mine = (torch.arange(count) % 7 + rank).float()
-        want = (torch.arange(count) % 7 * size + size * (size - 1) // 2).float()
-        assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), want)
-        for root in range(size):
-            assert torch.equal(hvd.broadcast(mine, root_rank=root), mine - rank + root)
-        rows = torch.full((rank * count, 2), float(rank))
-        want = torch.cat([torch.full((r * count, 2), float(r)) for r in range(size)])
-        assert torch.equal(hvd.allgather(rows), want)
+    check_results(dtypes=[torch.float32], shapes=SHAPES)
     hvd.barrier()
     play_by_optimizer(programs.plain, ("momentum",))
     kind, text = error_of(lambda: hvd.allreduce(torch.zeros(3 + rank), name="a"))
@@ -75,32 +69,10 @@ def test_layouts_of_ranks_on_hosts(hosts, layout, connections):
 # --- process sets
 
 
-def use_every_collective(members: hvd.ProcessSet, count: int) -> None:
-    """Call each collective once on the members."""
-    ranks, size, own = members.ranks or [], members.size(), hvd.rank()
-    index, total = members.rank(), sum(members.ranks or [])
-    mine = torch.full((count,), float(own))
-    assert (hvd.allreduce(mine, op=hvd.Sum, process_set=members) == total).all()
-    assert (hvd.allreduce(mine, op=hvd.Max, process_set=members) == max(ranks)).all()
-    assert (hvd.broadcast(mine, root_rank=ranks[-1], process_set=members) == ranks[-1]).all()
-    rows = hvd.allgather(torch.full((count + index, 1), own), process_set=members)
-    want = [torch.full((count + i, 1), rank) for i, rank in enumerate(ranks)]
-    assert torch.equal(rows, torch.cat(want))
-    grouped = hvd.grouped_allreduce([mine, mine[:3]], op=hvd.Sum, process_set=members)
-    assert all((tensor == total).all() for tensor in grouped)
-    part = hvd.reducescatter(
-        torch.arange(size * count).float() + own, op=hvd.Sum, process_set=members
-    )
-    own_part = torch.arange(index * count, (index + 1) * count).float()
-    assert torch.equal(part, own_part * size + total)
-    parts = (torch.arange(size).repeat_interleave(count) + 100 * own).float()
-    exchanged, _ = hvd.alltoall(
-        parts, splits=torch.full((size,), count, dtype=torch.int64), process_set=members
-    )
-    assert torch.equal(
-        exchanged, torch.cat([torch.full((count,), 100.0 * r + index) for r in ranks])
-    )
-    assert hvd.allgather_object({"rank": own}, process_set=members) == [{"rank": r} for r in ranks]
+def use(members: hvd.ProcessSet) -> None:
+    check_results(process_set=members, dtypes=[torch.float32], shapes=SHAPES)
+    gathered = hvd.allgather_object({"rank": hvd.rank()}, process_set=members)
+    assert gathered == [{"rank": rank} for rank in members.ranks or []]
     hvd.barrier(process_set=members)
 
 
@@ -108,8 +80,7 @@ def use_sets(sets: list[list[int]]) -> None:
     added = [hvd.add_process_set(ranks) for ranks in sets]
     for each in added:
         if each.included():
-            for count in (2, 70_001):
-                use_every_collective(each, count)
+            use(each)
     hvd.barrier()
     for each in added:
         assert hvd.remove_process_set(each)
@@ -134,16 +105,15 @@ def outlive_the_leaders(leaders: list[int], passed: Path) -> tuple[str, str]:
     rest = [rank for rank in range(hvd.size()) if rank not in leaders]
     members, unused = hvd.add_process_set(rest), hvd.add_process_set(rest[1:])
     if members.included():
-        use_every_collective(members, 2)
+        use(members)
     hvd.barrier()
     all_have_passed(passed, hvd.size())
     if hvd.rank() in leaders:
         os.kill(os.getpid(), signal.SIGKILL)
     error = error_of(hvd.barrier)
-    for _ in range(3):
-        use_every_collective(members, 70_001)
-        if unused.included():
-            use_every_collective(unused, 70_001)
+    use(members)
+    if unused.included():
+        use(unused)
     return error
 
 

@@ -10,36 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from dtype_checks import check_results
 from groups import on_ring
 from host_fixtures import run_on_hosts
 from packets import needs_packets, packets
 from pool import error_of, run
+from process_set_use import check_process_set
 from scripts import ROOT
 
 import torch_ring as hvd
-from torch_ring.setup import connect
 from torch_ring.world import current
 
+SHAPES = [(3,), (30_011,)]  # inline, and in chunks
 TLS = {"TORCH_RING_TLS": "1"}
 MARK = 1.2345678e20  # in no other data
 
 
 def everything() -> str:
-    rank, size = hvd.rank(), hvd.size()
-    for count in (1, 3_000, 300_000):
-        assert hvd.allreduce(torch.full((count,), rank + 1.0), op=hvd.Sum).eq(6).all()
-        rows = hvd.allgather(torch.full((rank + 1, count), rank))
-        assert [len(rows[rows[:, 0] == each]) for each in range(size)] == [1, 2, 3]
-    assert hvd.broadcast_object({"of": rank}, 1) == {"of": 1}
-    pair = hvd.add_process_set([0, 2])
-    if pair.included():
-        assert hvd.allreduce(torch.tensor(float(rank)), process_set=pair).item() == 1
+    check_results(dtypes=[torch.float32], shapes=SHAPES)
+    assert hvd.broadcast_object({"of": hvd.rank()}, 1) == {"of": 1}
+    check_process_set(hvd.add_process_set([0, 2]), [0, 2])
     return current.world().summary
 
 
-@pytest.mark.parametrize("more", [{}, {"TORCH_RING_CONNECTIONS": "3", "TORCH_RING_CHECKSUM": "1"}])
-def test_collectives(more: dict[str, str]) -> None:
-    summaries = run(everything, 3, transport="tcp", env={**TLS, **more})
+def test_collectives() -> None:
+    env = TLS | {"TORCH_RING_CONNECTIONS": "3", "TORCH_RING_CHECKSUM": "1"}
+    summaries = run(everything, 3, transport="tcp", env=env)
     assert summaries[0].startswith("3 ranks, by TCP, TLS 1.3 (")
 
 
@@ -95,23 +91,6 @@ def test_refused(settings: list[dict[str, str]], kind: str, reason: str) -> None
     for found, text in outcomes:
         assert found == kind, text
         assert reason in text
-
-
-def lack_openssl() -> tuple[str, str]:
-    def missing(*_: object) -> None:
-        raise hvd.InvalidArgumentError("TORCH_RING_TLS needs OpenSSL 1.1.1b or newer")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-            patch.setattr(connect, "ControlPlane", missing)
-        return error_of(hvd.init)
-
-
-def test_a_rank_without_openssl_ends_the_start_of_all() -> None:
-    env = {**TLS, "TORCH_RING_EXIT_WITH_LAUNCHER": "0"}  # no descriptor for the plane to close
-    outcomes = run(lack_openssl, 2, transport="tcp", initialized=False, env=env)
-    for _, text in outcomes:
-        assert "needs OpenSSL 1.1.1b or newer" in text
 
 
 def test_declarations_of_openssl() -> None:

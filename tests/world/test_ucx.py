@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from dtype_checks import check_results
 from host_fixtures import on_hosts, run_on_hosts
 from pool import all_have_passed, error_of, run
 from scripts import ROOT
@@ -26,22 +27,17 @@ from torch_ring.config import Config
 from torch_ring.setup import connect, ucx
 from torch_ring.world import current
 
+SHAPES = [(3,), (30_011,)]  # inline, and in chunks
 OVER_UCX = {"TORCH_RING_NETWORK": "ucx", "UCX_TLS": "tcp"}
-COUNTS = (1, 1000, 20_000, 1 << 21)  # inline, one message, several, megabytes
 
 OWN = ucx.own_ucx(Config.from_environment())
 needs_ucx = pytest.mark.skipif(not OWN[:1].isdigit(), reason=OWN)
 
 
 def reduce_and_gather() -> str:
-    rank, size = hvd.rank(), hvd.size()
-    for count in COUNTS:
-        mine = (torch.arange(count) % 7 + rank).float()
-        want = (torch.arange(count) % 7 * size + size * (size - 1) // 2).float()
-        assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), want)
-        everyones = hvd.allgather(mine.view(1, -1))
-        assert all(torch.equal(row, mine - rank + peer) for peer, row in enumerate(everyones))
-        assert torch.equal(hvd.broadcast(mine, size - 1), mine - rank + size - 1)
+    check_results(dtypes=[torch.float32], shapes=SHAPES)
+    mine = torch.ones(1 << 21)  # megabytes for each rank
+    assert hvd.allreduce(mine, op=hvd.Sum).eq(hvd.size()).all()
     return current.world().summary
 
 
@@ -56,7 +52,7 @@ def reduce_with_a_dying_rank() -> tuple[str, str, bool]:
     """The last rank dies when a part of its data has arrived."""
     last = hvd.size() - 1
     hvd.allreduce_(torch.ones(1 << 20), name="first")
-    data = torch.ones(32 << 20)
+    data = torch.ones(16 << 20)
     if hvd.rank() == last:
         arm_failpoints(f"data.received:{last - 1}:20:kill")
     kind, text = error_of(lambda: hvd.allreduce_(data, name="second"))
@@ -209,11 +205,6 @@ def test_variables_that_ucx_reads(monkeypatch, tmp_path):
 def test_ucx_without_memory_events_is_refused(monkeypatch):
     monkeypatch.setenv("UCX_MEM_EVENTS", "n")
     assert "UCX crashes when an exchange fails" in ucx.own_ucx(Config())
-
-
-def test_a_reason_has_room_in_the_description_of_a_rank(monkeypatch):
-    monkeypatch.setattr(ucx, "ucx_found", mock.Mock(side_effect=hvd.RingError("é\n" * 2000)))
-    assert ucx.own_ucx(Config()) == "??" * 250
 
 
 # --- other tests, over it

@@ -79,8 +79,8 @@ def add_and_use_none(count: int) -> None:
 
 
 @on_both_transports
-def test_a_hundred_sets_that_nobody_uses(transport):
-    run(add_and_use_none, 8, args=(100,), transport=transport)
+def test_sets_that_nobody_uses(transport):
+    run(add_and_use_none, 5, args=(20,), transport=transport)
 
 
 # --- first use
@@ -158,7 +158,7 @@ def use_once_more(rounds: int) -> None:
 
 @on_both_transports
 def test_a_set_that_has_another_ones_id(transport):
-    run(use_once_more, 3, args=(30,), transport=transport)
+    run(use_once_more, 3, args=(9,), transport=transport)
 
 
 # --- sets that their members alone make
