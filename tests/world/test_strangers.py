@@ -11,6 +11,7 @@ import torch
 from host_fixtures import on_hosts, run_on_hosts
 from logs import logged
 from pool import run
+from slow import slow
 
 import torch_ring as hvd
 from torch_ring.setup import connect as connecting
@@ -84,7 +85,7 @@ class TestHosts:
         told = "RuntimeError: rank 2 does not take an object: see its error"
         assert of_root == of_near == [told, told]
 
-    @pytest.mark.parametrize("how", ["SECRET", "SECRET_FILE", "TRUST_NETWORK"])
+    @pytest.mark.parametrize("how", ["SECRET", slow("SECRET_FILE"), "TRUST_NETWORK"])
     def test_with_a_secret_or_trust_all_objects_are_taken(self, hosts, how, tmp_path):
         path = tmp_path / "secret"
         path.write_text("hush\n")

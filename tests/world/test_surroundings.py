@@ -114,6 +114,7 @@ class TestAddresses:
         finally:
             namespaces.run("ip", "-n", hosts[2], "link", "set", "lo", "up")
 
+    @pytest.mark.slow
     def test_a_host_whose_loopback_has_ipv6_alone(self, hosts):
         with without_address(hosts[2], "127.0.0.1/8"):
             env = {"MASTER_ADDR": "127.0.0.1"}
