@@ -46,17 +46,6 @@ def waits(here: list[int], missing: list[int]) -> dict[str, Any]:
     return {"kind": "wait", "here": here, "missing": missing}
 
 
-def test_all_get_places_when_all_have_asked() -> None:
-    gathering = Gathering()
-    assert ask(gathering, "b") == waits([], [])  # before it knows of any
-    gathering.expect({"a": 0, "b": 1})
-    assert ask(gathering, "b") == waits([1], [0])
-    place = {"kind": "place", "processes": ["a", "b"], "store": ["host of a", 7]}
-    assert ask(gathering, "a") == place
-    assert ask(gathering, "b") == place
-    assert ask(gathering, "b") == place  # its answer got lost
-
-
 def test_those_that_have_died_are_not_waited_for() -> None:
     gathering = Gathering()
     gathering.expect({"a": 0, "b": 1, "c": 2})
@@ -184,19 +173,21 @@ def require_others(results: Sequence[Any], deaths: Deaths) -> None:
 
 
 def cases() -> list[Any]:
-    """Return the places of deaths in turn on the ranks, and others."""
-    found: list[Any] = []
-    for index, place in enumerate(PLACES):
-        if place not in ("placed", "arrived"):  # below, without a deadline
-            found.append((begin, 3, {index % 3: place}, ("shm", "tcp")[index % 2]))
-    return [
-        *found,
-        (begin, 3, {0: "connecting"}, "shm"),  # others wait for neighbours
+    """Return deaths at all places."""
+    found: list[Any] = [
         (begin, 4, {0: "before", 2: "told"}, "shm"),
+        (begin, 4, {1: "asking", 2: "connecting"}, "tcp"),
+        (begin, 4, {3: "arriving", 1: "memory"}, "shm"),
+        (begin, 4, {0: "connected", 2: "engines"}, "tcp"),
         (begin, 4, {1: "arrived", 0: "engine"}, "shm"),
+        (begin, 3, {0: "connecting"}, "shm"),  # others wait for neighbours
         (begin, 3, {0: "told", 1: "before"}, "tcp"),  # one is left
         (begin_without_a_deadline, 3, {1: "placed"}, "shm"),
         (begin_without_a_deadline, 3, {2: "arrived"}, "shm"),
+    ]
+    assert {*PLACES} == {place for _, _, deaths, _ in found for place in deaths.values()}
+    return [
+        *found,
         slow(begin_without_a_deadline, 3, {1: "arrived"}, "tcp"),
         slow(begin_without_a_deadline, 3, {2: "placed"}, "tcp"),
     ]
@@ -237,55 +228,32 @@ def test_too_few_are_left(tmp_path: Path) -> None:
     assert results == [error, None, error]
 
 
-def begin_alone(folder: str) -> tuple[str, str]:
-    """Only rank 0 of two calls init()."""
+def begin_without_the_last(folder: str) -> tuple[tuple[str, str], list[str]]:
+    """Return the error, and the lines about the ranks that are here."""
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "2"
-    return pool.error_of(lambda: begin({}, folder, 2, 1)) if os.environ["RANK"] == "0" else ("", "")
+    first_world._PROGRESS_S = 0.5
+    if os.environ["RANK"] == "2":
+        return ("", ""), []
+    with logged() as lines:
+        logging.getLogger("torch_ring").setLevel("INFO")
+        error = pool.error_of(lambda: begin({}, folder, 3, 1))
+    return error, [line for line in lines if " are here " in line]
 
 
 def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
-    be_the_launcher("127.0.0.1", tmp_path, 2)
-    note_process(tmp_path, 1, os.getpid())  # it lives on
-    error, _ = pool.run(begin_alone, 2, args=(str(tmp_path),), initialized=False)
-    assert error == (
-        "TimeoutError",
-        "rank 1 of 2 did not arrive within 2 s (TORCH_RING_INIT_TIMEOUT): have these processes "
-        "started, and do they call init()?",
-    )
-
-
-def begin_and_listen(folder: str) -> tuple[list[str], Any]:
-    """Rank 2 comes after the others have waited long enough for a line about the present ranks."""
-    first_world._PROGRESS_S = 0.0
-    rank, heard = int(os.environ["RANK"]), 0
-    note_process(Path(folder), rank, os.getpid())
-    ask_launcher = first_world.ask_for_place
-
-    def ask_and_note(*question: Any) -> dict[str, Any]:
-        nonlocal heard
-        answer = ask_launcher(*question)
-        heard += answer.get("here") == [0, 1]
-        if heard == 3:  # after two of them there was time for a line
-            (Path(folder) / f"told-{rank}").touch()
-        return answer
-
-    first_world.ask_for_place = ask_and_note
-    if rank == 2:
-        told = [Path(folder) / f"told-{each}" for each in (0, 1)]
-        assert pool.eventually(lambda: all(each.exists() for each in told), PATIENCE_S)
-    with logged() as lines:
-        logging.getLogger("torch_ring").setLevel("INFO")
-        place = begin({}, folder, 3, 1)
-    return [line for line in lines if " are here " in line], place
-
-
-def test_progress_is_logged_on_the_lowest_rank_that_is_here(tmp_path: Path) -> None:
+    """By an error, and before that in the log of the lowest rank that is here."""
     be_the_launcher("127.0.0.1", tmp_path, 3)
-    results = pool.run(begin_and_listen, 3, args=(str(tmp_path),), initialized=False)
-    assert [place for _, place in results] == [(rank, 3, 9) for rank in range(3)]
+    note_process(tmp_path, 2, os.getpid())  # it lives on
+    results = pool.run(begin_without_the_last, 3, args=(str(tmp_path),), initialized=False)
+    for error, _ in results[:2]:
+        assert error == (
+            "TimeoutError",
+            "rank 2 of 3 did not arrive within 2 s (TORCH_RING_INIT_TIMEOUT): have these processes "
+            "started, and do they call init()?",
+        )
     both = "2 of 3 are here (ranks 0, 1), 1 missing (rank 2)"
-    assert any(both in line for line in results[0][0]), results
-    assert not any(both in line for lines, _ in results[1:] for line in lines), results
+    assert any(both in line for line in results[0][1]), results
+    assert results[1][1] == []
 
 
 def begin_differently(folder: str, error: str) -> tuple[str, str]:
@@ -317,7 +285,7 @@ def test_a_failure_in_which_nobody_dies_is_raised(error: str, word: str, tmp_pat
 
 @pytest.mark.parametrize(
     ("layout", "place"),
-    [([0, 1, 2], "told"), ([0, 0, 1, 1], "engines")],
+    [slow([0, 1, 2], "told"), ([0, 0, 1, 1], "engines")],
 )
 def test_one_dies_on_another_host(
     hosts: list[str], layout: list[int], place: str, tmp_path: Path
@@ -371,7 +339,7 @@ def die_before_run(folder_name: str, victim: int) -> tuple[int, int, float]:
     return hvd.rank(), hvd.size(), model.weight.item()
 
 
-@pytest.mark.parametrize(("transport", "victim"), [("shm", 0), ("shm", 1), slow("tcp", 2)])
+@pytest.mark.parametrize(("transport", "victim"), [("shm", 0), slow("tcp", 1)])
 def test_a_rank_that_dies_before_run_is_missed(transport: str, victim: int, tmp_path: Path) -> None:
     results = run_with_arrivals(
         die_before_run,
