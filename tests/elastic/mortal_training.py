@@ -41,6 +41,7 @@ ranks take a batch of the same size."""
 # Places where a rank may die, and a surviving rank's number of visits there in an epoch.
 IN_A_STEP = {"forward": BATCHES, "bucket": BATCHES, "step": BATCHES, "stepped": BATCHES}
 IN_A_STEP |= {"hosts": BATCHES, "commit": 2, "half a commit": 2, "checkpoint": 1}
+IN_A_SHARDED_STEP = ["in its part", "after its part"]  # while others take theirs
 AFTER_A_DEATH = ["regrouping", "leading", "regrouped", "init", "joined", "resume", "resumed"]
 AFTER_A_DEATH += ["callback", "sets", "sets made"]
 
@@ -144,7 +145,7 @@ class Reaper:
         return call
 
     @contextlib.contextmanager
-    def waits(self, state: hvd.elastic.TorchState) -> Iterator[None]:
+    def waits(self, state: hvd.elastic.TorchState, shards: Any) -> Iterator[None]:
         """Watch all places outside the training itself, such as commits."""
         places = [
             (elastic_job, "regroup", "regrouping", "regrouped"),
@@ -156,7 +157,8 @@ class Reaper:
             (state._handlers["optimizer"], "copy_from", "half a copy", ""),
             (state, "check_host_updates", "hosts", ""),
             (torch, "save", "", "checkpoint"),
-        ]
+            *[(shards, "_groups", "in its part", ""), (shards, "_leave", "after its part", "")],
+        ][: None if shards else -2]
         with contextlib.ExitStack() as patches:
             for owner, name, before, after in places:
                 function = getattr(owner, name)
@@ -278,12 +280,13 @@ def train(
             state.epoch += 1
             checkpoint.save(path, {"model": model.state_dict(), "epoch": state.epoch})
 
-    with reaper.waits(state):
+    with reaper.waits(state, optimizer._shards if kind == "sharded" else None):
+        reaper.at("before")
         go_on(state)
     worlds.require_present_only()
-    if kind == "sharded" and hvd.size() > 1:  # on one host
-        assert optimizer._shards.is_shared
-        assert len(optimizer._shards._owners) == hvd.size()
+    if kind == "sharded" and hvd.size() > 1:
+        assert optimizer._shards.is_shared  # by the ranks of each host
+        assert len(optimizer._shards._owners) == hvd.local_size()
     assert stay or state.epoch == epochs
     assert state.batches == state.epoch * BATCHES
     saved = checkpoint.load(path)

@@ -382,35 +382,6 @@ def test_a_newcomer_gets_agreed_parameters(transport, kind, delay):
     pool.run(newcomer, 3, args=(kind, delay), transport=transport)
 
 
-def fall_behind(behind: int) -> None:
-    """Two hosts of two ranks, as process sets; one rank has not taken the last step."""
-    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
-    model, optimizer, state = start("DiLoCo", 0, sets[2], sets[hvd.rank() // 2])
-    for _ in range(3):
-        backward(model, optimizer, hvd.rank())
-        optimizer.synchronize()
-        if (hvd.rank(), state.step) == (behind, 2):
-            continue
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        state.step += 1
-    own = of_all_ranks(model.weight)
-    state.reset()
-    state.resume()
-    assert state.step == 3
-    weights = of_all_ranks(model.weight)
-    first, second = own[1 - behind % 2 if behind < 2 else 0], own[3 if behind == 2 else 2]
-    assert weights == [first, first, second, second]
-    assert first != second
-    momentum = of_all_ranks(optimizer.state[model.weight]["momentum_buffer"])
-    assert momentum[0] == momentum[1] != momentum[2] == momentum[3]
-
-
-@pytest.mark.parametrize("behind", [0, slow(3)])
-def test_a_rank_takes_the_state_of_its_host(behind):
-    pool.run(fall_behind, 4, args=(behind,))
-
-
 def miss_a_mean(on_hosts: bool, victim: int, fails: bool) -> None:
     """The end of a round has failed on one rank only, and then rank 2 has joined.
 

@@ -15,13 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from pool import eventually
 
 import torch_ring as hvd
 from torch_ring.membership import tls
 from torch_ring.membership.directory import Directory, ask_directory, tell_directory
-from torch_ring.membership.listener import Listener
-from torch_ring.membership.member import Channel, Member, MessageKey, Reach, dial, key_of, reach
+from torch_ring.membership.member import Channel, Member, MessageKey, key_of
 
 KEY = key_of("of this job", "1")
 CLEAR = dataclasses.replace(KEY, tls=False)
@@ -166,7 +164,7 @@ def flip(part: int, at: int) -> Callable[[int, bytes], bytes]:
 
 
 @pytest.mark.parametrize("part", range(3))
-@pytest.mark.parametrize("at", [0, 7, 50, -1])
+@pytest.mark.parametrize("at", [0, 50])
 @pytest.mark.parametrize("is_acceptors", [False, True])
 def test_a_changed_bit_ends_the_call(part: int, at: int, is_acceptors: bool) -> None:
     """In the handshake, and in the messages after it; no message of a changed stream is taken."""
@@ -180,25 +178,7 @@ def test_a_changed_bit_ends_the_call(part: int, at: int, is_acceptors: bool) -> 
     assert part > 1 or isinstance(victim[-1], OSError)
 
 
-def test_a_recording_is_of_no_use() -> None:
-    parts: list[bytes] = []
-
-    def keep(_: int, data: bytes) -> bytes:
-        parts.append(data)
-        return data
-
-    talk(Way(of_caller=keep))
-    assert len(parts) > 2
-    again = Way()
-    for part in parts:
-        again.caller.sendall(part)
-    (error,) = End().talk(again.acceptor, accepted=True)
-    assert isinstance(error, ConnectionError)
-    again.close()
-
-
-@pytest.mark.parametrize("trickles", [False, True])
-def test_silence_in_the_handshake_ends_in_time(trickles: bool) -> None:
+def test_bytes_that_trickle_into_the_handshake_end_in_time() -> None:
     way = Way()
     way.acceptor.settimeout(0.5)
     done = threading.Event()
@@ -212,8 +192,7 @@ def test_silence_in_the_handshake_ends_in_time(trickles: bool) -> None:
             way.caller.sendall(bytes([byte]))
             sent += 1
 
-    if trickles:
-        threading.Thread(target=trickle, daemon=True).start()
+    threading.Thread(target=trickle, daemon=True).start()
     (error,) = End().talk(way.acceptor, accepted=True)
     done.set()
     assert isinstance(error, TimeoutError), error
@@ -248,31 +227,6 @@ def test_a_process_that_disagrees_with_its_launcher_hears_why(launcher: MessageK
         ask_directory(ours.address, KEY if launcher is CLEAR else CLEAR)
     assert "another TORCH_RING_TLS" in str(raised.value)
     assert "timed out" not in str(raised.value)
-
-
-def test_a_member_is_reached_waits_and_goes() -> None:
-    listener = Listener("127.0.0.1", KEY, lambda _: True)
-    member = Member("p0", "127.0.0.1", listener.port)
-    try:
-        assert reach(member, KEY, PATIENCE_S) is Reach.ALIVE
-        assert reach(member, key_of("of another job", "1"), PATIENCE_S) is Reach.GONE
-        channels = [dial(member, KEY, PATIENCE_S) for _ in range(2)]
-        for number, channel in enumerate(channels):
-            channel.send({"kind": "newcomer", "member": [f"{number}.1-a", "", 1], "call": 1})
-            assert channel.receive() == {"kind": "alive"}
-        channels[0].close()
-        assert eventually(lambda: listener.newcomers.queue[0].channel.is_closed(), PATIENCE_S)
-        (request,) = listener.take_newcomers()
-        assert request.member.number == 1
-        large = {"kind": "go", "members": [list(MEMBERS[0].packed())] * 20_000}
-        request.answer(large)
-        while (answer := channels[1].receive()) == {"kind": "alive"}:
-            pass
-        assert answer == large
-        channels[1].close()
-    finally:
-        listener.close()
-    assert reach(member, KEY, PATIENCE_S) is Reach.GONE
 
 
 def test_no_openssl_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ import namespaces
 import pool
 import pytest
 import torch
-from arrivals import run_with_arrivals
 from deaths_in_init import PLACES, let_die
 from logs import logged
 from slow import slow
@@ -302,53 +300,3 @@ def test_one_dies_on_another_host(
         namespaces=[hosts[host] for host in layout],
     )
     require_others(results, deaths)
-
-
-# --- between init() and run
-
-
-def forget_torchrun() -> None:
-    del os.environ["TORCHELASTIC_RUN_ID"]  # no other launcher has started this process
-
-
-def die_before_run(folder_name: str, victim: int) -> tuple[int, int, float]:
-    """Train after the death of a rank for which none waited; return rank, size and the weight."""
-    name, folder = hvd.rank(), Path(folder_name)
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    pair = hvd.add_process_set([0, 2])
-    (folder / f"ready-{name}").touch()
-    assert pool.eventually(lambda: len(list(folder.glob("ready-*"))) == 3, PATIENCE_S)
-    if name == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert pool.eventually(lambda: current.world().process_sets.lost_ranks() == [victim])
-
-    @hvd.elastic.run
-    def train(state: Any) -> None:
-        while state.step < 3:
-            optimizer.zero_grad()
-            (model(torch.ones(1, 1)).sum() * (hvd.rank() + 1)).backward()
-            optimizer.step()
-            state.step += 1
-
-    train(state)
-    if victim == 1:
-        assert pair.ranks == [0, 1]
-    return hvd.rank(), hvd.size(), model.weight.item()
-
-
-@pytest.mark.parametrize(("transport", "victim"), [("shm", 0), slow("tcp", 1)])
-def test_a_rank_that_dies_before_run_is_missed(transport: str, victim: int, tmp_path: Path) -> None:
-    results = run_with_arrivals(
-        die_before_run,
-        3,
-        0,
-        args=(str(tmp_path), victim),
-        transport=transport,
-        may_die=[victim],
-        before=forget_torchrun,
-    )
-    survivors = [result for result in results if result is not None]
-    assert survivors == [(0, 2, -4.5), (1, 2, -4.5)]

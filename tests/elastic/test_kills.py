@@ -24,12 +24,22 @@ import pytest
 import torch
 from arrivals import run_with_arrivals
 from deaths_in_init import let_die
-from mortal_training import AFTER_A_DEATH, IN_A_STEP, KINDS, Plan, expected, random_plan
+from host_fixtures import run_on_hosts
+from mortal_training import (
+    AFTER_A_DEATH,
+    IN_A_SHARDED_STEP,
+    IN_A_STEP,
+    KINDS,
+    Plan,
+    expected,
+    random_plan,
+)
 from slow import slow
 
 import torch_ring as hvd
 from torch_ring.elastic import job as elastic_job
 from torch_ring.elastic.regroup import NextWorld
+from torch_ring.optimizer.distributed_optimizer import follow_world
 from torch_ring.setup import host_socket
 from torch_ring.world import current
 
@@ -68,7 +78,9 @@ def every_place() -> list[Any]:
     cases = [(KINDS[index % 3], 4, plan) for index, plan in enumerate(plans)]
     cases += [
         ("plain", 2, {0: ("forward", 1)}),  # in the first step; one is left
+        ("plain", 3, {0: ("before", 1)}),  # before the function
         ("sharded", 3, {1: ("bucket", 4), 2: ("bucket", 4)}),  # at once
+        *[("sharded", 3, {victim: (place, 4)}) for victim, place in enumerate(IN_A_SHARDED_STEP)],
         # Ranks take another number of passes from then on.
         ("in passes", 4, {3: ("bucket", 4), 1: ("a later pass", 2)}),
     ]
@@ -84,6 +96,38 @@ def test_ranks_die(kind: str, size: int, plan: Plan, transport: str, tmp_path: P
     args = plan, EPOCHS, str(tmp_path), kind
     results = pool.run(mortal_training.train, size, args=args, transport=transport, may_die=[*plan])
     require_survivors(results, plan, 1e-12)
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize(
+    ("plan", "layout"),
+    [
+        ({3: ("in its part", 4)}, (0, 0, 1, 1)),
+        slow({3: ("bucket", 4)}, (0, 0, 1, 2)),  # a whole host
+    ],
+)
+def test_a_host_has_the_parts_of_a_dead_rank(
+    hosts: list[str], plan: Plan, layout: Sequence[int], tmp_path: Path
+) -> None:
+    args = plan, EPOCHS, str(tmp_path), "sharded"
+    results = run_on_hosts(mortal_training.train, hosts, layout, *args, may_die=[*plan])
+    require_survivors(results, plan, 1e-12)
+
+
+def follow_without_shared_memory() -> tuple[str, str]:
+    """As the elastic state does when ranks have come that share no memory, and one has died."""
+    model, optimizer = mortal_training.make()
+    optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+    model(mortal_training.Samples().values).backward()
+    optimizer.step()
+    hvd.shutdown()
+    hvd.init()
+    return pool.error_of(lambda: follow_world(optimizer))
+
+
+def test_parts_outside_shared_memory_are_lost_with_their_world() -> None:
+    for kind, text in pool.run(follow_without_shared_memory, 3, transport="tcp"):
+        assert (kind, "begin again from a checkpoint" in text) == ("InvalidArgumentError", True)
 
 
 @pytest.mark.parametrize(

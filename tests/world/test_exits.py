@@ -1,35 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exits of programs: the other ranks' errors, and harmless threads and launchers."""
+"""Exits of interpreters: the other ranks' errors, and harmless threads and launchers."""
 
-import json
 import os
-import signal
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from exits_program import WATCHED
-from launcher_commands import TORCHRUN, clean_environment, output_of, start_program
+from launcher_commands import TORCHRUN, output_of, start_program
 from ports import free_port
 
 PROGRAM = Path(__file__).parent / "exits_program.py"
+PYTHONPATH = os.pathsep.join(sys.path)
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def results():
-    """Return by scenario the status and the output of each rank."""
-    ended = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        env=clean_environment(TORCH_RING_TIMEOUT="20", PYTHONPATH=os.pathsep.join(sys.path)),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=500,
-        start_new_session=True,  # its jobs are named by it
-    )
-    assert ended.returncode == 0
-    return json.loads(ended.stdout)
+def start_ranks(*command: str, **more: str) -> list[subprocess.Popen[str]]:
+    """Start both ranks of a job."""
+    variables = {
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        **{"MASTER_PORT": str(free_port()), "PYTHONPATH": PYTHONPATH, **more},
+    }
+    return [
+        start_program([sys.executable, *command], RANK=str(rank), LOCAL_RANK=str(rank), **variables)
+        for rank in range(2)
+    ]
 
 
 LINE = next(
@@ -37,87 +34,110 @@ LINE = next(
     for number, line in enumerate(PROGRAM.read_text().splitlines(), 1)
     if line.endswith("# marked")
 )
+FAILED = f"left: AssertionError: no more data at exits_program.py:{LINE}"
 
 
 @pytest.mark.parametrize(
-    ("scenario", "status", "reason"),
+    ("how", "status", "reason"),
     [
-        (
-            "raise_in_a_library",
-            1,
-            f"left: AssertionError: no more data at exits_program.py:{LINE}",
-        ),
+        ("raise_in_a_library", 1, FAILED),
         ("exit_with_a_code", 3, "left: exit code 3 after FileNotFoundError: [Errno 2] No such"),
         ("exit_with_success", 0, "has left: it called shutdown() or exited. All ranks must"),
-        ("fail_in_a_process", 0, "left: KeyError: 'weights' at exits_program.py:"),
+        ("in_a_process", 0, FAILED),
     ],
 )
-def test_the_other_ranks_hear_why_a_rank_left(results, scenario, status, reason):
-    ((status0, output0), (status1, output1)) = results[scenario]
-    assert status0 == 0, output0
-    assert os.waitstatus_to_exitcode(status1) == status, output1
-    assert "PeerLostError: rank 0: allreduce 'doomed' float32 [3] Average: rank 1 (pid " in output0
-    assert reason in output0, output0
+def test_the_other_ranks_hear_why_a_rank_left(how, status, reason):
+    ranks = start_ranks(str(PROGRAM), how)
+    output, own = map(output_of, ranks)
+    assert [rank.returncode for rank in ranks] == [0, status], own
+    assert "PeerLostError: rank 0: allreduce 'doomed' float32 [3] Average: rank 1 (pid " in output
+    assert reason in output, output
 
 
-@pytest.mark.parametrize("scenario", ["leave_a_thread_waiting", "leave_a_thread_training"])
-def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit(results, scenario):
-    for status, output in results[scenario]:
-        assert status == 0, output
+def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit():
+    """The thread needs longer to return from its call than the interpreter needs to exit."""
+    fail = "waited:1:2:sleep=1500"
+    ranks = start_ranks(str(PROGRAM), "leave_a_thread", TORCH_RING_FAIL=fail)
+    for rank in ranks:
+        output = output_of(rank)
+        assert rank.returncode == 0, output
         assert "terminate" not in output, output
         assert "FATAL" not in output, output
 
 
-@pytest.mark.parametrize("launcher", WATCHED)
-def test_ranks_end_with_a_launcher_that_was_killed(results, launcher):
-    for rank, (status, output) in enumerate(results[f"{launcher} 1"]):
-        assert status == signal.SIGTERM
-        assert f"[torch_ring] rank {rank} (pid " in output, output
-        assert f"ends: {launcher} (pid " in output, output
-        assert "which has started it, has died. TORCH_RING_EXIT_WITH_LAUNCHER=0" in output
+VARIABLES = {
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "{}",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "{}",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": "exits-{pid}",
+    },
+    "hydra_pmi_proxy": {
+        "PMI_RANK": "{}",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "{}",
+        "MPI_LOCALNRANKS": "2",
+    },
+    "slurmstepd": {
+        "SLURM_PROCID": "{}",
+        "SLURM_LOCALID": "{}",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "exits-{pid}",
+        "SLURM_STEP_ID": "0",
+    },
+}
 
 
-@pytest.mark.launcher
-def test_ranks_end_with_an_agent_of_torchrun_that_was_killed():
-    program = PROGRAM.with_name("orphaned_rank.py")
-    agent = start_program(
-        [*TORCHRUN, "--nproc-per-node", "2", str(program)], PYTHONPATH=os.pathsep.join(sys.path)
+def output_below(name: str, folder: Path, seconds: int, watches: str) -> str:
+    """Return the output of ranks whose launcher they kill: a shell of its name."""
+    variables = VARIABLES.get(name, VARIABLES["mpirun"])
+    program = shlex.join([sys.executable, str(PROGRAM), "kill_the_launcher", str(seconds)])
+    script = ""
+    for rank in range(2):
+        values = {key: value.format(rank, pid=os.getpid()) for key, value in variables.items()}
+        script += " ".join(f"{key}={value}" for key, value in values.items()) + f" {program} &\n"
+    shell = folder / name
+    shell.symlink_to(shutil.which("bash") or "bash")
+    job = start_program(
+        [str(shell), "-c", script + "wait"],
+        PYTHONPATH=PYTHONPATH,
+        TORCH_RING_EXIT_WITH_LAUNCHER=watches,
     )
-    output = output_of(agent)  # after the ranks have ended, too, which hold the other end
-    assert agent.returncode == -signal.SIGKILL, output
-    assert "has outlived its agent" not in output
+    return output_of(job)  # after the ranks have ended, too, which hold the other end
+
+
+@pytest.mark.parametrize("launcher", [*VARIABLES, "torchrun"])
+def test_ranks_end_with_a_launcher_that_was_killed(launcher, tmp_path):
+    if launcher == "torchrun":
+        command = [*TORCHRUN, "--nproc-per-node", "2", str(PROGRAM), "kill_the_launcher", "60"]
+        output = output_of(start_program(command, PYTHONPATH=PYTHONPATH))
+    else:
+        output = output_below(launcher, tmp_path, 60, "1")
+    assert "goes on" not in output, output
     for rank in range(2):
         assert f"[torch_ring] rank {rank} (pid " in output, output
-    assert output.count(f"torchrun (pid {agent.pid}), which has started it, has died") == 2, output
+    assert output.count(f": {launcher} (pid ") == 2, output
+    assert output.count("which has started it, has died. TORCH_RING_EXIT_WITH_LAUNCHER=0") == 2
 
 
-@pytest.mark.parametrize("how", ["mpirun 0", "bash 1"])
-def test_ranks_outlive_a_launcher_if_told_and_a_shell(results, how):
-    for status, output in results[how]:
-        assert status == 0, output
-        assert "goes on: [1.0, 1.0, 1.0]" in output
-        assert "has died" not in output
+@pytest.mark.parametrize(("launcher", "watches"), [("mpirun", "0"), ("bash", "1")])
+def test_ranks_outlive_a_launcher_if_told_and_a_shell(launcher, watches, tmp_path):
+    output = output_below(launcher, tmp_path, 1, watches)
+    assert output.count("goes on: [1.0, 1.0, 1.0]") == 2, output
+    assert "has died" not in output
 
 
 def test_a_process_that_exits_has_no_control_plane_any_more():
     """OpenSSL frees its memory then, which no other thread may use."""
-    program = str(Path(__file__).with_name("exit_in_init_program.py"))
-    variables = {
-        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-        **{"MASTER_PORT": str(free_port()), "TORCH_RING_TRANSPORT": "tcp", "TORCH_RING_TLS": "1"},
-        **{"TORCH_RING_SECRET": "of this test", "PYTHONPATH": os.pathsep.join(sys.path)},
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program],
-            env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    program = str(PROGRAM.with_name("exit_in_init_program.py"))
+    tls = {"TORCH_RING_TLS": "1", "TORCH_RING_SECRET": "of this test"}
+    ranks = start_ranks(program, TORCH_RING_TRANSPORT="tcp", **tls)
     try:
-        begun, left = map(int, ranks[0].communicate(timeout=120)[0].split())
+        begun, left = map(int, output_of(ranks[0]).split())
     finally:
         for rank in ranks:
             rank.kill()

@@ -255,30 +255,3 @@ def test_a_rank_that_is_stopped_does_not_hold_the_others_for_ever(
     outcomes = run(wait_for_a_silent_rank, 2, args=(limit_s,), env=heartbeat, may_die=(1,))
     assert outcomes[0][0] == kind
     assert reason in outcomes[0][1]
-
-
-def stop_an_elastic_job() -> list[int]:
-    state = hvd.elastic.ObjectState(step=0)
-    stopped = []
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.ObjectState) -> None:
-        for state.step in itertools.count(state.step):
-            if (hvd.rank(), state.step) == (1, 3):
-                os.kill(os.getpid(), signal.SIGTERM)
-            hvd.barrier()
-            if preemption.requested():
-                stopped.append(state.step)
-                return
-            state.commit()
-
-    with watching("SIGTERM"):
-        train(state)
-    return stopped
-
-
-def test_an_elastic_job_stops_as_a_whole():
-    first, *others = run(stop_an_elastic_job, 3)
-    assert len(first) == 1
-    assert first[0] >= 3
-    assert others == [first] * 2

@@ -181,26 +181,3 @@ def test_the_end_of_a_job_survives_packet_loss(hosts, full):
         pytest.skip(f"no packets can be dropped here: {error}")
     for _ in range(100 if full else 1):
         run_on_hosts(leave_while_packets_get_lost, hosts, [0, 1, 2])
-
-
-def leave_while_the_link_is_down() -> tuple[str, str]:
-    """Leave on rank 0, whose link loses everything for a while; the others miss it."""
-    tensor = torch.ones(3)
-    hvd.allreduce(tensor)
-    if hvd.rank() != 0:
-        return error_of(lambda: hvd.allreduce(tensor, name="more"))
-    namespaces.run("ip", "link", "set", "eth0", "down")
-    threading.Timer(2.5, namespaces.run, ("ip", "link", "set", "eth0", "up")).start()
-    hvd.shutdown()
-    return "", ""
-
-
-@pytest.mark.slow
-def test_a_goodbye_survives_a_link_that_loses_it(hosts):
-    """Heartbeats of the others come in between: they must not reset the connection."""
-    env = {"TORCH_RING_HEARTBEAT_TIMEOUT": "8"}
-    results = run_on_hosts(leave_while_the_link_is_down, hosts, [0, 1, 2], env=env)
-    for kind, text in results[1:]:
-        assert kind == "PeerLostError"
-        assert f"rank 0 ({namespaces.NETWORK}.1, pid " in text
-        assert "has left: it called shutdown() or exited" in text, text

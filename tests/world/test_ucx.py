@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 from dtype_checks import check_results
-from host_fixtures import on_hosts, run_on_hosts
 from pool import all_have_passed, error_of, run
 from scripts import ROOT
 
@@ -141,28 +140,6 @@ def test_auto_takes_ucx_where_all_ranks_have_rdma(found, network):
 def test_one_host_needs_no_ucx():
     outcomes = run(init_with, 2, args=[[NO_UCX] * 2], env=OVER_UCX, initialized=False)
     assert outcomes == [("", "2 ranks on one host, by shared memory")] * 2
-
-
-def init_with_devices(devices: list[str]) -> tuple[str, str]:
-    os.environ["UCX_NET_DEVICES"] = devices[int(os.environ["RANK"])]
-    return error_of(hvd.init)
-
-
-@needs_ucx
-class TestHosts:
-    pytestmark = on_hosts
-
-    def test_a_rank_that_ucx_does_not_reach_fails_init(self, hosts):
-        """UCX of rank 1 has only the loopback interface."""
-        devices = ["all", "lo"]
-        outcomes = run_on_hosts(
-            init_with_devices, hosts, [0, 1], devices, env=OVER_UCX, initialized=False
-        )
-        for kind, text in outcomes:
-            assert kind in ("RingError", "PeerLostError"), text
-            assert re.search(
-                r"no connection to rank [01] \(.* over UCX .* \(UCX_TLS, UCX_NET_DEVICES\)", text
-            )
 
 
 @needs_ucx

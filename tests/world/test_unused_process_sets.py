@@ -3,13 +3,11 @@
 
 import itertools
 import random
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pool import DEADLINE_S, eventually, run
+from pool import eventually, run
 from process_set_use import (
     check_process_set,
     connections,
@@ -20,9 +18,6 @@ from process_set_use import (
 from worlds import on_both_transports
 
 import torch_ring as hvd
-from torch_ring.config import Config
-from torch_ring.world import process_set_table
-from torch_ring.world.process_set_table import ProcessSetTable
 
 _PAGE = 4096
 
@@ -104,31 +99,6 @@ def test_ranks_use_sets_first_in_different_orders(transport):
     run(use_first_in_own_order, 4, transport=transport)
 
 
-def use_first_without_the_others() -> None:
-    """A first use must not wait for the other members: it would wait forever."""
-    rank, size = hvd.rank(), hvd.size()
-    pair = hvd.add_process_set([0, size - 1])
-    for first in (0, size - 1):
-        work: Any = None
-        if rank == first:
-            work = started_sum(pair, rank)
-        hvd.barrier()  # the other members go on here only when the first has started
-        if rank == first:
-            assert not work.done()
-        hvd.barrier()
-        if pair.included() and rank != first:
-            work = started_sum(pair, rank)
-        if work is not None:
-            assert work.wait()[0] == size - 1
-        hvd.remove_process_set(pair)
-        hvd.add_process_set(pair)
-
-
-@on_both_transports
-def test_an_asynchronous_first_use_does_not_wait(transport):
-    run(use_first_without_the_others, 3, transport=transport)
-
-
 # --- leftovers of removed sets
 
 
@@ -159,50 +129,3 @@ def use_once_more(rounds: int) -> None:
 @on_both_transports
 def test_a_set_that_has_another_ones_id(transport):
     run(use_once_more, 3, args=(9,), transport=transport)
-
-
-# --- sets that their members alone make
-
-
-class _Lock:
-    """A lock that signals a test when a second thread waits for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.is_wanted = threading.Event()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self.is_wanted.set()
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-def test_a_set_that_is_left_while_its_engine_is_made_is_no_unused_one(monkeypatch):
-    """If told, the others could reuse the memory of the set while that engine begins."""
-    told: list[str] = []
-    plane = SimpleNamespace(leave_unused=lambda *which: told.append(f"unused {which}"))
-    made: Any = SimpleNamespace(shutdown=lambda *how: told.append(f"engine {how}"))
-    launch_order = SimpleNamespace(share=lambda: None)
-    given: Any = SimpleNamespace(rank=0, size=2, plane=plane, launch_order=launch_order)
-    config = Config.from_environment()
-    table = ProcessSetTable(given, config)
-    record, unused = (table.add_group((0, 1), n, [-1, -1], config) for n in (1, 2))
-    making: Any = _Lock()
-    record._making = making
-    leaving = threading.Thread(target=table.leave_group, args=(record, "why"))
-
-    def make_engine(*_: object) -> Any:
-        leaving.start()
-        assert making.is_wanted.wait(DEADLINE_S)
-        return made
-
-    monkeypatch.setattr(process_set_table, "make_engine", make_engine)
-    assert record.engine() is made
-    leaving.join()
-    assert told == ["engine (False, 'why')"]
-    for _ in range(2):
-        table.leave_group(unused, "")
-    assert told[1:] == ["unused (2, 2, '')"]

@@ -55,7 +55,7 @@ FAULTS = (
     Fault(
         "message_trickled", "a handshake may last as long as single bytes come", TLS,
         "connection.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))", "pass",
-        tests=("elastic/test_encrypted_messages.py::test_silence_in_the_handshake_ends_in_time",),
+        tests=("elastic/test_encrypted_messages.py::test_bytes_that_trickle_into_the_handshake_end_in_time",),
     ),
     Fault(
         "message_no_hello", "a caller without TLS waits in vain for an end with TLS", MEMBER,

@@ -135,14 +135,13 @@ FAULTS = (
         "torn_unseen", "survivors do not notice that a step is half done", SHARDED,
         "if any(written != 2 * self._steps_here for written in self._written.tolist()):",
         "if False:",
-        tests=("elastic/test_sharded_survivors.py",),
+        tests=("elastic/test_kills.py::test_ranks_die",),
     ),
     Fault(
         "lost_parts", "ranks go on without the parts of the state that are lost", SHARDED,
         "if any(told.has_lost for told in every.values()):", "if False:",
         tests=(
-            "elastic/test_sharded_survivors.py"
-            "::test_parts_outside_shared_memory_are_lost_with_their_world",
+            "elastic/test_kills.py::test_parts_outside_shared_memory_are_lost_with_their_world",
         ),
     ),
     Fault(

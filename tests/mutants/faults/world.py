@@ -49,7 +49,7 @@ FAULTS = (
     Fault(
         "lack_of_one", "a member without memory for a set fails alone", TABLE,
         "if _FAILED in slots:", "if slot == _FAILED:",
-        tests=("world/test_process_set_errors.py::test_a_member_without_memory",),
+        tests=("world/test_limits.py::test_a_set_that_does_not_fit_is_refused_on_all_ranks",),
     ),
     Fault(
         "number_reused", "a new set gets the number of a removed one", TABLE,
