@@ -26,7 +26,8 @@ from process_set_use import sum_of_ranks
 import torch_ring as hvd
 from torch_ring import checkpoint
 from torch_ring.elastic import job as elastic_job
-from torch_ring.world import current
+from torch_ring.setup import host_socket
+from torch_ring.world import current, join
 from torch_ring.world.engine import EngineExchange
 
 SAMPLES, GLOBAL_BATCH = 60, 12  # 12: for 1, 2, 3 and 4 ranks
@@ -43,7 +44,7 @@ IN_A_STEP = {"forward": BATCHES, "bucket": BATCHES, "step": BATCHES, "stepped": 
 IN_A_STEP |= {"hosts": BATCHES, "commit": 2, "half a commit": 2, "checkpoint": 1}
 IN_A_SHARDED_STEP = ["in its part", "after its part"]  # while others take theirs
 AFTER_A_DEATH = ["regrouping", "leading", "regrouped", "init", "joined", "resume", "resumed"]
-AFTER_A_DEATH += ["callback", "sets", "sets made"]
+AFTER_A_DEATH += ["callback", "sets", "sets made", "arriving", "arrived", "told"]
 
 SETS = {1: [], 2: [[0], [1]], 3: [[1, 2], [0, 2], [1]], 4: [[1, 2], [0, 1, 2], [2], [0, 3]]}
 """Process sets of worlds of these sizes."""
@@ -151,6 +152,8 @@ class Reaper:
             (elastic_job, "regroup", "regrouping", "regrouped"),
             (elastic_job.ElasticJob, "_serve", "leading", ""),
             (current, "rejoin", "init", "joined"),
+            (join, "meet_on_host", "arriving", ""),
+            (join, "exchange_hosts", "arrived", "told"),
             (EngineExchange, "numbers", "sets", "sets made"),
             (state, "resume", "resume", "resumed"),
             (state._handlers["model"], "save", "commit", "half a commit"),
@@ -222,6 +225,10 @@ def train(
     Returns:
         The rank, the size, the number of epochs and the weights.
     """
+    # A wait for a dead rank until the deadline ends the test: a leader does not go on without it
+    # after a moment, or tell it of the failure.
+    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
+    current._REJOIN_S = host_socket._GRACE_S = host_socket.TELL_S = 1800.0
     name = int(os.environ.get("TORCH_RING_PROCESS", f"p{hvd.rank()}")[1:])
     reaper, worlds = Reaper(*plan.get(name, ("", 0))), Worlds()
 

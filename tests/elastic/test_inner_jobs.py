@@ -26,23 +26,11 @@ def by_torchrun() -> None:
     hvd.init()
 
 
-def by_arguments() -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    without_torchrun()
-    os.environ |= {"RANK": "2", "WORLD_SIZE": "3"}  # the newcomer's
-    hvd.init(rank=rank, size=size)
-
-
 def by_hand() -> None:
-    without_torchrun()
-    hvd.init()
-
-
-def without_torchrun() -> None:
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+    launcher = ("TORCHELASTIC", "LOCAL_", "GROUP_")
+    for name in [name for name in os.environ if name.startswith(launcher)]:
         del os.environ[name]
-    del os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]
-    del os.environ["LOCAL_RANK"]
+    hvd.init()
 
 
 def evaluate(begin: Callable[[], None]) -> tuple[int, float]:
@@ -52,7 +40,7 @@ def evaluate(begin: Callable[[], None]) -> tuple[int, float]:
     return size, total
 
 
-@pytest.mark.parametrize("begin", [by_torchrun, by_arguments, by_hand])
+@pytest.mark.parametrize("begin", [by_torchrun, by_hand])
 def test_a_newcomers_own_job_has_no_newcomers(begin: Callable[[], None]) -> None:
     env = NEWCOMER | ({} if begin is by_torchrun else {"MASTER_PORT": str(free_port())})
     found = run(evaluate, 2, args=(begin,), env=env, initialized=False)

@@ -10,20 +10,15 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import mortal_training
-import namespaces
 import pool
 import pytest
-import torch
 from arrivals import run_with_arrivals
-from deaths_in_init import let_die
 from host_fixtures import run_on_hosts
 from mortal_training import (
     AFTER_A_DEATH,
@@ -37,11 +32,7 @@ from mortal_training import (
 from slow import slow
 
 import torch_ring as hvd
-from torch_ring.elastic import job as elastic_job
-from torch_ring.elastic.regroup import NextWorld
 from torch_ring.optimizer.distributed_optimizer import follow_world
-from torch_ring.setup import host_socket
-from torch_ring.world import current
 
 EPOCHS = 3
 
@@ -67,6 +58,8 @@ IN_A_RECOVERY: list[Plan] = [
     {1: ("resume", 1), 0: ("joined", 1)},
     {1: ("callback", 1), 0: ("resumed", 1)},
     {1: ("sets made", 1), 0: ("sets", 1)},
+    {1: ("arriving", 1), 0: ("arrived", 1)},
+    {1: ("told", 1)},
 ]
 """Deaths after that of rank 3."""
 
@@ -78,7 +71,6 @@ def every_place() -> list[Any]:
     cases = [(KINDS[index % 3], 4, plan) for index, plan in enumerate(plans)]
     cases += [
         ("plain", 2, {0: ("forward", 1)}),  # in the first step; one is left
-        ("plain", 3, {0: ("before", 1)}),  # before the function
         ("sharded", 3, {1: ("bucket", 4), 2: ("bucket", 4)}),  # at once
         *[("sharded", 3, {victim: (place, 4)}) for victim, place in enumerate(IN_A_SHARDED_STEP)],
         # Ranks take another number of passes from then on.
@@ -100,16 +92,17 @@ def test_ranks_die(kind: str, size: int, plan: Plan, transport: str, tmp_path: P
 
 @pytest.mark.netns
 @pytest.mark.parametrize(
-    ("plan", "layout"),
+    ("kind", "plan", "layout"),
     [
-        ({3: ("in its part", 4)}, (0, 0, 1, 1)),
-        slow({3: ("bucket", 4)}, (0, 0, 1, 2)),  # a whole host
+        ("sharded", {3: ("in its part", 4)}, (0, 0, 1, 1)),
+        slow("sharded", {3: ("bucket", 4)}, (0, 0, 1, 2)),  # a whole host
+        ("plain", {3: ("bucket", 4), 1: ("told", 1)}, (0, 1, 2, 0)),
     ],
 )
-def test_a_host_has_the_parts_of_a_dead_rank(
-    hosts: list[str], plan: Plan, layout: Sequence[int], tmp_path: Path
+def test_ranks_die_on_hosts(
+    hosts: list[str], kind: str, plan: Plan, layout: Sequence[int], tmp_path: Path
 ) -> None:
-    args = plan, EPOCHS, str(tmp_path), "sharded"
+    args = plan, EPOCHS, str(tmp_path), kind
     results = run_on_hosts(mortal_training.train, hosts, layout, *args, may_die=[*plan])
     require_survivors(results, plan, 1e-12)
 
@@ -142,6 +135,22 @@ def test_one_comes(kind: str, size: int, plan: Plan, tmp_path: Path) -> None:
     stay = {*range(size + 1)} - plan.keys()
     args = plan, 2, str(tmp_path), kind, stay
     results = run_with_arrivals(mortal_training.train, size, 1, args=args, may_die=[*plan])
+    require_survivors(results, plan, 1e-12)
+
+
+def forget_torchrun() -> None:
+    del os.environ["TORCHELASTIC_RUN_ID"]  # no other launcher has started this process
+
+
+@pytest.mark.parametrize("victim", [0, slow(1)])
+def test_a_rank_that_dies_before_the_function_is_missed(victim: int, tmp_path: Path) -> None:
+    plan: Plan = {victim: ("before", 1)}
+    results = run_with_arrivals(
+        *(mortal_training.train, 3, 0),
+        args=(plan, EPOCHS, str(tmp_path), "plain"),
+        may_die=[victim],
+        before=forget_torchrun,
+    )
     require_survivors(results, plan, 1e-12)
 
 
@@ -182,82 +191,3 @@ def test_ranks_die_and_come_where_chance_has_it(tmp_path: Path, full: bool) -> N
             raise AssertionError(
                 f"seed {seed}, {kind}, {transport}, {plan}, {victims}: {error}"
             ) from error
-
-
-# --- nobody waits for the dead
-
-
-def is_gone(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, 5).close()
-    except (ConnectionRefusedError, ConnectionResetError):  # the latter: it ends at this moment
-        return True
-    return False
-
-
-def recover_without_a_deadline(victim: int, place: str) -> tuple[int, int]:
-    """Train; rank 3 dies in a step, and the victim while the others make the next world.
-
-    A wait for a missing rank until the deadline ends the test, since a leader does not go on
-    without it after a moment, or tell it of the failure.
-    """
-    os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    current._REJOIN_S = host_socket._GRACE_S = host_socket.TELL_S = 1800.0
-    name, join = hvd.rank(), elastic_job.ElasticJob._join
-
-    def join_or_die(self: elastic_job.ElasticJob, group: NextWorld) -> None:
-        if name == victim and place == "rejoining":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if name == victim:
-            let_die(place)
-        elif victim == 0 and len(group.members) == 3:  # nobody has connected to the leader's store
-            assert pool.eventually(lambda: is_gone(group.store), 20)
-        join(self, group)
-
-    state = hvd.elastic.ObjectState(step=0)
-
-    @hvd.elastic.run
-    def go_on(state: Any) -> int:
-        while state.step < 3:
-            if state.step == 1 and name == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            total = int(hvd.allreduce(torch.tensor(name), op=hvd.Sum))
-            state.step += 1
-            state.commit()
-        return total
-
-    with mock.patch.object(elastic_job.ElasticJob, "_join", join_or_die):
-        return go_on(state), hvd.size()
-
-
-def check_recovery(victim: int, place: str, transport: str, hosts: Sequence[str] = ()) -> None:
-    results = pool.run(
-        *(recover_without_a_deadline, 4),
-        args=(victim, place),
-        transport=transport,
-        env={"MASTER_ADDR": f"{namespaces.NETWORK}.1"} if hosts else {},
-        may_die=[victim, 3],
-        namespaces=[hosts[host] for host in (0, 1, 2, 0)] if hosts else [],
-    )
-    left = {0, 1, 2} - {victim}
-    assert results == [(sum(left), 2) if rank in left else None for rank in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("victim", "place", "transport"),
-    [
-        (0, "rejoining", "shm"),  # the leader
-        slow(1, "rejoining", "tcp"),
-        (1, "arriving", "tcp"),
-        (1, "arrived", "shm"),
-    ],
-)
-def test_nobody_waits_for_a_rank_that_dies_in_the_recovery(
-    victim: int, place: str, transport: str
-) -> None:
-    check_recovery(victim, place, transport)
-
-
-@pytest.mark.parametrize("place", [slow("rejoining"), "told"])
-def test_nobody_waits_for_a_rank_that_dies_on_another_host(hosts: list[str], place: str) -> None:
-    check_recovery(1, place, "", hosts)

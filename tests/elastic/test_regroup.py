@@ -316,25 +316,22 @@ def test_a_stranger_is_not_answered() -> None:
 
 
 def test_a_message_cannot_be_repeated() -> None:
-    ours, theirs = socket.socketpair()
-    accepting = threading.Thread(target=lambda: Channel(theirs, KEY, "here", accepted=True))
-    accepting.start()
-    channel = Channel(ours, KEY, "here", accepted=False)
-    accepting.join()
-    channel.send({"kind": "probe"})
-    message = theirs.recv(4096)
-    theirs.sendall(message)
-    with pytest.raises(ForeignMessageError):
-        channel.receive(5.0)  # its own
-    ours.close()
-    theirs.close()
-    ours, theirs = socket.socketpair()
-    ours.sendall(HELLO + message)
-    other = Channel(theirs, KEY, "here", accepted=True)
-    with pytest.raises(ForeignMessageError):
-        other.receive(5.0)
-    ours.close()
-    theirs.close()
+    with contextlib.ExitStack() as stack:
+        ours, theirs, again, other = map(
+            stack.enter_context, (*socket.socketpair(), *socket.socketpair())
+        )
+        accepting = threading.Thread(target=lambda: Channel(theirs, KEY, "here", accepted=True))
+        accepting.start()
+        channel = Channel(ours, KEY, "here", accepted=False)
+        accepting.join()
+        channel.send({"kind": "probe"})
+        message = theirs.recv(4096)
+        theirs.sendall(message)
+        with pytest.raises(ForeignMessageError):
+            channel.receive(5.0)  # its own
+        again.sendall(HELLO + message)
+        with pytest.raises(ForeignMessageError):
+            Channel(other, KEY, "here", accepted=True).receive(5.0)
 
 
 def fail_alike(is_mismatch: bool) -> tuple[str, str, int]:
