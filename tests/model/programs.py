@@ -533,7 +533,7 @@ def added_later(play: Play, by_closures: bool) -> Program:
 def on_other_memory(play: Play, how: str) -> Program:
     """The program or torch gives gradients other memory than their views of a bucket."""
     model = net()
-    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1))
+    _, optimizer = play.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
     for rows in play.batches(3):
         optimizer.zero_grad()
         if how == "by a hook":
@@ -555,8 +555,10 @@ def on_other_memory(play: Play, how: str) -> Program:
             loss_of(model, rows).backward()
         optimizer.step()
         yield model.parameters()
-        if how == "share_memory":
+        if how == "share_memory":  # torch moves storages, with all tensors in them
             model.share_memory()
+            for state in optimizer.state.values():
+                state["momentum_buffer"].share_memory_()
         if not how.startswith("data"):
             continue
         if how == "data before zero_grad":

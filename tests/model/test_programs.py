@@ -112,6 +112,8 @@ def test_a_device(transport: str, ahead: str, case: tuple[Any, ...]) -> None:
         (programs.frozen_and_thawed,),
         (programs.accumulated, "passes"),
         (programs.adversaries,),
+        (programs.on_other_memory, "share_memory"),
+        (programs.on_other_memory, "data"),
     ]
 )
 def test_a_sharded_state(transport: str, case: tuple[Any, ...]) -> None:

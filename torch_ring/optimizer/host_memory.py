@@ -70,15 +70,21 @@ class Segment:
     Args:
         fd: the rank's descriptor, to be closed by `close`. The mappings have their own.
         token: the memory's token.
+
+    Attributes:
+        token: as above.
+        program: the private mapping.
+        address: its address.
+        pages: the number of its pages.
     """
 
     def __init__(self, fd: int, token: bytes) -> None:
         self._fd = fd
         self.token = token
         self._memory = mmap.mmap(fd, 0)
-        self._program = mmap.mmap(fd, 0, mmap.MAP_PRIVATE)
-        self._program[: len(token)] = token  # a page known to be written: see written_pages()
-        self._address = torch.frombuffer(self._program, dtype=torch.uint8).data_ptr()
+        self.program = mmap.mmap(fd, 0, mmap.MAP_PRIVATE)
+        self.program[: len(token)] = token  # a page known to be written: see written_pages()
+        self.address = torch.frombuffer(self.program, dtype=torch.uint8).data_ptr()
         self.pages = -(-len(self._memory) // mmap.PAGESIZE)
         self._entries = bytearray(8 * self.pages)
 
@@ -120,12 +126,12 @@ class Segment:
 
     def home(self, spec: Spec, offset: int) -> Home:
         """Return a place for a tensor."""
-        program = spec.in_memory(self._program, offset)
+        program = spec.in_memory(self.program, offset)
         return Home(self, offset, program, spec.in_memory(self._memory, offset))
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor begins in the program's mapping."""
-        return 0 <= tensor.data_ptr() - self._address < len(self._program)
+        return 0 <= tensor.data_ptr() - self.address < len(self.program)
 
     def written_pages(self) -> Tensor:
         """Return the numbers of the pages that may be this process's own copies, in order."""
@@ -134,7 +140,7 @@ class Segment:
         with contextlib.suppress(OSError):  # no /proc
             table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                begin = 8 * (self._address // mmap.PAGESIZE)
+                begin = 8 * (self.address // mmap.PAGESIZE)
                 if os.preadv(table, [self._entries], begin) < len(self._entries):
                     entries.zero_()
             finally:
@@ -152,9 +158,9 @@ class Segment:
         for run in torch.tensor_split(pages, gaps.tolist()):
             begin, end = int(run[0]) * mmap.PAGESIZE, (int(run[-1]) + 1) * mmap.PAGESIZE
             try:
-                self._program.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+                self.program.madvise(mmap.MADV_DONTNEED, begin, end - begin)
             except OSError:  # mlockall(): the copies stay, and are written anew after each step
-                self._program[begin:end] = self._memory[begin:end]
+                self.program[begin:end] = self._memory[begin:end]
 
 
 class Home(NamedTuple):
@@ -168,6 +174,17 @@ class Home(NamedTuple):
     def address(self) -> tuple[str, int]:
         """Return the token and the offset, which all ranks of the host have."""
         return self.segment.token.hex(), self.offset
+
+    def has_been_left(self) -> bool:
+        """Return whether torch has moved the program's tensor, with its storage."""
+        return self.program.nbytes > 0 and (
+            self.program.data_ptr() != self.segment.address + self.offset
+        )
+
+    def taken_again(self) -> Home:
+        """Return the place with a new tensor for the program."""
+        program = Spec.of(self.program).in_memory(self.segment.program, self.offset)
+        return self._replace(program=program)
 
     def is_on(self, counts: Sequence[int]) -> bool:
         """Return whether a page of the tensor is among those counted up to each page."""

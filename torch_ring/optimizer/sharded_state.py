@@ -384,12 +384,12 @@ class ShardedState:
                     own = state[self._mine[index][1]][key] = self._own(index, key, value)
                 if isinstance(value, Tensor) and not self.is_shared:
                     shown[parameter][key] = self._visible(index, own, value)
-        self._segments = defaultdict(list)
-        for (index, key), home in list(self._homes.items()):
-            if key and key not in shown[self._parameters[index]]:
-                del self._homes[index, key]
-            else:
-                self._segments[home.segment].append(((index, key), home))
+        self._homes = {
+            (index, key): home
+            for (index, key), home in self._homes.items()
+            if not key or key in shown[self._parameters[index]]
+        }
+        self._order_homes()
         self._state = state
         self._known = {tensor: dict(state.get(tensor, {})) for _, tensor in self._mine.values()}
         self._show(optimizer, {parameter: values for parameter, values in shown.items() if values})
@@ -434,6 +434,7 @@ class ShardedState:
         Raises:
             ValueError: it has put a value into ``optimizer.state`` that cannot be divided.
         """
+        self._take_homes_again()
         found: list[_Write] = []
         for index, parameter in enumerate(self._parameters):
             if parameter.data_ptr() != self._memories[index].data_ptr():
@@ -445,6 +446,27 @@ class ShardedState:
             if not _same_bits(home.program, home.shared):
                 found.append(_Write(index, key, home.program))
         return found
+
+    def _take_homes_again(self) -> None:
+        """Make new tensors in place of those that torch has moved.
+
+        ``share_memory_()`` moves a storage, and so does a tensor's way to another process: with the
+        parameter it moves the tensor that is known here.
+        """
+        left = [place for place, home in self._homes.items() if home.has_been_left()]
+        for index, key in left:
+            home = self._homes[index, key] = self._homes[index, key].taken_again()
+            if key:
+                self._shown[self._parameters[index]][key] = home.program
+            else:
+                self._memories[index] = home.program
+        if left:
+            self._order_homes()
+
+    def _order_homes(self) -> None:
+        self._segments = defaultdict(list)
+        for place, home in self._homes.items():
+            self._segments[home.segment].append((place, home))
 
     def _follow(self, index: int) -> Iterator[_Write]:
         """Follow a parameter to its new memory; yield a write if it is shared, or in other form."""

@@ -103,6 +103,12 @@ FAULTS = (
         tests=("optimizer/test_other_reducers.py::test_a_model_of_ddp",),
     ),
     Fault(
+        "moved_home_unseen", "parameters that torch has moved with their storage stop training",
+        SHARDED,
+        "if home.has_been_left()]", "if False]",
+        tests=("model/test_programs.py::test_a_sharded_state",),
+    ),
+    Fault(
         "order_of_a_set", "ranks have shared tensors in different orders", SHARDED,
         "            for index, key, known, *_ in lines\n"
         "            if (index, key, known) in kept\n",
