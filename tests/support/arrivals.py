@@ -25,6 +25,7 @@ def run_with_arrivals(
     transport: str = "shm",
     may_die: Collection[int] = (),
     env: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on `size` ranks, and on newcomers.
 
@@ -32,6 +33,7 @@ def run_with_arrivals(
 
     Args:
         env: additional environment variables for all of them.
+        before: called by each process before ``hvd.init()``.
 
     Returns:
         The results: of the first ranks by rank, then of the newcomers.
@@ -46,7 +48,7 @@ def run_with_arrivals(
     return pool.run(
         _start,
         size + arrivals,
-        args=(function, size, tuple(args)),
+        args=(function, size, tuple(args), before),
         transport=transport,
         env=variables | dict(env or {}),
         initialized=False,
@@ -54,7 +56,12 @@ def run_with_arrivals(
     )
 
 
-def _start(function: Callable[..., Any], size: int, args: Sequence[Any]) -> Any:
+def _start(
+    function: Callable[..., Any],
+    size: int,
+    args: Sequence[Any],
+    before: Callable[[], None] | None,
+) -> Any:
     index = int(os.environ["RANK"])
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
     os.environ["TORCH_RING_PROCESS"] = f"p{index}"
@@ -62,6 +69,8 @@ def _start(function: Callable[..., Any], size: int, args: Sequence[Any]) -> Any:
         os.environ["TORCH_RING_ELASTIC_NEWCOMER"] = "1"
         del os.environ["TORCHELASTIC_RUN_ID"]  # no launcher has started it inside another job
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(size - 1)
+    if before is not None:
+        before()
     hvd.init()
     result = function(*args)
     hvd.shutdown()
