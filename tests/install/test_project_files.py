@@ -33,7 +33,7 @@ def test_workflows_call_targets_and_files_that_exist() -> None:
                 seen |= {word for word in words if "=" not in word}
             if program == "python":
                 assert (ROOT / words[0]).exists()
-    assert seen == {"lint", "test", "test-weekly", "docs", "wheels", "sdist"}
+    assert seen == {"lint", "test", "test-weekly", "test-c10d", "docs", "wheels", "sdist"}
 
 
 def test_wheels_of_a_release_are_for_versions_that_make_wheels_knows() -> None:
