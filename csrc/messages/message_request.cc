@@ -40,17 +40,6 @@ bool MessageRequest::wait_until(Clock::time_point deadline, const Interrupt& int
   return true;
 }
 
-void MessageRequest::on_complete(std::function<void()> callback) {
-  {
-    const std::scoped_lock lock(mutex_);
-    if (!done_) {
-      callbacks_.push_back(std::move(callback));
-      return;
-    }
-  }
-  callback();
-}
-
 std::exception_ptr MessageRequest::error() const {
   const std::scoped_lock lock(mutex_);
   return error_ ? std::make_exception_ptr(copy_of(*error_)) : nullptr;
@@ -113,7 +102,6 @@ void MessageRequest::matched(int peer, std::size_t bytes) {
 }
 
 void MessageRequest::finish(std::optional<Error> error) {
-  std::vector<std::function<void()>> callbacks;
   std::shared_ptr<void> owner;  // destroyed after the lock is released: it may free tensors
   std::function<void()> received;
   {
@@ -126,12 +114,10 @@ void MessageRequest::finish(std::optional<Error> error) {
     if (counters_ && !error_) {
       counters_->finished(spec_.is_send, spec_.is_send ? spec_.memory.size() : bytes_);
     }
-    callbacks.swap(callbacks_);
     owner.swap(spec_.owner);
     received.swap(spec_.received);
   }
   ended_.notify_all();
-  for (const auto& callback : callbacks) callback();
 }
 
 void MessageRequest::finish(int source, std::size_t bytes) {

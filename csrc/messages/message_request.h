@@ -122,10 +122,6 @@ class MessageRequest {
   /// Returns whether it has ended by `deadline`. If not, it stays pending.
   bool wait_until(Clock::time_point deadline, const Interrupt& interrupt = {});
 
-  /// Calls `callback` when the request has ended: at once if it has, otherwise on the messages'
-  /// thread. So it must neither block, nor post a message and wait for it, nor throw.
-  void on_complete(std::function<void()> callback);
-
   /// Its Error; null if it has not failed.
   std::exception_ptr error() const;
 
@@ -165,7 +161,6 @@ class MessageRequest {
   std::optional<Error> error_;
   int source_ = -1;
   std::size_t bytes_ = 0;
-  std::vector<std::function<void()>> callbacks_;
   std::shared_ptr<MessageCounters> counters_;  // null: not counted
   std::uint64_t number_ = 0;                   // in the order of requests, from 1
   Clock::time_point posted_{};

@@ -49,7 +49,7 @@ class PointToPoint final : private ControlObserver {
   /// of the set; the cause that has ended the messages; std::system_error if there is no thread.
   Request post(MessageSpec spec);
 
-  /// Ends all requests, and refuses later ones. Not in a callback of a request.
+  /// Ends all requests, and refuses later ones. Not from a MessageSpec's `received`.
   void close();
 
  private:

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // PointToPoint: messages that arrive.
-#include <atomic>
 
 #include "message_ranks.h"
 
@@ -107,21 +106,6 @@ TEST(a_receive_from_any_rank_takes_what_comes_and_says_from_whom) {
       CHECK(bytes == message(number % 2 == 0 ? 16 : kWhole + 16, 100 * source + number));
     }
     CHECK_EQ(seen, (std::vector<int>{kEach, kEach, 0, kEach}));
-  });
-}
-
-TEST(a_request_calls_back_when_it_has_ended) {
-  run_messages({0, 0}, [](MessageRank& self) {
-    std::vector<std::byte> bytes = message(self.rank() == 0 ? 100 : 100, 1);
-    const auto request = self.rank() == 0 ? self.send(bytes, 1) : self.receive(bytes, 0);
-    std::atomic<int> calls{0};
-    request->on_complete([&] { ++calls; });
-    request->wait();
-    wait_until([&] { return calls == 1; }, "the callback");
-    CHECK(request->done());
-    request->on_complete([&] { ++calls; });
-    CHECK_EQ(calls.load(), 2);
-    CHECK(!request->error());
   });
 }
 
