@@ -199,6 +199,30 @@ TEST(tls_refuses_another_key_and_another_rank) {
   CHECK(!other_rank.connecting->done() && !other_rank.accepting->done());
 }
 
+/// A bit is flipped in each record: then the connecting end is never open, nor is the accepting
+/// one, but for its last record.
+TEST(tls_refuses_a_changed_handshake) {
+  Between plain;
+  plain.shake_hands();
+  for (const int direction : {kUp, kDown}) {
+    for (std::size_t number = 0; number < plain.seen[direction].size(); ++number) {
+      const Bytes& seen = plain.seen[direction][number];
+      if (seen[0] == std::byte{20}) continue;  // has no meaning in 1.3
+      const bool is_last = direction == kDown && number + 1 == plain.seen[kDown].size();
+      for (const std::size_t place : {kHeaderBytes, seen.size() / 2, seen.size() - 1}) {
+        Between way([&](int to, int which, Bytes record) -> std::vector<Bytes> {
+          const bool is_it = to == direction && which == static_cast<int>(number);
+          if (is_it) record[std::min(place, record.size() - 1)] ^= std::byte{1};
+          return {record};
+        });
+        way.shake_hands();
+        CHECK(!way.connecting->done());
+        CHECK(!way.accepting->done() || is_last);
+      }
+    }
+  }
+}
+
 /// The accepting end may give a connection up before it has heard all: then the other tries again.
 TEST(tls_is_open_only_when_the_other_end_is) {
   Between plain;
@@ -244,6 +268,60 @@ TEST(tls_sends_nothing_more_after_a_forged_record) {
     CHECK_EQ(other.send(forged), -1);
     CHECK_EQ(errno, EBADMSG);
   }
+}
+
+TEST(tls_notices_lost_repeated_swapped_and_recorded_records) {
+  using Records = std::vector<Bytes>;
+  const Bytes bytes = random_bytes(3000);
+  Records recorded;  // of another connection
+  for (const auto& deed : std::vector<std::function<void(Records&)>>{
+           [&](Records& records) { recorded = records; },
+           [](Records& records) { records.erase(records.begin()); },
+           [](Records& records) { records.insert(records.begin(), records[0]); },
+           [](Records& records) { std::swap(records[0], records[1]); },
+           [&](Records& records) { records = recorded; },
+       }) {
+    const bool is_plain = recorded.empty();
+    auto [one, other] = with_tls(unix_pair());
+    Records records;
+    for (std::size_t i = 0; i < 3; ++i) {
+      CHECK_EQ(one.send(std::span(bytes).subspan(1000 * i, 1000)), 1000);
+      records.emplace_back(4096);
+      const ssize_t length = ::recv(other.get(), records[i].data(), 4096, MSG_DONTWAIT);
+      CHECK(length > 1000);
+      records[i].resize(static_cast<std::size_t>(length));
+    }
+    deed(records);
+    for (const Bytes& each : records) {
+      ::send(one.get(), each.data(), each.size(), MSG_NOSIGNAL);
+    }
+    Bytes room(5000);
+    std::size_t arrived = 0;
+    ssize_t part = 0;
+    while ((part = other.receive(std::span(room).subspan(arrived))) > 0) {
+      arrived += static_cast<std::size_t>(part);
+    }
+    CHECK_EQ(errno, is_plain ? EAGAIN : EBADMSG);
+    CHECK(is_plain ? arrived == 3000 : arrived <= 1000);
+    CHECK(std::ranges::equal(std::span(room).first(arrived), std::span(bytes).first(arrived)));
+  }
+}
+
+/// A recording of all that a rank has sent is of no use against the same rank.
+TEST(tls_refuses_a_recording) {
+  Between way;
+  CHECK_EQ(way.shake_hands(), "");
+  auto [stranger, end] = unix_pair();
+  auto accepting = Authentication::accepting(std::move(end), key_of(1), tls_of(1), kHello.to);
+  for (const Bytes& record : way.seen[kUp]) {
+    ::send(stranger.get(), record.data(), record.size(), MSG_NOSIGNAL);
+  }
+  try {
+    for (int i = 0; i < 5; ++i) accepting.advance();
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::kPeerLost);
+  }
+  CHECK(!accepting.done());
 }
 
 TEST(tls_ends_strangers_and_waits_for_the_silent) {
