@@ -12,6 +12,7 @@
 
 #include "control/news.h"
 #include "control/outgoing.h"
+#include "descriptors.h"
 #include "planes.h"
 #include "recording_observer.h"
 #include "tls_pair.h"
@@ -74,6 +75,30 @@ TEST(control_plane_makes_data_connections_from_both_sides) {
       CHECK_EQ(domain, one_host ? AF_UNIX : AF_INET);
     }
   }
+}
+
+TEST(control_plane_says_when_there_are_no_descriptors) {
+  auto all = make_plane_options({0, 1});
+  const SocketAddress rank0(all[0].addresses[0].tcp[0]);
+  const Planes planes = start_planes(std::move(all));
+  wait_until_complete(planes);
+  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);
+  const auto low = planes[0]->sockets(kSet, {0, 1}, 1);
+  {
+    const DescriptorLimit none(Fd(::dup(STDIN_FILENO)).get());
+    CHECK_THROWS(take_all(*high, 0, true), ErrorKind::kInternal,
+                 "no connection to rank 0 (a thread): socket: Too many open files: raise `ulimit");
+  }
+  {
+    // The accepting side notices it when somebody connects.
+    const Fd stranger(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const DescriptorLimit none(stranger.get() + 1);
+    CHECK_EQ(::connect(stranger.get(), rank0.generic(), rank0.bytes), 0);
+    CHECK_THROWS(take_all(*low, 1, true), ErrorKind::kInternal,
+                 "accept: Too many open files: raise `ulimit");
+  }
+  take_all(*high, 0, true);  // with descriptors again, a second attempt succeeds
+  take_all(*low, 1, true);
 }
 
 TEST(control_plane_makes_no_data_connection_that_the_higher_rank_does_not_need) {
