@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two ranks; rank 1 ends in the way that the argument says. For test_exits.py."""
+"""One of two ranks, which end as the argument says, mostly rank 1 alone. For test_exits.py."""
 
 import contextlib
 import multiprocessing
@@ -56,6 +56,16 @@ def leave_a_thread() -> None:
     sys.exit(0)
 
 
+def train_in_a_thread() -> None:
+    def train() -> None:
+        while True:
+            hvd.allreduce(torch.ones(100_000))
+
+    threading.Thread(target=train, daemon=True).start()
+    time.sleep(0.1)
+    sys.exit(0)
+
+
 def kill_the_launcher() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
 
@@ -63,7 +73,7 @@ def kill_the_launcher() -> None:
 def play(how: str) -> None:
     hvd.init()
     hvd.allreduce(torch.ones(3))
-    if hvd.rank() == 1:
+    if hvd.rank() == 1 or how == "train_in_a_thread":
         globals()[how]()
     if how == "leave_a_thread":
         time.sleep(1)

@@ -54,10 +54,16 @@ def test_the_other_ranks_hear_why_a_rank_left(how, status, reason):
     assert reason in output, output
 
 
-def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit():
-    """The thread needs longer to return from its call than the interpreter needs to exit."""
-    fail = "waited:1:2:sleep=1500"
-    ranks = start_ranks(str(PROGRAM), "leave_a_thread", TORCH_RING_FAIL=fail)
+@pytest.mark.parametrize(
+    ("how", "fail"),
+    [
+        # The thread needs longer to return from its call than the interpreter needs to exit.
+        ("leave_a_thread", "waited:1:2:sleep=1500"),
+        ("train_in_a_thread", ""),
+    ],
+)
+def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit(how, fail):
+    ranks = start_ranks(str(PROGRAM), how, TORCH_RING_FAIL=fail)
     for rank in ranks:
         output = output_of(rank)
         assert rank.returncode == 0, output
