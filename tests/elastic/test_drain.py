@@ -108,6 +108,31 @@ def test_a_job_that_all_ranks_leave_is_not_done():
     assert codes == [ENDED] * 3
 
 
+def interrupt_one_rank() -> tuple[list[int], int]:
+    """Return the steps of a program that raises an interrupt of its own, on rank 0."""
+    steps = []
+    raises = hvd.rank() == 0
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        while state.step < STEPS:
+            hvd.barrier()
+            steps.append(state.step)
+            state.step += 1
+            if raises and len(steps) == 5:
+                raise hvd.elastic.HostsUpdatedInterrupt
+            state.commit()
+
+    train(hvd.elastic.ObjectState(step=0))
+    return steps, hvd.size()
+
+
+def test_an_interrupt_of_one_rank_alone_makes_all_regroup():
+    for steps, size in pool.run(interrupt_one_rank, 2):
+        assert (steps[-1], size) == (STEPS - 1, 2)
+        assert set(steps) == set(range(STEPS))
+
+
 @pytest.mark.parametrize(
     ("leave", "somebody_waits", "least", "leavers"),
     [
@@ -230,13 +255,14 @@ def test_exit_codes():
 
 def keep_the_programs_handler() -> None:
     got = []
-    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
     job = Job()
     with Drain(job, 0.2):
         signal_to_self()
         assert got == [signal.SIGTERM]
     assert got == [signal.SIGTERM]
     assert not job.asked.acquire(blocking=False)
+    signal.signal(signal.SIGTERM, before)  # the next test's process is this one
 
 
 def test_the_programs_handler_stays():

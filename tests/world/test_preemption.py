@@ -255,3 +255,24 @@ def test_a_rank_that_is_stopped_does_not_hold_the_others_for_ever(
     outcomes = run(wait_for_a_silent_rank, 2, args=(limit_s,), env=heartbeat, may_die=(1,))
     assert outcomes[0][0] == kind
     assert reason in outcomes[0][1]
+
+
+def stop_an_elastic_job() -> int:
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> int:
+        while not preemption.requested():
+            if (hvd.rank(), state.step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            hvd.barrier()
+            state.step += 1
+            state.commit()
+        return int(state.step)
+
+    with watching("SIGTERM"):
+        return train(hvd.elastic.ObjectState(step=0))
+
+
+def test_an_elastic_job_stops_as_a_whole():
+    first, *others = run(stop_an_elastic_job, 3)
+    assert first >= 3
+    assert others == [first] * 2
