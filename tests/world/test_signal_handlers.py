@@ -5,12 +5,15 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 from pool import error_of, eventually, has_asked, run
 from worlds import on_both_transports
 
 import torch_ring as hvd
+from torch_ring.world.engine import interrupt_deferred
 
 
 @contextlib.contextmanager
@@ -74,3 +77,38 @@ def shut_down_in_a_handler() -> None:
 @on_both_transports
 def test_a_signal_handler_may_shut_down(transport):
     run(shut_down_in_a_handler, 2, transport=transport)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_exception_while_handlers_are_given_back_swallows_no_other_signal(waits, monkeypatch):
+    """Ctrl-C comes when its handler is restored, and SIGTERM's is not yet."""
+    give_back = signal.signal
+    came: list[int] = []
+
+    def block() -> None:
+        with interrupt_deferred():
+            if waits:
+                signal.raise_signal(signal.SIGTERM)
+            assert came == []  # it waits for the end of the block
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
+    def interrupted(number: int, handler: Any) -> Any:
+        given = give_back(number, handler)
+        if handler is signal.default_int_handler:
+            raise KeyboardInterrupt
+        return given
+
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+        monkeypatch.setattr(signal, "signal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        assert came == [signal.SIGTERM] * waits
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM] * (waits + 1)
+    finally:
+        monkeypatch.undo()
+        for each, handler in before.items():
+            signal.signal(each, handler)
