@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import torch
 import torch_ring as hvd
 from torch_ring.elastic import regroup as regroup_module
 from torch_ring.elastic.regroup import LeftOutError, Limits, NextWorld, come, regroup
+from torch_ring.membership import member as member_module
 from torch_ring.membership.directory import Directory, ask_directory, tell_directory
 from torch_ring.membership.listener import Listener
 from torch_ring.membership.member import (
@@ -40,10 +42,10 @@ LIMITS = Limits(timeout_s=30.0, silence_s=5.0)
 class Process:
     """A process of a job, as threads of this one have it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         self.roster: list[Member] = []
-        self.listener = Listener("127.0.0.1", KEY, self.knows)
-        self.member = Member(name, "127.0.0.1", self.listener.port)
+        self.listener = Listener(host, KEY, self.knows)
+        self.member = Member(name, host, self.listener.port)
 
     def knows(self, process: Member) -> bool:
         return process in self.roster
@@ -51,13 +53,18 @@ class Process:
     def serve(self) -> tuple[str, int]:
         return self.member.id, 1
 
-    def regroup(self, limits: Limits = LIMITS) -> NextWorld:
-        return regroup(self.roster, 1, self.member, self.listener, limits, self.serve)
+    def regroup(self, limits: Limits = LIMITS, suspects: Sequence[str] = ()) -> NextWorld:
+        return regroup(
+            *(self.roster, 1, self.member, self.listener, limits),
+            *(self.serve, set(suspects) - {self.member.host}),
+        )
 
 
 @contextlib.contextmanager
-def job(size: int) -> Iterator[list[Process]]:
-    processes = [Process(f"p{index}") for index in range(size)]
+def job(size: int, hosts: Sequence[str] = ("127.0.0.1",)) -> Iterator[list[Process]]:
+    """Make processes, equally many on each host."""
+    places = [hosts[index * len(hosts) // size] for index in range(size)]
+    processes = [Process(f"p{index}", host) for index, host in enumerate(places)]
     for process in processes:
         process.roster = [each.member for each in processes]
     try:
@@ -67,10 +74,12 @@ def job(size: int) -> Iterator[list[Process]]:
             process.listener.close()
 
 
-def outcomes(processes: list[Process], limits: Limits = LIMITS) -> list[NextWorld | Exception]:
+def outcomes(
+    processes: list[Process], limits: Limits = LIMITS, suspects: Sequence[str] = ()
+) -> list[NextWorld | Exception]:
     def call(process: Process) -> NextWorld | Exception:
         try:
-            return process.regroup(limits)
+            return process.regroup(limits, suspects)
         except Exception as error:
             return error
 
@@ -134,6 +143,16 @@ def test_a_busy_rank_is_named_when_the_time_is_over() -> None:
         assert isinstance(second, hvd.TimeoutError)
 
 
+def test_a_rank_that_is_always_sent_elsewhere_gives_up() -> None:
+    with job(2) as (first, second), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(second.regroup, Limits(0.5, 5.0))
+        while not waiting.done():
+            with contextlib.suppress(queue.Empty, OSError):
+                first.listener.requests.get(timeout=0.05).answer({"kind": "elsewhere"})
+        with pytest.raises(hvd.TimeoutError, match="rank 1 has found no leader"):
+            waiting.result()
+
+
 @contextlib.contextmanager
 def silent(process: Process) -> Iterator[None]:
     """Simulate a stopped process: the kernel accepts its connections, but it does not answer."""
@@ -171,6 +190,48 @@ def test_only_a_majority_goes_on_where_others_may_live(
         living = [process for process in processes if processes.index(process) not in stopped]
         for outcome in outcomes(living, Limits(30.0, 20.0, 1)):
             assert isinstance(outcome, NextWorld if goes_on else LeftOutError), outcome
+
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "is_cut", "wanted"),
+    [
+        pytest.param(4, HOSTS, True, ["p0", "p1"], id="a majority does not wait for it"),
+        pytest.param(2, HOSTS[::-1], True, None, id="a minority asks it again, and gives up"),
+        pytest.param(2, HOSTS[::-1], False, ["p1"], id="a slow one has no rank any more"),
+    ],
+)
+def test_a_host_that_is_silent_already(
+    size: int,
+    hosts: Sequence[str],
+    is_cut: bool,
+    wanted: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second host answers with patience only, or not at all."""
+    connect, patient = member_module._connect, []
+
+    def connect_there(member: Member, is_suspect: bool) -> socket.socket:
+        if member.host == HOSTS[1]:
+            patient.extend([] if is_suspect else [member])
+            if is_suspect or is_cut:
+                raise TimeoutError
+        return connect(member, is_suspect)
+
+    monkeypatch.setattr(member_module, "_connect", connect_there)
+    with job(size, hosts) as processes:
+        living = [each for each in processes if each.member.host == HOSTS[0]]
+        if not is_cut:
+            processes[0].listener.close()  # its host says so, when it has the time to answer
+        for outcome in outcomes(living, suspects=HOSTS[1:]):
+            if wanted is None:
+                assert isinstance(outcome, LeftOutError)
+            else:
+                assert isinstance(outcome, NextWorld), outcome
+                assert [member.id for member in outcome.members] == wanted
+    assert bool(patient) == (size == 2)
 
 
 def test_one_that_was_left_out_hears_of_it() -> None:
