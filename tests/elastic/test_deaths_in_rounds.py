@@ -22,6 +22,7 @@ from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
 from torch_ring.errors import PeerLostError
+from torch_ring.optimizer import local_steps
 
 EVERY, RATE, MOMENTUM, OUTER = 4, 0.25, 0.5, 0.5
 EPOCHS, BATCHES = 5, 3
@@ -364,6 +365,65 @@ def newcomer() -> None:
 
 def test_a_newcomer_gets_the_parameters_of_a_rank():
     pool.run(newcomer, 3)
+
+
+def begin_unheard() -> None:
+    """Rank 0 learns of a death while the first step compares weights; rank 1 completes the step."""
+    model, optimizer, state = start("DiLoCo")
+    state.step = 1
+    compare = local_steps.require_consistent
+
+    def compare_and_fail(*args: Any, **kwargs: Any) -> None:
+        compare(*args, **kwargs)
+        raise PeerLostError
+
+    backward(model, optimizer, hvd.rank())
+    if hvd.rank() == 0:
+        with (
+            mock.patch.object(local_steps, "require_consistent", compare_and_fail),
+            pytest.raises(PeerLostError),
+        ):
+            optimizer.step()
+    else:
+        optimizer.step()
+    state.reset()
+    state.resume()
+    optimizer.step()
+    optimizer.end_round()
+    assert_same_on_all_ranks(model.weight)
+
+
+def test_a_first_step_that_one_rank_has_taken_begins_the_round():
+    pool.run(begin_unheard, 2)
+
+
+def fall_behind(behind: int) -> None:
+    """Two hosts of two ranks, as process sets; one rank has not taken the last step."""
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
+    model, optimizer, state = start("DiLoCo", 0, sets[2], sets[hvd.rank() // 2])
+    for _ in range(3):
+        backward(model, optimizer, hvd.rank())
+        optimizer.synchronize()
+        if (hvd.rank(), state.step) == (behind, 2):
+            continue
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        state.step += 1
+    own = of_all_ranks(model.weight)
+    state.reset()
+    state.resume()
+    assert state.step == 3
+    weights = of_all_ranks(model.weight)
+    first, second = own[1 - behind % 2 if behind < 2 else 0], own[3 if behind == 2 else 2]
+    assert weights == [first, first, second, second]
+    assert first != second
+    momentum = of_all_ranks(optimizer.state[model.weight]["momentum_buffer"])
+    assert momentum[0] == momentum[1] != momentum[2] == momentum[3]
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_rank_takes_the_state_of_its_host(behind):
+    pool.run(fall_behind, 4, args=(behind,))
 
 
 def miss_a_mean(on_hosts: bool, victim: int, fails: bool) -> None:
