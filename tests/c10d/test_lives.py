@@ -89,7 +89,7 @@ def groups_of_two_lives() -> list[float]:
 
 
 def test_a_group_is_not_taken_for_one_of_an_earlier_life() -> None:
-    sums = run(groups_of_two_lives, 3, initialized=False, kind="c10d")
+    sums = run(groups_of_two_lives, 3, transport="tcp", initialized=False, kind="c10d")
     assert sums == [[301.0, 401.0], [301.0, 401.0], []]
 
 

@@ -55,6 +55,30 @@ def test_after_a_lost_rank(tmp_path: Path) -> None:
     assert outcomes == [None, (1, 2, 2.0), (0, 2, 2.0)]
 
 
+def replace_a_waiting_group() -> None:
+    """A signal handler makes another group while this thread waits in the old one."""
+    rank, store = dist.get_rank(), dist.PrefixStore("coordinator", group_store())
+    reconfigure(1, exchange(store, "first", rank, [0, 1]))  # from then on it owns its engine
+    sums = [total()]
+
+    def again(*_: object) -> None:
+        reconfigure(2, exchange(store, "again", rank, [0, 1]))
+        sums.append(total())
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, again)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        assert error_of(total)[0] == "RingError"
+    else:
+        again()
+    assert sums == [2.0, 2.0]
+
+
+@needs_torch_2_14
+def test_in_place_of_a_group_in_use() -> None:
+    on_ring(replace_a_waiting_group, 2)
+
+
 def begin_without_ranks() -> list[float]:
     rank = int(os.environ["RANK"])
     dist.init_process_group(

@@ -23,12 +23,6 @@ FAULTS = (
         tests=("c10d/test_lives.py::test_a_group_is_not_taken_for_one_of_an_earlier_life",),
     ),
     Fault(
-        "order_of_ranks", "a group whose ranks are not ascending is numbered anew", GROUPS,
-        "if self.size == 1 or list(self._global_ranks) != sorted(self._global_ranks):",
-        "if self.size == 1:",
-        tests=("c10d/test_groups.py",),
-    ),
-    Fault(
         "failure_of_member", "a member waits for one that could not make the group", GROUPS,
         "            if info.failure:\n                raise RingError(",
         "            if False:\n                raise RingError(",
