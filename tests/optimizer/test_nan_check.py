@@ -2,6 +2,7 @@
 """nan_check: the first non-finite gradient is named on all ranks, and no rank steps."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,6 +156,19 @@ def spoil_kinds_of_gradients() -> None:
     expect_error(ERROR, named, lambda: optimizer.step(closure))
 
 
+def spoil_compressed_rows() -> None:
+    """Gradients of layouts that backward() does not average, set by the program."""
+    for convert in (
+        Tensor.to_sparse_csr,
+        Tensor.to_sparse_csc,
+        partial(Tensor.to_sparse_bsr, blocksize=(2, 2)),
+    ):
+        rows = nn.Parameter(convert(torch.eye(4)))
+        optimizer = hvd.DistributedOptimizer(SGD([rows], lr=0.1), [("rows", rows)], nan_check=True)
+        rows.grad = convert(torch.eye(4) * NAN)
+        expect_error(ERROR, "the gradient of 'rows' has a NaN", optimizer.step)
+
+
 def come_again() -> None:
     """A layer has two gradients in a pass, whose bucket may be sent already: one is spoilt."""
     for first in (True, False):
@@ -203,6 +217,7 @@ def spoil_in_a_set() -> None:
         (name_the_culprit, (torch.float32, True), 3),
         (spoil_in_ways, (), 3),
         (spoil_kinds_of_gradients, (), 2),
+        (spoil_compressed_rows, (), 1),
         (come_again, (), 2),
         (join_and_spoil, (), 3),
         (spoil_in_a_set, (), 3),

@@ -47,7 +47,9 @@ def wrapping_keeps_everything() -> None:
         train(model, optimizer, joined_batches(steps=1))
         state, groups, cls = optimizer.state, optimizer.param_groups, type(optimizer)
         before = optimizer.state_dict()
-        wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        named = dict(model.named_parameters())
+        wrapped = hvd.DistributedOptimizer(optimizer, named.items())
+        assert list(wrapped._parameter_names.values()) == list(named)  # as in Horovod
         assert wrapped is optimizer
         assert isinstance(wrapped, cls)
         assert (type(wrapped).__name__, type(wrapped).__module__) == (cls.__name__, cls.__module__)
