@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable
 
 import torch
-from pool import run
+from pool import eventually, run
 from torch import Tensor
 
 import torch_ring as hvd
 from torch_ring import _C
+from torch_ring.world import current
 
 COUNT = 1_500_004  # elements: 6 MB, and no whole number of pages
 
@@ -125,3 +126,19 @@ def fork_with_results() -> None:
 
 def test_a_forked_child_has_results_of_its_own():
     run(fork_with_results, 2)
+
+
+def send_and_forget() -> None:
+    engine = current.engine()
+    tensor = torch.zeros(100_000)
+    storage = tensor.untyped_storage()
+    alive = storage._weak_ref()
+    work = engine.send(tensor, 1) if hvd.rank() == 0 else engine.receive(tensor, 0)
+    work.wait()
+    del tensor, storage
+    assert eventually(lambda: torch.UntypedStorage._expired(alive)), "the request is still held"
+    torch.UntypedStorage._free_weak_ref(alive)
+
+
+def test_a_message_that_is_done_keeps_no_tensor():
+    run(send_and_forget, 2)
