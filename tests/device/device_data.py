@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_ring as hvd
 from torch_ring.data import MODES, DevicePrefetcher, InputPipeline, ShardedSampler
+from torch_ring.metrics import Means
 
 
 class Pair(NamedTuple):
@@ -83,6 +84,7 @@ def feed_training(device: str) -> None:
     data = TensorDataset(torch.arange(21.0 * size - 1).reshape(-1, 1))
     for mode in MODES:
         loader = DataLoader(data, 2, sampler=ShardedSampler(data, drop_last=True))
+        means = Means("loss", "never")
         pipeline = InputPipeline(loader, device, mode)
         weight = torch.zeros(1, device=device, requires_grad=True)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1e-3))
@@ -98,7 +100,10 @@ def feed_training(device: str) -> None:
         for batch in pipeline:
             assert batch[0].device.type == device
             seen += batch[0].flatten().tolist()
-            step(batch)
+            means.update(torch.tensor(2, device=device), loss=step(batch))
+        values = means.compute()
+        assert values["loss"] > 0
+        assert values["never"] != values["never"]
         assert len(seen) == 20
         assert len(set(seen)) == {"real": 20, "cached": 16, "synthetic": 2}[mode]
         report = pipeline.report(step, steps=2, rounds=2)
