@@ -486,12 +486,6 @@ FAULTS = (
         tests=("device/test_run_ahead_apart.py", *RANDOM),
     ),
     Fault(
-        "plan_any", "a pass with sparse gradients goes on as planned", PLANNED,
-        "is_dense = not any(report.sparse for rank in ranks for report in rank.gradients)",
-        "is_dense = True",
-        tests=("device/test_run_ahead_apart.py", *RANDOM),
-    ),
-    Fault(
         "rest_unreduced", "gradients that are new on all ranks stay each rank's own", PLANNED,
         "self._reducers.reduce(decision, gradients, number, len(entered.ranks), planned)", "pass",
         tests=("device/test_run_ahead_apart.py", *RANDOM),
