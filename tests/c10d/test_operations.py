@@ -138,8 +138,9 @@ def use_unusual_tensors() -> None:
     assert shared == [0, "first"]
 
 
-def test_unusual_tensors() -> None:
-    on_ring(use_unusual_tensors, 3)
+@on_both_transports
+def test_unusual_tensors(transport: str) -> None:
+    on_ring(use_unusual_tensors, 3, transport=transport)
 
 
 def sum_large_integers() -> None:
