@@ -7,7 +7,7 @@
 # Both make a virtual environment first and build the extension there. Others:
 #
 #   make test-all   the slow tests, too: those in C++ under sanitizers, and those with Lightning and
-#                   others, which it installs; half an hour on two cores, where `test` takes 5 to 11 minutes
+#                   others, which it installs; half an hour on two cores, where `test` takes 4 to 8 minutes
 #   make test-weekly   tests with Ray, DeepSpeed, Spark and others, which it installs, and of the benchmarks
 #   make wheels   a wheel for several versions of torch, in dist/; 5 GB and minutes for each
 #   make docs     the documentation site, in build/docs/

@@ -80,7 +80,7 @@ def test_have_the_results_and_gradients_of_eager_functions(size: int) -> None:
     run(compare_with_eager, size, args=("aot_eager",), deadline_s=COMPILING_S)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_inductor_compiles_them() -> None:
     env = {"TORCH_RING_TIMEOUT": "240"}  # a rank may compile for long while another one waits
     run(compare_with_eager, 2, args=("inductor",), env=env, deadline_s=COMPILING_S)

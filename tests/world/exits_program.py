@@ -79,7 +79,7 @@ def play(how: str) -> None:
         time.sleep(1)
     if how == "kill_the_launcher":
         time.sleep(float(sys.argv[2]))
-        print("goes on:", hvd.allreduce(torch.ones(3)).tolist())
+        print(f"goes on: {hvd.allreduce(torch.ones(3)).tolist()}\n", end="")  # in one write
     else:
         miss_the_other()
 
