@@ -67,13 +67,21 @@ def test_every_operation(transport: str, size: int) -> None:
 
 
 def share_memory(count: int) -> None:
-    """An input may be its own part of the output, as FSDP has it; an output a part of the input."""
+    """Inputs and outputs overlap: an input is a part of the output, as FSDP has it, and so on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     stack = everyone((count * size,))
     gathered = torch.full((count * size * size,), -1.0)
     part = gathered.narrow(0, rank * count * size, count * size).copy_(stack[rank])
     dist.all_gather_into_tensor(gathered, part)
     check(gathered, stack.flatten(), f"all_gather_into_tensor of a part: {count}")
+    other = (rank + 1) % size
+    part = gathered.narrow(0, other * count * size, count * size).copy_(stack[rank])
+    dist.all_gather_into_tensor(gathered, part)
+    check(gathered, stack.flatten(), f"all_gather_into_tensor of another's part: {count}")
+    swapped = stack[rank].clone()
+    dist.all_to_all_single(swapped, swapped)
+    want = stack.view(size, size, count)[:, rank].flatten()
+    check(swapped, want, f"all_to_all_single in place: {count}")
     joined = stack[rank].clone()
     part = joined.narrow(0, rank * count, count)
     dist.reduce_scatter_tensor(part, joined)

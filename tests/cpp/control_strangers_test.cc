@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Strangers and silent peers, which the control plane must not trust.
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +11,7 @@
 #include "control/options.h"
 #include "control/outgoing.h"
 #include "descriptors.h"
+#include "forked.h"
 #include "planes.h"
 #include "recording_observer.h"
 
@@ -118,6 +120,19 @@ TEST(control_plane_takes_ranks_of_its_host_over_the_unix_socket_only) {
     wait_until([&] { return closed(socket); }, "it is dropped");
   }
   CHECK_EQ(plane.missing(), (std::vector<int>{1, 2}));
+}
+
+TEST(control_plane_drops_processes_of_other_users) {
+  if (::getuid() != 0) return;  // it takes a second user
+  const Alone rank0(2);
+  CHECK(holds_in_child([&] {
+    if (::setuid(65534) < 0) throw_errno("setuid");
+    const Fd socket = connect_to(rank0.address, true);
+    auto handshake = Handshake::connecting(the_key(), Hello{1, 0, 0, Hello::kControl});
+    wait_until([&] { return advance_handshake(handshake, socket.get()) != 0 || handshake.done(); },
+               "a handshake");
+    return !handshake.done();
+  }));
 }
 
 TEST(control_plane_serves_peers_while_strangers_say_nothing) {

@@ -143,7 +143,6 @@ class ShardedState:
         self._names: Mapping[Tensor, str] = {}
         self._memories: list[Tensor] = []  # of the parameters; in shared memory the program's
         self._homes: dict[tuple[int, str], Home] = {}  # by parameter and key, as in `_Write`
-        self._segments: dict[Segment, list[tuple[tuple[int, str], Home]]] = {}  # of the homes
         self._copies: list[tuple[Segment, Tensor]] = []  # pages written before this step
         self._parts: dict[int, list[tuple[Part, Tensor]]] = {}  # by parameter; or this rank's alone
         self._mine: dict[int, tuple[Part, Tensor]] = {}  # this rank's, by parameter
@@ -389,7 +388,6 @@ class ShardedState:
             for (index, key), home in self._homes.items()
             if not key or key in shown[self._parameters[index]]
         }
-        self._order_homes()
         self._state = state
         self._known = {tensor: dict(state.get(tensor, {})) for _, tensor in self._mine.values()}
         self._show(optimizer, {parameter: values for parameter, values in shown.items() if values})
@@ -453,20 +451,14 @@ class ShardedState:
         ``share_memory_()`` moves a storage, and so does a tensor's way to another process: with the
         parameter it moves the tensor that is known here.
         """
-        left = [place for place, home in self._homes.items() if home.has_been_left()]
-        for index, key in left:
-            home = self._homes[index, key] = self._homes[index, key].taken_again()
+        for (index, key), left in self._homes.items():
+            if not left.has_been_left():
+                continue
+            home = self._homes[index, key] = left.taken_again()
             if key:
                 self._shown[self._parameters[index]][key] = home.program
             else:
                 self._memories[index] = home.program
-        if left:
-            self._order_homes()
-
-    def _order_homes(self) -> None:
-        self._segments = defaultdict(list)
-        for place, home in self._homes.items():
-            self._segments[home.segment].append((place, home))
 
     def _follow(self, index: int) -> Iterator[_Write]:
         """Follow a parameter to its new memory; yield a write if it is shared, or in other form."""
@@ -508,6 +500,7 @@ class ShardedState:
         """Copy what replaces tensors in shared memory there; return the other writes."""
         others: list[_Write] = []
         copies: list[tuple[_Write, Tensor, Tensor]] = []
+        segments = self._segments()
         for write in writes:
             index, key, value = write
             home = self._homes.get((index, key))
@@ -518,7 +511,7 @@ class ShardedState:
             ):
                 others.append(write)
             else:  # the value may lie where another one is copied
-                is_shared = any(segment.holds(value) for segment in self._segments)
+                is_shared = any(segment.holds(value) for segment in segments)
                 copies.append((write, home.program, value.clone() if is_shared else value))
         for (index, key, _), program, value in copies:
             program.copy_(value)
@@ -531,14 +524,20 @@ class ShardedState:
     def _touched(self) -> list[tuple[int, str]]:
         """Return the keys of the shared tensors that this rank may have copies of."""
         self._copies = []
-        touched: list[tuple[int, str]] = []
-        for segment, homes in self._segments.items():
+        counts: dict[Segment, list[int]] = {}
+        for segment in self._segments():
             pages = segment.written_pages()
             if len(pages):
                 self._copies.append((segment, pages))
-                counts = torch.bincount(pages, minlength=segment.pages).cumsum(0).tolist()
-                touched += [key for key, home in homes if home.is_on(counts)]
-        return touched
+                counts[segment] = torch.bincount(pages, minlength=segment.pages).cumsum(0).tolist()
+        return [
+            place
+            for place, home in self._homes.items()
+            if home.segment in counts and home.is_on(counts[home.segment])
+        ]
+
+    def _segments(self) -> set[Segment]:
+        return {home.segment for home in self._homes.values()}
 
     def _require_divisible(self, index: int, key: str, value: Any) -> None:
         """Raise ValueError for a tensor of the state that is neither whole nor this rank's part."""

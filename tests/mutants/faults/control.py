@@ -15,7 +15,7 @@ FAULTS = (
     Fault(
         "foreign_user_connects", "a process of another user may connect", ACCEPTOR,
         "credentials.uid == ::getuid()", "true",
-        tests=("world/test_strangers.py",),
+        tests=("cpp:control_plane_drops_processes_of_other",),
     ),
     Fault(
         "own_host_over_tcp", "who knows the key may pass for a rank of this host", PLANE,

@@ -105,7 +105,7 @@ FAULTS = (
     Fault(
         "moved_home_unseen", "parameters that torch has moved with their storage stop training",
         SHARDED,
-        "if home.has_been_left()]", "if False]",
+        "if not left.has_been_left():", "if True:",
         tests=("model/test_programs.py::test_a_sharded_state",),
     ),
     Fault(
