@@ -12,12 +12,16 @@ import device_double
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from tests.support.groups import default_group
-from tests.support.pool import error_of, expect_error, run
+from tests.support.pool import error_of, expect_error
 
 
-def use_both() -> None:
+@pytest.mark.slow
+@device_double.needed
+@on_ranks(2, initialized=False)
+def test_each_tensor_goes_to_the_backend_of_its_device() -> None:
     device_double.load()
     with default_group(f"cpu:ring,{device_double.DEVICE}:gloo"):
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -31,9 +35,3 @@ def use_both() -> None:
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, rank)
         assert gathered == list(range(size))
-
-
-@pytest.mark.slow
-@device_double.needed
-def test_each_tensor_goes_to_the_backend_of_its_device() -> None:
-    run(use_both, 2, initialized=False)

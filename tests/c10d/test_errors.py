@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
-from tests.support.pool import all_have_passed, error_of, expect_error, run
+from tests.support.pool import all_have_passed, error_of, expect_error
 
 REMEDY = "destroy_process_group() and init_process_group(), or exit"
 OF_OTHERS = re.compile(r"shutdown\(|\binit\(|[Rr]emove|fence|allreduce|allgather|process set|world")
@@ -143,7 +144,8 @@ def test_two_threads_of_one_group() -> None:
     on_ring(two_threads, 3)
 
 
-def differ_in_detail() -> None:
+@on_ranks(2, initialized=False)
+def test_torchs_debug_level_detail() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with default_group():
@@ -156,10 +158,6 @@ def differ_in_detail() -> None:
             )
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-def test_torchs_debug_level_detail() -> None:
-    run(differ_in_detail, 2, initialized=False)
 
 
 def all_gather_coalesced(inputs: list[torch.Tensor], outputs: int) -> None:
@@ -391,7 +389,8 @@ def test_the_reason_to_leave_a_group_is_told_in_that_group() -> None:
     assert "has left: it called" in ended, ended
 
 
-def abort_in_a_thread() -> None:
+@on_ranks(2, initialized=False)
+def test_abort_from_another_thread() -> None:
     with default_group():
         group = dist.new_group()
         group._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
@@ -411,10 +410,6 @@ def abort_in_a_thread() -> None:
         expect_error("RingError", "aborted by abort()", work.wait)
         thread.join()
         group_store().set("aborted", "")
-
-
-def test_abort_from_another_thread() -> None:
-    run(abort_in_a_thread, 2, initialized=False)
 
 
 def interrupted() -> str:

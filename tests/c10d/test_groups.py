@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.logs import logged
@@ -163,17 +164,14 @@ def test_a_group_is_left_while_it_is_connected() -> None:
     on_ring(leave_what_nobody_joins, 2)
 
 
-def in_gloo() -> None:
+@on_ranks(3, initialized=False, kind="c10d")
+def test_groups_of_a_gloo_program() -> None:
     with default_group("gloo"):
         group = dist.new_group(backend="ring")
         assert total(group) == 3
         pair = dist.new_group([1, 2], backend="ring")
         if dist.get_rank() > 0:
             assert total(pair) == 3
-
-
-def test_groups_of_a_gloo_program() -> None:
-    run(in_gloo, 3, initialized=False, kind="c10d")
 
 
 def next_life(backend: str) -> float:

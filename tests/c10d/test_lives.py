@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from tests.support.groups import default_group, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import eventually, expect_error, run
@@ -133,7 +134,9 @@ def test_worlds_of_their_own_in_four_lives() -> None:
     assert sums == [[3.0, 6.0, 3.0], [3.0, 6.0, 5.0, 3.0], [6.0, 5.0]]
 
 
-def monitored_in_two_lives() -> None:
+@needs_torch_2_14
+@on_ranks(3, initialized=False, kind="c10d")
+def test_monitored_barriers() -> None:
     rank = int(os.environ["RANK"])
     with default_group():
         store, counts = dist.distributed_c10d._get_default_store(), []
@@ -153,11 +156,6 @@ def monitored_in_two_lives() -> None:
             barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=1))
             expect_error("TimeoutError", words, barrier)
         dist.barrier()
-
-
-@needs_torch_2_14
-def test_monitored_barriers() -> None:
-    run(monitored_in_two_lives, 3, initialized=False, kind="c10d")
 
 
 class Late(dist.Store):
@@ -183,7 +181,8 @@ class Late(dist.Store):
         self._real.set(key, value)
 
 
-def ends_with_a_barrier() -> None:
+@on_ranks(3, initialized=False)
+def test_a_monitored_barrier_is_the_last_statement() -> None:
     """Rank 0 serves the store, which ends with it."""
     from torch_ring._C import RingBackend
 
@@ -199,7 +198,3 @@ def ends_with_a_barrier() -> None:
     if rank == 0:
         del backend, here, store
         group_store().set("gone", "")
-
-
-def test_a_monitored_barrier_is_the_last_statement() -> None:
-    run(ends_with_a_barrier, 3, initialized=False)

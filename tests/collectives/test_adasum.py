@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 
 import torch_ring as hvd
@@ -29,10 +30,7 @@ def test_adasum(transport, size):
     run(check_adasum, size, transport=transport)
 
 
-def refuse_three_ranks() -> None:
+@on_ranks(3)
+def test_adasum_needs_a_power_of_two_of_ranks() -> None:
     with pytest.raises(ValueError, match="power of two of ranks, not 3"):
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
-
-
-def test_adasum_needs_a_power_of_two_of_ranks():
-    run(refuse_three_ranks, 3)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from slow import slow
 from torch import Tensor
@@ -86,7 +87,8 @@ def test_inductor_compiles_them() -> None:
     run(compare_with_eager, 2, args=("inductor",), env=env, deadline_s=COMPILING_S)
 
 
-def call_in_order() -> None:
+@on_ranks(2)
+def test_keep_their_order() -> None:
     """A compiled rank and one that is not call the same collectives, also without a use of them."""
 
     def step(x: Tensor) -> Tensor:
@@ -100,11 +102,8 @@ def call_in_order() -> None:
     assert function(x).tolist() == [hvd.size() + 2.0 * hvd.size()] * 3
 
 
-def test_keep_their_order() -> None:
-    run(call_in_order, 2)
-
-
-def disagree() -> None:
+@on_ranks(2)
+def test_raise_the_errors_of_an_eager_call() -> None:
     """Errors are those of an eager call, on all ranks, and the next call works."""
     function = torch.compile(hvd.allreduce, backend="aot_eager", fullgraph=True)
     with pytest.raises(hvd.MismatchError, match=r"\[2\].*\[3\]"):
@@ -116,11 +115,8 @@ def disagree() -> None:
         torch.compile(hvd.alltoall, backend="aot_eager", fullgraph=True)(torch.ones(3))
 
 
-def test_raise_the_errors_of_an_eager_call() -> None:
-    run(disagree, 2)
-
-
-def change_world() -> None:
+@on_ranks(3)
+def test_follow_the_world() -> None:
     """A function is compiled anew for another process set or world, never run with another's."""
     pair = hvd.add_process_set([0, 1])
 
@@ -151,12 +147,10 @@ def change_world() -> None:
         assert compiled(x).tolist() == [[0, 2, 4], [6, 8, 10]][hvd.rank() // 2]
 
 
-def test_follow_the_world() -> None:
-    run(change_world, 3)
-
-
-def differentiate(size: int) -> None:
+@on_ranks(3)
+def test_torch_func_has_their_derivatives() -> None:
     """torch.func has the derivatives of autograd, of first and of second order."""
+    size = 3
     torch.manual_seed(hvd.rank())
     x = torch.randn(2 * size, 3, dtype=torch.float64)
     for function in (
@@ -182,11 +176,8 @@ def differentiate(size: int) -> None:
         torch.testing.assert_close(second(x), curvature)
 
 
-def test_torch_func_has_their_derivatives() -> None:
-    run(differentiate, 3, args=(3,))
-
-
-def ask_for_forward_mode() -> None:
+@on_ranks(1)
+def test_refuse_forward_mode_and_vmap() -> None:
     operator = torch.ops.torch_ring.allreduce
     x = torch.ones(2)
 
@@ -214,11 +205,8 @@ def token() -> str:
     return f"0 {current.world().token}"
 
 
-def test_refuse_forward_mode_and_vmap() -> None:
-    run(ask_for_forward_mode, 1)
-
-
-def checkpoint_inside() -> None:
+@on_ranks(2)
+def test_a_checkpoint_inside() -> None:
     """A checkpoint in a compiled function ends the graph, and has the right derivatives."""
     torch.manual_seed(hvd.rank())
 
@@ -230,7 +218,3 @@ def checkpoint_inside() -> None:
     compiled = torch.compile(step, backend="aot_eager")
     for mine, theirs in zip(gradient_of(compiled, x), gradient_of(step, x), strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-def test_a_checkpoint_inside() -> None:
-    run(checkpoint_inside, 2)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from closed_form import MOVED, patterned
+from on_ranks import on_ranks
 from pool import error_of, expect_error, run
 from torch import nn
 from torch.optim import SGD, Adam
@@ -107,7 +108,9 @@ def test_the_first_difference_is_named_on_all_ranks(size):
     run(find_changes, size)
 
 
-def agree() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_equal_values_are_consistent(size) -> None:
     """Other strides or storage, NaNs and a world of one rank are no difference."""
     hvd.verify_consistency(Model())
     model = nn.Linear(30, 40, bias=False)
@@ -125,12 +128,8 @@ def agree() -> None:
     assert error_of(lambda: hvd.verify_consistency(model, model))[0] == "InvalidArgumentError"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_equal_values_are_consistent(size):
-    run(agree, size)
-
-
-def compare_in_a_set() -> None:
+@on_ranks(3)
+def test_a_process_set_compares_itself() -> None:
     pair = hvd.add_process_set([0, 2])
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, float(hvd.rank() == 1))
@@ -140,10 +139,6 @@ def compare_in_a_set() -> None:
         nn.init.constant_(model.weight, float(hvd.rank()))
         call = partial(hvd.verify_consistency, model, process_set=pair)
         expect_error("MismatchError", "parameter 'weight' on rank 2 (", call)
-
-
-def test_a_process_set_compares_itself():
-    run(compare_in_a_set, 3)
 
 
 def train(op: hvd.ReduceOp, change_at: int, joins: bool) -> list[str]:

@@ -12,6 +12,7 @@ from dtype_checks import (
     check_layouts,
     check_results,
 )
+from on_ranks import on_ranks
 from pool import run
 from slow import slow
 from worlds import on_all_worlds, on_most_worlds
@@ -38,7 +39,9 @@ def test_reductions_with_a_joined_rank():
     run(check_a_joined_rank, 3)
 
 
-def check_in_a_set() -> None:
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), slow("tcp", 4)])
+@on_ranks()
+def test_members_of_a_set(transport, size) -> None:
     """The first and the last rank are not neighbours in the world."""
     ends, rank, last = hvd.add_process_set([hvd.size() - 1, 0]), hvd.rank(), hvd.size() - 1
     if not ends.included():
@@ -59,11 +62,6 @@ def check_in_a_set() -> None:
     row = torch.sparse_coo_tensor([[ends.rank()]], [2.0], (2,))
     assert hvd.sparse_allreduce_async(row, process_set=ends)().to_dense().tolist() == [1.0, 1.0]
     hvd.barrier(process_set=ends)
-
-
-@pytest.mark.parametrize(("transport", "size"), [("shm", 3), slow("tcp", 4)])
-def test_members_of_a_set(transport, size):
-    run(check_in_a_set, size, transport=transport)
 
 
 def check_rows_received() -> None:
@@ -113,7 +111,9 @@ def test_factors(transport, size):
     run(check_factors, size, transport=transport)
 
 
-def check_rounding() -> None:
+@on_all_worlds
+@on_ranks()
+def test_rounding(transport, size) -> None:
     """2048 + 1 + 1 + 1 is 2051 in float32 and 2048 when float16 rounds every step."""
     value = 2048.0 if hvd.rank() == 0 else 1.0
     for count in (8, 100_000):
@@ -130,12 +130,8 @@ def check_rounding() -> None:
             assert all(torch.equal(first, other) for other in everyone), "and on all ranks"
 
 
-@on_all_worlds
-def test_rounding(transport, size):
-    run(check_rounding, size, transport=transport)
-
-
-def check_compression() -> None:
+@on_ranks(2)
+def test_allreduce_with_compression() -> None:
     exact = torch.arange(100.0) + hvd.rank()
     want = torch.arange(100.0) + (hvd.size() - 1) / 2
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
@@ -144,11 +140,8 @@ def check_compression() -> None:
         torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
 
 
-def test_allreduce_with_compression():
-    run(check_compression, 2)
-
-
-def check_version_counter() -> None:
+@on_ranks(2)
+def test_autograd_notices_operations_in_place() -> None:
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     square = y * y
@@ -167,7 +160,3 @@ def check_version_counter() -> None:
     assert hvd.broadcast_(parameter, root_rank=0) is parameter
     assert parameter.tolist() == [(hvd.size() - 1) / 2] * 3
     assert parameter.requires_grad
-
-
-def test_autograd_notices_operations_in_place():
-    run(check_version_counter, 2)

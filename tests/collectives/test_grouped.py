@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from worlds import on_most_worlds
 
@@ -48,13 +49,10 @@ def test_groups(transport, size):
     run(check_groups, size, transport=transport)
 
 
-def fail_in_two_members() -> None:
+@on_ranks(2)
+def test_a_group_raises_its_first_failure() -> None:
     unlike = torch.ones(2 + hvd.rank())
     handle = hvd.grouped_allreduce_async([torch.ones(1), unlike, unlike], name="of three")
     with pytest.raises(hvd.MismatchError, match=r"of three\.1"):
         hvd.synchronize(handle)
     assert hvd.allreduce(torch.ones(1)).item() == 1
-
-
-def test_a_group_raises_its_first_failure():
-    run(fail_in_two_members, 2)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from worlds import on_most_worlds
 
@@ -32,7 +33,8 @@ def test_handles_in_any_order(transport, size):
     run(submit_in_another_order, size, transport=transport)
 
 
-def submit_unlike_operations() -> None:
+@on_ranks(2, env={"TORCH_RING_FUSION_WINDOW": "500"})
+def test_operations_that_differ_are_not_reduced_together() -> None:
     """Operations in flight together that differ in operator, factor or dtype, twice each."""
     size, rank = hvd.size(), hvd.rank()
     ones = torch.ones(2000)  # too long to travel with the agreement
@@ -53,8 +55,3 @@ def submit_unlike_operations() -> None:
         assert hvd.synchronize(handle).eq(expected).all()
     fused = snapshot().sets[0].fused
     assert fused == len(handles), fused
-
-
-def test_operations_that_differ_are_not_reduced_together():
-    # So long that one agreement has all of them.
-    run(submit_unlike_operations, 2, env={"TORCH_RING_FUSION_WINDOW": "500"})

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from worlds import on_most_worlds
 
@@ -39,7 +40,9 @@ def test_ranks_join_in_turn(transport, size):
     run(run_out_of_data, size, transport=transport)
 
 
-def call_what_needs_all_ranks() -> None:
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
+@on_ranks()
+def test_collectives_that_need_a_joined_rank_fail_on_the_caller(transport, size) -> None:
     if hvd.rank() == 0:
         hvd.allreduce(torch.ones(1))  # the others' numbering is one operation behind
         assert hvd.join() in range(hvd.size())
@@ -60,12 +63,8 @@ def call_what_needs_all_ranks() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == hvd.size()
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])
-def test_collectives_that_need_a_joined_rank_fail_on_the_caller(transport, size):
-    run(call_what_needs_all_ranks, size, transport=transport)
-
-
-def number_differently() -> None:
+@on_ranks(2, kind="one thread")
+def test_a_mismatch_resets_the_numbering_of_collectives() -> None:
     begin = time.monotonic()
     with pytest.raises(hvd.MismatchError, match="different collectives"):
         hvd.allreduce(torch.ones(1), name=[None, "another"][hvd.rank()])
@@ -75,8 +74,3 @@ def number_differently() -> None:
     hvd.barrier()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
     assert not any(hvd.poll(handle) for handle in handles)
-
-
-def test_a_mismatch_resets_the_numbering_of_collectives():
-    # In processes of its own: for a Python thread that another test has left, ranks wait 10 s.
-    run(number_differently, 2, kind="one thread")

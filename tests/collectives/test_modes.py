@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import DEADLINE_S, eventually, run
+from on_ranks import on_ranks
+from pool import DEADLINE_S, eventually
 from torch import Tensor
 
 import torch_ring as hvd
@@ -18,7 +19,8 @@ from tests.support.groups import on_ring
 from torch_ring.world.process_set import engine_of
 
 
-def strided_inference_tensors() -> None:
+@on_ranks(2)
+def test_strided_inference_tensors() -> None:
     size, rank = hvd.size(), hvd.rank()
     with torch.inference_mode():
         tensor = torch.ones(4, 6) + rank
@@ -33,10 +35,6 @@ def strided_inference_tensors() -> None:
     hvd.allreduce_(view, op=hvd.Max)
     assert tensor.is_inference()
     hvd.barrier()  # the world goes on
-
-
-def test_strided_inference_tensors() -> None:
-    run(strided_inference_tensors, 2)
 
 
 def strided_inference_tensors_in_group() -> None:
@@ -63,7 +61,9 @@ def test_strided_inference_tensors_in_a_group() -> None:
     on_ring(strided_inference_tensors_in_group, 2)
 
 
-def others_mode(asks_in_inference_mode: bool) -> None:
+@pytest.mark.parametrize("asks_in_inference_mode", [False, True])
+@on_ranks(2)
+def test_progress_is_made_in_another_mode(asks_in_inference_mode: bool) -> None:
     """A thread requests results; another one, in another mode, waits and makes progress."""
     results: list[Tensor] = []
 
@@ -96,11 +96,6 @@ def others_mode(asks_in_inference_mode: bool) -> None:
         assert result.unique().tolist() == [1.0]
 
 
-@pytest.mark.parametrize("asks_in_inference_mode", [False, True])
-def test_progress_is_made_in_another_mode(asks_in_inference_mode: bool) -> None:
-    run(others_mode, 2, args=(asks_in_inference_mode,))
-
-
 class _Broken(logging.Handler):
     def __init__(self, told: Path) -> None:
         super().__init__()
@@ -111,7 +106,9 @@ class _Broken(logging.Handler):
         raise OSError("no room")
 
 
-def log_handler_that_raises(told: Path) -> None:
+@on_ranks(2, env={"TORCH_RING_STALL_WARNING": "0.1"})
+def test_a_log_handler_that_raises_ends_nothing(tmp_path) -> None:
+    told = tmp_path / "told"
     log, handler = logging.getLogger("torch_ring"), _Broken(told)
     if hvd.rank() == 0:
         log.addHandler(handler)
@@ -122,8 +119,3 @@ def log_handler_that_raises(told: Path) -> None:
     finally:
         log.removeHandler(handler)
     hvd.barrier()
-
-
-def test_a_log_handler_that_raises_ends_nothing(tmp_path: Path) -> None:
-    env = {"TORCH_RING_STALL_WARNING": "0.1"}
-    run(log_handler_that_raises, 2, args=(tmp_path / "told",), env=env)

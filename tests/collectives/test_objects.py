@@ -6,12 +6,15 @@ from collections import defaultdict
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import expect_error, run
 
 import torch_ring as hvd
 
 
-def share_objects() -> None:
+@pytest.mark.parametrize("size", [1, 3])
+@on_ranks()
+def test_objects(size) -> None:
     for root in range(hvd.size()):
         text = "é" * (1000 + hvd.rank() * 1_500_000)  # UTF-8: up to 6 MB
         mine = {"rank": hvd.rank(), "tensor": torch.ones(3), "text": text}
@@ -22,11 +25,6 @@ def share_objects() -> None:
     for length in (1, 100_000):
         gathered = hvd.allgather_object(list(range(hvd.rank() * length)), name="lists")
         assert gathered == [list(range(rank * length)) for rank in range(hvd.size())]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_objects(size):
-    run(share_objects, size)
 
 
 def share_nameless_objects() -> None:
@@ -46,7 +44,8 @@ def test_objects_that_only_cloudpickle_takes():
     run(share_nameless_objects, 2)
 
 
-def share_without_a_pickle() -> None:
+@on_ranks(3)
+def test_objects_without_a_pickle() -> None:
     """If one rank cannot pickle its object, all ranks get an error, and the job goes on."""
     for share in (hvd.broadcast_object, hvd.allgather_object):
         if hvd.rank() == 0:
@@ -55,7 +54,3 @@ def share_without_a_pickle() -> None:
             words = "rank 0 cannot pickle its object"
             expect_error("RuntimeError", words, lambda s=share: s("text"))
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
-
-
-def test_objects_without_a_pickle():
-    run(share_without_a_pickle, 3)

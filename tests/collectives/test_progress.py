@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import DEADLINE_S, eventually, run
 from torch import Tensor
 
@@ -95,7 +95,9 @@ def test_a_message_depends_on_an_operation_that_its_receiver_does_not_wait_for()
     on_ring(message_that_depends, 2, transport="tcp")
 
 
-def drop_before_wait(done: Path) -> None:
+@on_ranks(2)
+def test_a_blocking_operation_whose_caller_never_waits(tmp_path) -> None:
+    done = tmp_path / "done"
     tensor = torch.full((5,), float(hvd.rank()))
     if hvd.rank() == 0:
         # As Ctrl-C does between the submission of a blocking operation and its wait.
@@ -107,7 +109,3 @@ def drop_before_wait(done: Path) -> None:
         assert tensor.tolist() == [0.0] * 5
         done.touch()
     hvd.barrier()
-
-
-def test_a_blocking_operation_whose_caller_never_waits(tmp_path: Path) -> None:
-    run(drop_before_wait, 2, args=(tmp_path / "done",))

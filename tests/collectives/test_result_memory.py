@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable
 
 import torch
-from pool import eventually, run
+from on_ranks import on_ranks
+from pool import eventually
 from torch import Tensor
 
 import torch_ring as hvd
@@ -33,7 +34,8 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
-def check_reuse() -> None:
+@on_ranks(2)
+def test_pages_are_reused() -> None:
     first_input, second_input = torch.arange(COUNT) % 97.0, torch.arange(COUNT) % 89.0
     for name, (call, expected) in CALLS.items():
         for most_bytes in (0, 256 << 20):  # frees the pages of others
@@ -53,11 +55,8 @@ def check_reuse() -> None:
         assert torch.equal(again, expected(second_input))
 
 
-def test_pages_are_reused():
-    run(check_reuse, 2)
-
-
-def use_as_ordinary_tensors() -> None:
+@on_ranks(2)
+def test_results_are_ordinary_tensors() -> None:
     images = (torch.arange(4 * 3 * 600 * 700) % 97.0).view(4, 3, 600, 700)
     images = images.to(memory_format=torch.channels_last)
     for tensor in [images, images[:, :, ::2, ::2]]:
@@ -86,11 +85,8 @@ def use_as_ordinary_tensors() -> None:
     assert torch.equal(result.resize_(3).fill_(7), torch.full((3,), 7, dtype=torch.int8))
 
 
-def test_results_are_ordinary_tensors():
-    run(use_as_ordinary_tensors, 2)
-
-
-def outlive_the_world() -> None:
+@on_ranks(2)
+def test_results_outlive_their_world() -> None:
     result = hvd.allgather(torch.ones(COUNT))
     hvd.allgather(torch.ones(COUNT))
     assert _C.kept_result_bytes() >= result.nbytes
@@ -102,11 +98,8 @@ def outlive_the_world() -> None:
     assert int(result.sum()) == 2 * COUNT
 
 
-def test_results_outlive_their_world():
-    run(outlive_the_world, 2)
-
-
-def fork_with_results() -> None:
+@on_ranks(2)
+def test_a_forked_child_has_results_of_its_own() -> None:
     """A child changes its parent's results; the parent does not see it."""
     kept, held = hvd.allgather(torch.ones(COUNT)), hvd.allgather(torch.ones(COUNT))
     del kept
@@ -124,11 +117,8 @@ def fork_with_results() -> None:
     assert all(int(tensor.sum()) == 2 * COUNT for tensor in [held, *ones])
 
 
-def test_a_forked_child_has_results_of_its_own():
-    run(fork_with_results, 2)
-
-
-def send_and_forget() -> None:
+@on_ranks(2)
+def test_a_message_that_is_done_keeps_no_tensor() -> None:
     engine = current.engine()
     tensor = torch.zeros(100_000)
     storage = tensor.untyped_storage()
@@ -138,7 +128,3 @@ def send_and_forget() -> None:
     del tensor, storage
     assert eventually(lambda: torch.UntypedStorage._expired(alive)), "the request is still held"
     torch.UntypedStorage._free_weak_ref(alive)
-
-
-def test_a_message_that_is_done_keeps_no_tensor():
-    run(send_and_forget, 2)

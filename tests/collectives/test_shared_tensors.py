@@ -3,13 +3,15 @@
 
 import pytest
 import torch
-from pool import run
+from on_ranks import on_ranks
 from worlds import on_most_worlds
 
 import torch_ring as hvd
 
 
-def check_reduction_in_place() -> None:
+@on_most_worlds
+@on_ranks()
+def test_shared_tensors_are_reduced_in_place(transport, size) -> None:
     ranks = range(hvd.size())
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = hvd.empty_shared(300_007, dtype=dtype).fill_(hvd.rank() + 1)
@@ -26,7 +28,8 @@ def check_reduction_in_place() -> None:
     assert torch.equal(hvd.allreduce_(mixed, op=hvd.Sum), torch.full((50_000,), float(hvd.size())))
 
 
-def check_arguments_and_life() -> None:
+@on_ranks(2)
+def test_shared_tensors_check_their_arguments_and_outlive_the_world() -> None:
     assert hvd.empty_shared(2).dtype == torch.get_default_dtype()
     for wrong in [(-1,), (2.5,)]:
         with pytest.raises((RuntimeError, TypeError)):
@@ -36,12 +39,3 @@ def check_arguments_and_life() -> None:
     assert int(kept.sum()) == 7000
     with pytest.raises(hvd.NotInitializedError):
         hvd.empty_shared(1)
-
-
-@on_most_worlds
-def test_shared_tensors_are_reduced_in_place(transport: str, size: int) -> None:
-    run(check_reduction_in_place, size, transport=transport)
-
-
-def test_shared_tensors_check_their_arguments_and_outlive_the_world() -> None:
-    run(check_arguments_and_life, 2)

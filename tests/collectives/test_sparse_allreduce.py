@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from worlds import on_most_worlds
 
@@ -33,7 +34,8 @@ def test_sparse_allreduce(transport, size):
     run(check_sparse_sums, size, transport=transport)
 
 
-def check_dtypes() -> None:
+@on_ranks(2)
+def test_dtypes_of_sparse_tensors() -> None:
     rank, size = hvd.rank(), hvd.size()
     for dtype in (torch.float64, torch.int64, torch.complex64, torch.bfloat16):
         values = torch.full((1, 3), rank + 1, dtype=dtype)
@@ -46,11 +48,8 @@ def check_dtypes() -> None:
         assert mean.tolist() == ([0, 1] if dtype == torch.int64 else exact), dtype
 
 
-def test_dtypes_of_sparse_tensors():
-    run(check_dtypes, 2)
-
-
-def refuse_then_reduce() -> None:
+@on_ranks(2)
+def test_a_refused_tensor_leaves_nothing_in_flight() -> None:
     """A dtype that cannot be sent is refused whole: nothing of the operation is in flight."""
     rank = hvd.rank()
     for name in ("rows", None):
@@ -67,11 +66,8 @@ def refuse_then_reduce() -> None:
     assert hvd.sparse_allreduce_async(one, op=hvd.Sum)().is_coalesced()  # as torch finds: one row
 
 
-def test_a_refused_tensor_leaves_nothing_in_flight():
-    run(refuse_then_reduce, 2)
-
-
-def check_mismatches() -> None:
+@on_ranks(3)
+def test_sparse_tensors_that_differ_are_refused_on_all_ranks() -> None:
     rank = hvd.rank()
     row = torch.tensor([[0]])
     ends = hvd.add_process_set([0, 2])
@@ -91,7 +87,3 @@ def check_mismatches() -> None:
         assert text in str(error.value)
     same = torch.sparse_coo_tensor(row, torch.ones(1), (1,))
     assert hvd.sparse_allreduce_async(same, "rows", hvd.Sum, ends)().to_dense().tolist() == [2.0]
-
-
-def test_sparse_tensors_that_differ_are_refused_on_all_ranks():
-    run(check_mismatches, 3)

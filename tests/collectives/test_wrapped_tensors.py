@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from closed_form import every_call
-from pool import error_of, expect_error, run
+from on_ranks import on_ranks
+from pool import error_of, expect_error
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +39,8 @@ class Wrapper(Tensor):
         raise NotImplementedError(f"{func}")
 
 
-def refuse_wrappers() -> None:
+@on_ranks(2)
+def test_wrappers_are_refused() -> None:
     words = "a Wrapper, which has no memory of its own: give the tensor that it wraps"
     for call in every_call(Wrapper(torch.ones(4, 3))).values():
         expect_error("InvalidArgumentError", words, call)
@@ -49,10 +51,6 @@ def refuse_wrappers() -> None:
     traced = torch._to_functional_tensor(torch.ones(4, 3))
     assert "has no memory: is this in" in error_of(lambda: hvd.allreduce_(traced))[1]
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
-
-
-def test_wrappers_are_refused() -> None:
-    run(refuse_wrappers, 2)
 
 
 class Wraps(torch.autograd.Function):
@@ -67,7 +65,8 @@ class Wraps(torch.autograd.Function):
         return Wrapper(gradient)
 
 
-def wrapped_gradient() -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_a_wrapper_is_refused() -> None:
     model = nn.Linear(3, 2)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
@@ -75,10 +74,6 @@ def wrapped_gradient() -> None:
     words = "the gradient of 'weight' is a Wrapper, which has no memory of its own"
     expect_error("ValueError", words, Wraps.apply(model.weight).sum().backward)
     del optimizer
-
-
-def test_a_gradient_that_is_a_wrapper_is_refused() -> None:
-    run(wrapped_gradient, 2)
 
 
 def refuse_dtensors() -> None:

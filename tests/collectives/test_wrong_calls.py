@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from closed_form import BITWISE, COMPLEX, MOVED_ONLY, every_call
-from pool import error_of, expect_error, run
+from on_ranks import on_ranks
+from pool import error_of, expect_error
 from torch.distributed import ReduceOp
 
 import torch_ring as hvd
@@ -77,17 +78,13 @@ def mismatches() -> list[tuple[Call, str]]:
     return cases
 
 
-def check_mismatches() -> None:
+@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
+@on_ranks(kind="one thread")
+def test_mismatches(size, transport) -> None:
     for case in mismatches():
         expect("MismatchError", [case])
         work_on()
     assert issubclass(hvd.MismatchError, RuntimeError)  # as in Horovod
-
-
-@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
-def test_mismatches(size, transport):
-    # In processes of its own: for a Python thread that another test has left, ranks wait 10 s.
-    run(check_mismatches, size, transport=transport, kind="one thread")
 
 
 def tensor_without_memory() -> torch.Tensor:
@@ -286,7 +283,9 @@ TABLES: dict[str, list[Callable[[], list[tuple[Call, str]]]]] = {
 }
 
 
-def check_tables() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_wrong_arguments(size) -> None:
     for kind, tables in TABLES.items():
         for table in tables:
             expect(kind, table())
@@ -296,12 +295,8 @@ def check_tables() -> None:
     assert not issubclass(hvd.InvalidArgumentError, hvd.HorovodInternalError)  # no retry
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_wrong_arguments(size):
-    run(check_tables, size)
-
-
-def call_in_strange_sets() -> None:
+@on_ranks(3)
+def test_ranks_outside_a_set_are_refused() -> None:
     ends, x = hvd.add_process_set([2, 0]), torch.ones(2)
     rows = torch.sparse_coo_tensor([[0]], [1.0], (2,))
     calls: list[Callable[..., Any]] = [
@@ -329,20 +324,14 @@ def call_in_strange_sets() -> None:
     work_on()
 
 
-def test_ranks_outside_a_set_are_refused():
-    run(call_in_strange_sets, 3)
-
-
-def sum_by_number() -> None:
+@on_ranks(2)
+def test_numbers_of_operators() -> None:
     for op in (1, np.int64(1)):  # Horovod's number of Sum
         assert hvd.allreduce(torch.ones(3), op=op).tolist() == [hvd.size()] * 3
 
 
-def test_numbers_of_operators():
-    run(sum_by_number, 2)
-
-
-def check_two_threads() -> None:
+@on_ranks(2)
+def test_two_threads_without_names() -> None:
     """Two operations, of which rank 1 begins one in a second thread, in another order."""
     hvd.barrier()
     reduce = partial(hvd.allreduce_async, torch.ones(3))
@@ -360,11 +349,9 @@ def check_two_threads() -> None:
     assert "threads" not in expect_error("MismatchError", "", named)
 
 
-def test_two_threads_without_names() -> None:
-    run(check_two_threads, 2)
-
-
-def disagree_about_groups() -> None:
+@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
+@on_ranks()
+def test_groups_that_differ_are_refused_in_their_call(size, transport) -> None:
     rank, one = hvd.rank(), torch.ones(3)
     for name in (None, "g"):
         tensors = [one] * (2 + rank)
@@ -383,8 +370,3 @@ def disagree_about_groups() -> None:
     handle = hvd.grouped_allreduce_async([one, torch.ones(3 + rank)], name="g")
     expect("MismatchError", [(partial(hvd.synchronize, handle), r"g\.1")])
     assert hvd.grouped_allreduce([one], name="g", op=hvd.Sum)[0].tolist() == [hvd.size()] * 3
-
-
-@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "tcp")])
-def test_groups_that_differ_are_refused_in_their_call(size, transport):
-    run(disagree_about_groups, size, transport=transport)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from oracle import Play, Program, expect_one_process
 from pool import run
 from torch import Tensor, nn
@@ -245,7 +246,8 @@ FAULTS = {  # the messages of the other ranks, and of rank 1
 }
 
 
-def check_faults() -> None:
+@on_ranks(3)
+def test_a_faulty_compressor_is_an_error_on_all_ranks() -> None:
     kinds = {"raises": KeyError, "returns nothing": ValueError, "asks nonsense": TypeError}
     for fault, messages in FAULTS.items():
         model = nn.Sequential(nn.Linear(8, 16))
@@ -263,10 +265,6 @@ def check_faults() -> None:
     assert hvd.allreduce(torch.tensor([2.0 * hvd.rank()])).item() == hvd.size() - 1
 
 
-def test_a_faulty_compressor_is_an_error_on_all_ranks():
-    run(check_faults, 3)
-
-
 class NoGenerator(hvd.StatefulCompressor):
     """Forgets to yield."""
 
@@ -274,7 +272,8 @@ class NoGenerator(hvd.StatefulCompressor):
         return gradient
 
 
-def check_refusals() -> None:
+@on_ranks(2)
+def test_wrong_use_of_compressors() -> None:
     model, other = make_model(), make_model()
 
     def wrap(model: nn.Module, compression: Any) -> torch.optim.Optimizer:
@@ -292,7 +291,3 @@ def check_refusals() -> None:
     optimizer = wrap(other, NoGenerator())
     with pytest.raises(TypeError, match=r"reduce\(\) of NoGenerator\(\) is no generator"):
         loss_of(other, torch.ones(2, 8)).backward()
-
-
-def test_wrong_use_of_compressors():
-    run(check_refusals, 2)

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import typing_extensions
-from pool import run
+from on_ranks import on_ranks
 from scripts import ROOT, run_script
 
 import torch_ring as hvd
@@ -81,11 +81,9 @@ def test_pyright_takes_users_programs(site: dict[str, str], tmp_path: Path) -> N
     assert [message for message in errors if message not in OF_TORCH] == []
 
 
-def test_the_types_are_those_of_the_results(tmp_path: Path) -> None:
-    run(run_calls, 2, args=(str(tmp_path),), transport="", initialized=False, kind="script")
-
-
-def run_calls(folder: str) -> None:
+@on_ranks(2, transport="", initialized=False, kind="script")
+def test_the_types_are_those_of_the_results(tmp_path) -> None:
+    folder = str(tmp_path)
     with mock.patch.object(typing_extensions, "assert_type", assert_is):
         assert run_script(str(CALLS), [], folder).code is None
 

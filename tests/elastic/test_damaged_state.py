@@ -11,6 +11,7 @@ import pool
 import pytest
 import torch
 from arrivals import run_with_arrivals
+from on_ranks import on_ranks
 from slow import slow_after
 
 import torch_ring as hvd
@@ -135,7 +136,8 @@ def test_what_is_damaged_once_is_sent_again(part: str) -> None:
     assert results == [(kind, text, tensors)] * 3
 
 
-def take_what_the_root_has() -> None:
+@on_ranks(2)
+def test_a_rank_loses_what_the_root_has_not() -> None:
     """Additional state of a rank is no damage, such as a setting added by a scheduler: it goes."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,7 +148,3 @@ def take_what_the_root_has() -> None:
         state.on_arrival()
     state.resume()
     assert "initial_lr" not in optimizer.param_groups[0]
-
-
-def test_a_rank_loses_what_the_root_has_not() -> None:
-    pool.run(take_what_the_root_has, 2)

@@ -17,6 +17,7 @@ import pool
 import pytest
 import torch
 from logs import logged
+from on_ranks import on_ranks
 from slow import slow
 from training import assert_same_on_all_ranks
 
@@ -340,7 +341,8 @@ def failing(owner: Any, name: str) -> Iterator[None]:
         yield
 
 
-def newcomer() -> None:
+@on_ranks(3)
+def test_a_newcomer_gets_the_parameters_of_a_rank() -> None:
     """Rank 2 forgets its whole state, like a newcomer; the others are in a round of LocalSGD."""
     model, optimizer, state = start("LocalSGD")
     rank = hvd.rank()
@@ -363,11 +365,8 @@ def newcomer() -> None:
     assert_same_on_all_ranks(model.weight)
 
 
-def test_a_newcomer_gets_the_parameters_of_a_rank():
-    pool.run(newcomer, 3)
-
-
-def begin_unheard() -> None:
+@on_ranks(2)
+def test_a_first_step_that_one_rank_has_taken_begins_the_round() -> None:
     """Rank 0 learns of a death while the first step compares weights; rank 1 completes the step."""
     model, optimizer, state = start("DiLoCo")
     state.step = 1
@@ -393,11 +392,9 @@ def begin_unheard() -> None:
     assert_same_on_all_ranks(model.weight)
 
 
-def test_a_first_step_that_one_rank_has_taken_begins_the_round():
-    pool.run(begin_unheard, 2)
-
-
-def fall_behind(behind: int) -> None:
+@pytest.mark.parametrize("behind", [0, 3])
+@on_ranks(4)
+def test_a_rank_takes_the_state_of_its_host(behind: int) -> None:
     """Two hosts of two ranks, as process sets; one rank has not taken the last step."""
     sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3], [0, 2])]
     model, optimizer, state = start("DiLoCo", 0, sets[2], sets[hvd.rank() // 2])
@@ -421,12 +418,12 @@ def fall_behind(behind: int) -> None:
     assert momentum[0] == momentum[1] != momentum[2] == momentum[3]
 
 
-@pytest.mark.parametrize("behind", [0, 3])
-def test_a_rank_takes_the_state_of_its_host(behind):
-    pool.run(fall_behind, 4, args=(behind,))
-
-
-def miss_a_mean(on_hosts: bool, victim: int, fails: bool) -> None:
+@pytest.mark.parametrize("victim", [0, slow(1)])
+@pytest.mark.parametrize(("on_hosts", "fails"), [(False, True), (True, False)])
+@on_ranks(3)
+def test_a_rank_that_has_missed_a_mean_takes_what_is_agreed(
+    on_hosts: bool, victim: int, fails: bool
+) -> None:
     """The end of a round has failed on one rank only, and then rank 2 has joined.
 
     Args:
@@ -472,9 +469,3 @@ def miss_a_mean(on_hosts: bool, victim: int, fails: bool) -> None:
     right = [*own[:2], agreed.item()]
     right[victim] = own[1 - victim] if on_hosts else agreed.item()
     assert of_all_ranks(model.weight) == right
-
-
-@pytest.mark.parametrize("victim", [0, slow(1)])
-@pytest.mark.parametrize(("on_hosts", "fails"), [(False, True), (True, False)])
-def test_a_rank_that_has_missed_a_mean_takes_what_is_agreed(on_hosts, victim, fails):
-    pool.run(miss_a_mean, 3, args=(on_hosts, victim, fails))

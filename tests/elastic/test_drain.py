@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import pool
 import pytest
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from torch_ring.elastic.drain import Drain
@@ -253,7 +254,8 @@ def test_exit_codes():
     }
 
 
-def keep_the_programs_handler() -> None:
+@on_ranks(1)
+def test_the_programs_handler_stays() -> None:
     got = []
     before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
     job = Job()
@@ -263,7 +265,3 @@ def keep_the_programs_handler() -> None:
     assert got == [signal.SIGTERM]
     assert not job.asked.acquire(blocking=False)
     signal.signal(signal.SIGTERM, before)  # the next test's process is this one
-
-
-def test_the_programs_handler_stays():
-    pool.run(keep_the_programs_handler, 1)

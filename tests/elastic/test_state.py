@@ -13,6 +13,7 @@ from typing import Any
 import pool
 import pytest
 import torch
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from torch_ring.elastic.state import (
@@ -31,7 +32,8 @@ def model_of(value: float) -> torch.nn.Linear:
     return model
 
 
-def commit_and_restore() -> None:
+@on_ranks(2)
+def test_commit_and_restore() -> None:
     model = model_of(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
@@ -62,11 +64,8 @@ def commit_and_restore() -> None:
     assert torch.equal(other.weight, torch.full((1, 2), 7.0))
 
 
-def test_commit_and_restore() -> None:
-    pool.run(commit_and_restore, 2)
-
-
-def sync_committed() -> None:
+@on_ranks(3)
+def test_sync_gives_the_committed_values_of_rank_0() -> None:
     rank = hvd.rank()
     model = model_of(float(rank))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
@@ -79,10 +78,6 @@ def sync_committed() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert (state.batch, state.extra) == (0, {"a": 0})
     assert sampler.processed_num == (hvd.size() - 1) * hvd.size()  # the farthest
-
-
-def test_sync_gives_the_committed_values_of_rank_0() -> None:
-    pool.run(sync_committed, 3)
 
 
 def test_a_sampler_deals_what_is_left() -> None:
@@ -126,7 +121,8 @@ class CounterHandler(StateHandler):
         self.value.count = hvd.broadcast_object(self.value.count, root)
 
 
-def handle_counters() -> None:
+@on_ranks(2)
+def test_a_handler_of_the_users() -> None:
     set_handler_registry([*get_handler_registry(), (Counter, CounterHandler)])
     counter = Counter()
     state = hvd.elastic.TorchState(counter=counter)
@@ -140,11 +136,12 @@ def handle_counters() -> None:
     set_handler_registry(get_handler_registry()[:-1])
 
 
-def test_a_handler_of_the_users() -> None:
-    pool.run(handle_counters, 2)
-
-
-def interrupted(updates: list[int], raises: bool, skip_sync: bool) -> None:
+@pytest.mark.parametrize(
+    ("updates", "raises", "skip_sync"),
+    [([], False, False), ([1], True, True), ([2, 1], True, False)],
+)
+@on_ranks(2)
+def test_a_commit_interrupts_all_ranks(updates: list[int], raises: bool, skip_sync: bool) -> None:
     state = hvd.elastic.ObjectState(batch=0)
     if hvd.rank() == 0:
         for timestamp, result in enumerate(updates, 1):
@@ -156,14 +153,6 @@ def interrupted(updates: list[int], raises: bool, skip_sync: bool) -> None:
         state.commit()
     assert caught.value.skip_sync is skip_sync
     state.commit()  # they are no news now
-
-
-@pytest.mark.parametrize(
-    ("updates", "raises", "skip_sync"),
-    [([], False, False), ([1], True, True), ([2, 1], True, False)],
-)
-def test_a_commit_interrupts_all_ranks(updates: list[int], raises: bool, skip_sync: bool) -> None:
-    pool.run(interrupted, 2, args=(updates, raises, skip_sync))
 
 
 def go_on_from_a_commit() -> list[tuple[int, float]]:
@@ -309,7 +298,8 @@ class Average:
         self.value = state["value"]
 
 
-def keep_schedulers() -> None:
+@on_ranks(2)
+def test_what_has_a_state_dict_is_saved_and_given() -> None:
     model = model_of(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -339,10 +329,6 @@ def keep_schedulers() -> None:
     assert optimizer.param_groups[0]["lr"] == rate  # the schedule's, which comes last
     with pytest.raises(ValueError, match="Adasum"):
         hvd.elastic.TorchState(optimizer=hvd.DistributedOptimizer(optimizer, op=hvd.Adasum))
-
-
-def test_what_has_a_state_dict_is_saved_and_given() -> None:
-    pool.run(keep_schedulers, 2)
 
 
 def test_an_attribute_that_holds_a_model_or_an_optimizer_is_refused() -> None:

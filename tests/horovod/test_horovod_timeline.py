@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 import torch
-from pool import eventually, run
+from on_ranks import on_ranks
+from pool import eventually
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -19,8 +20,11 @@ def lacks(file: Path, *words: str) -> list[str]:
     return [word for word in words if word not in text]
 
 
-def look_while_the_job_runs(folder: str) -> None:
+@on_both_transports
+@on_ranks(2, initialized=False)
+def test_a_timeline_is_read_while_the_job_runs(tmp_path, transport) -> None:
     """The setting is there when init() is called, and rank 0 writes the file."""
+    folder = str(tmp_path)
     file = Path(folder) / "timeline.json"
     os.environ["HOROVOD_TIMELINE"] = str(file)
     os.environ["HOROVOD_TIMELINE_MARK_CYCLES"] = "1"
@@ -46,8 +50,3 @@ def look_while_the_job_runs(folder: str) -> None:
     if hvd.rank() == 0:
         assert lacks(file, "afterwards") == ["afterwards"]
     hvd.shutdown()
-
-
-@on_both_transports
-def test_a_timeline_is_read_while_the_job_runs(tmp_path: Path, transport: str) -> None:
-    run(look_while_the_job_runs, 2, initialized=False, args=(str(tmp_path),), transport=transport)

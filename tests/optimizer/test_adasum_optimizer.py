@@ -7,14 +7,16 @@ import copy
 
 import pytest
 import torch
-from pool import run
+from on_ranks import on_ranks
 from torch import nn
 from training import assert_same_on_all_ranks
 
 import torch_ring as hvd
 
 
-def compare_with_local_steps(fp16: bool) -> None:
+@pytest.mark.parametrize(("transport", "size", "fp16"), [("shm", 4, False), ("tcp", 2, True)])
+@on_ranks()
+def test_the_changes_of_local_steps_are_combined(transport, size, fp16: bool) -> None:
     """Each rank's own step changes the weights; the changes are combined."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
@@ -57,12 +59,9 @@ def compare_with_local_steps(fp16: bool) -> None:
         pass
 
 
-@pytest.mark.parametrize(("transport", "size", "fp16"), [("shm", 4, False), ("tcp", 2, True)])
-def test_the_changes_of_local_steps_are_combined(transport, size, fp16):
-    run(compare_with_local_steps, size, transport=transport, args=[fp16])
-
-
-def check_refusals() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_what_adasum_cannot_do_is_refused(size) -> None:
     model = nn.Linear(2, 1)
 
     def wrap(**kwargs: object) -> None:
@@ -81,8 +80,3 @@ def check_refusals() -> None:
     model = nn.Linear(2, 1 + hvd.rank())
     with pytest.raises(hvd.MismatchError, match="different optimizers"):
         wrap()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_adasum_cannot_do_is_refused(size):
-    run(check_refusals, size)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from carried_programs import DIRECT, add_exactly, train_at_random
 from namespaces import NETWORK
+from on_ranks import on_ranks
 from pool import error_of, run
 from slow import slow
 from torch import nn
@@ -53,7 +54,18 @@ def test_random_programs(transport, op, size, full):
     run(train_programs, size, args=args, transport=transport, env=DIRECT, deadline_s=deadline_s)
 
 
-def keep_on_some(keeping: list[int], gradient: float) -> None:
+@pytest.mark.parametrize(
+    ("transport", "keeping", "gradient"),
+    [
+        ("shm", [0, 1, 2], 1 + 4 / 3),
+        ("shm", [0, 2], 2 / 3 + 4 / 3),
+        ("shm", [0, 1], 2 / 3 + 4 / 3),
+        ("shm", [1], 4 / 3),
+        ("tcp", [1], 4 / 3),
+    ],
+)
+@on_ranks(3)
+def test_a_rank_that_adds_nothing(transport, keeping: list[int], gradient: float) -> None:
     """A rank that adds nothing has an averaged gradient, or has dropped it."""
     a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(SGD([a, b], lr=0.0))
@@ -229,20 +241,6 @@ def keep_a_nan() -> None:
 )
 def test_carried_gradients(check, args):
     run(check, 2, args=args)
-
-
-@pytest.mark.parametrize(
-    ("transport", "keeping", "gradient"),
-    [
-        ("shm", [0, 1, 2], 1 + 4 / 3),
-        ("shm", [0, 2], 2 / 3 + 4 / 3),
-        ("shm", [0, 1], 2 / 3 + 4 / 3),
-        ("shm", [1], 4 / 3),
-        ("tcp", [1], 4 / 3),
-    ],
-)
-def test_a_rank_that_adds_nothing(transport, keeping, gradient):
-    run(keep_on_some, 3, args=(keeping, gradient), transport=transport)
 
 
 def train_on_hosts() -> None:

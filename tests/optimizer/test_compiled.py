@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from logs import logged
+from on_ranks import on_ranks
 from pool import run
 from slow import slow
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ def compiled_autograd() -> Iterator[None]:
         yield
 
 
-def refuse_compiled_autograd() -> None:
+@on_ranks(2)
+def test_compiled_autograd_is_refused_in_words() -> None:
     """The first pass raises an error with advice; without compiled autograd it works."""
     alone, together = make_model(), make_model()
     optimizer = hvd.DistributedOptimizer(SGD(together.parameters(), lr=0.1))
@@ -42,10 +44,6 @@ def refuse_compiled_autograd() -> None:
     train(alone, SGD(alone.parameters(), lr=0.1), [batch])
     train(together, optimizer, [part(batch)])
     assert_same_weights(together, alone)
-
-
-def test_compiled_autograd_is_refused_in_words():
-    run(refuse_compiled_autograd, 2)
 
 
 WIDTH = 32

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import FORKS, run
 from shared import is_shared
 from torch import Tensor, nn
@@ -212,7 +213,8 @@ def test_large_gradients_are_reduced_where_they_are_computed(
     run(check_address, 2, args=(direct, options), transport=transport, env=env, kind="allocator")
 
 
-def wrap_and_unwrap() -> None:
+@on_ranks(2, env=LARGE, kind="allocator")
+def test_torchs_allocator_comes_and_goes() -> None:
     """Torch's allocator comes back with the last optimizer and gradient."""
     before = allocator()
     first, second = make_linear(), make_linear()
@@ -245,8 +247,3 @@ def wrap_and_unwrap() -> None:
     loss_of(second).backward()
     again.step()
     assert is_shared(second.weight.grad)
-
-
-def test_torchs_allocator_comes_and_goes():
-    # In processes of its own: others' optimizers may have left torch's allocator replaced.
-    run(wrap_and_unwrap, 2, env=LARGE, kind="allocator")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import error_of, run
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -118,7 +119,10 @@ def go_on_alone(go_on: Callable[[Training, int], None], fails: str) -> None:
     assert training.steps == FAILING
 
 
-def go_on_together(go_on: Callable[[Training, int], None]) -> None:
+@pytest.mark.parametrize("go_on", [leave_out, repeat])
+@on_both_transports
+@on_ranks(2)
+def test_a_pass_that_fails_on_all_ranks(transport, go_on: Callable[[Training, int], None]) -> None:
     """No rank is ahead of another."""
     training = Training("function", ranks=(0, 1, 2))
     training.train(go_on)
@@ -247,9 +251,3 @@ def test_a_failed_pass(transport, env, check, args):
 )
 def test_a_failed_pass_that_has_sent_gradients(check, args):
     run(check, 2, args=args, transport="tcp", env=SMALL_BUCKETS)
-
-
-@pytest.mark.parametrize("go_on", [leave_out, repeat])
-@on_both_transports
-def test_a_pass_that_fails_on_all_ranks(transport, go_on):
-    run(go_on_together, 2, args=(go_on,), transport=transport)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import run
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -200,7 +201,10 @@ KEEP: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def keep_gradients(kept_as: str) -> None:
+@pytest.mark.parametrize("kept_as", KEEP)
+@on_both_transports
+@on_ranks(2, env=LAST_IN_A_BLOCK)
+def test_kept_gradients(transport, kept_as: str) -> None:
     """Each parameter's gradient is kept in turn; other gradients and its next one are right."""
     parameters = [nn.Parameter(torch.ones(size)) for size in SIZES]
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0))
@@ -224,9 +228,3 @@ def keep_gradients(kept_as: str) -> None:
             kept.append((gradient, gradient.clone()))
         optimizer.step()
     assert len(kept) > 6
-
-
-@pytest.mark.parametrize("kept_as", KEEP)
-@on_both_transports
-def test_kept_gradients(transport, kept_as):
-    run(keep_gradients, 2, args=(kept_as,), transport=transport, env=LAST_IN_A_BLOCK)

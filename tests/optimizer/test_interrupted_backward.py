@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import error_of, eventually, run
 from torch import nn
 from torch.optim import SGD
@@ -178,7 +179,9 @@ class InterruptedEnd(PassEnd):
         return has_run
 
 
-def interrupt_after_the_reduction(leaves_out: bool) -> None:
+@pytest.mark.parametrize("leaves_out", [False, True])
+@on_ranks(2)
+def test_an_interrupt_after_the_reduction(leaves_out: bool) -> None:
     """Rank 1 is interrupted when a pass is reduced; then it steps, or leaves that out."""
     parameters = weights(1, 1)
     optimizers = [hvd.DistributedOptimizer(SGD([each], lr=0.0)) for each in parameters]
@@ -207,11 +210,6 @@ def interrupt_after_the_reduction(leaves_out: bool) -> None:
     else:
         assert not text
         assert grads(parameters[:1]) == [1.5]
-
-
-@pytest.mark.parametrize("leaves_out", [False, True])
-def test_an_interrupt_after_the_reduction(leaves_out):
-    run(interrupt_after_the_reduction, 2, args=(leaves_out,))
 
 
 def interrupt_before_a_gradient_comes_again(folder: Path) -> None:

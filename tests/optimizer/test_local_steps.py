@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from logs import logged, told
+from on_ranks import on_ranks
 from pool import expect_error, run
 from torch.optim import SGD
 from training import assert_same_on_all_ranks, take_step, weights
@@ -96,7 +97,9 @@ def agreed_by(optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.outer.param_groups for p in group["params"]]
 
 
-def train_beside_the_papers() -> None:
+@pytest.mark.parametrize(("transport", "size"), [("shm", 1), ("shm", 4), ("tcp", 3)])
+@on_ranks()
+def test_parameters_are_those_of_the_papers(transport, size) -> None:
     """LocalSGD averages parameters, which is an outer step at the rate 1."""
     for every, fragments, delay, outer in (
         (1, 1, 0, "LocalSGD"),
@@ -127,12 +130,13 @@ def train_beside_the_papers() -> None:
             assert_same_on_all_ranks(*parameters)
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shm", 1), ("shm", 4), ("tcp", 3)])
-def test_parameters_are_those_of_the_papers(transport, size):
-    run(train_beside_the_papers, size, transport=transport)
-
-
-def train_on_hosts(fused: bool, delay: int, overflow: bool) -> None:
+@pytest.mark.parametrize(
+    ("fused", "delay", "overflow"), [(False, 2, False), (False, 0, True), (True, 2, True)]
+)
+@on_ranks(4)
+def test_gradients_inside_hosts_and_rounds_between_them(
+    fused: bool, delay: int, overflow: bool
+) -> None:
     """Two hosts of two ranks: gradients in each, DiLoCo between them.
 
     A scaler skips the step of a host if one of its ranks has an infinite gradient.
@@ -165,13 +169,6 @@ def train_on_hosts(fused: bool, delay: int, overflow: bool) -> None:
     optimizer.end_round()
     if not delay:
         assert_same_on_all_ranks(*parameters)
-
-
-@pytest.mark.parametrize(
-    ("fused", "delay", "overflow"), [(False, 2, False), (False, 0, True), (True, 2, True)]
-)
-def test_gradients_inside_hosts_and_rounds_between_them(fused, delay, overflow):
-    run(train_on_hosts, 4, args=(fused, delay, overflow))
 
 
 def compress_in_ways() -> None:
@@ -282,7 +279,9 @@ def test_a_state_that_is_saved(tmp_path):
             assert all(map(torch.equal, ours, theirs))
 
 
-def broadcast_a_round(delay: int, root: int) -> None:
+@pytest.mark.parametrize(("transport", "delay", "root"), [("shm", 0, 1), ("tcp", 2, 0)])
+@on_ranks(3)
+def test_a_broadcast_state_has_the_round_of_the_root(transport, delay: int, root: int) -> None:
     """One rank loads a state from the middle of a round; all are at other points of theirs."""
     trained, first = made(fragments=2, delay=delay)
     take_steps(trained, first, 7)
@@ -309,11 +308,6 @@ def broadcast_a_round(delay: int, root: int) -> None:
     assert_same_on_all_ranks(*agreed)
     if not delay:
         assert_same_on_all_ranks(*parameters)
-
-
-@pytest.mark.parametrize(("transport", "delay", "root"), [("shm", 0, 1), ("tcp", 2, 0)])
-def test_a_broadcast_state_has_the_round_of_the_root(transport, delay, root):
-    run(broadcast_a_round, 3, args=(delay, root), transport=transport)
 
 
 def move_by_sam() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import error_of, eventually, expect_error, run
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
@@ -230,7 +231,8 @@ def test_the_gradient_is_named(transport, check, args, size):
     run(check, size, args=args, transport=transport, env=env)
 
 
-def spoil_a_bucket_that_is_reduced_early() -> None:
+@on_ranks(2, transport="tcp", env={"TORCH_RING_BUCKET_BYTES": "4"})
+def test_a_rank_is_named_though_the_nan_is_everywhere() -> None:
     """The first bucket is reduced before the last gradient comes: by then it has everyone's NaN."""
     x, y = weights(1, 1)
     optimizer = hvd.DistributedOptimizer(SGD([x, y], lr=0.0), [("x", x), ("y", y)], nan_check=True)
@@ -252,11 +254,6 @@ def spoil_a_bucket_that_is_reduced_early() -> None:
         if step < 2:
             optimizer.step()
     expect(optimizer, "rank 1: the gradient of 'y' has a NaN")
-
-
-def test_a_rank_is_named_though_the_nan_is_everywhere():
-    env = {"TORCH_RING_BUCKET_BYTES": "4"}
-    run(spoil_a_bucket_that_is_reduced_early, 2, transport="tcp", env=env)
 
 
 def leave_it_to_a_scaler(enabled: bool, unscales: bool, fused: bool) -> None:

@@ -6,8 +6,8 @@ import signal
 from typing import Any
 
 import pytest
+from on_ranks import on_ranks
 from oracle import Play, Program, expect_one_process
-from pool import run
 from torch import Tensor
 from torch.optim import SGD
 from training import joined_batches, part
@@ -19,7 +19,9 @@ from torch_ring._C import PassDecision
 from torch_ring.optimizer.backward_sync import backward_sync_of
 
 
-def fail_in_a_segment() -> None:
+@on_both_transports
+@on_ranks(2)
+def test_a_nested_pass_fails(transport) -> None:
     """A nested pass fails, and the next one does not: nothing of the first remains."""
     model = Segments(again=False)
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
@@ -40,11 +42,6 @@ def fail_in_a_segment() -> None:
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).abs().max() < 1e-10
     optimizer.step()
-
-
-@on_both_transports
-def test_a_nested_pass_fails(transport):
-    run(fail_in_a_segment, 2, transport=transport)
 
 
 def interrupted(play: Play, transport: str) -> Program:

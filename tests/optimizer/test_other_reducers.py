@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import error_of, run
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,7 +80,8 @@ def wrap_sharded(kind: str) -> tuple[str, str]:
     return average
 
 
-def wrap_sharded_in_ways() -> None:
+@on_ranks(2)
+def test_sharded_parameters_are_refused() -> None:
     start_torch_distributed()
     try:
         for kind, complaint in (
@@ -92,7 +94,3 @@ def wrap_sharded_in_ways() -> None:
             assert complaint in text
     finally:
         dist.destroy_process_group()
-
-
-def test_sharded_parameters_are_refused():
-    run(wrap_sharded_in_ways, 2)

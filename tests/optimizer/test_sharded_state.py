@@ -19,6 +19,7 @@ import namespaces
 import pytest
 import torch
 from logs import logged
+from on_ranks import on_ranks
 from pool import DEADLINE_S, error_of, eventually, expect_error, has_asked, run
 from slow import on_shm_and_slowly_on_tcp
 from torch import Tensor, nn
@@ -293,13 +294,10 @@ def test_what_a_program_does_counts_as_without(transport: str) -> None:
     run(train_beside_unsharded, 3, args=args, transport=transport, env=env)
 
 
-def train_in_a_set() -> None:
-    train_beside_unsharded(["adam"], process_set=hvd.add_process_set([0, 2]))
-
-
 @on_both_transports
-def test_process_sets(transport: str) -> None:
-    run(train_in_a_set, 3, transport=transport)
+@on_ranks(3)
+def test_process_sets(transport) -> None:
+    train_beside_unsharded(["adam"], process_set=hvd.add_process_set([0, 2]))
 
 
 def train_on_hosts() -> list[int]:
@@ -351,13 +349,6 @@ def have_other_hashes() -> Any:
     return mock.patch.object(sharded_state, "set", OtherOrder, create=True)
 
 
-def train_in_surroundings(of_a_rank: Callable[[], Any], names: list[str], is_shared: bool) -> None:
-    """One rank lives in unusual surroundings."""
-    with of_a_rank() if hvd.rank() == 1 else contextlib.nullcontext():
-        train_beside_unsharded(names)
-        assert sharded(make_model())._shards.is_shared == is_shared
-
-
 @pytest.mark.parametrize(
     ("of_a_rank", "names", "is_shared"),
     [
@@ -366,10 +357,14 @@ def train_in_surroundings(of_a_rank: Callable[[], Any], names: list[str], is_sha
         (have_other_hashes, ["clear_and_multiply"], True),
     ],
 )
+@on_ranks(2)
 def test_unusual_surroundings(
     of_a_rank: Callable[[], Any], names: list[str], is_shared: bool
 ) -> None:
-    run(train_in_surroundings, 2, args=(of_a_rank, names, is_shared))
+    """One rank lives in unusual surroundings."""
+    with of_a_rank() if hvd.rank() == 1 else contextlib.nullcontext():
+        train_beside_unsharded(names)
+        assert sharded(make_model())._shards.is_shared == is_shared
 
 
 def test_a_compiled_step() -> None:
@@ -543,8 +538,10 @@ def test_checkpoints_are_those_of_an_unsharded_optimizer(transport: str, tmp_pat
     run(save_and_load, 3, args=(str(tmp_path / "checkpoint.pt"),), transport=transport)
 
 
-def read_late(waits: Path) -> None:
+@on_ranks(2)
+def test_no_rank_writes_while_another_may_read(tmp_path) -> None:
     """Rank 0 reads the parameters, in a hook of its step, while rank 1 waits to write its part."""
+    waits = tmp_path / "rank 1 waits"
     model, optimizer = trained()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     seen: list[bool] = []
@@ -566,10 +563,6 @@ def read_late(waits: Path) -> None:
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-def test_no_rank_writes_while_another_may_read(tmp_path: Path) -> None:
-    run(read_late, 2, args=(tmp_path / "rank 1 waits",))
-
-
 # --- errors
 
 
@@ -584,7 +577,8 @@ class Renamed(SGD):
     """An optimizer that steps as SGD does."""
 
 
-def refuse_optimizers() -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     cases: list[tuple[Callable[..., Optimizer], dict[str, Any], str]] = [
         (torch.optim.LBFGS, {}, "LBFGS is none of the optimizers that step each tensor"),
         (partial(Own, lr=0.1), {}, "Own is none of the optimizers that step each tensor"),
@@ -602,10 +596,6 @@ def refuse_optimizers() -> None:
     hvd.DistributedOptimizer(Renamed(make_model().parameters(), lr=0.1), shard_state=True)
     make = (sharded, plain)[hvd.rank()]
     expect_error("MismatchError", "shard_state=True; rank 1", lambda: make(make_model()))
-
-
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
-    run(refuse_optimizers, 2)
 
 
 def refuse_steps() -> None:
@@ -679,7 +669,9 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
     run(case, 3, transport=transport)
 
 
-def write_on_one_rank() -> None:
+@on_both_transports
+@on_ranks(3)
+def test_a_write_of_one_rank_is_an_error_on_all(transport) -> None:
     """One rank writes alone: an error on all ranks, no step, and the cure works."""
     models = make_model(), make_model()
     optimizer, other = sharded(models[1]), plain(models[0])
@@ -736,8 +728,3 @@ def write_on_one_rank() -> None:
     expect_error("InvalidArgumentError", text, broadcast)
     optimizer.load_state_dict(saved)
     step_again()
-
-
-@on_both_transports
-def test_a_write_of_one_rank_is_an_error_on_all(transport: str) -> None:
-    run(write_on_one_rank, 3, transport=transport)

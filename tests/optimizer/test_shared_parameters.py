@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from logs import told
+from on_ranks import on_ranks
 from oracle import Play, Program, expect_one_process
 from pool import error_of, eventually, run
 from slot_programs import train_programs_at_random
@@ -345,7 +346,9 @@ def test_a_rank_leaves_out_a_pass_after_one_that_was_not_stepped(transport):
     expect_one_process(left_out, size=3, transport=transport)
 
 
-def collect_during_the_end_of_a_pass(how: str) -> None:
+@pytest.mark.parametrize("how", ["_agree", "_conclude", "_note"])
+@on_ranks(2)
+def test_an_optimizer_is_collected_during_the_end_of_a_pass(how: str) -> None:
     """Python collects a dropped optimizer with accumulated gradients while another's pass ends."""
     (a,), (b,) = weights(1), weights(1)
     dropped = hvd.DistributedOptimizer(SGD([a], lr=1.0), backward_passes_per_step=2)
@@ -370,8 +373,3 @@ def collect_during_the_end_of_a_pass(how: str) -> None:
     gc.enable()
     train_another(b)
     assert (a.item(), b.item()) == (1, 1 - 4 * 1.5)
-
-
-@pytest.mark.parametrize("how", ["_agree", "_conclude", "_note"])
-def test_an_optimizer_is_collected_during_the_end_of_a_pass(how):
-    run(collect_during_the_end_of_a_pass, 2, args=(how,))

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import FORKS, run
 from torch import nn
 from torch.optim import SGD
@@ -38,7 +39,8 @@ def train_in_a_world() -> None:
     hvd.join()
 
 
-def end_worlds_without_collection() -> None:
+@on_ranks(4)
+def test_a_world_goes_without_garbage_collection() -> None:
     """The memory of a world is freed with it, even without garbage collection."""
     hvd.shutdown()
     gc.collect()
@@ -57,11 +59,8 @@ def end_worlds_without_collection() -> None:
     assert held[2:] == [held[1]] * 3
 
 
-def test_a_world_goes_without_garbage_collection():
-    run(end_worlds_without_collection, 4)  # a power of two, for Adasum
-
-
-def end_a_process_set() -> None:
+@on_ranks(3)
+def test_synchronisation_ends_with_its_process_set() -> None:
     """A set with the ranks and the id of a removed one gets a synchronisation of its own."""
     pair = hvd.add_process_set([0, 1])
     old_id = pair.process_set_id
@@ -88,11 +87,9 @@ def end_a_process_set() -> None:
     new.step()
 
 
-def test_synchronisation_ends_with_its_process_set():
-    run(end_a_process_set, 3)
-
-
-def fork(shut_down: bool) -> None:
+@pytest.mark.parametrize("shut_down", [False, True])
+@on_ranks(2, kind=FORKS)
+def test_a_forked_child_leaves_the_buckets_alone(shut_down: bool) -> None:
     """A forked child's backward pass does not write into the buckets of its parent."""
     parameters = weights(1)
     optimizer = hvd.DistributedOptimizer(SGD(parameters, lr=0.0), op=hvd.Sum)
@@ -111,7 +108,8 @@ def fork(shut_down: bool) -> None:
     del optimizer
 
 
-def refuse_an_optimizer() -> None:
+@on_ranks(2)
+def test_a_refused_optimizer_leaves_no_hooks() -> None:
     """A refused optimizer leaves its parameters unchanged, even while the error exists."""
     compressor = hvd.Compression.int8()
     p, q = weights(1, 1)
@@ -128,15 +126,6 @@ def refuse_an_optimizer() -> None:
     first.step()
     assert p.grad.item() == pytest.approx(0.5, abs=0.01)
     assert "already serves" in str(error.value)
-
-
-def test_a_refused_optimizer_leaves_no_hooks():
-    run(refuse_an_optimizer, 2)
-
-
-@pytest.mark.parametrize("shut_down", [False, True])
-def test_a_forked_child_leaves_the_buckets_alone(shut_down):
-    run(fork, 2, args=(shut_down,), kind=FORKS)
 
 
 def train_on_a_set() -> None:

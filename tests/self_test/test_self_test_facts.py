@@ -16,6 +16,7 @@ import pool
 import pytest
 import torch
 from launcher_commands import TORCHRUN, output_of, start_program
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from torch_ring.config import Config
@@ -23,7 +24,8 @@ from torch_ring.self_test import command, machine, rank
 from torch_ring.setup.network import address_of_interface
 
 
-def check_wrong_sums() -> None:
+@on_ranks(2)
+def test_a_wrong_sum_is_seen() -> None:
     rank._check(1000, "cpu")
     right = rank.allreduce
 
@@ -35,10 +37,6 @@ def check_wrong_sums() -> None:
     message = "the allreduce of 1000 elements is wrong in 1 of them, the first is element 7: 30"
     with mock.patch.object(rank, "allreduce", wrong), pytest.raises(RuntimeError, match=message):
         rank._check(1000, "cpu")
-
-
-def test_a_wrong_sum_is_seen() -> None:
-    pool.run(check_wrong_sums, 2)
 
 
 def test_versions_of_launchers(

@@ -216,7 +216,9 @@ def comparable_form(value: object) -> object:
     return type(value), value
 
 
-def broadcast_optimizers(root: int) -> None:
+@pytest.mark.parametrize(("size", "root"), [(2, 1), slow(3, 0)])
+@on_ranks()
+def test_broadcast_optimizer_state(size, root: int) -> None:
     """The root has other hyper-parameters; some ranks have trained; then all ranks train alike."""
     others = [rank for rank in range(hvd.size()) if rank != root]
     for kind in optimizers_of_torch():
@@ -249,11 +251,6 @@ def broadcast_one_optimizer(
     hvd.broadcast_parameters(model.state_dict(), root_rank=root)
     take_steps(model, optimizer)
     assert_same_on_all_ranks(*model.parameters())
-
-
-@pytest.mark.parametrize(("size", "root"), [(2, 1), slow(3, 0)])
-def test_broadcast_optimizer_state(size, root):
-    run(broadcast_optimizers, size, args=(root,))
 
 
 @on_ranks(1)

@@ -14,18 +14,21 @@ from pool import run
 def on_ranks(*sizes: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator of a test that runs its body on ranks, as `pool.run` does.
 
-    The body gets the test's parameters and fixtures, which must be picklable.
+    The body gets the test's parameters and fixtures, which must be picklable. Of them, `transport`
+    is that of the ranks, and `size` their number.
 
     Args:
-        sizes: numbers of ranks; the body runs on each number in turn.
+        sizes: numbers of ranks, without a parameter `size`; the body runs on each number in turn.
         options: of `pool.run`.
     """
 
     def decorated(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)  # pytest sees the body's parameters
         def test(**given: Any) -> None:
-            for size in sizes:
-                run(_call_body, size, args=(body.__module__, body.__name__, given), **options)
+            args = (body.__module__, body.__name__, given)
+            among = {"transport": given["transport"]} if "transport" in given else {}
+            for size in sizes or (given["size"],):
+                run(_call_body, size, args=args, **among, **options)
 
         return test
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.flight_recorder import fr_trace
 
 import torch_ring as hvd
@@ -400,11 +401,8 @@ def test_a_late_rank_of_one_of_two_groups_is_named() -> None:
     assert [each.rank for each in first] == [2]
 
 
-def without_world_or_group() -> None:
+@on_ranks(1, initialized=False)
+def test_without_world_and_group_there_is_nothing_to_trace() -> None:
     asked = (tracing.snapshot, tracing.stragglers, tracing.report, hvd.stop_timeline)
     for function in (*asked, lambda: tracing.dump("x"), lambda: hvd.start_timeline("x")):
         assert error_of(function)[0] == "NotInitializedError"
-
-
-def test_without_world_and_group_there_is_nothing_to_trace() -> None:
-    run(without_world_or_group, 1, initialized=False)

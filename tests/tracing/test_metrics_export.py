@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import error_of, eventually, has_asked, run
 from ports import free_ports
 from scripts import ROOT
@@ -35,7 +36,8 @@ from torch_ring.world import current
 LONG = 100_000  # elements: too long to be sent before there is a receive
 
 
-def use_memory() -> None:
+@on_ranks(2)
+def test_memory() -> None:
     before = snapshot().memory
     shared = hvd.empty_shared(1 << 20)
     assert snapshot().memory.shared_bytes >= before.shared_bytes + (4 << 20)
@@ -53,10 +55,6 @@ def use_memory() -> None:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     assert snapshot().memory.kept_gradient_bytes >= 300 * 200 * 4
-
-
-def test_memory() -> None:
-    run(use_memory, 2)
 
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -346,7 +344,10 @@ def test_a_forked_child_neither_writes_nor_serves(tmp_path: Path) -> None:
     run(fork_a_child, 1, initialized=False, args=(file, port), env=env)
 
 
-def change_names(folder: str) -> None:
+@on_ranks(1, initialized=False)
+def test_a_process_removes_its_earlier_file_and_no_other(tmp_path) -> None:
+    folder = str(tmp_path)
+
     def write(name: str) -> None:
         os.environ["TORCH_RING_METRICS_FILE"] = f"{folder}/{name}"
         hvd.init()
@@ -368,10 +369,6 @@ def change_names(folder: str) -> None:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert sorted(os.listdir(folder)) == ["b-0", "c-0", "d-0"]
-
-
-def test_a_process_removes_its_earlier_file_and_no_other(tmp_path: Path) -> None:
-    run(change_names, 1, initialized=False, args=(str(tmp_path),))
 
 
 def begin_as_a_newcomer() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import FORKS, run
+from on_ranks import on_ranks
+from pool import FORKS
 from process_set_use import check_process_set
 from shared import NAME, is_shared
 from torch import nn
@@ -20,7 +21,9 @@ import torch_ring as hvd
 from torch_ring.setup import connect
 
 
-def fork_a_child() -> None:
+@on_both_transports
+@on_ranks(3)
+def test_a_forked_child_can_ask_but_not_communicate(transport) -> None:
     pair = hvd.add_process_set([0, 1])
     expected = facts_of(pair)
     child = os.fork()
@@ -63,11 +66,6 @@ def check_child(pair: hvd.ProcessSet, expected: list[object]) -> None:
         hvd.rank()
 
 
-@on_both_transports
-def test_a_forked_child_can_ask_but_not_communicate(transport):
-    run(fork_a_child, 3, transport=transport)
-
-
 def open_sockets() -> set[str]:
     """Return the sockets and the shared memory that this process has open."""
     with os.scandir("/proc/self/fd") as listing:
@@ -75,7 +73,12 @@ def open_sockets() -> set[str]:
     return {name for name in names if name.startswith(("socket:", "/memfd:torch_ring"))}
 
 
-def fork_while_joining(stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "transport"),
+    [("_share_memory", "shm"), ("_wait_for_neighbours", "tcp")],
+)
+@on_ranks(3, initialized=False)
+def test_a_child_that_is_forked_during_init_holds_nothing(transport, stage: str) -> None:
     """Another thread forks, as a program's data loader may, while this one is in init()."""
     before = open_sockets()
     held: list[set[str]] = []
@@ -108,14 +111,6 @@ def fork_while_joining(stage: str) -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("stage", "transport"),
-    [("_share_memory", "shm"), ("_wait_for_neighbours", "tcp")],
-)
-def test_a_child_that_is_forked_during_init_holds_nothing(transport, stage):
-    run(fork_while_joining, 3, args=(stage,), transport=transport, initialized=False)
-
-
 # --- the memory of their parent's host
 
 
@@ -126,7 +121,8 @@ def holds_memory(pid: int | str) -> bool:
     return NAME in (process / "maps").read_text() or any(NAME in name for name in opened)
 
 
-def fork_and_touch() -> None:
+@on_ranks(2, kind=FORKS)
+def test_a_child_has_none_of_its_parents_shared_memory() -> None:
     """A child reads zeros in its parent's shared memory, and writes to a copy of its own."""
     weight = nn.Parameter(torch.zeros(100_000))
     optimizer = hvd.DistributedOptimizer(SGD([weight], lr=0.1))
@@ -154,7 +150,3 @@ def fork_and_touch() -> None:
     optimizer.zero_grad()
     (weight * 4).sum().backward()
     assert weight.grad.eq(4).all()
-
-
-def test_a_child_has_none_of_its_parents_shared_memory():
-    run(fork_and_touch, 2, kind=FORKS)

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import error_of, run
 from ports import free_port
 from process_set_use import check_process_set
@@ -12,7 +13,8 @@ from process_set_use import check_process_set
 import torch_ring as hvd
 
 
-def call_wrongly() -> None:
+@on_ranks(1, initialized=False)
+def test_calls_before_init() -> None:
     """The first arguments of init() are no rank, size or backend."""
     for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
         with pytest.raises(ValueError, match=r"call init\(\) first"):
@@ -21,10 +23,6 @@ def call_wrongly() -> None:
         with pytest.raises(ValueError, match=r"give rank and size by name, as in init\(rank=0"):
             hvd.init(*arguments)
     assert not hvd.is_initialized()
-
-
-def test_calls_before_init():
-    run(call_wrongly, 1, initialized=False)
 
 
 def join_halves(turns: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from logs import logged
+from on_ranks import on_ranks
 from pool import all_have_passed, error_of, eventually, run
 from slow import on_shm_and_slowly_on_tcp
 
@@ -115,7 +116,9 @@ def test_a_timeout_names_the_rank_that_is_stopped(transport, size, victim, tmp_p
         assert rank == victim or accused(text) == [victim], text
 
 
-def call_last_what_rank_0_called_first() -> None:
+@on_shm_and_slowly_on_tcp
+@on_ranks(2, env={"TORCH_RING_TIMEOUT": "1"})
+def test_a_rank_that_makes_progress_has_time(transport) -> None:
     """Rank 1 is late with one operation, and makes progress with others."""
     values = torch.ones(3)
     handle = hvd.allreduce_async(values, name="first") if hvd.rank() == 0 else None
@@ -127,12 +130,6 @@ def call_last_what_rank_0_called_first() -> None:
         time.sleep(0.05)
     handle = handle or hvd.allreduce_async(values, name="first")
     hvd.synchronize(handle)
-
-
-@on_shm_and_slowly_on_tcp
-def test_a_rank_that_makes_progress_has_time(transport):
-    env = {"TORCH_RING_TIMEOUT": "1"}
-    run(call_last_what_rank_0_called_first, 2, transport=transport, env=env)
 
 
 def call_in_two_threads() -> list[list[float]]:
@@ -158,10 +155,7 @@ def test_a_second_thread_may_come_later(transport):
         assert results == [[2.0, 2.0]] * 2
 
 
-def reduce_a_little() -> None:
+@on_ranks(2, transport="tcp", env=LONGEST)
+def test_the_longest_times_that_the_settings_take() -> None:
     handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
     assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
-
-
-def test_the_longest_times_that_the_settings_take():
-    run(reduce_a_little, 2, transport="tcp", env=LONGEST)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from logs import logged
+from on_ranks import on_ranks
 from pool import error_of, run
 from shared import is_shared
 from slow import slow
@@ -35,8 +36,8 @@ def limit_address_space(spare: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
 
 
-def init_with_a_limit() -> None:
-    # Ranks with different limits share as much as all of them can map.
+@on_ranks(RANKS, initialized=False)
+def test_ranks_with_a_limit_share_memory() -> None:
     limit_address_space((1 + int(os.environ["RANK"])) << 30)
     hvd.init()
     shared = hvd.empty_shared(1 << 20)
@@ -48,10 +49,6 @@ def init_with_a_limit() -> None:
     private = torch.empty(100 << 20, dtype=torch.uint8)
     assert not is_shared(private)
     hvd.shutdown()
-
-
-def test_ranks_with_a_limit_share_memory():
-    run(init_with_a_limit, RANKS, initialized=False)
 
 
 def init_with_next_to_nothing(broken: int, what: str, spare: int) -> tuple[str, str]:
@@ -110,7 +107,8 @@ def test_a_rank_without_enough_fails_all_by_name(what, spare, broken, transport)
         assert is_told or (spare == 0 and "rank 0 of 3 did not arrive" in text), outcomes
 
 
-def init_with_a_low_limit() -> None:
+@on_ranks(3, initialized=False)
+def test_init_raises_a_low_limit_of_descriptors() -> None:
     with limited(256):
         hvd.init()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -118,10 +116,6 @@ def init_with_a_low_limit() -> None:
         size = hvd.size()
         assert hvd.allreduce(torch.ones(1000), op=hvd.Sum).eq(size).all()
         hvd.shutdown()
-
-
-def test_init_raises_a_low_limit_of_descriptors():
-    run(init_with_a_low_limit, 3, initialized=False)
 
 
 def run_out_of_threads(at_init: bool) -> tuple[str, str]:
@@ -196,7 +190,8 @@ def test_what_does_not_fit_is_copied(direct):
     run(reduce_more_than_fits, RANKS, env=more, initialized=False)
 
 
-def add_more_sets_than_fit() -> None:
+@on_ranks(3, initialized=False)
+def test_a_set_that_does_not_fit_is_refused_on_all_ranks() -> None:
     map_at_most(3 * 60)  # arenas for two slots, of 20 MiB each
     hvd.init()
     hvd.add_process_set([0, 1])
@@ -210,10 +205,6 @@ def add_more_sets_than_fit() -> None:
     if pair.included():
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=pair).eq(2).all()
     hvd.shutdown()
-
-
-def test_a_set_that_does_not_fit_is_refused_on_all_ranks():
-    run(add_more_sets_than_fit, 3, initialized=False)
 
 
 def init_with_too_little() -> tuple[str, str]:

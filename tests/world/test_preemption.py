@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import error_of, expect_error, run
 
 import torch_ring as hvd
@@ -172,15 +173,12 @@ def leave_workers() -> None:
     assert [worker.is_alive() for worker in workers] == [False, False]
 
 
-def forked_processes() -> None:
+@on_ranks(1)
+def test_processes_that_are_forked() -> None:
     with watching("SIGTERM", "SIGUSR2"):
         fork_processes()
         load_through_signals()
         leave_workers()
-
-
-def test_processes_that_are_forked():
-    run(forked_processes, 1)
 
 
 def require_ignored() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from on_ranks import on_ranks
 from pool import error_of, eventually, run
 from process_set_use import (
     check_process_set,
@@ -23,7 +24,9 @@ import torch_ring as hvd
 from torch_ring.world import process_set_table
 
 
-def disagree() -> None:
+@on_both_transports
+@on_ranks(3)
+def test_different_process_sets_are_refused(transport) -> None:
     rank, size = hvd.rank(), hvd.size()
     kept = hvd.add_process_set([0])
     for fn in (
@@ -48,11 +51,9 @@ def disagree() -> None:
 
 
 @on_both_transports
-def test_different_process_sets_are_refused(transport):
-    run(disagree, 3, transport=transport)
-
-
-def use_without_engine(broken: int) -> None:
+@on_ranks(4)
+def test_a_member_whose_engine_cannot_be_made(transport) -> None:
+    broken = 0
     everyone = [*range(hvd.size())]
     pair, late = hvd.add_process_set([0, 1]), hvd.add_process_set([0, 1, 2])
     make = process_set_table.make_engine
@@ -76,11 +77,6 @@ def use_without_engine(broken: int) -> None:
         hvd.remove_process_set(each)
         hvd.add_process_set(each)
         check_process_set(each, each.ranks or [])
-
-
-@on_both_transports
-def test_a_member_whose_engine_cannot_be_made(transport):
-    run(use_without_engine, 4, args=(0,), transport=transport)
 
 
 def interrupt_once_it_waits(thread: int, came: Path, number: int) -> None:

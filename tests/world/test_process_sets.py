@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pool import error_of, run
 from process_set_use import (
     assert_no_more_than,
@@ -56,15 +57,12 @@ def test_process_sets_need_a_world():
             fn()
 
 
-def check_a_world_of_one() -> None:
+@on_ranks(1)
+def test_a_world_of_one() -> None:
     assert hvd._basics._get_process_set_ids_and_ranks() == {0: [0]}
     assert error_of(lambda: hvd.add_process_set([0]))[0] == "InvalidArgumentError"
     assert error_of(lambda: hvd.add_process_set([1]))[0] == "InvalidArgumentError"
     check_process_set(hvd.global_process_set, [0])
-
-
-def test_a_world_of_one():
-    run(check_a_world_of_one, 1)
 
 
 # --- adding and removing
@@ -112,7 +110,9 @@ def test_sets_are_added_and_removed(transport, size):
     run(add_and_remove, size, transport=transport)
 
 
-def come_and_go() -> None:
+@on_both_transports
+@on_ranks(4)
+def test_nothing_is_left_of_a_removed_set(transport) -> None:
     """Sets of changing members reuse memory that still has the counters of earlier sets."""
     before: tuple[int, int] | None = None
     for number in range(60):
@@ -130,11 +130,6 @@ def come_and_go() -> None:
     assert_no_more_than(before, opened=3)
     assert snapshot().memory.shared_bytes == shared_bytes
     assert memory_bytes() <= memory
-
-
-@on_both_transports
-def test_nothing_is_left_of_a_removed_set(transport):
-    run(come_and_go, 4, transport=transport)
 
 
 def use_a_hierarchy() -> tuple[list[int] | None, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pool import error_of, eventually, has_asked, run
+from on_ranks import on_ranks
+from pool import error_of, eventually, has_asked
 from worlds import on_both_transports
 
 import torch_ring as hvd
@@ -31,7 +32,9 @@ def alarm_once_it_waits() -> Iterator[None]:
     thread.join()
 
 
-def communicate_in_a_handler() -> None:
+@on_both_transports
+@on_ranks(3)
+def test_a_signal_handler_may_communicate(transport) -> None:
     """A signal handler runs while its thread waits for a collective."""
     rank, size = hvd.rank(), hvd.size()
     seen: list[list[float]] = []
@@ -54,11 +57,8 @@ def communicate_in_a_handler() -> None:
 
 
 @on_both_transports
-def test_a_signal_handler_may_communicate(transport):
-    run(communicate_in_a_handler, 3, transport=transport)
-
-
-def shut_down_in_a_handler() -> None:
+@on_ranks(2)
+def test_a_signal_handler_may_shut_down(transport) -> None:
     if hvd.rank() == 0:
         before = signal.signal(signal.SIGALRM, lambda *_: hvd.shutdown())
         with alarm_once_it_waits():
@@ -72,11 +72,6 @@ def shut_down_in_a_handler() -> None:
         hvd.shutdown()
     hvd.init()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
-
-
-@on_both_transports
-def test_a_signal_handler_may_shut_down(transport):
-    run(shut_down_in_a_handler, 2, transport=transport)
 
 
 @pytest.mark.parametrize("waits", [False, True])

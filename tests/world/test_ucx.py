@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from dtype_checks import check_results
+from on_ranks import on_ranks
 from pool import all_have_passed, error_of, run
 from scripts import ROOT
 
@@ -70,18 +71,15 @@ def test_a_death_is_told():
         assert is_own
 
 
-def broadcast_and_idle(folder: Path) -> None:
+@needs_ucx
+@on_ranks(3, transport="tcp", env=OVER_UCX)
+def test_nothing_is_left_to_send_when_a_collective_is_over(tmp_path: Path) -> None:
     """After the root's last call of torch_ring, the others still get all its data."""
     hvd.broadcast(torch.zeros(1 << 20), 0)
     data = torch.full((16 << 20,), float(hvd.rank()))
     hvd.broadcast_(data, 0)
     assert (data == 0).all()
-    all_have_passed(folder, hvd.size())
-
-
-@needs_ucx
-def test_nothing_is_left_to_send_when_a_collective_is_over(tmp_path):
-    run(broadcast_and_idle, 3, args=[tmp_path], transport="tcp", env=OVER_UCX)
+    all_have_passed(tmp_path, hvd.size())
 
 
 # --- the ranks that use it

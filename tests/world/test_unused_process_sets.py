@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pool import eventually, run
+from on_ranks import on_ranks
+from pool import eventually
 from process_set_use import (
     check_process_set,
     connections,
@@ -55,7 +56,10 @@ def holds_no_more_than(before: tuple[int, int]) -> bool:
 # --- unused sets
 
 
-def add_and_use_none(count: int) -> None:
+@on_both_transports
+@on_ranks(5)
+def test_sets_that_nobody_uses(transport) -> None:
+    count = 20
     ranks = subsets(hvd.size(), count)
     assert len(ranks) == count
     before, memory = warmed_up(), memory_bytes()
@@ -73,15 +77,12 @@ def add_and_use_none(count: int) -> None:
     assert holds_no_more_than(before), resources()
 
 
-@on_both_transports
-def test_sets_that_nobody_uses(transport):
-    run(add_and_use_none, 5, args=(20,), transport=transport)
-
-
 # --- first use
 
 
-def use_first_in_own_order() -> None:
+@on_both_transports
+@on_ranks(4)
+def test_ranks_use_sets_first_in_different_orders(transport) -> None:
     rank = hvd.rank()
     for turn in range(3):
         sets = add_all([*subsets(hvd.size(), 10), *([r] for r in range(hvd.size()))])
@@ -94,16 +95,14 @@ def use_first_in_own_order() -> None:
         remove_all(sets)
 
 
-@on_both_transports
-def test_ranks_use_sets_first_in_different_orders(transport):
-    run(use_first_in_own_order, 4, transport=transport)
-
-
 # --- leftovers of removed sets
 
 
-def use_once_more(rounds: int) -> None:
+@on_both_transports
+@on_ranks(3)
+def test_a_set_that_has_another_ones_id(transport) -> None:
     """One member has used a set when it is removed, so its connections are there on both sides."""
+    rounds = 9
     before, rank, size = warmed_up(), hvd.rank(), hvd.size()
     for turn in range(rounds):
         pair = hvd.add_process_set([0, size - 1])
@@ -124,8 +123,3 @@ def use_once_more(rounds: int) -> None:
         hvd.remove_process_set(again)
         hvd.barrier()
     assert holds_no_more_than(before), resources()
-
-
-@on_both_transports
-def test_a_set_that_has_another_ones_id(transport):
-    run(use_once_more, 3, args=(9,), transport=transport)
