@@ -84,8 +84,8 @@ def _check(program: Program, device: str, run_ahead: bool) -> bool:
     assert error or right == len(wanted)
     for number, (mine, theirs) in enumerate(zip(found[:right], wanted, strict=False)):
         for index, (one, other) in enumerate(zip(mine or (), theirs or (), strict=False)):
-            where = f"weight {index} after step {number} is {one}, not {other}"
-            assert torch.allclose(one, other, rtol=1e-6, atol=1e-6), where
+            is_close = torch.allclose(one, other, rtol=1e-6, atol=1e-6)
+            assert is_close, f"weight {index} after step {number} is {one}, not {other}"
     of_all = hvd.allgather_object(found[:right])
     for mine, theirs in zip(of_all[0], of_all[hvd.rank()], strict=True):
         for one, other in zip(mine or (), theirs or (), strict=False):

@@ -296,11 +296,11 @@ class Program:
     def check(self, text: str) -> None:
         """Compare the gradients and weights of this rank."""
         for i, p in enumerate(self.parameters):
-            words = f"{text}, parameter {i}, {p.grad}, {self.gradients[i]}"
             grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-            found = grad.flatten()[-1].real.item()
-            assert math.isclose(found, self.gradients[i].value(self.me), abs_tol=1e-9), words
-            assert math.isclose(p.flatten()[-1].real.item(), self.weights[i], abs_tol=1e-9), words
+            found = [each.flatten()[-1].real.item() for each in (grad, p)]
+            wanted = [self.gradients[i].value(self.me), self.weights[i]]
+            is_close = all(map(functools.partial(math.isclose, abs_tol=1e-9), found, wanted))
+            assert is_close, f"{text}, parameter {i}, {p.grad}, {self.gradients[i]}: {found}"
 
 
 def train_at_random(

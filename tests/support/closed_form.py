@@ -43,23 +43,28 @@ def shapes_of(dtype: torch.dtype) -> list[tuple[int, ...]]:
     return SHAPES if is_common else [(), (0,), (7, 11), (4099,)]
 
 
+def repeated(period: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a shape that has these elements again and again."""
+    count = torch.Size(shape).numel()
+    return period.repeat(count // len(period) + 1)[:count].reshape(shape)
+
+
 def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> Tensor:
     """Return small numbers of a rank, so that results of four ranks are exact."""
-    numbers = (torch.arange(torch.Size(shape).numel(), device="cpu") % 5) * size + rank
+    numbers = torch.arange(5, device="cpu") * size + rank
     numbers = numbers % (3 if dtype in (torch.int8, torch.uint8) else 8)
     if dtype != torch.uint8:
         numbers = numbers - (1 if dtype == torch.int8 else 3)
-    numbers = numbers.to(dtype).reshape(shape)
-    return numbers * (1 + 2j) if dtype.is_complex else numbers
+    numbers = numbers.to(dtype)
+    return repeated(numbers * (1 + 2j) if dtype.is_complex else numbers, shape)
 
 
 def patterned(rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """Return a tensor whose bytes differ by rank and by place, including NaNs of all kinds."""
+    period = 2 if dtype == torch.bool else 251
+    octets = (torch.arange(period, device="cpu") * 7 + 31 * rank) % period
     count = torch.Size(shape).numel() * dtype.itemsize
-    octets = (torch.arange(count, device="cpu") * 7 + 31 * rank) % (
-        2 if dtype == torch.bool else 251
-    )
-    return octets.to(torch.uint8).view(dtype).view(shape).to(device)
+    return repeated(octets.to(torch.uint8), (count,)).view(dtype).view(shape).to(device)
 
 
 def wide_integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
