@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -155,7 +156,8 @@ def test_hooks() -> None:
     on_ring(compare, 2, {hook.__name__: {"hook": hook} for hook in HOOKS})
 
 
-def look_at_buckets() -> None:
+@on_ranks(2, by=on_ring)
+def test_buckets_are_in_shared_memory() -> None:
     shared = []
 
     def look(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -173,11 +175,8 @@ def look_at_buckets() -> None:
     assert is_shared(backend.allocate_tensor(1000, **options))
 
 
-def test_buckets_are_in_shared_memory() -> None:
-    on_ring(look_at_buckets, 2)
-
-
-def uneven() -> None:
+@on_ranks(3, by=on_ring)
+def test_join() -> None:
     """Each rank takes two steps more than the one before; all divide by the number of all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     steps = [3 + 2 * other for other in range(size)]
@@ -189,10 +188,6 @@ def uneven() -> None:
             parts = [batch(step, other).sum(0) for other in range(size) if step < steps[other]]
             want = torch.stack(parts).sum(0) / size
             torch.testing.assert_close(model.module.weight.grad[0], want)
-
-
-def test_join() -> None:
-    on_ring(uneven, 3)
 
 
 def callback_that_waits() -> list[float]:
@@ -285,10 +280,7 @@ def compile_model() -> None:
     assert graphs, "nothing was compiled"
 
 
-def compile_both() -> None:
+@on_ranks(2, by=on_ring, is_fresh=True)
+def test_torch_compile() -> None:
     compile_collectives()
     compile_model()
-
-
-def test_torch_compile() -> None:
-    on_ring(compile_both, 2, is_fresh=True)

@@ -106,7 +106,8 @@ def test_ranks_that_differ() -> None:
     on_ring(differ, 2)
 
 
-def backward_beside_another() -> None:
+@on_ranks(2, by=on_ring)
+def test_backward_of_ddp_keeps_the_type_of_an_error() -> None:
     model = DistributedDataParallel(nn.Linear(2, 1))
     for _ in range(2):  # torch makes the buckets anew after the first
         model(torch.ones(1, 2)).sum().backward()
@@ -114,10 +115,6 @@ def backward_beside_another() -> None:
     call = loss.backward if dist.get_rank() else lambda: dist.all_reduce(torch.ones(9))
     text = expect_error("MismatchError", "the ranks disagree", call)
     assert text.count("the ranks disagree") == 1
-
-
-def test_backward_of_ddp_keeps_the_type_of_an_error() -> None:
-    on_ring(backward_beside_another, 2)
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:
@@ -128,7 +125,8 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def two_threads() -> None:
+@on_ranks(3, by=on_ring)
+def test_two_threads_of_one_group() -> None:
     """Two operations, of which rank 2 alone begins one in a second thread, in another order."""
     dist.barrier()
     reduce = partial(dist.all_reduce, torch.ones(3), async_op=True)
@@ -138,10 +136,6 @@ def two_threads() -> None:
         text = expect_error("MismatchError", "from two threads of rank 2: give each its", work.wait)
         assert text.endswith(" as in dcp.async_save(..., process_group=dist.new_group())")
     dist.barrier()
-
-
-def test_two_threads_of_one_group() -> None:
-    on_ring(two_threads, 3)
 
 
 @on_ranks(2, initialized=False)
@@ -165,7 +159,8 @@ def all_gather_coalesced(inputs: list[torch.Tensor], outputs: int) -> None:
     dist.all_gather_coalesced(lists, inputs)
 
 
-def wrong_arguments() -> None:
+@on_ranks(2, by=on_ring)
+def test_wrong_arguments() -> None:
     """Each rank refuses them by itself."""
     rank, size, one = dist.get_rank(), dist.get_world_size(), torch.ones(1)
     two, three, unequal = torch.ones(2), torch.ones(3), [torch.ones(1), torch.ones(2)]
@@ -193,10 +188,6 @@ def wrong_arguments() -> None:
     go_on()
 
 
-def test_wrong_arguments() -> None:
-    on_ring(wrong_arguments, 2)
-
-
 def unequal_splits(row: int) -> tuple[str, str]:
     """Rank 1 sends three rows to rank 0, which expects two. Rank 2 has no part in that."""
     rank = dist.get_rank()
@@ -221,7 +212,8 @@ def unequal_tensors(row: int) -> tuple[str, str]:
     return error
 
 
-def splits_that_do_not_fit() -> None:
+@on_ranks(3, by=on_ring)
+def test_splits_that_do_not_fit() -> None:
     for row in (1, 30_000):  # inline, and apart
         for differ, sent in (
             (unequal_splits, "3 rows to rank 0, which expects 2"),
@@ -233,11 +225,8 @@ def splits_that_do_not_fit() -> None:
             go_on()
 
 
-def test_splits_that_do_not_fit() -> None:
-    on_ring(splits_that_do_not_fit, 3)
-
-
-def messages_that_do_not_fit() -> None:
+@on_ranks(2, by=on_ring)
+def test_messages_that_do_not_fit() -> None:
     """The sender hears of long messages only: short ones do not wait for their receiver."""
     rank, got = dist.get_rank(), torch.zeros(3)
     for count in (5, 5000):
@@ -254,11 +243,9 @@ def messages_that_do_not_fit() -> None:
                 assert got.tolist() == [1, 1, 1]
 
 
-def test_messages_that_do_not_fit() -> None:
-    on_ring(messages_that_do_not_fit, 2)
-
-
-def be_late() -> None:
+@needs_torch_2_14
+@on_ranks(2, by=on_ring)
+def test_a_late_rank() -> None:
     """Rank 1 comes too late to two of three groups, and in time to send in the third one."""
     second, got = timedelta(seconds=1), torch.zeros(1)
     late, in_time, changed = dist.new_group(timeout=second), *(dist.new_group() for _ in range(2))
@@ -286,11 +273,6 @@ def be_late() -> None:
     assert got.item() == 1
 
 
-@needs_torch_2_14
-def test_a_late_rank() -> None:
-    on_ring(be_late, 2)
-
-
 def short_wait(how: str) -> None:
     """Rank 1 comes after rank 0 has given up a wait; the operation and the group go on."""
     ones = torch.ones(2)
@@ -308,13 +290,10 @@ def short_wait(how: str) -> None:
     go_on()
 
 
-def wait_shortly() -> None:
+@on_ranks(2, by=on_ring)
+def test_a_wait_with_a_timeout() -> None:
     for how in ("all_reduce", "recv"):
         short_wait(how)
-
-
-def test_a_wait_with_a_timeout() -> None:
-    on_ring(wait_shortly, 2)
 
 
 def end_of_rank_1(how: str, passed: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from tests.support.groups import IS_TORCH_2_14, on_ring
 from tests.support.pool import error_of
@@ -42,7 +43,8 @@ def in_child(fn: Callable[[], Any]) -> tuple[str, str]:
     return kind, message
 
 
-def calls_in_a_child() -> None:
+@on_ranks(2, by=on_ring, transport="tcp")
+def test_a_forked_process_has_no_part_in_the_groups() -> None:
     ones, other = torch.ones(2), 1 - dist.get_rank()
     group = dist.new_group()
     dist.all_reduce(ones, group=group)
@@ -78,11 +80,8 @@ def calls_in_a_child() -> None:
         assert again.tolist() == [2, 2]
 
 
-def test_a_forked_process_has_no_part_in_the_groups() -> None:
-    on_ring(calls_in_a_child, 2, transport="tcp")
-
-
-def destroy_in_children() -> None:
+@on_ranks(2, by=on_ring)
+def test_groups_are_destroyed_in_a_child_while_a_thread_uses_them() -> None:
     """A thread waits for futures while the process forks children, which inherit its locks."""
     stop = threading.Event()
 
@@ -103,7 +102,3 @@ def destroy_in_children() -> None:
     finally:
         stop.set()
         thread.join()
-
-
-def test_groups_are_destroyed_in_a_child_while_a_thread_uses_them() -> None:
-    on_ring(destroy_in_children, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -48,7 +49,8 @@ def sharded_training(
     return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
-def compare_sharded() -> None:
+@on_ranks(3, by=on_ring, is_fresh=True)
+def test_fully_shard() -> None:
     gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
     ring = init_device_mesh("cpu", (dist.get_world_size(),))
     for dtype in (None, torch.bfloat16):
@@ -60,20 +62,13 @@ def compare_sharded() -> None:
                 torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
-def test_fully_shard() -> None:
-    on_ring(compare_sharded, 3, is_fresh=True)
-
-
-def hybrid_sharding() -> None:
+@on_ranks(4, by=on_ring, is_fresh=True)
+def test_hybrid_sharding() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     weights = sharded_training(mesh, MixedPrecisionPolicy())
     flat = sharded_training(init_device_mesh("cpu", (4,)), MixedPrecisionPolicy())
     for got, want in zip(weights, flat, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
-
-
-def test_hybrid_sharding() -> None:
-    on_ring(hybrid_sharding, 4, is_fresh=True)
 
 
 def redistribute() -> None:

@@ -68,7 +68,8 @@ def held() -> dict[str, int]:
     }
 
 
-def many() -> None:
+@on_ranks(2, by=on_ring)
+def test_unused_groups_cost_nothing() -> None:
     total(dist.group.WORLD)
     before = held()
 
@@ -82,10 +83,6 @@ def many() -> None:
     assert eventually(lambda: held()["threads"] <= before["threads"] + 2), (before, held())
     for group in groups:
         dist.destroy_process_group(group)
-
-
-def test_unused_groups_cost_nothing() -> None:
-    on_ring(many, 2)
 
 
 def crossing(pairs: list[list[int]], is_local: bool) -> list[float]:
@@ -145,7 +142,9 @@ def test_a_group_has_the_order_of_its_ranks() -> None:
     assert on_ring(gather_in_another_order, 2) == [[1.0, 0.0]] * 2
 
 
-def leave_what_nobody_joins() -> None:
+@needs_torch_2_14
+@on_ranks(2, by=on_ring)
+def test_a_group_is_left_while_it_is_connected() -> None:
     """Rank 0 leaves groups that rank 1 never uses: one with a world of its own, and a part."""
     for ranks, options in (([1, 0], {"sort_ranks": False}), ([0, 1], {})):
         if dist.get_rank() == 0:
@@ -157,11 +156,6 @@ def leave_what_nobody_joins() -> None:
             dist.destroy_process_group(group)
             expect_error("RingError", "was destroyed or aborted", work.wait)
         dist.barrier()
-
-
-@needs_torch_2_14
-def test_a_group_is_left_while_it_is_connected() -> None:
-    on_ring(leave_what_nobody_joins, 2)
 
 
 @on_ranks(3, initialized=False, kind="c10d")
@@ -218,7 +212,8 @@ def test_a_member_that_cannot_make_the_group() -> None:
     assert on_ring(group_without_memory, 3)[1:] == [("RingError", text)] * 2
 
 
-def wait_for_late_member() -> None:
+@on_ranks(3, by=on_ring)
+def test_a_member_that_does_not_come() -> None:
     """The timeout of the group counts, not TORCH_RING_INIT_TIMEOUT; a warning comes before."""
     os.environ |= {"TORCH_RING_INIT_TIMEOUT": "0.2", "TORCH_RING_STALL_WARNING": "0.5"}
     if dist.get_rank() != 0:
@@ -231,21 +226,14 @@ def wait_for_late_member() -> None:
     assert lines == [f"{words}0.5 s"]
 
 
-def test_a_member_that_does_not_come() -> None:
-    on_ring(wait_for_late_member, 3)
-
-
-def sums_in_threads() -> None:
+@on_ranks(2, by=on_ring)
+def test_groups_in_threads() -> None:
     def sum_often(group: dist.ProcessGroup) -> list[float]:
         return [total(group) for _ in range(50)]
 
     groups = [dist.new_group([0, 1]) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(sum_often, groups)) == [[1.0] * 50] * 4
-
-
-def test_groups_in_threads() -> None:
-    on_ring(sums_in_threads, 2)
 
 
 def _use_and_destroy(ranks: list[int]) -> None:
@@ -281,7 +269,8 @@ def all_have_left() -> bool:
     return not shared.left
 
 
-def keys_of_a_group() -> None:
+@on_ranks(2, by=on_ring)
+def test_a_group_that_all_have_left_has_no_keys_in_the_store() -> None:
     before = set(groups._groups)
     made = dist.new_group([0, 1])
     total(made)
@@ -291,10 +280,6 @@ def keys_of_a_group() -> None:
     dist.destroy_process_group(made)
     assert eventually(all_have_left)
     assert not group._store.check([key])
-
-
-def test_a_group_that_all_have_left_has_no_keys_in_the_store() -> None:
-    on_ring(keys_of_a_group, 2)
 
 
 def held_after_each_life() -> list[dict[str, int]]:

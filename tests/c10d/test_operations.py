@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from closed_form import MOVED, same, tensor_of
 from group_operations import MOVES, OPERATORS, REDUCTIONS, Draw, Group, premul
+from on_ranks import on_ranks
 from torch import Tensor
 
 from tests.support.groups import group_store, on_ring
@@ -151,7 +152,8 @@ def test_unusual_tensors(transport: str) -> None:
     on_ring(use_unusual_tensors, 3, transport=transport)
 
 
-def sum_large_integers() -> None:
+@on_ranks(2, by=on_ring)
+def test_large_integers() -> None:
     """Between 2^60 and 2^61, float64 has only every 256th integer."""
     rank, size = dist.get_rank(), dist.get_world_size()
     large = [2**60 + 1, -(2**60) - 3, 2**53 + 1]
@@ -165,10 +167,6 @@ def sum_large_integers() -> None:
     assert tensor.tolist() == [math.trunc(Fraction(total, size)) for total in totals]
     too_large = premul(torch.tensor(2**60 + 1))
     assert error_of(lambda: dist.all_reduce(tensor, too_large))[0] == "InvalidArgumentError"
-
-
-def test_large_integers() -> None:
-    on_ring(sum_large_integers, 2)
 
 
 def refused() -> list[str]:
@@ -189,7 +187,8 @@ def test_everything_else_is_refused() -> None:
     assert on_ring(refused, 2) == [[], []]
 
 
-def begin_beyond_a_barrier() -> None:
+@on_ranks(2, by=on_ring)
+def test_a_barrier_does_not_number_later_operations_anew() -> None:
     """Rank 0 begins an operation before the barrier in front of it is decided, rank 1 after it."""
     first, second = torch.ones(1), torch.ones(1)
     if dist.get_rank() == 0:
@@ -208,10 +207,6 @@ def begin_beyond_a_barrier() -> None:
         dist.barrier()
         dist.all_reduce(second)
     assert first.item() == second.item() == 2
-
-
-def test_a_barrier_does_not_number_later_operations_anew() -> None:
-    on_ring(begin_beyond_a_barrier, 2)
 
 
 def have_many_outstanding() -> None:
@@ -266,7 +261,8 @@ def values_of_futures(backend: str) -> dict[str, list[Tensor]]:
     return {name: work.get_future().wait() for name, work in works.items()}
 
 
-def compare_futures() -> None:
+@on_ranks(3, by=on_ring)
+def test_values_of_futures() -> None:
     got, want = values_of_futures("ring"), values_of_futures("gloo")
     if dist.get_rank() != 1:
         del got["reduce"], want["reduce"]  # gloo's has a part of the sum
@@ -277,11 +273,8 @@ def compare_futures() -> None:
             check(one, other, name)
 
 
-def test_values_of_futures() -> None:
-    on_ring(compare_futures, 3)
-
-
-def reduce_one_tensor_often() -> None:
+@on_ranks(3, by=on_ring)
+def test_operations_on_one_tensor() -> None:
     """Each operation takes the result of the previous one, as on a device's stream."""
     size = dist.get_world_size()
     for count in (1, 300_000):
@@ -294,7 +287,3 @@ def reduce_one_tensor_often() -> None:
                     assert work is not None
                     work.wait()
                 check(tensor, torch.full((count,), float(size**power)))
-
-
-def test_operations_on_one_tensor() -> None:
-    on_ring(reduce_one_tensor_often, 3)

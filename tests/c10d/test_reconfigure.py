@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 from tests.support.groups import TIMEOUT_S, group_store, needs_torch_2_14, on_ring
 from tests.support.pool import all_have_passed, error_of, expect_error, run
@@ -55,7 +56,9 @@ def test_after_a_lost_rank(tmp_path: Path) -> None:
     assert outcomes == [None, (1, 2, 2.0), (0, 2, 2.0)]
 
 
-def replace_a_waiting_group() -> None:
+@needs_torch_2_14
+@on_ranks(2, by=on_ring)
+def test_in_place_of_a_group_in_use() -> None:
     """A signal handler makes another group while this thread waits in the old one."""
     rank, store = dist.get_rank(), dist.PrefixStore("coordinator", group_store())
     reconfigure(1, exchange(store, "first", rank, [0, 1]))  # from then on it owns its engine
@@ -72,11 +75,6 @@ def replace_a_waiting_group() -> None:
     else:
         again()
     assert sums == [2.0, 2.0]
-
-
-@needs_torch_2_14
-def test_in_place_of_a_group_in_use() -> None:
-    on_ring(replace_a_waiting_group, 2)
 
 
 def begin_without_ranks() -> list[float]:

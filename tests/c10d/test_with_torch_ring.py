@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from tests.support.groups import default_group, on_ring
@@ -50,13 +51,10 @@ def test_init_takes_a_group() -> None:
     assert on_ring(world_of_group, 3) == [None, (0, 2), (1, 2)]
 
 
-def wrong_groups() -> None:
+@on_ranks(2, by=on_ring)
+def test_wrong_groups() -> None:
     for words, options in (
         ("no other argument", {"process_group": dist.group.WORLD, "rank": 0, "size": 2}),
         ("is no group of torch.distributed", {"process_group": [0, 1]}),
     ):
         expect_error("InvalidArgumentError", words, lambda o=options: hvd.init(**o))
-
-
-def test_wrong_groups() -> None:
-    on_ring(wrong_groups, 2)

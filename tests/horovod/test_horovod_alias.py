@@ -52,11 +52,15 @@ def test_every_name():
 
 @pytest.mark.launcher
 @pytest.mark.slow
-def test_every_name_under_torchrun():
-    command = [*TORCHRUN, "--nproc-per-node", "2", *ALIAS, PROGRAM, "--lr", "1"]
+def test_a_program_under_torchrun():
+    program = (
+        "import horovod.torch as hvd, sys; hvd.init(); "
+        "print(f'rank {hvd.rank()} of {hvd.size()}: {sys.argv[1:]}', flush=True)"
+    )
+    command = [*TORCHRUN, "--nproc-per-node", "2", *ALIAS, "-c", program, "--lr", "1"]
     output = output_of(start_program(command, PYTHONPATH=str(ROOT)))
     for rank in range(2):
-        assert f"rank {rank}: 2 ranks, ['--lr', '1']" in output, output
+        assert f"rank {rank} of 2: ['--lr', '1']" in output, output
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import Any
 from pool import run
 
 
-def on_ranks(*sizes: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    *sizes: int, by: Callable[..., object] = run, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator of a test that runs its body on ranks, as `pool.run` does.
 
     The body gets the test's parameters and fixtures, which must be picklable. Of them, `transport`
@@ -19,16 +21,17 @@ def on_ranks(*sizes: int, **options: Any) -> Callable[[Callable[..., None]], Cal
 
     Args:
         sizes: numbers of ranks, without a parameter `size`; the body runs on each number in turn.
-        options: of `pool.run`.
+        by: `pool.run`, or a function like it that does more around the body.
+        options: of that function.
     """
 
     def decorated(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)  # pytest sees the body's parameters
         def test(**given: Any) -> None:
-            args = (body.__module__, body.__name__, given)
+            part = functools.partial(_call_body, body.__module__, body.__name__, given)
             among = {"transport": given["transport"]} if "transport" in given else {}
             for size in sizes or (given["size"],):
-                run(_call_body, size, args=args, **among, **options)
+                by(part, size, **among, **options)
 
         return test
 
