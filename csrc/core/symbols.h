@@ -26,10 +26,18 @@ class Symbols {
 
   const std::string& path() const noexcept { return path_; }
 
-  template <class Function>
-  void get(Function*& function, const char* name) const {
-    function = reinterpret_cast<Function*>(dlsym(library_, name));
-    if (!function) fail(std::string("has no ") + name);
+  /// Converts to a pointer to a function of any type.
+  struct Function {
+    void* address;
+    template <class Type>
+    operator Type*() const {
+      return reinterpret_cast<Type*>(address);
+    }
+  };
+  Function operator[](const char* name) const {
+    void* const address = dlsym(library_, name);
+    if (!address) fail(std::string("has no ") + name);
+    return {address};
   }
 
   [[noreturn]] void fail(const std::string& why) const {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <string>
 
+#include "core/symbols.h"
 #include "core/types.h"
 
 namespace torch_ring::nccl {
@@ -56,27 +57,34 @@ using Stream = OpaqueStream*;  // cudaStream_t
 
 /// The functions of a loaded library; NCCL documents each.
 struct Api {
-  Result (*get_version)(int*);
-  Result (*get_unique_id)(UniqueId*);
-  const char* (*get_error_string)(Result);
-  const char* (*get_last_error)(Comm);
-  Result (*comm_init_rank_config)(Comm*, int ranks, UniqueId, int rank, Config*);
-  Result (*comm_get_async_error)(Comm, Result*);
-  Result (*comm_destroy)(Comm);
-  Result (*comm_abort)(Comm);
-  Result (*all_reduce)(const void*, void*, std::size_t count, DataType, RedOp, Comm, Stream);
-  Result (*broadcast)(const void*, void*, std::size_t count, DataType, int root, Comm, Stream);
-  Result (*reduce)(const void*, void*, std::size_t count, DataType, RedOp, int root, Comm, Stream);
-  Result (*all_gather)(const void*, void*, std::size_t send_count, DataType, Comm, Stream);
-  Result (*reduce_scatter)(const void*, void*, std::size_t recv_count, DataType, RedOp, Comm,
-                           Stream);
-  Result (*send)(const void*, std::size_t count, DataType, int peer, Comm, Stream);
-  Result (*recv)(void*, std::size_t count, DataType, int peer, Comm, Stream);
-  Result (*group_start)();
-  Result (*group_end)();
+  Symbols symbols;
+  int version;                        // 22703 is 2.27.3
+  std::string path = symbols.path();  // of the library
 
-  int version;       // 22703 is 2.27.3
-  std::string path;  // of the library
+  Result (*get_version)(int*) = symbols["ncclGetVersion"];
+  Result (*get_unique_id)(UniqueId*) = symbols["ncclGetUniqueId"];
+  const char* (*get_error_string)(Result) = symbols["ncclGetErrorString"];
+  const char* (*get_last_error)(Comm) = symbols["ncclGetLastError"];
+  Result (*comm_init_rank_config)(Comm*, int ranks, UniqueId, int rank,
+                                  Config*) = symbols["ncclCommInitRankConfig"];
+  Result (*comm_get_async_error)(Comm, Result*) = symbols["ncclCommGetAsyncError"];
+  Result (*comm_destroy)(Comm) = symbols["ncclCommDestroy"];
+  Result (*comm_abort)(Comm) = symbols["ncclCommAbort"];
+  Result (*all_reduce)(const void*, void*, std::size_t count, DataType, RedOp, Comm,
+                       Stream) = symbols["ncclAllReduce"];
+  Result (*broadcast)(const void*, void*, std::size_t count, DataType, int root, Comm,
+                      Stream) = symbols["ncclBroadcast"];
+  Result (*reduce)(const void*, void*, std::size_t count, DataType, RedOp, int root, Comm,
+                   Stream) = symbols["ncclReduce"];
+  Result (*all_gather)(const void*, void*, std::size_t send_count, DataType, Comm,
+                       Stream) = symbols["ncclAllGather"];
+  Result (*reduce_scatter)(const void*, void*, std::size_t recv_count, DataType, RedOp, Comm,
+                           Stream) = symbols["ncclReduceScatter"];
+  Result (*send)(const void*, std::size_t count, DataType, int peer, Comm,
+                 Stream) = symbols["ncclSend"];
+  Result (*recv)(void*, std::size_t count, DataType, int peer, Comm, Stream) = symbols["ncclRecv"];
+  Result (*group_start)() = symbols["ncclGroupStart"];
+  Result (*group_end)() = symbols["ncclGroupEnd"];
 };
 
 /// NCCL's dtype for one of ours, or for its parts; bools are bytes of 0 and 1. NCCL has no int16.

@@ -50,31 +50,14 @@ Api load(const std::string& path) {
   void* library = open(path);
   const Symbols symbols(library, "ncclGetVersion", path.empty() ? kSonames[0] : path,
                         "NCCL " + version_text(kOldestVersion) + " or newer");
-  Api api{};
-  api.path = symbols.path();
-  symbols.get(api.get_version, "ncclGetVersion");
-  if (api.get_version(&api.version) != Result::kSuccess || api.version < kOldestVersion) {
-    throw Error(ErrorKind::kInvalidArgument, api.path + " is NCCL " + version_text(api.version) +
+  Result (*const get_version)(int*) = symbols["ncclGetVersion"];
+  int version = 0;
+  if (get_version(&version) != Result::kSuccess || version < kOldestVersion) {
+    throw Error(ErrorKind::kInvalidArgument, symbols.path() + " is NCCL " + version_text(version) +
                                                  "; " + version_text(kOldestVersion) +
                                                  " or newer is needed");
   }
-  symbols.get(api.get_unique_id, "ncclGetUniqueId");
-  symbols.get(api.get_error_string, "ncclGetErrorString");
-  symbols.get(api.get_last_error, "ncclGetLastError");
-  symbols.get(api.comm_init_rank_config, "ncclCommInitRankConfig");
-  symbols.get(api.comm_get_async_error, "ncclCommGetAsyncError");
-  symbols.get(api.comm_destroy, "ncclCommDestroy");
-  symbols.get(api.comm_abort, "ncclCommAbort");
-  symbols.get(api.all_reduce, "ncclAllReduce");
-  symbols.get(api.broadcast, "ncclBroadcast");
-  symbols.get(api.reduce, "ncclReduce");
-  symbols.get(api.all_gather, "ncclAllGather");
-  symbols.get(api.reduce_scatter, "ncclReduceScatter");
-  symbols.get(api.send, "ncclSend");
-  symbols.get(api.recv, "ncclRecv");
-  symbols.get(api.group_start, "ncclGroupStart");
-  symbols.get(api.group_end, "ncclGroupEnd");
-  return api;
+  return {symbols, version};
 }
 
 }  // namespace torch_ring::nccl

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/symbols.h"
+
 // OpenSSL's own names of its types: the functions are called, never defined.
 extern "C" {
 struct ssl_st;
@@ -57,59 +59,67 @@ using UseSession = int (*)(Ssl*, const evp_md_st*, const unsigned char** identit
 
 /// The functions, by their names without SSL_; see the manual pages of OpenSSL.
 struct Api {
-  std::string path;
+  Symbols symbols;
   std::string version;
+  std::string path = symbols.path();
 
-  const ssl_method_st* (*method)();
-  Context* (*ctx_new)(const ssl_method_st*);
-  void (*ctx_free)(Context*);
-  long (*ctx_ctrl)(Context*, int command, long number, void* pointer);
-  int (*ctx_set_ciphersuites)(Context*, const char*);
-  std::uint64_t (*ctx_set_options)(Context*, std::uint64_t);  // unsigned long in 1.1.1
-  int (*ctx_set_num_tickets)(Context*, std::size_t);
-  void (*ctx_set_find_session)(Context*, FindSession);
-  void (*ctx_set_use_session)(Context*, UseSession);
+  const ssl_method_st* (*method)() = symbols["TLS_method"];
+  Context* (*ctx_new)(const ssl_method_st*) = symbols["SSL_CTX_new"];
+  void (*ctx_free)(Context*) = symbols["SSL_CTX_free"];
+  long (*ctx_ctrl)(Context*, int command, long number, void* pointer) = symbols["SSL_CTX_ctrl"];
+  int (*ctx_set_ciphersuites)(Context*, const char*) = symbols["SSL_CTX_set_ciphersuites"];
+  std::uint64_t (*ctx_set_options)(Context*, std::uint64_t) =
+      symbols["SSL_CTX_set_options"];  // unsigned long in 1.1.1
+  int (*ctx_set_num_tickets)(Context*, std::size_t) = symbols["SSL_CTX_set_num_tickets"];
+  void (*ctx_set_find_session)(Context*,
+                               FindSession) = symbols["SSL_CTX_set_psk_find_session_callback"];
+  void (*ctx_set_use_session)(Context*,
+                              UseSession) = symbols["SSL_CTX_set_psk_use_session_callback"];
 
-  Ssl* (*make)(Context*);
-  void (*free)(Ssl*);
-  int (*set_ex_data)(Ssl*, int, void*);
-  void* (*get_ex_data)(const Ssl*, int);
-  void (*set_bio)(Ssl*, Bio* read, Bio* write);
-  void (*set_default_read_buffer_len)(Ssl*, std::size_t);
-  void (*set_verify)(Ssl*, int mode, int (*)(int, void*));
-  void (*set_connect_state)(Ssl*);
-  void (*set_accept_state)(Ssl*);
-  int (*do_handshake)(Ssl*);
-  int (*read_ex)(Ssl*, void*, std::size_t, std::size_t*);
-  int (*write_ex)(Ssl*, const void*, std::size_t, std::size_t*);
-  int (*has_pending)(const Ssl*);
-  int (*get_error)(const Ssl*, int);
-  int (*key_update)(Ssl*, int);
-  int (*session_reused)(const Ssl*);
-  const Cipher* (*get_current_cipher)(const Ssl*);
+  Ssl* (*make)(Context*) = symbols["SSL_new"];
+  void (*free)(Ssl*) = symbols["SSL_free"];
+  int (*set_ex_data)(Ssl*, int, void*) = symbols["SSL_set_ex_data"];
+  void* (*get_ex_data)(const Ssl*, int) = symbols["SSL_get_ex_data"];
+  void (*set_bio)(Ssl*, Bio* read, Bio* write) = symbols["SSL_set_bio"];
+  void (*set_default_read_buffer_len)(Ssl*,
+                                      std::size_t) = symbols["SSL_set_default_read_buffer_len"];
+  void (*set_verify)(Ssl*, int mode, int (*)(int, void*)) = symbols["SSL_set_verify"];
+  void (*set_connect_state)(Ssl*) = symbols["SSL_set_connect_state"];
+  void (*set_accept_state)(Ssl*) = symbols["SSL_set_accept_state"];
+  int (*do_handshake)(Ssl*) = symbols["SSL_do_handshake"];
+  int (*read_ex)(Ssl*, void*, std::size_t, std::size_t*) = symbols["SSL_read_ex"];
+  int (*write_ex)(Ssl*, const void*, std::size_t, std::size_t*) = symbols["SSL_write_ex"];
+  int (*has_pending)(const Ssl*) = symbols["SSL_has_pending"];
+  int (*get_error)(const Ssl*, int) = symbols["SSL_get_error"];
+  int (*key_update)(Ssl*, int) = symbols["SSL_key_update"];
+  int (*session_reused)(const Ssl*) = symbols["SSL_session_reused"];
+  const Cipher* (*get_current_cipher)(const Ssl*) = symbols["SSL_get_current_cipher"];
 
-  Session* (*session_new)();
-  void (*session_free)(Session*);
-  int (*session_set1_master_key)(Session*, const unsigned char*, std::size_t);
-  int (*session_set_cipher)(Session*, const Cipher*);
-  int (*session_set_protocol_version)(Session*, int);
-  const Cipher* (*cipher_find)(Ssl*, const unsigned char*);
-  const char* (*cipher_name)(const Cipher*);
+  Session* (*session_new)() = symbols["SSL_SESSION_new"];
+  void (*session_free)(Session*) = symbols["SSL_SESSION_free"];
+  int (*session_set1_master_key)(Session*, const unsigned char*,
+                                 std::size_t) = symbols["SSL_SESSION_set1_master_key"];
+  int (*session_set_cipher)(Session*, const Cipher*) = symbols["SSL_SESSION_set_cipher"];
+  int (*session_set_protocol_version)(Session*, int) = symbols["SSL_SESSION_set_protocol_version"];
+  const Cipher* (*cipher_find)(Ssl*, const unsigned char*) = symbols["SSL_CIPHER_find"];
+  const char* (*cipher_name)(const Cipher*) = symbols["SSL_CIPHER_get_name"];
 
-  BioMethod* (*bio_meth_new)(int type, const char* name);
-  int (*bio_meth_set_write)(BioMethod*, int (*)(Bio*, const char*, int));
-  int (*bio_meth_set_read)(BioMethod*, int (*)(Bio*, char*, int));
-  int (*bio_meth_set_ctrl)(BioMethod*, long (*)(Bio*, int, long, void*));
-  Bio* (*bio_new)(const BioMethod*);
-  void (*bio_set_data)(Bio*, void*);
-  void* (*bio_get_data)(Bio*);
-  void (*bio_set_init)(Bio*, int);
-  void (*bio_set_flags)(Bio*, int);
-  void (*bio_clear_flags)(Bio*, int);
+  BioMethod* (*bio_meth_new)(int type, const char* name) = symbols["BIO_meth_new"];
+  int (*bio_meth_set_write)(BioMethod*,
+                            int (*)(Bio*, const char*, int)) = symbols["BIO_meth_set_write"];
+  int (*bio_meth_set_read)(BioMethod*, int (*)(Bio*, char*, int)) = symbols["BIO_meth_set_read"];
+  int (*bio_meth_set_ctrl)(BioMethod*,
+                           long (*)(Bio*, int, long, void*)) = symbols["BIO_meth_set_ctrl"];
+  Bio* (*bio_new)(const BioMethod*) = symbols["BIO_new"];
+  void (*bio_set_data)(Bio*, void*) = symbols["BIO_set_data"];
+  void* (*bio_get_data)(Bio*) = symbols["BIO_get_data"];
+  void (*bio_set_init)(Bio*, int) = symbols["BIO_set_init"];
+  void (*bio_set_flags)(Bio*, int) = symbols["BIO_set_flags"];
+  void (*bio_clear_flags)(Bio*, int) = symbols["BIO_clear_flags"];
 
-  void (*err_clear_error)();
-  unsigned long (*err_peek_error)();
-  const char* (*err_reason_error_string)(unsigned long);
+  void (*err_clear_error)() = symbols["ERR_clear_error"];
+  unsigned long (*err_peek_error)() = symbols["ERR_peek_error"];
+  const char* (*err_reason_error_string)(unsigned long) = symbols["ERR_reason_error_string"];
 };
 
 /// Returns the OpenSSL that this process has loaded, as Python's `ssl` does, or else the system's.

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/symbols.h"
+
 namespace torch_ring::ucx {
 
 /// ucs_status_t; every negative one is an error.
@@ -122,34 +124,40 @@ struct MessageInfo {
 
 /// The functions of a loaded library; UCX documents each.
 struct Api {
-  const char* (*version_string)();
-  const char* (*status_string)(Status);
-  Status (*config_read)(const char* prefix, const char* file, Config*);
-  Status (*config_modify)(Config, const char* name, const char* value);
-  void (*config_release)(Config);
-  Status (*init)(unsigned major, unsigned minor, const Params*, Config, Context*);
-  void (*cleanup)(Context);
-  Status (*worker_create)(Context, const WorkerParams*, WorkerHandle*);
-  void (*worker_destroy)(WorkerHandle);
-  Status (*worker_get_address)(WorkerHandle, void** address, std::size_t* bytes);
-  void (*worker_release_address)(WorkerHandle, void* address);
-  Status (*worker_get_efd)(WorkerHandle, int*);
-  Status (*worker_arm)(WorkerHandle);
-  unsigned (*worker_progress)(WorkerHandle);
-  Status (*ep_create)(WorkerHandle, const EndpointParams*, Endpoint*);
-  StatusPointer (*ep_close)(Endpoint, const RequestParams*);
-  Status (*ep_query)(Endpoint, EndpointAttributes*);
-  StatusPointer (*tag_send)(Endpoint, const void*, std::size_t bytes, std::uint64_t tag,
-                            const RequestParams*);
-  Message (*tag_probe)(WorkerHandle, std::uint64_t tag, std::uint64_t mask, int remove,
-                       MessageInfo*);
-  StatusPointer (*tag_message_receive)(WorkerHandle, void*, std::size_t bytes, Message,
-                                       const RequestParams*);
-  Status (*request_check_status)(void*);
-  void (*request_free)(void*);
+  Symbols symbols;
+  std::string path = symbols.path();  // of the library
 
-  std::string version;  // "1.22.0"
-  std::string path;     // of the library
+  const char* (*version_string)() = symbols["ucp_get_version_string"];
+  const char* (*status_string)(Status) = symbols["ucs_status_string"];
+  Status (*config_read)(const char* prefix, const char* file, Config*) = symbols["ucp_config_read"];
+  Status (*config_modify)(Config, const char* name,
+                          const char* value) = symbols["ucp_config_modify"];
+  void (*config_release)(Config) = symbols["ucp_config_release"];
+  Status (*init)(unsigned major, unsigned minor, const Params*, Config,
+                 Context*) = symbols["ucp_init_version"];
+  void (*cleanup)(Context) = symbols["ucp_cleanup"];
+  Status (*worker_create)(Context, const WorkerParams*,
+                          WorkerHandle*) = symbols["ucp_worker_create"];
+  void (*worker_destroy)(WorkerHandle) = symbols["ucp_worker_destroy"];
+  Status (*worker_get_address)(WorkerHandle, void** address,
+                               std::size_t* bytes) = symbols["ucp_worker_get_address"];
+  void (*worker_release_address)(WorkerHandle,
+                                 void* address) = symbols["ucp_worker_release_address"];
+  Status (*worker_get_efd)(WorkerHandle, int*) = symbols["ucp_worker_get_efd"];
+  Status (*worker_arm)(WorkerHandle) = symbols["ucp_worker_arm"];
+  unsigned (*worker_progress)(WorkerHandle) = symbols["ucp_worker_progress"];
+  Status (*ep_create)(WorkerHandle, const EndpointParams*, Endpoint*) = symbols["ucp_ep_create"];
+  StatusPointer (*ep_close)(Endpoint, const RequestParams*) = symbols["ucp_ep_close_nbx"];
+  Status (*ep_query)(Endpoint, EndpointAttributes*) = symbols["ucp_ep_query"];
+  StatusPointer (*tag_send)(Endpoint, const void*, std::size_t bytes, std::uint64_t tag,
+                            const RequestParams*) = symbols["ucp_tag_send_nbx"];
+  Message (*tag_probe)(WorkerHandle, std::uint64_t tag, std::uint64_t mask, int remove,
+                       MessageInfo*) = symbols["ucp_tag_probe_nb"];
+  StatusPointer (*tag_message_receive)(WorkerHandle, void*, std::size_t bytes, Message,
+                                       const RequestParams*) = symbols["ucp_tag_msg_recv_nbx"];
+  Status (*request_check_status)(void*) = symbols["ucp_request_check_status"];
+  void (*request_free)(void*) = symbols["ucp_request_free"];
+  std::string version = version_string();  // "1.22.0"
 };
 
 }  // namespace torch_ring::ucx

@@ -37,40 +37,16 @@ void* open(const std::string& path) {
 Api load(const std::string& path) {
   void* library = open(path);
   const Symbols symbols = symbols_of(library, path.empty() ? kSoname : path);
-  Api api{};
-  api.path = symbols.path();
-  void (*get_version)(unsigned*, unsigned*, unsigned*) = nullptr;
-  symbols.get(get_version, "ucp_get_version");
-  symbols.get(api.version_string, "ucp_get_version_string");
-  api.version = api.version_string();
+  void (*const get_version)(unsigned*, unsigned*, unsigned*) = symbols["ucp_get_version"];
   unsigned major = 0;
   unsigned minor = 0;
   unsigned release = 0;
   get_version(&major, &minor, &release);
-  if (major != 1 || minor < kOldestMinor) symbols.fail("is " + api.version);
-
-  symbols.get(api.status_string, "ucs_status_string");
-  symbols.get(api.config_read, "ucp_config_read");
-  symbols.get(api.config_modify, "ucp_config_modify");
-  symbols.get(api.config_release, "ucp_config_release");
-  symbols.get(api.init, "ucp_init_version");
-  symbols.get(api.cleanup, "ucp_cleanup");
-  symbols.get(api.worker_create, "ucp_worker_create");
-  symbols.get(api.worker_destroy, "ucp_worker_destroy");
-  symbols.get(api.worker_get_address, "ucp_worker_get_address");
-  symbols.get(api.worker_release_address, "ucp_worker_release_address");
-  symbols.get(api.worker_get_efd, "ucp_worker_get_efd");
-  symbols.get(api.worker_arm, "ucp_worker_arm");
-  symbols.get(api.worker_progress, "ucp_worker_progress");
-  symbols.get(api.ep_create, "ucp_ep_create");
-  symbols.get(api.ep_close, "ucp_ep_close_nbx");
-  symbols.get(api.ep_query, "ucp_ep_query");
-  symbols.get(api.tag_send, "ucp_tag_send_nbx");
-  symbols.get(api.tag_probe, "ucp_tag_probe_nb");
-  symbols.get(api.tag_message_receive, "ucp_tag_msg_recv_nbx");
-  symbols.get(api.request_check_status, "ucp_request_check_status");
-  symbols.get(api.request_free, "ucp_request_free");
-  return api;
+  if (major != 1 || minor < kOldestMinor) {
+    const char* (*const version)() = symbols["ucp_get_version_string"];
+    symbols.fail(std::string("is ") + version());
+  }
+  return {symbols};
 }
 
 }  // namespace torch_ring::ucx
