@@ -244,7 +244,6 @@ void ControlPlane::unsubscribe(std::uint64_t set) {
   subscriptions_.remove(set);
   const std::scoped_lock lock(mutex_);
   data_.close(set);
-  if (news_.has_ended(set_of(set))) data_.forget_closed(set);
 }
 
 std::unique_ptr<SocketSource> ControlPlane::sockets(std::uint64_t set, std::vector<int> members,
@@ -259,11 +258,7 @@ std::unique_ptr<WaitGraph> ControlPlane::waits(std::uint64_t set, std::vector<in
 
 bool ControlPlane::has_ended(std::uint64_t set) const {
   const std::scoped_lock lock(mutex_);
-  if (news_.has_ended(set)) return true;
-  // A set that ended long ago is forgotten, even that this rank has left it.
-  return !news_.is_left_by_some(set) && std::ranges::none_of(own_news_, [&](const Message& news) {
-    return news.kind == Message::Kind::kLeft && news.set == set;
-  });
+  return news_.has_ended(set);
 }
 
 void ControlPlane::fail(std::uint64_t set, const Error& cause) {
@@ -507,7 +502,7 @@ void ControlPlane::admit(const PollSet& polls, Clock::time_point now) {
     if (unix != (at(options_.host_of, peer) == at(options_.host_of, rank_))) continue;
     if (hello.channel == Hello::kControl) {
       add_link(peer, std::move(socket), now);
-    } else if (!news_.has_ended(set_of(hello.set)) && data_.accept(hello, std::move(socket))) {
+    } else if (data_.accept(hello, std::move(socket))) {
       connected_.insert(hello.set);
     }
   }
@@ -659,7 +654,6 @@ void ControlPlane::learn(const Message& message, const ControlLink* from, Clock:
     ended_.push_back(message.set);
     for (const std::uint64_t number : numbers_of(message.set)) {
       data_.close(number);  // this rank may have announced its leaving, but not closed the set yet
-      data_.forget_closed(number);
     }
   }
   const bool asks = message.kind == Message::Kind::kAsks;

@@ -119,7 +119,6 @@ class ControlPlane {
   /// the reason for the other ranks' errors, "ValueError: ... at train.py:41"; without one they
   /// read which rank this one knows to be lost. Blocking: no.
   void leave(std::uint64_t set, std::uint64_t rounds, int members, std::string why = {});
-  /// Precondition: leave() was called for the set.
   bool has_ended(std::uint64_t set) const;
 
   /// The ranks that, as far as this one knows, have died or were silent for too long.

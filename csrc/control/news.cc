@@ -115,10 +115,6 @@ void News::end(std::uint64_t set) {
     return is_of_set && message.set == set;
   });
   ended_.insert(set);
-  ended_in_order_.push_back(set);
-  if (ended_in_order_.size() <= kEnded) return;
-  ended_.erase(ended_in_order_.front());
-  ended_in_order_.pop_front();
 }
 
 std::vector<Message> News::known() const {

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <iterator>
 #include <map>
 #include <optional>
@@ -37,18 +36,6 @@ class IntervalSet {
       intervals_.emplace_hint(after, number, last);
     }
     if (joins_after) intervals_.erase(after);
-  }
-
-  void erase(std::uint64_t number) {
-    if (!contains(number)) return;
-    const auto interval = std::prev(intervals_.upper_bound(number));
-    const std::uint64_t last = interval->second;
-    if (number < last) intervals_.emplace(number + 1, last);
-    if (interval->first == number) {
-      intervals_.erase(interval);
-    } else {
-      interval->second = number - 1;
-    }
   }
 
   bool contains(std::uint64_t number) const {
@@ -147,7 +134,7 @@ class Waits {
 /// late misses them.
 ///
 /// A set has ended when all its members have left it. Then only its number is kept, so that later
-/// messages about it are not new.
+/// messages about it are not new. Set numbers begin at 0, so these are few intervals.
 ///
 /// A rank has one fate, lost or departed; the first news of it counts.
 ///
@@ -171,12 +158,8 @@ class News {
   std::vector<int> lost() const;
   /// Whether any rank has given the set up.
   bool has_failed(std::uint64_t set) const;
-  /// Whether all members have left the set; false for one that ended long ago and is forgotten.
+  /// Whether all members have left the set.
   bool has_ended(std::uint64_t set) const { return ended_.contains(set); }
-  /// Whether some members have left the set, and others not.
-  bool is_left_by_some(std::uint64_t set) const { return left_.contains(set); }
-
-  static constexpr std::size_t kEnded = 16'384;  // sets: far more than can end while news travel
 
   const Waits& waits() const { return waits_; }
 
@@ -202,8 +185,7 @@ class News {
   std::vector<Fate> fates_;                         // by rank
   std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
   std::map<std::uint64_t, std::set<int>> left_;     // by set, ranks
-  std::set<std::uint64_t> ended_;                   // the last kEnded sets
-  std::deque<std::uint64_t> ended_in_order_;        // the same
+  IntervalSet ended_;                               // one interval, except for live sets
   Waits waits_;
   std::map<int, std::uint64_t> points_;                    // rank -> the stop points that it told
   std::map<int, std::uint64_t> asked_;                     // rank -> its last question

@@ -190,8 +190,6 @@ class DataConnections {
   /// Closes the set's connections, and refuses later ones.
   void close(std::uint64_t set);
   void close_all() { pairs_.clear(); }
-  /// The set has ended on all ranks. The caller passes no later connection of it to accept().
-  void forget_closed(std::uint64_t set) { closed_.erase(set); }
   /// The intervals of numbers of closed sets, which take memory.
   std::size_t closed_intervals() const { return closed_.intervals(); }
 

@@ -132,17 +132,6 @@ TEST(control_plane_keeps_data_connections_of_a_set_that_nobody_uses_yet) {
   CHECK_EQ(high_recorder.times("connected"), 1);  // for all three together
 }
 
-TEST(control_plane_keeps_no_data_connection_of_a_set_that_has_ended) {
-  const Planes planes = make_planes({0, 0});
-  for (const auto& plane : planes) plane->leave(kSet, 0, 2);
-  wait_until([&] { return planes[0]->has_ended(kSet); }, "the end of the set");
-  const auto high = planes[1]->sockets(kSet, {0, 1}, 1);  // a late connection
-  const auto ours = take_all(*high, 0, true);
-  char byte = 0;
-  wait_until([&] { return ::recv(ours[0].get(), &byte, 1, MSG_DONTWAIT) == 0; }, "its end");
-  CHECK_EQ(planes[0]->descriptors().size(), 4u);  // as in a world without such a set
-}
-
 TEST(control_plane_closes_data_connections_that_nobody_took_when_their_set_ends) {
   const Planes planes = make_planes({0, 0});
   for (const std::uint64_t number : numbers_of(kSet)) {  // messages go to the higher rank, too
@@ -156,18 +145,6 @@ TEST(control_plane_closes_data_connections_that_nobody_took_when_their_set_ends)
     wait_until([&] { return plane->has_ended(kSet); }, "the end of the set");
     CHECK_EQ(plane->descriptors().size(), 4u);  // as in a world without such a set
   }
-}
-
-TEST(control_plane_knows_the_end_also_of_a_set_that_has_long_been_left) {
-  const Planes planes = make_planes({0, 0});
-  constexpr std::uint64_t kBatch = 512;
-  for (std::uint64_t set = kSet; set <= kSet + News::kEnded + kBatch; ++set) {
-    planes[0]->leave(set, 0, 2);
-    CHECK(!planes[0]->has_ended(set));
-    planes[1]->leave(set, 0, 2);
-    if (set % kBatch == 0) wait_until([&] { return planes[0]->has_ended(set); }, "its end");
-  }
-  CHECK(planes[0]->has_ended(kSet));
 }
 
 TEST(control_plane_closes_the_data_connections_of_a_set_that_is_gone) {
@@ -252,7 +229,7 @@ TEST(data_connections_use_the_network_interfaces_in_turn) {
   }
 }
 
-TEST(data_connections_of_closed_sets_are_refused_until_they_are_forgotten) {
+TEST(data_connections_of_closed_sets_are_refused) {
   ControlOptions options;
   options.rank = 1;
   options.host_of = {0, 0, 0};
@@ -269,10 +246,7 @@ TEST(data_connections_of_closed_sets_are_refused_until_they_are_forgotten) {
     CHECK(!accepts(set));
   }
   CHECK_EQ(data.closed_intervals(), 1u);  // in little memory
-  for (const std::uint64_t set : {1, 251, 251, 500}) data.forget_closed(set);
-  CHECK_EQ(data.closed_intervals(), 2u);
-  for (const std::uint64_t set : {2, 250, 252, 499}) CHECK(!accepts(set));
-  for (const std::uint64_t set : {1, 251, 500}) CHECK(accepts(set));
+  for (const std::uint64_t set : {1, 250, 500}) CHECK(!accepts(set));
 }
 
 TEST(data_connections_are_limited_to_sane_names) {

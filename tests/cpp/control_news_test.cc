@@ -156,10 +156,9 @@ TEST(nothing_is_kept_of_a_set_that_all_its_members_have_left) {
   }
 }
 
-TEST(news_of_a_set_that_has_ended_are_none_and_long_ago_it_is_forgotten) {
+TEST(news_of_a_set_that_has_ended_are_none) {
   News news(2);
-  constexpr std::uint64_t kSets = News::kEnded + 10;
-  for (std::uint64_t set = 1; set <= kSets; ++set) {
+  for (std::uint64_t set = 0; set < 3; ++set) {
     CHECK(news.learn(Message::left(0, set, 0, 2, "")));
     CHECK(news.learn(Message::left(1, set, 0, 2, "")));
     CHECK(!news.learn(Message::left(0, set, 0, 2, "")));
@@ -167,8 +166,7 @@ TEST(news_of_a_set_that_has_ended_are_none_and_long_ago_it_is_forgotten) {
     CHECK(!news.learn(Message::waits(0, set, {set, {1}})));
     CHECK(news.known().empty());
   }
-  CHECK(!news.has_ended(10));
-  CHECK(news.has_ended(11) && news.has_ended(kSets));
+  CHECK(news.has_ended(0) && news.has_ended(2) && !news.has_ended(3));
 }
 
 TEST(news_survives_the_death_of_its_messengers) {
