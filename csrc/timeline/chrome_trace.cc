@@ -56,16 +56,10 @@ void begin_event(std::string& text) {
   text += '{';
 }
 
-std::int64_t nanoseconds(Clock::time_point time) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
-}
-
 double microseconds(std::int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e3; }
 
 const char* transport_of(const OperationRecord& record) {
-  constexpr const char* kNames[] = {"local", "shm", "tcp", "shm+tcp"};
-  if (!record.fingerprint.on_host()) return "nccl";
-  return kNames[static_cast<std::size_t>(record.transport)];
+  return record.fingerprint.on_host() ? name_of(record.transport) : "nccl";
 }
 
 void add_number(std::string& text, const char* key, double value) {
@@ -135,7 +129,7 @@ void ChromeTrace::name_rank(std::string& text, std::string_view label) const {
           std::to_string(process_) + "}}";
 }
 
-void ChromeTrace::set_zero(Clock::time_point zero) { zero_ = nanoseconds(zero); }
+void ChromeTrace::set_zero(Clock::time_point zero) { zero_ = in_ns(zero); }
 
 void ChromeTrace::add(std::string& text, const OperationRecord& record) {
   const Fingerprint& asked = record.fingerprint;
@@ -187,7 +181,7 @@ void ChromeTrace::add_dropped(std::string& text, Clock::time_point now, std::uin
   begin_event(text);
   text += R"("name":"DROPPED","ph":"i","s":"p","pid":)" + std::to_string(process_) + R"(,"tid":)" +
           std::to_string(kFirst) + R"(,"args":{"operations":)" + std::to_string(count) + '}';
-  add_number(text, "ts", microseconds(nanoseconds(now) - zero_));
+  add_number(text, "ts", microseconds(in_ns(now) - zero_));
   text += '}';
 }
 

@@ -87,8 +87,6 @@ void TimelineSender::finish() {
   sent_ = timeline::send(messages_, 0, timeline::kUp, Kind::kEnd);
 }
 
-using timeline::Kind;
-
 namespace {
 
 // A rank that has sent nothing for so long after the start has no timeline: ranks almost always
@@ -146,8 +144,7 @@ void TimelineReceiver::handle(int source, std::span<const std::byte> message) {
   switch (static_cast<Kind>(message.front())) {
     case Kind::kClock: {
       at(others_, source) = Sending::kBegun;
-      const timeline::ClockAnswer times{timeline::nanoseconds(clock_()),
-                                        timeline::nanoseconds(zero_)};
+      const timeline::ClockAnswer times{in_ns(clock_()), in_ns(zero_)};
       answer(source, Kind::kClock, std::as_bytes(std::span(&times, 1)));
       if (is_ending_ && messages_ != nullptr) answer(source, Kind::kStop);
       return;

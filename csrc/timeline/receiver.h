@@ -50,10 +50,6 @@ struct ClockAnswer {
   std::int64_t zero_ns = 0;
 };
 
-inline std::int64_t nanoseconds(Clock::time_point time) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
-}
-
 /// The memory of one message, kept until the message has been sent or received.
 using Buffer = std::shared_ptr<std::vector<std::byte>>;
 
