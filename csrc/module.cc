@@ -40,7 +40,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       },
       py::arg("library"), py::call_guard<py::gil_scoped_release>());
   module.def("device_in_use", [] { return DeviceChoice::of_process()->chosen(); });
-  module.def("empty_result", &empty_result, py::arg("like"), py::arg("shape"));
   module.def("empty_result_like", &empty_result_like, py::arg("like"));
   module.def("keep_results", &keep_results, py::arg("most_bytes"));
   module.def("kept_result_bytes", &kept_result_bytes);

@@ -59,14 +59,12 @@ def ucx_found(library: str) -> tuple[str, str, list[str]]:
 def device_in_use() -> device | None:
     """Return the device that this process drives from its first collective on one; None so far."""
 
-def empty_result(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an uninitialised contiguous tensor with the dtype and device of `like`.
-
-    On the CPU, from 4 MiB on, its memory comes from a pool of pages, and returns there with it.
-    """
-
 def empty_result_like(like: Tensor) -> Tensor:
-    """Return the same with the shape and layout of `like`; it requires no gradient."""
+    """Return an uninitialised tensor with the shape, layout, dtype and device of `like`.
+
+    It requires no gradient. On the CPU, from 4 MiB on, its memory comes from a pool of pages, and
+    returns there with it.
+    """
 
 def keep_results(most_bytes: int) -> None:
     """Keep at most `most_bytes` of results' pages in this process; none before the first call."""
