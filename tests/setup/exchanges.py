@@ -25,10 +25,10 @@ def place_of(store, key=None):
     return StorePlace(None, False, lambda *_: store, key)
 
 
-def path_on_host(identity, timeout_s, place, name):
+def path_on_host(identity, timeout_s, place, name, missed=lambda _: ()):
     """Meet the ranks of this host as init() does; return the path of failures."""
     deadline = Deadline(timeout_s)
-    path = FailurePath(identity, deadline, place)
+    path = FailurePath(identity, deadline, place, missed)
     has_store = place is not None
     path.host = meet_on_host(name, identity, deadline, path.watch, has_store=has_store)
     return path

@@ -203,6 +203,28 @@ def test_a_rank_that_dies_is_noticed():
         assert "rank 1 has exited during init" in str(error)
 
 
+def test_a_failure_is_told_to_no_rank_that_has_exited(monkeypatch):
+    """Rank 1 has ended the exchange, and rank 2 has exited before it came."""
+    monkeypatch.setattr(host_socket, "TELL_S", 1.0)
+    name, asked = new_name(), []
+
+    def exited(here):
+        asked.append({*here})
+        return {2} if asked[-1] == {0, 1} else ()
+
+    first = path_on_host(Identity(0, 3), 5.0, None, name, exited)
+
+    def on_rank(rank):
+        if rank == 1:
+            path_on_host(Identity(1, 3), 5.0, None, name).host.connection.close()
+        else:
+            with failing_together(first):
+                exchange_on(first)
+
+    assert "rank 1 has exited during init" in str(run_on_ranks(2, on_rank)[0])
+    assert asked.count({0, 1}) == 1  # it waits no longer
+
+
 def test_progress_is_logged_on_rank_0(monkeypatch, caplog):
     monkeypatch.setattr(exchange, "_PROGRESS_S", 0.1)
     monkeypatch.setattr(host_socket, "TELL_S", 0.3)

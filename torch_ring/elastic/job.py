@@ -31,7 +31,6 @@ from torch_ring.errors import MismatchError, RingError, first_line
 from torch_ring.membership.directory import ask_directory, notify, tell_directory, tell_leaving
 from torch_ring.membership.listener import Listener
 from torch_ring.membership.member import Member, MessageKey, Reach, key_of, member_id, reach
-from torch_ring.setup.failure import exited
 from torch_ring.setup.launchers import process_name
 from torch_ring.setup.network import own_address
 from torch_ring.setup.store_client import open_store
@@ -266,19 +265,18 @@ class ElasticJob:
                 rank, len(group.members), self._store, self._listener.key.secret.hex(), missed
             )
 
-    def _missed(self, members: Sequence[Member], here: Collection[int]) -> RingError | None:
-        """Return the error of ranks that have exited; None: none was found.
+    def _missed(self, members: Sequence[Member], here: Collection[int]) -> Collection[int]:
+        """Return ranks that have exited, if it finds any.
 
         It checks only the successors of the ranks in `here`. So each host checks few ranks, and if
         ranks are missing, some host checks one of them.
         """
         size, key = len(members), self._listener.key
-        gone = [
+        return [
             rank
             for rank in sorted({(rank + 1) % size for rank in here}.difference(here))
             if reach(members[rank], key, _GLANCE_S, is_suspect=True) is Reach.GONE
         ]
-        return exited(gone, size) if gone else None
 
     def _open_store(
         self, address: tuple[str, int], listener: socket.socket | None = None

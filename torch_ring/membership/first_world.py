@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -30,7 +29,7 @@ from torch_ring.errors import (
 )
 from torch_ring.membership.directory import ask_for_place
 from torch_ring.membership.member import key_of
-from torch_ring.setup.failure import exited, missing_ranks, progress
+from torch_ring.setup.failure import missing_ranks, progress
 from torch_ring.setup.launchers import discover, process_name
 from torch_ring.setup.network import Deadline, close_in_child, own_address
 from torch_ring.setup.store_client import open_store
@@ -109,7 +108,7 @@ def begin(config: Config, join: Join) -> None:
                 store = _store(answer["store"], rank, size, listener)
                 place = _UNPLACED | {"rank": rank, "size": size}
                 deadline = Deadline(timeout_s)
-                join(place, store, deadline=deadline, missed=partial(question.missed, size))
+                join(place, store, deadline=deadline, missed=question.missed)
             except RingError as error:
                 if isinstance(error, MismatchError):
                     raise
@@ -139,13 +138,13 @@ class _Question:
         """Return the answer of `Gathering.ask`. Raises RingError: the launcher does not answer."""
         return ask_for_place(self._directory, self._key, *self._asker)
 
-    def missed(self, size: int, _: Collection[int]) -> RingError | None:
-        """Return an error if the world of this process's place cannot be made; None: it can."""
+    def missed(self, _: Collection[int]) -> Collection[int]:
+        """Return the ranks of this process's world that have exited."""
         with contextlib.suppress(RingError):  # without an answer the deadline ends the wait
             answer = self.ask()
             if answer["kind"] == "void":
-                return exited(answer["gone"], size)
-        return None
+                return list(answer["gone"])
+        return ()
 
 
 def _ask(question: _Question, timeout_s: float) -> dict[str, Any]:

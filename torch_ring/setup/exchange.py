@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch_ring.errors import PeerLostError, RingError
-from torch_ring.setup.failure import Failure, lacking, other_size, other_version, progress
+from torch_ring.setup.failure import Failure, exited, lacking, other_size, other_version, progress
 from torch_ring.setup.host_follower import HostFollower
 from torch_ring.setup.host_socket import HostLeader
 from torch_ring.setup.launchers import Identity
@@ -41,8 +41,8 @@ __all__ = ["FailurePath", "Missed", "exchange_hosts", "failing_together"]
 
 Cause = TypeVar("Cause", bound=BaseException)
 
-Missed = Callable[[Collection[int]], RingError | None]
-"""Given the ranks that a leader has met, returns an error if a world cannot be made, else None."""
+Missed = Callable[[Collection[int]], Collection[int]]
+"""Given the ranks that a leader has met, returns ranks that have exited, if it finds any."""
 
 _PROGRESS_S = 5.0
 _PATIENCE_S = 5.0  # seconds in which rank 0 opens the store for the report of a failure
@@ -77,12 +77,12 @@ class FailurePath:
         identity: Identity,
         deadline: Deadline,
         place: StorePlace | None = None,
-        missed: Missed = lambda _: None,
+        missed: Missed = lambda _: (),
     ) -> None:
         self.identity, self.deadline, self.place = identity, deadline, place
         self.hosts: StoreExchange | None = None
         self._missed = missed
-        self._missed_ranks: RingError | None = None
+        self._exited: Collection[int] = ()
         self._next_question = Deadline(_MISSED_EVERY_S)
         self._began, self._next_report = time.monotonic(), Deadline(_PROGRESS_S)
         self._has_failed = False
@@ -122,10 +122,10 @@ class FailurePath:
 
     def _missed_now(self) -> RingError | None:
         if isinstance(self.host, HostLeader) and self._next_question.passed():
-            self._missed_ranks = self._missed_ranks or self._missed(self.host.values.keys())
+            self._exited = self._exited or self._missed(self.host.values.keys())
             every_s = _MISSED_EVERY_S + _MISSED_EVERY_S_PER_RANK * self.identity.size
             self._next_question = Deadline(every_s)
-        return self._missed_ranks
+        return exited(sorted(self._exited), self.identity.size) if self._exited else None
 
     def explain(self, error: RingError) -> RingError:
         """Return the failure of another rank behind `error`, or `error` itself.
@@ -217,7 +217,7 @@ class FailurePath:
         hosts = None if on_one_node else self._fail_in_store(leader.notified, failure)
         size = self.identity.size
         expected = size if on_one_node else self.identity.local_size or size
-        if not leader.linger(expected) and on_one_node:
+        if not leader.linger(expected, self._missed) and on_one_node:
             hosts = self._fail_in_store(leader.notified, failure)
         if hosts is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone

@@ -16,7 +16,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch_ring.errors import RingError, TimeoutError
@@ -246,11 +246,12 @@ class HostLeader:
                 with contextlib.suppress(OSError):
                     follower.send(Kind.FAILURE, deadline, failure.to_bytes())
 
-    def linger(self, expected: int) -> bool:
+    def linger(self, expected: int, missed: Callable[[Collection[int]], Collection[int]]) -> bool:
         """Wait a moment for late ranks, to tell them of the failure.
 
         Args:
             expected: the number of ranks that can come.
+            missed: as for `FailurePath`.
 
         Returns:
             Whether `expected` ranks know of it, or have ended.
@@ -259,6 +260,7 @@ class HostLeader:
         while (
             self._listener and len(self.notified | self.lost) < expected and not patience.passed()
         ):
+            self.lost.update(missed(self.notified | self.lost))
             try:
                 self.pump(min(0.1, patience.left_s()))
             except OSError:  # a lack of descriptors, which is known already

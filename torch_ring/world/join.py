@@ -145,7 +145,7 @@ def join_world(
     *,
     of_init: bool = True,
     deadline: Deadline | None = None,
-    missed: Missed = lambda _: None,
+    missed: Missed = lambda _: (),
     also: Callable[[World], None] | None = None,
 ) -> World:
     """Join the other ranks; see :func:`torch_ring.init` for arguments and errors.

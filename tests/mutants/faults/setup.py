@@ -211,6 +211,11 @@ FAULTS = (
         tests=("setup/test_store_client.py::test_a_store_that_answers_is_not_blamed_for_a_deadline_that_is_over",),
     ),
     Fault(
+        "exited_awaited", "a failed init() waits for ranks that have exited", HOST,
+        "self.lost.update(missed(self.notified | self.lost))", "pass",
+        tests=("setup/test_exchange.py::test_a_failure_is_told_to_no_rank_that_has_exited",),
+    ),
+    Fault(
         "lack_unnamed", "an error of a full table of descriptors names no limit to raise", FAILURE,
         "if number not in _LACKS:", "if True:",
         tests=("world/test_limits.py", "setup/test_exchange.py"),
