@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from on_ranks import on_ranks
-from pool import run
 
 import torch_ring as hvd
 
 
-def check_adasum() -> None:
-    rank, size = hvd.rank(), hvd.size()
+@pytest.mark.parametrize(("transport", "size"), [("shm", 1), ("shm", 4), ("tcp", 2)])
+@on_ranks()
+def test_adasum(transport, size) -> None:
+    rank = hvd.rank()
     parallel = hvd.allreduce(torch.tensor([3.0, 0.0]), op=hvd.Adasum)  # parallel: their mean
     torch.testing.assert_close(parallel, torch.tensor([3.0, 0.0]))
     orthogonal = torch.zeros(size)
@@ -23,11 +24,6 @@ def check_adasum() -> None:
         torch.testing.assert_close(got, want)
     with pytest.raises(ValueError, match="floating point"):
         hvd.allreduce(torch.ones(2, dtype=torch.int64), op=hvd.Adasum)
-
-
-@pytest.mark.parametrize(("transport", "size"), [("shm", 1), ("shm", 4), ("tcp", 2)])
-def test_adasum(transport, size):
-    run(check_adasum, size, transport=transport)
 
 
 @on_ranks(3)

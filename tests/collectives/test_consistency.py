@@ -83,8 +83,10 @@ CHANGES = {
 }
 
 
-def find_changes() -> None:
-    rank, size = hvd.rank(), hvd.size()
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_the_first_difference_is_named_on_all_ranks(size) -> None:
+    rank = hvd.rank()
     for number, (what, expected) in enumerate(CHANGES.items()):
         odd = number % size if size > 2 else 1
         model = Model()
@@ -101,11 +103,6 @@ def find_changes() -> None:
         assert text.startswith(f"rank {rank}: the ranks are not consistent: ")
         assert " broadcast_" in text
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_first_difference_is_named_on_all_ranks(size):
-    run(find_changes, size)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -6,14 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from on_ranks import on_ranks
-from pool import run
 from worlds import on_most_worlds
 
 import torch_ring as hvd
 
 
-def check_groups() -> None:
-    rank, size = hvd.rank(), hvd.size()
+@on_most_worlds
+@on_ranks()
+def test_groups(transport, size) -> None:
+    rank = hvd.rank()
     total = float(sum(range(size)))
     tensors = [torch.full((n,), float(rank)) for n in (1, 3_000, 0)]
     tensors.append(torch.full((2, 3), rank, dtype=torch.int32))
@@ -42,11 +43,6 @@ def check_groups() -> None:
     }
     for name in names:
         assert all((t == float(name[1])).all() for t in hvd.synchronize(handles[name])), name
-
-
-@on_most_worlds
-def test_groups(transport, size):
-    run(check_groups, size, transport=transport)
 
 
 @on_ranks(2)

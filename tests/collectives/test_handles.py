@@ -4,15 +4,15 @@
 import pytest
 import torch
 from on_ranks import on_ranks
-from pool import run
 from worlds import on_most_worlds
 
 import torch_ring as hvd
 from torch_ring.tracing.counters import snapshot
 
 
-def submit_in_another_order() -> None:
-    size = hvd.size()
+@on_most_worlds
+@on_ranks()
+def test_handles_in_any_order(transport, size) -> None:
     tensors = [torch.full((i * 7 % 50,), float(i)) for i in range(500)]
     order = range(500) if hvd.rank() == 0 else reversed(range(500))
     handles = {i: hvd.allreduce_async(tensors[i], name=f"t{i}", op=hvd.Sum) for i in order}
@@ -26,11 +26,6 @@ def submit_in_another_order() -> None:
     with pytest.raises(ValueError, match="is not a handle"):
         hvd.poll(17)  # type: ignore[arg-type]
     hvd.barrier()
-
-
-@on_most_worlds
-def test_handles_in_any_order(transport, size):
-    run(submit_in_another_order, size, transport=transport)
 
 
 @on_ranks(2, env={"TORCH_RING_FUSION_WINDOW": "500"})

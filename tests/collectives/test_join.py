@@ -8,14 +8,15 @@ import time
 import pytest
 import torch
 from on_ranks import on_ranks
-from pool import run
 from worlds import on_most_worlds
 
 import torch_ring as hvd
 
 
-def run_out_of_data() -> None:
-    rank, size = hvd.rank(), hvd.size()
+@on_most_worlds
+@on_ranks()
+def test_ranks_join_in_turn(transport, size) -> None:
+    rank = hvd.rank()
     for _ in range(2):  # again, with a different numbering behind it
         for step in range(rank + 1):
             here = size - step  # the ranks that have not joined
@@ -33,11 +34,6 @@ def run_out_of_data() -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
         assert hvd.allgather(torch.ones(1)).numel() == size
     hvd.barrier()
-
-
-@on_most_worlds
-def test_ranks_join_in_turn(transport, size):
-    run(run_out_of_data, size, transport=transport)
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("tcp", 3)])

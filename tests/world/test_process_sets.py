@@ -68,8 +68,9 @@ def test_a_world_of_one() -> None:
 # --- adding and removing
 
 
-def add_and_remove() -> None:
-    size = hvd.size()
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 4), ("tcp", 3)])
+@on_ranks()
+def test_sets_are_added_and_removed(transport, size) -> None:
     everyone = list(range(size))
     first, rest = hvd.ProcessSet([0]), hvd.ProcessSet(range(size - 1, 0, -1))
     assert hvd.add_process_set(first) is first
@@ -103,11 +104,6 @@ def add_and_remove() -> None:
     assert (rest.process_set_id, first.process_set_id) == (1, 2)
     check_process_set(rest, everyone[1:])
     check_process_set(first, [0])
-
-
-@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 4), ("tcp", 3)])
-def test_sets_are_added_and_removed(transport, size):
-    run(add_and_remove, size, transport=transport)
 
 
 @on_both_transports
