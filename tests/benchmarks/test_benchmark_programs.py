@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pool
 import pytest
 import suite
 import torch
 from launcher_commands import clean_environment
 from namespaces import why_none
+from on_ranks import on_ranks
 from recovery import Step, loss_of
 from scripts import DEADLINE_S, ROOT, run
 from waiting_ranks import why_no_mpi
@@ -83,7 +83,8 @@ def check_collectives(rows: list[dict[str, Any]]) -> None:
         assert ours["busbw"] == pytest.approx(share * ours["algbw"])
 
 
-def count_wrong_elements() -> dict[str, dict[str, int]]:
+@on_ranks(3)
+def test_wrong_elements_are_counted() -> None:
     collectives, peers = map(importlib.import_module, ("collectives", "peers"))
     found = {}
     for collective in collectives.BUS_SHARE:
@@ -96,17 +97,13 @@ def count_wrong_elements() -> dict[str, dict[str, int]]:
             return result
 
         found[collective] = collectives.wrong_elements(case, runs | {"spoilt": spoilt})
-    return found
+    assert {*found} == {*COLLECTIVES}
+    assert all(wrong == {"torch_ring": 0, "spoilt": 3} for wrong in found.values())
 
 
-def test_wrong_elements_are_counted() -> None:
-    for found in pool.run(count_wrong_elements, 3):
-        assert {*found} == {*COLLECTIVES}
-        assert all(wrong == {"torch_ring": 0, "spoilt": 3} for wrong in found.values())
-
-
-def distances_of_replicas() -> tuple[float, float]:
-    """Return the distance of two replicas that average gradients, and of two that do not."""
+@on_ranks(2)
+def test_a_replica_that_does_not_average_is_noticed() -> None:
+    """By its distance from another one."""
     training_step, workloads = map(importlib.import_module, ("training_step", "workloads"))
     importlib.import_module("peers").start_gloo()
     pinn, variants = workloads.WORKLOADS["pinn"], ("torch", "torch_ring", "ddp")
@@ -116,13 +113,8 @@ def distances_of_replicas() -> tuple[float, float]:
     together = training_step.difference(found["torch_ring"], found["ddp"])
     apart = training_step.difference(found["torch_ring"], found["torch"])
     importlib.import_module("peers").stop_gloo()
-    return together, apart
-
-
-def test_a_replica_that_does_not_average_is_noticed() -> None:
-    for together, apart in pool.run(distances_of_replicas, 2):
-        assert together < 1e-5
-        assert apart > 1e-3
+    assert together < 1e-5
+    assert apart > 1e-3
 
 
 # --- programs that start their ranks

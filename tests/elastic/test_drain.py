@@ -109,8 +109,9 @@ def test_a_job_that_all_ranks_leave_is_not_done():
     assert codes == [ENDED] * 3
 
 
-def interrupt_one_rank() -> tuple[list[int], int]:
-    """Return the steps of a program that raises an interrupt of its own, on rank 0."""
+@on_ranks(2)
+def test_an_interrupt_of_one_rank_alone_makes_all_regroup() -> None:
+    """The program raises an interrupt of its own, on rank 0."""
     steps = []
     raises = hvd.rank() == 0
 
@@ -125,13 +126,8 @@ def interrupt_one_rank() -> tuple[list[int], int]:
             state.commit()
 
     train(hvd.elastic.ObjectState(step=0))
-    return steps, hvd.size()
-
-
-def test_an_interrupt_of_one_rank_alone_makes_all_regroup():
-    for steps, size in pool.run(interrupt_one_rank, 2):
-        assert (steps[-1], size) == (STEPS - 1, 2)
-        assert set(steps) == set(range(STEPS))
+    assert (steps[-1], hvd.size()) == (STEPS - 1, 2)
+    assert set(steps) == set(range(STEPS))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from mortal_training import (
     expected,
     random_plan,
 )
+from on_ranks import on_ranks
 from slow import slow
 
 import torch_ring as hvd
@@ -107,7 +108,8 @@ def test_ranks_die_on_hosts(
     require_survivors(results, plan, 1e-12)
 
 
-def follow_without_shared_memory() -> tuple[str, str]:
+@on_ranks(3, transport="tcp")
+def test_parts_outside_shared_memory_are_lost_with_their_world() -> None:
     """As the elastic state does when ranks have come that share no memory, and one has died."""
     model, optimizer = mortal_training.make()
     optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
@@ -115,12 +117,8 @@ def follow_without_shared_memory() -> tuple[str, str]:
     optimizer.step()
     hvd.shutdown()
     hvd.init()
-    return pool.error_of(lambda: follow_world(optimizer))
-
-
-def test_parts_outside_shared_memory_are_lost_with_their_world() -> None:
-    for kind, text in pool.run(follow_without_shared_memory, 3, transport="tcp"):
-        assert (kind, "begin again from a checkpoint" in text) == ("InvalidArgumentError", True)
+    kind, text = pool.error_of(lambda: follow_world(optimizer))
+    assert (kind, "begin again from a checkpoint" in text) == ("InvalidArgumentError", True)
 
 
 @pytest.mark.parametrize(

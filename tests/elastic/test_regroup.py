@@ -16,6 +16,7 @@ from unittest import mock
 import pool
 import pytest
 import torch
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from torch_ring.elastic import regroup as regroup_module
@@ -395,8 +396,17 @@ def test_a_message_cannot_be_repeated() -> None:
             Channel(other, KEY, "here", accepted=True).receive(5.0)
 
 
-def fail_alike(is_mismatch: bool) -> tuple[str, str, int]:
-    """Return the error, and the number of calls of the elastic function."""
+@pytest.mark.parametrize(
+    ("is_mismatch", "wanted"),
+    [
+        (False, ("RingError", "again", 3)),
+        (True, ("MismatchError", "", 1)),  # the program's
+    ],
+)
+@on_ranks(2)
+def test_an_error_without_a_death_is_not_tried_again_for_ever(
+    is_mismatch: bool, wanted: tuple[str, str, int]
+) -> None:
     calls = 0
 
     @hvd.elastic.run
@@ -408,17 +418,4 @@ def fail_alike(is_mismatch: bool) -> tuple[str, str, int]:
         hvd.allreduce(torch.ones(1 + hvd.rank()), name="different")
 
     kind, text = pool.error_of(lambda: train(hvd.elastic.ObjectState(step=0)))
-    return kind, text if kind == "RingError" else "", calls
-
-
-@pytest.mark.parametrize(
-    ("is_mismatch", "wanted"),
-    [
-        (False, ("RingError", "again", 3)),
-        (True, ("MismatchError", "", 1)),  # the program's
-    ],
-)
-def test_an_error_without_a_death_is_not_tried_again_for_ever(
-    is_mismatch: bool, wanted: tuple[str, str, int]
-) -> None:
-    assert pool.run(fail_alike, 2, args=(is_mismatch,)) == [wanted] * 2
+    assert (kind, text if kind == "RingError" else "", calls) == wanted

@@ -196,7 +196,9 @@ def test_progress_without_attributes_is_that_of_commits_and_callbacks_come_last(
     assert seen == [*((step, -float(step)) for step in range(6)), *after]
 
 
-def resume_apart(behind: int, restores: bool) -> tuple[float, int, float]:
+@pytest.mark.parametrize(("behind", "restores"), [(0, False), (1, False), (0, True)])
+@on_ranks(3)
+def test_a_rank_that_is_a_step_behind_takes_the_others_state(behind: int, restores: bool) -> None:
     """One rank has not taken the last step, or has gone back to a commit, when the world ends."""
     rank = hvd.rank()
     model = model_of(0.0)
@@ -215,17 +217,14 @@ def resume_apart(behind: int, restores: bool) -> tuple[float, int, float]:
         state.restore()
     state.resume()
     momentum = optimizer.state_dict()["state"][1]["momentum_buffer"]
-    return model.bias.item(), state.step, momentum.item()
+    assert (model.bias.item(), state.step, momentum.item()) == (-6.125, 3, 1.875)
 
 
-@pytest.mark.parametrize(("behind", "restores"), [(0, False), (1, False), (0, True)])
-def test_a_rank_that_is_a_step_behind_takes_the_others_state(behind: int, restores: bool) -> None:
-    results = pool.run(resume_apart, 3, args=(behind, restores))
-    assert results == [(-6.125, 3, 1.875)] * 3
-
-
-def resume_without_a_state(arrived: Sequence[int]) -> tuple[float, int]:
+@pytest.mark.parametrize("arrived", [[], [1], [0, 2]])
+@on_ranks(3)
+def test_a_state_comes_from_a_rank_that_has_one(arrived: Sequence[int]) -> None:
     """Newcomers, and ranks whose first sync failed, have no state to copy."""
+    wanted = (5.0, 5) if arrived else (0.0, 0)
     rank = hvd.rank()
     model = model_of(float(rank))
     state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0), step=rank)
@@ -237,13 +236,7 @@ def resume_without_a_state(arrived: Sequence[int]) -> tuple[float, int]:
         state.on_arrival()
         state.step = 9
     state.resume()
-    return model.bias.item(), state.step
-
-
-@pytest.mark.parametrize("arrived", [[], [1], [0, 2]])
-def test_a_state_comes_from_a_rank_that_has_one(arrived: list[int]) -> None:
-    wanted = (5.0, 5) if arrived else (0.0, 0)
-    assert pool.run(resume_without_a_state, 3, args=(arrived,)) == [wanted] * 3
+    assert (model.bias.item(), state.step) == wanted
 
 
 def resume_after_half_a_copy(has_saved: bool) -> tuple[str, float, float, int]:

@@ -11,6 +11,7 @@ import pool
 import pytest
 import torch
 from arrivals import run_with_arrivals
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from torch_ring.elastic import job
@@ -79,7 +80,8 @@ def test_a_process_that_has_come_trains_in_the_second_function(
         assert (first, steps) == (None, [])
 
 
-def go_on_from_what_is_set() -> tuple[list[int], float]:
+@on_ranks(2)
+def test_a_function_begins_with_the_present_values() -> None:
     model, optimizer = make()
     state = hvd.elastic.TorchState(model, optimizer, step=0)
     seen: list[int] = []
@@ -98,22 +100,14 @@ def go_on_from_what_is_set() -> tuple[list[int], float]:
     train(state, 6)  # goes on
     state.step = 3
     train(state, 5)
-    return seen, model.weight.item()
+    assert (seen, model.weight.item()) == ([2, 3, 4, 5, 3, 4], -6.0)
 
 
-def test_a_function_begins_with_the_present_values() -> None:
-    results = pool.run(go_on_from_what_is_set, 2)
-    assert results == [([2, 3, 4, 5, 3, 4], -6.0)] * 2
-
-
-def call_unequally() -> tuple[str, str]:
+@on_ranks(2)
+def test_ranks_that_call_functions_unequally_often_are_told() -> None:
     if hvd.rank() == 1:
         job._count(1, 0)  # it has called a function that rank 0 has not
     train = hvd.elastic.run(lambda _: None)
-    return pool.error_of(lambda: train(hvd.elastic.ObjectState(step=0)))
-
-
-def test_ranks_that_call_functions_unequally_often_are_told() -> None:
-    for kind, text in pool.run(call_unequally, 2):
-        assert kind == "MismatchError"
-        assert "unequally often: [1, 2] times, by rank" in text
+    kind, text = pool.error_of(lambda: train(hvd.elastic.ObjectState(step=0)))
+    assert kind == "MismatchError"
+    assert "unequally often: [1, 2] times, by rank" in text

@@ -8,7 +8,8 @@ the results of collectives with checksums.
 import torch
 import torch.distributed as dist
 from groups import on_ring
-from pool import error_of, run
+from on_ranks import on_ranks
+from pool import error_of
 
 import torch_ring as hvd
 from torch_ring._C import arm_failpoints
@@ -23,21 +24,17 @@ def flip(nth: int) -> None:
     arm_failpoints(f"data.received:0:{nth}:close")
 
 
-def reduce_damaged_data() -> tuple[str, str]:
+@on_ranks(3, transport="tcp", env=CHECKED)
+def test_a_flipped_bit_is_an_error_on_all_ranks() -> None:
     ones = torch.ones(COUNT)
     hvd.allreduce(ones, name="first")
     if hvd.rank() == 1:
         flip(20)
-    outcome = error_of(lambda: hvd.allreduce(ones, op=hvd.Sum, name="damaged"))
+    kind, text = error_of(lambda: hvd.allreduce(ones, op=hvd.Sum, name="damaged"))
     arm_failpoints("")
-    return outcome
-
-
-def test_a_flipped_bit_is_an_error_on_all_ranks():
-    for kind, text in run(reduce_damaged_data, 3, transport="tcp", env=CHECKED):
-        assert kind in ("RingError", "PeerLostError"), text
-        assert "allreduce 'damaged'" in text, text
-        assert DAMAGED in text, text
+    assert kind in ("RingError", "PeerLostError"), text
+    assert "allreduce 'damaged'" in text, text
+    assert DAMAGED in text, text
 
 
 def send_a_damaged_message() -> tuple[str, str]:

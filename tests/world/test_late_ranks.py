@@ -132,7 +132,9 @@ def test_a_rank_that_makes_progress_has_time(transport) -> None:
     hvd.synchronize(handle)
 
 
-def call_in_two_threads() -> list[list[float]]:
+@on_shm_and_slowly_on_tcp
+@on_ranks(2)
+def test_a_second_thread_may_come_later(transport) -> None:
     """Each thread waits for the call of the other rank's second thread, a second later."""
     names = ["one", "other"]
     mine, later = names if hvd.rank() == 0 else names[::-1]
@@ -146,13 +148,7 @@ def call_in_two_threads() -> list[list[float]]:
     thread.start()
     reduce(mine, 0.0)
     thread.join()
-    return [results[name] for name in names]
-
-
-@on_shm_and_slowly_on_tcp
-def test_a_second_thread_may_come_later(transport):
-    for results in run(call_in_two_threads, 2, transport=transport):
-        assert results == [[2.0, 2.0]] * 2
+    assert [results[name] for name in names] == [[2.0, 2.0]] * 2
 
 
 @on_ranks(2, transport="tcp", env=LONGEST)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from host_fixtures import on_hosts, run_on_hosts
 from logs import logged
-from pool import run
+from on_ranks import on_ranks
 from slow import slow
 
 import torch_ring as hvd
@@ -126,7 +126,11 @@ def join_as_a_copy() -> tuple[str, int]:
 # --- users of one host
 
 
-def join_beside_a_stranger(with_launcher: bool) -> tuple[list[int], list[str]]:
+@pytest.mark.slow
+@needs_root
+@pytest.mark.parametrize("with_launcher", [True, False])
+@on_ranks(2, transport="", env=QUIET, initialized=False)
+def test_one_host_is_closed_to_other_users(with_launcher: bool) -> None:
     """Join; in place of rank 1 a process of another user tries first, with all public knowledge."""
     if not with_launcher:  # the store's address shows that there is one host
         os.environ.pop("LOCAL_WORLD_SIZE")
@@ -148,14 +152,4 @@ def join_beside_a_stranger(with_launcher: bool) -> tuple[list[int], list[str]]:
     users = hvd.allgather_object(os.getuid())
     assert [type(own).__name__ for own in hvd.allgather_object(Own())] == ["Own"] * 2
     hvd.shutdown()
-    return users, lines
-
-
-@pytest.mark.slow
-@needs_root
-@pytest.mark.parametrize("with_launcher", [True, False])
-def test_one_host_is_closed_to_other_users(with_launcher):
-    """This holds although they can reach the job's store, and there is no secret."""
-    args = [with_launcher]
-    results = run(join_beside_a_stranger, 2, args=args, transport="", env=QUIET, initialized=False)
-    assert results == [([0, 0], [])] * 2
+    assert (users, lines) == ([0, 0], [])
