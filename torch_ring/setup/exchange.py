@@ -121,11 +121,17 @@ class FailurePath:
                 self.place.open(self.deadline)
 
     def _missed_now(self) -> RingError | None:
-        if isinstance(self.host, HostLeader) and self._next_question.passed():
-            self._exited = self._exited or self._missed(self.host.values.keys())
-            every_s = _MISSED_EVERY_S + _MISSED_EVERY_S_PER_RANK * self.identity.size
-            self._next_question = Deadline(every_s)
+        if isinstance(self.host, HostLeader):
+            self._exited = self._exited or self._ask(self.host.values.keys())
         return exited(sorted(self._exited), self.identity.size) if self._exited else None
+
+    def _ask(self, here: Collection[int]) -> Collection[int]:
+        """Return `missed(here)`; nothing, if it was called a moment ago."""
+        if not self._next_question.passed():
+            return ()
+        every_s = _MISSED_EVERY_S + _MISSED_EVERY_S_PER_RANK * self.identity.size
+        self._next_question = Deadline(every_s)
+        return self._missed(here)
 
     def explain(self, error: RingError) -> RingError:
         """Return the failure of another rank behind `error`, or `error` itself.
@@ -217,7 +223,7 @@ class FailurePath:
         hosts = None if on_one_node else self._fail_in_store(leader.notified, failure)
         size = self.identity.size
         expected = size if on_one_node else self.identity.local_size or size
-        if not leader.linger(expected, self._missed) and on_one_node:
+        if not leader.linger(expected, self._ask) and on_one_node:
             hosts = self._fail_in_store(leader.notified, failure)
         if hosts is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone

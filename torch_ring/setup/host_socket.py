@@ -251,7 +251,7 @@ class HostLeader:
 
         Args:
             expected: the number of ranks that can come.
-            missed: as for `FailurePath`.
+            missed: as for `FailurePath`; called often.
 
         Returns:
             Whether `expected` ranks know of it, or have ended.
