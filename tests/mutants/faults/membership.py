@@ -64,8 +64,7 @@ FAULTS = (
     ),
     Fault(
         "launcher_in_the_clear", "the launcher does not encrypt what its ranks do", LAUNCH,
-        'tls = variables.get("TORCH_RING_TLS") or environment.get("TORCH_RING_TLS") or "0"',
-        'tls = "0"',
+        "key_of(secret, config.tls)", "key_of(secret, False)",
         tests=("run/test_run_elastic.py::test_nobody_on_the_way_reads_the_messages_of_a_job_that_grows",),
     ),
     Fault(
