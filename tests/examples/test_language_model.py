@@ -100,6 +100,7 @@ def test_hosts_agree_once_in_some_steps(tmp_path: Path) -> None:
     assert resumed["validation loss"][-1][1] < 1.1 * usual["validation loss"][-1][1]
 
 
+@pytest.mark.slow
 def test_resumes_where_it_was(tmp_path: Path) -> None:
     whole = train(tmp_path, 3)
     state = torch.load(tmp_path / "language_model.pt", weights_only=True)

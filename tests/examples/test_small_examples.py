@@ -95,6 +95,7 @@ def test_from_scratch_ends_with_the_weights_of_the_real_optimizer(tmp_path: Path
     pool.run(train_twice, 2, args=(str(tmp_path / "store"),))
 
 
+@pytest.mark.slow
 def test_from_scratch_runs_as_a_script(tmp_path: Path) -> None:
     first, second = run(FROM_SCRATCH, folder=tmp_path)
     biases = [
@@ -235,6 +236,7 @@ MIGRATED = EXAMPLE / "train.py"
 HOROVOD = EXAMPLE / "train_horovod.py"
 
 
+@pytest.mark.slow
 def test_migration_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     outputs = ("--plot", "picture.png", "--tensorboard", "events")
     first, second = run(MIGRATED, "--smoke", *outputs, folder=tmp_path)

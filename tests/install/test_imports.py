@@ -14,6 +14,7 @@ import pytest
 import torch
 from other_system import Server
 from scripts import ROOT
+from slow import slow
 
 import torch_ring
 from torch_ring import _C
@@ -107,7 +108,7 @@ def test_a_module_that_an_older_version_has_left_does_not_win(
     assert Path(output.strip()).parents[1] == tmp_path / "torch_ring" / "native"
 
 
-@pytest.mark.parametrize("hides", [False, True], ids=["import", "first use"])
+@pytest.mark.parametrize("hides", [False, slow(True)], ids=["import", "first use"])
 def test_another_torch_is_refused(tmp_path: Path, server: Server, hides: bool) -> None:
     """By the import, or by the first use if torch_ring was imported before torch."""
     begin = "torch = sys.modules.pop('torch')\nimport torch_ring\nsys.modules['torch'] = torch"
