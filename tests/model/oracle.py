@@ -24,7 +24,7 @@ from zoo import FEATURES
 
 import torch_ring as hvd
 from tests.support.groups import on_ring
-from tests.support.pool import run
+from tests.support.pool import DEADLINE_S, run
 
 __all__ = ["Play", "Program", "expect_one_process", "loss_of", "play_on"]
 
@@ -177,6 +177,7 @@ def expect_one_process(
     transport: str = "shm",
     door: str = "optimizer",
     env: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Play ``program(play, *args)`` on ranks and alone, and compare.
 
@@ -185,6 +186,7 @@ def expect_one_process(
         door: "optimizer" for DistributedOptimizer, which is horovod.torch's, too; "sharded" for
             the same with shard_state=True; "device" for the same with the stand-ins for a GPU and
             for NCCL; "ddp" for DistributedDataParallel on the backend ring, which takes no options.
+        deadline_s: of a program that compiles.
     """
     if door == "ddp":
         on_ring(play_by_ddp, size, program, *args, transport=transport, env=env)
@@ -200,4 +202,5 @@ def expect_one_process(
         )
     else:
         play = functools.partial(play_by_optimizer, shard_state=door == "sharded")
-        run(play, size, args=(program, args), transport=transport, env=env)
+        more = {"transport": transport, "env": env, "deadline_s": deadline_s}
+        run(play, size, args=(program, args), **more)

@@ -173,9 +173,9 @@ def test_gradients_in_memory_of_the_program(transport: str, case: tuple[Any, ...
     expect_one_process(*case, transport=transport, env=SOME_DIRECT)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_inductor() -> None:
-    expect_one_process(programs.compiled, "inductor")
+    expect_one_process(programs.compiled, "inductor", deadline_s=300)
 
 
 @pytest.mark.parametrize(
