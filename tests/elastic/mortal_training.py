@@ -226,9 +226,10 @@ def train(
         The rank, the size, the number of epochs and the weights.
     """
     # A wait for a dead rank until the deadline ends the test: a leader does not go on without it
-    # after a moment, or tell it of the failure.
+    # after a moment. It does tell late ranks of a failure for a moment: one that lives may have
+    # failed without the others, and not come.
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "3600"
-    current._REJOIN_S = host_socket._GRACE_S = host_socket.TELL_S = 1800.0
+    current._REJOIN_S = host_socket._GRACE_S = 1800.0
     name = int(os.environ.get("TORCH_RING_PROCESS", f"p{hvd.rank()}")[1:])
     reaper, worlds = Reaper(*plan.get(name, ("", 0))), Worlds()
 
