@@ -64,7 +64,7 @@ FAULTS = (
     ),
     Fault(
         "launcher_in_the_clear", "the launcher does not encrypt what its ranks do", LAUNCH,
-        "key_of(secret, config.tls)", "key_of(secret, False)",
+        "key_of(secret, config.tls)", 'key_of(secret, "0")',
         tests=("run/test_run_elastic.py::test_nobody_on_the_way_reads_the_messages_of_a_job_that_grows",),
     ),
     Fault(
