@@ -134,7 +134,8 @@ class Waits {
 /// late misses them.
 ///
 /// A set has ended when all its members have left it. Then only its number is kept, so that later
-/// messages about it are not new. Set numbers begin at 0, so these are few intervals.
+/// messages about it are not new. Set numbers begin at 0, and those of sets that all members have
+/// removed at one point (ControlPlane::unsubscribe) are missing: a gap takes some bytes.
 ///
 /// A rank has one fate, lost or departed; the first news of it counts.
 ///
@@ -185,7 +186,7 @@ class News {
   std::vector<Fate> fates_;                         // by rank
   std::set<std::pair<std::uint64_t, int>> failed_;  // (set, rank)
   std::map<std::uint64_t, std::set<int>> left_;     // by set, ranks
-  IntervalSet ended_;                               // one interval, except for live sets
+  IntervalSet ended_;                               // intervals between live and removed sets
   Waits waits_;
   std::map<int, std::uint64_t> points_;                    // rank -> the stop points that it told
   std::map<int, std::uint64_t> asked_;                     // rank -> its last question

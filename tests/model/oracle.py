@@ -188,19 +188,19 @@ def expect_one_process(
             for NCCL; "ddp" for DistributedDataParallel on the backend ring, which takes no options.
         deadline_s: of a program that compiles.
     """
+    more: dict[str, Any] = {"transport": transport, "deadline_s": deadline_s}
     if door == "ddp":
-        on_ring(play_by_ddp, size, program, *args, transport=transport, env=env)
+        on_ring(play_by_ddp, size, program, *args, env=env, **more)
     elif door == "device":
         run(
             play_on_device,
             size,
             args=(program, args),
-            transport=transport,
             env={"TORCH_RING_NCCL_LIBRARY": str(device_double.NCCL_LIBRARY), **(env or {})},
             initialized=False,
             kind=DEVICE,  # torch counts devices only once in a process
+            **more,
         )
     else:
         play = functools.partial(play_by_optimizer, shard_state=door == "sharded")
-        more = {"transport": transport, "env": env, "deadline_s": deadline_s}
-        run(play, size, args=(program, args), **more)
+        run(play, size, args=(program, args), env=env, **more)

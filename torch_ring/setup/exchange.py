@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from torch_ring.errors import PeerLostError, RingError
 from torch_ring.setup.failure import Failure, exited, lacking, other_size, other_version, progress
 from torch_ring.setup.host_follower import HostFollower
-from torch_ring.setup.host_socket import HostLeader
+from torch_ring.setup.host_socket import HostLeader, Missed
 from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline, ForeignUserError, listen_unix
 from torch_ring.setup.peer_info import (
@@ -37,12 +37,9 @@ from torch_ring.setup.peer_info import (
 from torch_ring.setup.store import StorePlace
 from torch_ring.setup.store_exchange import StoreExchange, linger
 
-__all__ = ["FailurePath", "Missed", "exchange_hosts", "failing_together"]
+__all__ = ["FailurePath", "exchange_hosts", "failing_together"]
 
 Cause = TypeVar("Cause", bound=BaseException)
-
-Missed = Callable[[Collection[int]], Collection[int]]
-"""Given the ranks that a leader has met, returns ranks that have exited, if it finds any."""
 
 _PROGRESS_S = 5.0
 _PATIENCE_S = 5.0  # seconds in which rank 0 opens the store for the report of a failure

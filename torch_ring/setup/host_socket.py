@@ -42,9 +42,12 @@ from torch_ring.setup.launchers import Identity
 from torch_ring.setup.network import Deadline, ForeignUserError, listen_unix, require_same_user
 from torch_ring.setup.socket_name import advice_on_missing
 
-__all__ = ["HostLeader", "meet_on_host"]
+__all__ = ["HostLeader", "Missed", "meet_on_host"]
 
 _log = logging.getLogger("torch_ring")
+
+Missed = Callable[[Collection[int]], Collection[int]]
+"""Given the ranks that a leader has met, returns ranks that have exited, if it finds any."""
 
 _QUIET_S = 0.5  # after it no more ranks are expected, if their number is unknown
 
@@ -246,12 +249,12 @@ class HostLeader:
                 with contextlib.suppress(OSError):
                     follower.send(Kind.FAILURE, deadline, failure.to_bytes())
 
-    def linger(self, expected: int, missed: Callable[[Collection[int]], Collection[int]]) -> bool:
+    def linger(self, expected: int, missed: Missed) -> bool:
         """Wait a moment for late ranks, to tell them of the failure.
 
         Args:
             expected: the number of ranks that can come.
-            missed: as for `FailurePath`; called often.
+            missed: asked again and again.
 
         Returns:
             Whether `expected` ranks know of it, or have ended.

@@ -22,7 +22,7 @@ from torch_ring.errors import InvalidArgumentError, NotInitializedError
 from torch_ring.membership.first_world import begin, begins_with_others
 from torch_ring.setup import connect, network
 from torch_ring.setup import store as stores
-from torch_ring.setup.exchange import Missed
+from torch_ring.setup.host_socket import Missed
 from torch_ring.setup.launchers import is_of_inner_job
 from torch_ring.setup.network import at_fork
 from torch_ring.world.exit_reason import reason_at_exit, reason_to_leave, watch_exit

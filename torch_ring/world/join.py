@@ -20,9 +20,9 @@ from torch_ring.errors import InvalidArgumentError
 from torch_ring.native import require_one_rank
 from torch_ring.setup.connect import Connections, Queries, connect, listen
 from torch_ring.setup.control_groups import allowed_cpus, shared_cpus
-from torch_ring.setup.exchange import FailurePath, Missed, exchange_hosts, failing_together
+from torch_ring.setup.exchange import FailurePath, exchange_hosts, failing_together
 from torch_ring.setup.failure import lacking
-from torch_ring.setup.host_socket import meet_on_host
+from torch_ring.setup.host_socket import Missed, meet_on_host
 from torch_ring.setup.launchers import Identity, discover, why_not_alone
 from torch_ring.setup.network import Deadline
 from torch_ring.setup.secret_file import read_secret
