@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from torch_ring._C import Work
 from torch_ring.collectives import operators
 from torch_ring.collectives.allreduce import allreduce, grouped_allreduce
 from torch_ring.collectives.handle import (
@@ -20,6 +18,7 @@ from torch_ring.collectives.handle import (
     needs_function,
     require_tensor,
 )
+from torch_ring.collectives.recorded import recorded
 from torch_ring.collectives.reduce_op import Average, Sum, checked_op
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
@@ -71,36 +70,13 @@ def allgather(
         return operators.allgather(tensor, name, process_set, grad_op)
     if not needs_function(tensor):
         return engine_of(process_set).run("allgather", tensor, None, name)
-    result: Tensor
-    result, _ = _Allgather.apply(tensor, name, process_set, grad_op)
-    return result
 
+    def derivative(gradients: Sequence[Tensor], rows: Sequence[list[int]]) -> list[Tensor]:
+        reduced = allreduce(gradients[0], op=grad_op, process_set=process_set)
+        return _own_rows([reduced], rows, process_set)
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        tensor: Tensor, name: str | None, process_set: ProcessSet, _: int
-    ) -> tuple[Tensor, Tensor]:
-        work = engine_of(process_set).submit("allgather", tensor, None, name, True)
-        gathered = work.wait()
-        return gathered, _rows(work)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, _, ctx.process_set, ctx.grad_op = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        reduced = allreduce(gradient, op=ctx.grad_op, process_set=ctx.process_set)
-        rows: list[int] = ctx.saved_tensors[0].tolist()
-        return torch.split(reduced, rows)[ctx.process_set.rank()], None, None, None
-
-
-def _rows(work: Work) -> Tensor:
-    """Return the number of rows of each rank."""
-    return torch.tensor(work.received_splits(), dtype=torch.int64, device="cpu")
+    (gathered,), _ = recorded(engine_of(process_set), "allgather", [tensor], name, derivative)
+    return gathered
 
 
 def grouped_allgather_async(
@@ -133,31 +109,18 @@ def grouped_allgather(
     """
     grad_op = checked_op(grad_op, (Average, Sum), "grad_op")
     tensors = checked_group(tensors)
-    return list(_GroupedAllgather.apply(name, process_set, grad_op, *tensors)[: len(tensors)])
+
+    def derivative(gradients: Sequence[Tensor], rows: Sequence[list[int]]) -> list[Tensor]:
+        reduced = grouped_allreduce(gradients, op=grad_op, process_set=process_set)
+        return _own_rows(reduced, rows, process_set)
+
+    engine = engine_of(process_set)
+    gathered, _ = recorded(engine, "allgather", tensors, name, derivative, is_group=True)
+    return gathered
 
 
-class _GroupedAllgather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        name: str | None, process_set: ProcessSet, _: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        engine = engine_of(process_set)
-        works = engine.submit_group("allgather", tensors, (), name, True)
-        return *GroupHandle(works).wait(), *map(_rows, works)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, ctx.process_set, ctx.grad_op, *tensors = inputs
-        rows = output[len(tensors) :]
-        ctx.mark_non_differentiable(*rows)
-        ctx.save_for_backward(*rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows = [each.tolist() for each in ctx.saved_tensors]
-        reduced = grouped_allreduce(
-            gradients[: len(rows)], op=ctx.grad_op, process_set=ctx.process_set
-        )
-        rank = ctx.process_set.rank()
-        own = [torch.split(all_, each)[rank] for all_, each in zip(reduced, rows, strict=True)]
-        return None, None, None, *own
+def _own_rows(
+    reduced: Sequence[Tensor], rows: Sequence[list[int]], process_set: ProcessSet
+) -> list[Tensor]:
+    rank = process_set.rank()
+    return [torch.split(each, own)[rank] for each, own in zip(reduced, rows, strict=True)]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch_ring.collectives.handle import (
     require_tensor,
     written_in_place,
 )
+from torch_ring.collectives.recorded import recorded
 from torch_ring.collectives.reduce_op import Max, resolve_op
 from torch_ring.compression import Compression, Compressor, require_compressor
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
@@ -52,9 +52,9 @@ def allreduce_async(
         A handle, whose result is a new tensor.
     """
     require_tensor(tensor, "allreduce_async")
-    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
-    output = empty_result_like(tensor)
-    return _allreduce(tensor, output, name, *arguments)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor)
+    output, engine = empty_result_like(tensor), engine_of(process_set)
+    return Handle(engine.submit("allreduce", tensor, output, name, False, *arguments))
 
 
 def allreduce_async_(
@@ -72,8 +72,12 @@ def allreduce_async_(
         A handle, whose result is `tensor` itself.
     """
     require_tensor(tensor, "allreduce_async_")
-    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
-    return written_in_place(_allreduce(tensor, tensor, name, *arguments), tensor)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor)
+    engine = engine_of(process_set)
+    handle: Handle[Tensor] = Handle(
+        engine.submit("allreduce", tensor, tensor, name, False, *arguments)
+    )
+    return written_in_place(handle, tensor)
 
 
 def allreduce(
@@ -108,16 +112,22 @@ def allreduce(
         RingError: MismatchError, PeerLostError or TimeoutError, on every rank.
     """
     require_tensor(tensor, "allreduce")
-    arguments = (resolve_op(average, op), prescale_factor, postscale_factor, process_set)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor)
     if not hasattr(compression, "compress"):
         require_compressor(compression)
     compressed, context = compression.compress(tensor)
     if is_dynamo_compiling() and operators.are_traced():
-        reduced = operators.allreduce(compressed, name, *arguments)
+        reduced = operators.allreduce(compressed, name, *arguments, process_set)
     elif is_recorded(tensor):
-        reduced = _Allreduce.apply(compressed, name, *arguments)
+
+        def derivative(gradients: Sequence[Tensor], _: object) -> list[Tensor]:
+            return [allreduce(gradients[0], None, None, Compression.none, *arguments, process_set)]
+
+        engine = engine_of(process_set)
+        (reduced,), _ = recorded(engine, "allreduce", [compressed], name, derivative, *arguments)
     else:
-        reduced = _allreduce_now(compressed, None, name, *arguments)
+        engine = engine_of(process_set)
+        reduced = engine.run("allreduce", compressed, None, name, -1, *arguments)
     return compression.decompress(reduced, context)
 
 
@@ -169,50 +179,8 @@ def allreduce_(
         arguments = (op, prescale_factor, postscale_factor, process_set)
         with torch.no_grad():
             return tensor.copy_(operators.allreduce(tensor, name, *arguments))
-    # Without _allreduce_now: a call of Python costs a twentieth of a small allreduce.
     engine = engine_of(process_set)
     return engine.run("allreduce", tensor, tensor, name, -1, op, prescale_factor, postscale_factor)
-
-
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-        return _allreduce_now(tensor, None, name, *arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
-        ctx.arguments = inputs[2:]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        reduced = _Allreduce.apply(gradient, None, *ctx.arguments)
-        return reduced, *[None] * (1 + len(ctx.arguments))
-
-
-def _allreduce(
-    tensor: Tensor,
-    output: Tensor,
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> Handle[Tensor]:
-    engine = engine_of(process_set)
-    return Handle(engine.submit("allreduce", tensor, output, name, False, op, prescale, postscale))
-
-
-def _allreduce_now(
-    tensor: Tensor,
-    output: Tensor | None,
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> Tensor:
-    engine = engine_of(process_set)
-    return engine.run("allreduce", tensor, output, name, -1, op, prescale, postscale)
 
 
 def grouped_allreduce_async(
@@ -229,12 +197,10 @@ def grouped_allreduce_async(
     Returns:
         A handle that is done when all are reduced; its result is the list of new tensors.
     """
-    op = resolve_op(average, op)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor)
     tensors = checked_group(tensors)
-    outputs = [empty_result_like(tensor) for tensor in tensors]
-    return _grouped_allreduce(
-        tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, blocking=False
-    )
+    outputs, engine = list(map(empty_result_like, tensors)), engine_of(process_set)
+    return GroupHandle(engine.submit_group("allreduce", tensors, outputs, name, False, *arguments))
 
 
 def grouped_allreduce_async_(
@@ -251,14 +217,12 @@ def grouped_allreduce_async_(
     Returns:
         A handle that is done when all are reduced; its result is the list of `tensors`.
     """
-    op = resolve_op(average, op)
-    tensors = checked_group(tensors)
-    handle = _grouped_allreduce(
-        tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, blocking=False
-    )
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor)
+    tensors, engine = checked_group(tensors), engine_of(process_set)
+    works = engine.submit_group("allreduce", tensors, tensors, name, False, *arguments)
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
-    return handle
+    return GroupHandle(works)
 
 
 def grouped_allreduce(
@@ -278,12 +242,16 @@ def grouped_allreduce(
     Returns:
         The list of results, with the shapes and dtypes of `tensors`; equal on all ranks.
     """
-    op = resolve_op(average, op)
+    arguments = (resolve_op(average, op), prescale_factor, postscale_factor)
     if not hasattr(compression, "compress"):
         require_compressor(compression)
     compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
-    arguments = (op, prescale_factor, postscale_factor, process_set)
-    reduced = _GroupedAllreduce.apply(name, arguments, *[wire for wire, _ in compressed])
+
+    def derivative(gradients: Sequence[Tensor], _: object) -> list[Tensor]:
+        return grouped_allreduce(gradients, None, None, Compression.none, *arguments, process_set)
+
+    wires, engine = [wire for wire, _ in compressed], engine_of(process_set)
+    reduced, _ = recorded(engine, "allreduce", wires, name, derivative, *arguments, is_group=True)
     return [
         compression.decompress(tensor, context)
         for tensor, (_, context) in zip(reduced, compressed, strict=True)
@@ -308,38 +276,3 @@ def grouped_allreduce_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
     return result
-
-
-class _GroupedAllreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        outputs = [empty_result_like(tensor) for tensor in tensors]
-        return tuple(_grouped_allreduce(tensors, outputs, name, *arguments, blocking=True).wait())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
-        ctx.arguments = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_GroupedAllreduce.apply(None, ctx.arguments, *gradients)
-
-
-def _grouped_allreduce(
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    *,
-    blocking: bool,
-) -> GroupHandle[list[Tensor]]:
-    engine = engine_of(process_set)
-    factors = (prescale, postscale)
-    return GroupHandle(
-        engine.submit_group("allreduce", tensors, outputs, name, blocking, op, *factors)
-    )

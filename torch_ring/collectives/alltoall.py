@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch_ring._C import Work
 from torch_ring.collectives import operators
 from torch_ring.collectives.handle import Handle, needs_function, require_tensor
+from torch_ring.collectives.recorded import recorded
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -97,37 +98,25 @@ def alltoall(
     engine = engine_of(process_set)  # first, to report a wrong process set
     rows = operators.rows_for_each(tensor, splits, process_set.size())
     if needs_function(tensor):
-        result, received = _Alltoall.apply(tensor, rows, name, process_set)
-        return result if splits is None else (result, received)
+        (result,), (received,) = _alltoall(tensor, rows, name, process_set)
+        return result if splits is None else (result, received.to(torch.int32))
     if splits is None:
         return engine.run("alltoall", tensor, None, name)
     work = engine.submit("alltoall", tensor, None, name, True, splits=rows)
     return work.wait(), _received(work)
 
 
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        tensor: Tensor, splits: list[int], name: str | None, process_set: ProcessSet
-    ) -> tuple[Tensor, Tensor]:
-        engine = engine_of(process_set)
-        work = engine.submit("alltoall", tensor, None, name, True, splits=splits)
-        return work.wait(), _received(work)
+def _alltoall(
+    tensor: Tensor, rows: list[int], name: str | None, process_set: ProcessSet
+) -> tuple[list[Tensor], list[Tensor]]:
+    unsent = (tensor.shape[0] if tensor.dim() else 0) - sum(rows)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensor, splits, _, ctx.process_set = inputs
-        ctx.unsent = tensor.shape[0] - sum(splits)
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
+    def derivative(gradients: Sequence[Tensor], received: Sequence[list[int]]) -> list[Tensor]:
+        (back,), _ = _alltoall(gradients[0], received[0], None, process_set)
+        return [torch.cat([back, back.new_zeros(unsent, *back.shape[1:])]) if unsent else back]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        received: list[int] = ctx.saved_tensors[0].tolist()
-        back, _ = _Alltoall.apply(gradient, received, None, ctx.process_set)
-        if ctx.unsent:
-            back = torch.cat([back, back.new_zeros(ctx.unsent, *back.shape[1:])])
-        return back, None, None, None
+    engine = engine_of(process_set)
+    return recorded(engine, "alltoall", [tensor], name, derivative, splits=rows)
 
 
 def _received(work: Work) -> Tensor:

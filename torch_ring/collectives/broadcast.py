@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch_ring.collectives.handle import (
     require_tensor,
     written_in_place,
 )
+from torch_ring.collectives.recorded import recorded
 from torch_ring.collectives.reduce_op import Average
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set, root_in
 
@@ -37,7 +38,8 @@ def broadcast_async(
         A handle, whose result is a new tensor.
     """
     require_tensor(tensor, "broadcast_async")
-    return _broadcast(tensor, empty_result_like(tensor), root_rank, name, process_set)
+    output, root = empty_result_like(tensor), root_in(process_set, root_rank)
+    return Handle(engine_of(process_set).submit("broadcast", tensor, output, name, root=root))
 
 
 def broadcast_async_(
@@ -52,7 +54,8 @@ def broadcast_async_(
         A handle, whose result is `tensor` itself.
     """
     require_tensor(tensor, "broadcast_async_")
-    handle = _broadcast(tensor, tensor, root_rank, name, process_set)
+    engine, root = engine_of(process_set), root_in(process_set, root_rank)
+    handle: Handle[Tensor] = Handle(engine.submit("broadcast", tensor, tensor, name, root=root))
     return written_in_place(handle, tensor)
 
 
@@ -83,8 +86,15 @@ def broadcast(
     require_tensor(tensor, "broadcast")
     if is_dynamo_compiling() and operators.are_traced():
         return operators.broadcast(tensor, root_rank, name, process_set)
-    broadcast_now = _Broadcast.apply if needs_function(tensor) else _broadcast_now
-    result: Tensor = broadcast_now(tensor, root_rank, name, process_set)
+    engine, root = engine_of(process_set), root_in(process_set, root_rank)
+    if not needs_function(tensor):
+        return engine.run("broadcast", tensor, empty_result_like(tensor), name, root)
+
+    def derivative(gradients: Sequence[Tensor], _: object) -> list[Tensor]:
+        averaged = allreduce(gradients[0], op=Average, process_set=process_set)
+        return [operators.of_root(averaged, is_root=world.rank() == root_rank)]
+
+    (result,), _ = recorded(engine, "broadcast", [tensor], name, derivative, root=root)
     return result
 
 
@@ -107,40 +117,3 @@ def broadcast_(
             return tensor.copy_(operators.broadcast(tensor, root_rank, name, process_set))
     engine = engine_of(process_set)
     return engine.run("broadcast", tensor, tensor, name, root_in(process_set, root_rank))
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> Tensor:
-        return _broadcast_now(tensor, root_rank, name, process_set)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
-        _, ctx.root_rank, _, ctx.process_set = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        averaged = allreduce(gradient, op=Average, process_set=ctx.process_set)
-        is_root = world.rank() == ctx.root_rank
-        return operators.of_root(averaged, is_root=is_root), None, None, None
-
-
-def _broadcast_now(
-    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-) -> Tensor:
-    output, root = empty_result_like(tensor), root_in(process_set, root_rank)
-    return engine_of(process_set).run("broadcast", tensor, output, name, root)
-
-
-def _broadcast(
-    tensor: Tensor,
-    output: Tensor,
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-) -> Handle[Tensor]:
-    engine = engine_of(process_set)
-    root = root_in(process_set, root_rank)
-    return Handle(engine.submit("broadcast", tensor, output, name, root=root))

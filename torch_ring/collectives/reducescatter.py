@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -19,6 +17,7 @@ from torch_ring.collectives.handle import (
     needs_function,
     require_tensor,
 )
+from torch_ring.collectives.recorded import recorded
 from torch_ring.collectives.reduce_op import Average, Sum, checked_op
 from torch_ring.compression import Compression, Compressor, require_compressor
 from torch_ring.world.process_set import ProcessSet, engine_of, global_process_set
@@ -87,39 +86,23 @@ def reducescatter(
     if not hasattr(compression, "compress"):
         require_compressor(compression)
     compressed, context = compression.compress(tensor)
+    arguments = (checked_op(op, (Average, Sum)), prescale_factor, postscale_factor)
     if is_dynamo_compiling() and operators.are_traced():
-        op = checked_op(op, (Average, Sum))
-        reduced = operators.reducescatter(
-            compressed, name, op, prescale_factor, postscale_factor, process_set
+        reduced = operators.reducescatter(compressed, name, *arguments, process_set)
+    elif needs_function(compressed):
+
+        def derivative(gradients: Sequence[Tensor], _: object) -> list[Tensor]:
+            gathered = allgather(gradients[0], process_set=process_set)
+            return [gathered * _gradient_factor(*arguments, process_set)]
+
+        engine = engine_of(process_set)
+        (reduced,), _ = recorded(
+            engine, "reducescatter", [compressed], name, derivative, *arguments
         )
-        return compression.decompress(reduced, context)
-    reducescatter_now = _Reducescatter.apply if needs_function(compressed) else _reducescatter_now
-    reduced = reducescatter_now(
-        compressed, name, op, prescale_factor, postscale_factor, process_set
-    )
+    else:
+        engine = engine_of(process_set)
+        reduced = engine.run("reducescatter", compressed, None, name, -1, *arguments)
     return compression.decompress(reduced, context)
-
-
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-        return _reducescatter_now(tensor, name, *arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
-        ctx.arguments = inputs[2:]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gathered = allgather(gradient, process_set=ctx.arguments[-1])
-        return gathered * _gradient_factor(*ctx.arguments), *[None] * 5
-
-
-def _reducescatter_now(tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-    op, prescale, postscale, process_set = arguments
-    op = checked_op(op, (Average, Sum))
-    engine = engine_of(process_set)
-    return engine.run("reducescatter", tensor, None, name, -1, op, prescale, postscale)
 
 
 def _gradient_factor(op: int, prescale: float, postscale: float, process_set: ProcessSet) -> float:
@@ -141,15 +124,9 @@ def grouped_reducescatter_async(
         A handle that is done when all are reduced; its result is the list of this rank's rows of
         each reduction.
     """
-    return _grouped_reducescatter(
-        checked_group(tensors),
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        blocking=False,
-    )
+    arguments = (checked_op(op, (Average, Sum)), prescale_factor, postscale_factor)
+    tensors, engine = checked_group(tensors), engine_of(process_set)
+    return GroupHandle(engine.submit_group("reducescatter", tensors, (), name, False, *arguments))
 
 
 def grouped_reducescatter(
@@ -172,43 +149,17 @@ def grouped_reducescatter(
     if not hasattr(compression, "compress"):
         require_compressor(compression)
     compressed = [compression.compress(tensor) for tensor in checked_group(tensors)]
-    arguments = (op, prescale_factor, postscale_factor, process_set)
-    reduced = _GroupedReducescatter.apply(name, arguments, *[wire for wire, _ in compressed])
+    arguments = (checked_op(op, (Average, Sum)), prescale_factor, postscale_factor)
+
+    def derivative(gradients: Sequence[Tensor], _: object) -> list[Tensor]:
+        factor = _gradient_factor(*arguments, process_set)
+        return [each * factor for each in grouped_allgather(gradients, process_set=process_set)]
+
+    wires, engine = [wire for wire, _ in compressed], engine_of(process_set)
+    reduced, _ = recorded(
+        engine, "reducescatter", wires, name, derivative, *arguments, is_group=True
+    )
     return [
         compression.decompress(tensor, context)
         for tensor, (_, context) in zip(reduced, compressed, strict=True)
     ]
-
-
-class _GroupedReducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        name: str | None, arguments: tuple[Any, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        return tuple(_grouped_reducescatter(tensors, name, *arguments, blocking=True).wait())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
-        ctx.arguments = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        factor = _gradient_factor(*ctx.arguments)
-        gathered = grouped_allgather(gradients, process_set=ctx.arguments[-1])
-        return None, None, *[gradient * factor for gradient in gathered]
-
-
-def _grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    *,
-    blocking: bool,
-) -> GroupHandle[list[Tensor]]:
-    op = checked_op(op, (Average, Sum))
-    engine = engine_of(process_set)
-    arguments = (name, blocking, op, prescale, postscale)
-    return GroupHandle(engine.submit_group("reducescatter", tensors, (), *arguments))

@@ -23,23 +23,23 @@ FAULTS = (
     # --- derivatives
     Fault(
         "others_rows", "the gradient of an allgather is that of the first rank's rows", ALLGATHER,
-        "torch.split(reduced, rows)[ctx.process_set.rank()]", "torch.split(reduced, rows)[0]",
+        "rank = process_set.rank()", "rank = 0",
         tests=("collectives/test_every_collective.py::test_gradients",),
     ),
     Fault(
         "gradient_not_sent_back", "the gradient of an alltoall stays on the receiver", ALLTOALL,
-        "back, _ = _Alltoall.apply(gradient, received, None, ctx.process_set)",
-        "back, _ = gradient, received",
+        "(back,), _ = _alltoall(gradients[0], received[0], None, process_set)",
+        "back = gradients[0]",
         tests=("collectives/test_every_collective.py::test_gradients",),
     ),
     Fault(
         "unsent_rows", "rows that were not sent have no gradient", ALLTOALL,
-        "        if ctx.unsent:\n", "        if False:\n",
+        "if unsent else back", "if False else back",
         tests=("collectives/test_every_collective.py",),
     ),
     Fault(
         "gradient_for_all", "all ranks get the gradient of a broadcast", BROADCAST,
-        "is_root = world.rank() == ctx.root_rank", "is_root = True",
+        "is_root=world.rank() == root_rank", "is_root=True",
         tests=("collectives/test_every_collective.py::test_gradients",),
     ),
     Fault(
@@ -50,8 +50,8 @@ FAULTS = (
     ),
     Fault(
         "factors_not_in_gradient", "the gradient of an allreduce lacks its factors", ALLREDUCE,
-        "reduced = _Allreduce.apply(gradient, None, *ctx.arguments)",
-        "reduced = _Allreduce.apply(gradient, None, ctx.arguments[0], 1.0, 1.0, ctx.arguments[3])",
+        "[allreduce(gradients[0], None, None, Compression.none, *arguments, process_set)]",
+        "[allreduce(gradients[0], op=arguments[0], process_set=process_set)]",
         tests=("collectives/test_every_collective.py::test_factors",),
     ),
     Fault(
