@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that may join, and accepted objects: on one host, with and without a secret."""
+"""Accepted objects, with and without a secret.
+
+tests/setup/test_host_strangers.py has processes of other users on one host.
+"""
 
 import collections
 import os
@@ -10,16 +13,12 @@ import pytest
 import torch
 from host_fixtures import on_hosts, run_on_hosts
 from logs import logged
-from on_ranks import on_ranks
 from slow import slow
 
 import torch_ring as hvd
 from torch_ring.setup import connect as connecting
 
-NOBODY = 65534
 QUIET = {"TORCH_RING_LOG_LEVEL": "warning"}
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 
 
 class Own:
@@ -121,35 +120,3 @@ def join_as_a_copy() -> tuple[str, int]:
     local_size = hvd.local_size()
     hvd.shutdown()
     return "".join(lines), local_size
-
-
-# --- users of one host
-
-
-@pytest.mark.slow
-@needs_root
-@pytest.mark.parametrize("with_launcher", [True, False])
-@on_ranks(2, transport="", env=QUIET, initialized=False)
-def test_one_host_is_closed_to_other_users(with_launcher: bool) -> None:
-    """Join; in place of rank 1 a process of another user tries first, with all public knowledge."""
-    if not with_launcher:  # the store's address shows that there is one host
-        os.environ.pop("LOCAL_WORLD_SIZE")
-    if os.environ["RANK"] == "1":
-        "a".encode("idna")  # the stranger may not read Python's modules
-        stranger = os.fork()
-        if stranger == 0:
-            try:
-                os.setuid(NOBODY)
-                claim_machine("elsewhere/1")
-                os.environ["TORCH_RING_INIT_TIMEOUT"] = "4"
-                hvd.init()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(stranger, 0)
-        assert os.waitstatus_to_exitcode(status) == 1, "it has joined"
-    lines = warnings_of_init()
-    users = hvd.allgather_object(os.getuid())
-    assert [type(own).__name__ for own in hvd.allgather_object(Own())] == ["Own"] * 2
-    hvd.shutdown()
-    assert (users, lines) == ([0, 0], [])

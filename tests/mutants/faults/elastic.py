@@ -181,6 +181,12 @@ FAULTS = (
         tests=("elastic/test_regroup.py::test_an_error_without_a_death_is_not_tried_again_for_ever",),
     ),
     Fault(
+        "left_out_retried", "a rank that the others have left out tries again", RETRY,
+        "except (MismatchError, LeftOutError, StateLostError, ProcessSetLostError):",
+        "except (MismatchError, StateLostError, ProcessSetLostError):",
+        tests=("elastic/test_regroup.py::test_an_error_without_a_death_is_not_tried_again_for_ever",),
+    ),
+    Fault(
         "exit_code", "a rank that SIGTERM ends says that the job is done", RETRY,
         "sys.exit(ENDED_BY_SIGTERM if is_last or job.is_signalled else 0)", "sys.exit(0)",
         tests=("elastic/test_drain.py",),
