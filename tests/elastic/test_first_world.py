@@ -250,3 +250,7 @@ def test_a_newcomers_own_job_has_no_newcomers() -> None:
     hvd.init()
     assert hvd.size() == 2
     hvd.shutdown()
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    hvd.init(process_sets=[[0, 1]])  # as itself: alone at first, without the sets of the others
+    assert hvd.size() == 1
+    hvd.shutdown()
