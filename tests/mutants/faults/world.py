@@ -167,6 +167,11 @@ FAULTS = (
         tests=("world/test_strangers.py",),
     ),
     Fault(
+        "secret_file_ignored", "a secret in a file is none", JOIN,
+        "if config.secret_file and not config.secret:", "if False:",
+        tests=("world/test_strangers.py",),
+    ),
+    Fault(
         "observer_ends_job", "a file that cannot be written ends a job that goes on", JOIN,
         "            if not is_of_going_job:\n                raise\n", "            raise\n",
         tests=("tracing/test_timeline.py::test_a_job_that_goes_on_does_not_end_for_it",),
