@@ -98,10 +98,11 @@ def outlive_a_stopped_rank(victim: int, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_timeout_names_the_rank_that_is_stopped(tmp_path):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_timeout_names_the_rank_that_is_stopped(transport, tmp_path):
     """The other ranks wait for their neighbours, in a transfer or before it."""
     args, env = (0, tmp_path), {"TORCH_RING_TIMEOUT": "3"}
-    texts = run(outlive_a_stopped_rank, 4, args=args, transport="tcp", env=env, may_die={0})
+    texts = run(outlive_a_stopped_rank, 4, args=args, transport=transport, env=env, may_die={0})
     assert [accused(text) for text in texts[1:]] == [[0]] * 3, texts
 
 
