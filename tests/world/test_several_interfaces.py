@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
-import namespaces
-import pytest
 import torch
-from host_fixtures import on_hosts, run_on_hosts
-from namespaces import Host
+from host_fixtures import hosts_or_skip, on_hosts, run_on_hosts
 
 import torch_ring as hvd
 
@@ -19,19 +14,6 @@ MIB = 1 << 20
 BOTH = {"TORCH_RING_INTERFACE": "eth0,eth1", "TORCH_RING_CONNECTIONS": "2"}
 
 pytestmark = on_hosts
-
-
-@pytest.fixture(scope="module")
-def two_hosts() -> Iterator[list[Host]]:
-    """Hosts with two interfaces, each limited to 100 Mbit/s; removed afterwards."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(namespaces.hosts(2, rate="100mbit", interfaces=2))
-        except OSError as error:
-            if "netns add" not in str(error):
-                raise
-            pytest.skip(f"no network namespaces here: {error}")
-        yield list(made)
 
 
 def sent_bytes() -> dict[str, int]:
@@ -54,9 +36,12 @@ def sent_by_allreduces() -> dict[str, int]:
     return {name: after[name] - before[name] for name in before}
 
 
-def test_both_interfaces_carry_half_of_the_data(two_hosts):
-    names = [host.namespace for host in two_hosts]
-    for sent in run_on_hosts(sent_by_allreduces, names, range(2), env=BOTH, initialized=False):
+def test_both_interfaces_carry_half_of_the_data():
+    """Each is limited to 100 Mbit/s."""
+    with hosts_or_skip(2, rate="100mbit", interfaces=2) as hosts:
+        names = [host.namespace for host in hosts]
+        found = run_on_hosts(sent_by_allreduces, names, range(2), env=BOTH, initialized=False)
+    for sent in found:
         all_sent = sent["eth0"] + sent["eth1"]
         assert all_sent >= 8 * MIB  # each of two ranks sends the tensor's bytes once
         for name in ("eth0", "eth1"):
