@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import on_ranks
+from pool import run
 from test_sharded_sampler import Rank
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
@@ -197,12 +198,20 @@ def test_a_world_is_needed():
     assert pickle.loads(pickle.dumps(mine)).place is None
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def sent_to_a_worker() -> bytes:
+    return pickle.dumps(split(range(9), equal=False))
+
+
+def test_workers_that_are_not_forked_know_their_rank(monkeypatch):
+    both = run(sent_to_a_worker, 2)
+    as_worker(monkeypatch, 0, 1)
+    assert [list(pickle.loads(each)) for each in both] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+
+
 @on_ranks(3)
-def test_workers_know_their_rank(method: str) -> None:
+def test_workers_know_their_rank() -> None:
     mine = split(range(LENGTH), equal=False)
-    context = multiprocessing.get_context(method)
-    loader = DataLoader(mine, None, num_workers=2, multiprocessing_context=context)
+    loader = DataLoader(mine, None, num_workers=2, multiprocessing_context=FORK)
     shares = hvd.allgather_object([int(element) for element in loader])
     assert sorted(chain(*shares)) == list(range(LENGTH))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

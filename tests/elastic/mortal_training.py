@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 from pool import error_of
-from process_set_use import sum_of_ranks
+from process_set_use import check_process_set, sum_of_ranks
 
 import torch_ring as hvd
 from torch_ring import checkpoint
@@ -193,6 +193,15 @@ class Sets:
                 assert sum_of_ranks(process_set) == sum(ranks)
 
 
+def require_one_table() -> None:
+    """Newcomers know the sets of the others, and can make more with them."""
+    table = hvd._basics._get_process_set_ids_and_ranks()
+    assert hvd.allgather_object(table) == [table] * hvd.size()
+    ends = hvd.add_process_set([0, hvd.size() - 1])
+    check_process_set(ends, [0, hvd.size() - 1])
+    assert hvd.remove_process_set(ends)
+
+
 class Worlds:
     """All worlds that this process has been in: those that have ended are gone, without help."""
 
@@ -284,6 +293,8 @@ def train(
                     state.commit()
             if state.end < 0 and {*hvd.allgather_object(name)} == {*stay}:
                 state.end = state.epoch + epochs
+                if hvd.size() > 2:
+                    require_one_table()
             sampler.set_epoch(state.epoch + 1)
             state.epoch += 1
             checkpoint.save(path, {"model": model.state_dict(), "epoch": state.epoch})

@@ -70,37 +70,30 @@ def require_in_peace(gone: Trained, stayed: Trained) -> int:
     return len(steps)
 
 
-@pytest.mark.parametrize("leaves", [[0], [1, 2, 3]], ids=str)
-def test_ranks_leave_at_a_step(leaves):
-    signals = dict.fromkeys(leaves, signal.SIGTERM)
-    results = pool.run(train_while_ranks_go, 4, args=(signals, True, 4 - len(leaves)))
-    stay = [results[rank] for rank in range(4) if rank not in leaves]
-    code, steps, sizes = stay[0]
-    assert stay == [(code, steps, sizes)] * len(stay)
-    assert code == 0
-    assert steps == list(range(len(steps)))  # none is lost, and none is done twice
-    for rank in leaves:
-        require_in_peace(results[rank], stay[0])
-    assert sizes[-1] == 4 - len(leaves)
-
-
-def test_ranks_leave_where_nothing_is_committed():
-    first, gone, last = pool.run(train_while_ranks_go, 3, args=({1: signal.SIGTERM}, False, 2))
-    left = require_in_peace(gone, first)
-    _, steps, _ = last
-    assert steps == [*range(left), *range(STEPS)]  # an ObjectState begins at its last commit
-
-
-def test_a_rank_leaves_although_another_dies():
-    """Rank 0, which tells the others, dies."""
-    signals = {1: signal.SIGTERM, 0: signal.SIGKILL}
-    died, gone, *stayed = pool.run(train_while_ranks_go, 4, args=(signals, True, 2), may_die={0})
-    assert died is None
-    require_in_peace(gone, stayed[0])
-    assert [code for code, _, _ in stayed] == [0, 0]
-    for _, steps, sizes in stayed:
-        assert set(steps) == set(range(steps[-1] + 1))
-        assert sizes[-1] == 2
+@pytest.mark.parametrize(
+    ("size", "leaves", "dies", "commits"),
+    [
+        (4, [0], [], True),
+        (4, [1, 2, 3], [], True),
+        (3, [1], [], False),
+        (4, [1], [0], True),  # rank 0 tells the others
+    ],
+)
+def test_ranks_leave_at_a_step(size, leaves, dies, commits):
+    signals = dict.fromkeys(leaves, signal.SIGTERM) | dict.fromkeys(dies, signal.SIGKILL)
+    stay = [rank for rank in range(size) if rank not in signals]
+    args = signals, commits, len(stay)
+    results = pool.run(train_while_ranks_go, size, args=args, may_die=dies)
+    left = {require_in_peace(results[rank], results[stay[0]]) for rank in leaves}
+    for rank in stay:
+        code, steps, sizes = results[rank]
+        assert (code, sizes[-1]) == (0, len(stay))
+        if dies:
+            assert set(steps) == set(range(steps[-1] + 1))
+        elif commits:  # no step is lost, and none is done twice
+            assert steps == list(range(len(steps)))
+        else:  # an ObjectState begins at its last commit
+            assert steps == [*range(*left), *range(STEPS)]
 
 
 def test_a_job_that_all_ranks_leave_is_not_done():

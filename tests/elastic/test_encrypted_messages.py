@@ -178,23 +178,6 @@ def test_a_changed_bit_ends_the_call(part: int, at: int, is_acceptors: bool) -> 
     assert part > 1 or isinstance(victim[-1], OSError)
 
 
-def test_a_recording_is_of_no_use() -> None:
-    parts: list[bytes] = []
-
-    def keep(_: int, data: bytes) -> bytes:
-        parts.append(data)
-        return data
-
-    talk(Way(of_caller=keep))
-    assert len(parts) > 2
-    again = Way()
-    for part in parts:
-        again.caller.sendall(part)
-    (error,) = End().talk(again.acceptor, accepted=True)
-    assert isinstance(error, ConnectionError)
-    again.close()
-
-
 def test_bytes_that_trickle_into_the_handshake_end_in_time() -> None:
     way = Way()
     way.acceptor.settimeout(0.5)

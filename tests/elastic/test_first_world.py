@@ -5,32 +5,58 @@ from __future__ import annotations
 
 import logging
 import os
-import select
-import threading
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import namespaces
 import pool
 import pytest
 import torch
-from deaths_in_init import PLACES, let_die
+from arrivals import run_below_launcher
 from logs import logged
-from slow import slow
+from on_ranks import on_ranks
 
 import torch_ring as hvd
 from torch_ring.membership import first_world
-from torch_ring.membership.directory import Directory, Gathering
-from torch_ring.membership.member import key_of
-from torch_ring.setup import host_socket
+from torch_ring.membership.directory import Gathering
+from torch_ring.setup import connect, host_socket
 from torch_ring.world import current, join
-
-SECRET = "of this test"
-PATIENCE_S = 20.0
 
 Deaths = Mapping[int, str]
 """By rank, as the launcher counts: the place where its process dies."""
+
+
+# --- places in init() where a process dies
+
+PLACES: dict[str, tuple[Any, str, str]] = {
+    "before": (current, "init", "before"),
+    "asking": (first_world, "_ask", "before"),
+    "placed": (first_world, "_ask", "after"),
+    "arriving": (join, "meet_on_host", "before"),
+    "arrived": (join, "exchange_hosts", "before"),
+    "told": (join, "exchange_hosts", "after"),
+    "memory": (connect, "_share_memory", "after"),
+    "connecting": (connect, "_wait_for_neighbours", "before"),
+    "connected": (connect, "_wait_for_neighbours", "after"),
+    "engine": (join, "_world_of", "after"),
+    "engines": (join, "wait_for_all", "after"),
+}
+"""Owner and name of a function, and whether before a call or after one that succeeds."""
+
+
+def let_die(place: str) -> None:
+    """Kill this process at a place in the next init()."""
+    owner, name, when = PLACES[place]
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if when == "after":
+            function(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    mock.patch.object(owner, name, call).start()
 
 
 # --- the order of places
@@ -84,54 +110,10 @@ def test_a_world_is_void_when_one_of_its_processes_has_ended() -> None:
 # --- on ranks that die
 
 
-def be_the_launcher(host: str, folder: Path, size: int) -> None:
-    """Serve a directory; a thread reports the living processes to it."""
-    directory = Directory(host, key_of(SECRET))
-    (folder / "address.new").write_text(directory.address)
-    (folder / "address.new").rename(folder / "address")
-    living = {str(rank): rank for rank in range(size)}
-    directory.expect(living)
-
-    def watch() -> None:
-        poll, ranks = select.poll(), {}
-        for rank in range(size):
-            path = folder / f"pid-{rank}"
-            # Processes import torch first: for as long as a test may last, not for a while. A
-            # process waits without end for a dead one whose death goes unnoticed.
-            if not pool.eventually(path.exists, 3 * pool.DEADLINE_S):
-                return
-            try:
-                fd = os.pidfd_open(int(path.read_text()))
-            except ProcessLookupError:
-                del living[str(rank)]
-                continue
-            poll.register(fd, select.POLLIN)
-            ranks[fd] = rank
-        while living:
-            directory.expect(living)
-            for fd, _ in poll.poll(1000 * PATIENCE_S):
-                poll.unregister(fd)
-                os.close(fd)
-                del living[str(ranks.pop(fd))]
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def note_process(folder: Path, rank: int, pid: int) -> None:
-    (folder / f"pid-{rank}.new").write_text(str(pid))
-    (folder / f"pid-{rank}.new").rename(folder / f"pid-{rank}")
-
-
-def begin(deaths: Deaths, folder_name: str, size: int, least: int, host: str = "") -> Any:
-    """Join the first world, and train a little; rank 0 is the launcher, too, if `host` is given."""
-    folder, index = Path(folder_name), int(os.environ["RANK"])
-    note_process(folder, index, os.getpid())
-    if host and index == 0:
-        be_the_launcher(host, folder, size)
-    assert pool.eventually((folder / "address").exists, PATIENCE_S)
-    os.environ["TORCH_RING_SECRET"] = SECRET
-    os.environ["TORCH_RING_ELASTIC_DIRECTORY"] = (folder / "address").read_text()
-    os.environ["TORCH_RING_PROCESS"] = str(index)
+def begin(deaths: Deaths, least: int) -> Any:
+    """Join the first world, and train a little."""
+    index = int(os.environ["RANK"])
+    os.environ["TORCH_RING_PROCESS"] = f"p{index}"
     del os.environ["TORCHELASTIC_RUN_ID"]  # no other launcher has started it
     os.environ["TORCH_RING_MIN_RANKS"] = str(least)
     if index in deaths:
@@ -162,14 +144,6 @@ def begin_without_a_deadline(*args: Any) -> Any:
     return begin(*args)
 
 
-def require_others(results: Sequence[Any], deaths: Deaths) -> None:
-    left = [rank for rank in range(len(results)) if rank not in deaths]
-    wanted: list[Any] = [None] * len(results)
-    for place, rank in enumerate(left):
-        wanted[rank] = place, len(left), 3 * sum(left)
-    assert results == wanted
-
-
 def cases() -> list[Any]:
     """Return deaths at all places."""
     found: list[Any] = [
@@ -188,30 +162,24 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("size", "deaths", "transport"), cases())
-def test_the_others_make_a_world(size: int, deaths: Deaths, transport: str, tmp_path: Path) -> None:
-    be_the_launcher("127.0.0.1", tmp_path, size)
-    results = pool.run(
+def test_the_others_make_a_world(size: int, deaths: Deaths, transport: str) -> None:
+    results = run_below_launcher(
         *(begin_without_a_deadline, size),
-        args=(deaths, str(tmp_path), size, 1),
+        args=(deaths, 1),
         transport=transport,
-        initialized=False,
         may_die=list(deaths),
     )
-    require_others(results, deaths)
+    left = [rank for rank in range(size) if rank not in deaths]
+    wanted = {rank: (place, len(left), 3 * sum(left)) for place, rank in enumerate(left)}
+    assert results == [wanted.get(rank) for rank in range(size)]
 
 
-def begin_with_too_few(deaths: Deaths, folder: str, size: int) -> tuple[str, str]:
-    return pool.error_of(lambda: begin(deaths, folder, size, 3))
+def begin_with_too_few(deaths: Deaths) -> tuple[str, str]:
+    return pool.error_of(lambda: begin(deaths, 3))
 
 
-def test_too_few_are_left(tmp_path: Path) -> None:
-    be_the_launcher("127.0.0.1", tmp_path, 3)
-    results = pool.run(
-        *(begin_with_too_few, 3),
-        args=({1: "told"}, str(tmp_path), 3),
-        initialized=False,
-        may_die=[1],
-    )
+def test_too_few_are_left() -> None:
+    results = run_below_launcher(begin_with_too_few, 3, args=({1: "told"},), may_die=[1])
     error = (
         "RingError",
         "2 ranks are left, and TORCH_RING_MIN_RANKS is 3: the others have ended before there was a "
@@ -220,23 +188,22 @@ def test_too_few_are_left(tmp_path: Path) -> None:
     assert results == [error, None, error]
 
 
-def begin_without_the_last(folder: str) -> tuple[tuple[str, str], list[str]]:
-    """Return the error, and the lines about the ranks that are here."""
+def begin_without_the_last(over: Path) -> tuple[tuple[str, str], list[str]]:
+    """Return the error, and the lines about the ranks that are here; the last one lives on."""
     os.environ["TORCH_RING_INIT_TIMEOUT"] = "2"
     first_world._PROGRESS_S = 0.5
-    if os.environ["RANK"] == "2":
-        return ("", ""), []
+    error = ("", "")
     with logged() as lines:
         logging.getLogger("torch_ring").setLevel("INFO")
-        error = pool.error_of(lambda: begin({}, folder, 3, 1))
+        if os.environ["RANK"] != "2":
+            error = pool.error_of(lambda: begin({}, 1))
+    pool.all_have_passed(over, 3)
     return error, [line for line in lines if " are here " in line]
 
 
 def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
     """By an error, and before that in the log of the lowest rank that is here."""
-    be_the_launcher("127.0.0.1", tmp_path, 3)
-    note_process(tmp_path, 2, os.getpid())  # it lives on
-    results = pool.run(begin_without_the_last, 3, args=(str(tmp_path),), initialized=False)
+    results = run_below_launcher(begin_without_the_last, 3, args=(tmp_path / "over",))
     for error, _ in results[:2]:
         assert error == (
             "TimeoutError",
@@ -248,7 +215,7 @@ def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path: Path) -> None:
     assert results[1][1] == []
 
 
-def begin_differently(folder: str, error: str) -> tuple[str, str]:
+def begin_differently(error: str) -> tuple[str, str]:
     attempts = 0
 
     def fail(*_: Any) -> None:
@@ -261,36 +228,29 @@ def begin_differently(folder: str, error: str) -> tuple[str, str]:
         join.exchange_hosts = fail
     elif os.environ["RANK"] == "1":
         os.environ["TORCH_RING_HEARTBEAT_TIMEOUT"] = "7"
-    return pool.error_of(lambda: begin({}, folder, 2, 1))
+    return pool.error_of(lambda: begin({}, 1))
 
 
 @pytest.mark.parametrize(
     ("error", "word"),
     [("MismatchError", "TORCH_RING_HEARTBEAT_TIMEOUT"), ("RingError", "no memory here")],
 )
-def test_a_failure_in_which_nobody_dies_is_raised(error: str, word: str, tmp_path: Path) -> None:
-    be_the_launcher("127.0.0.1", tmp_path, 2)
-    results = pool.run(begin_differently, 2, args=(str(tmp_path), error), initialized=False)
+def test_a_failure_in_which_nobody_dies_is_raised(error: str, word: str) -> None:
+    results = run_below_launcher(begin_differently, 2, args=(error,))
     assert [kind for kind, _ in results] == [error] * 2
     assert all(word in text for _, text in results)
 
 
-@pytest.mark.parametrize(
-    ("layout", "place"),
-    [slow([0, 1, 2], "told"), ([0, 0, 1, 1], "engines")],
-)
-def test_one_dies_on_another_host(
-    hosts: list[str], layout: list[int], place: str, tmp_path: Path
-) -> None:
-    size, deaths = len(layout), {len(layout) - 1: place}
-    first = f"{namespaces.NETWORK}.1"
-    results = pool.run(
-        *(begin, size),
-        args=(deaths, str(tmp_path), size, 1, first),
-        transport="",
-        env={"MASTER_ADDR": first, "TORCH_RING_HEARTBEAT_TIMEOUT": "5"},
-        initialized=False,
-        may_die=list(deaths),
-        namespaces=[hosts[host] for host in layout],
-    )
-    require_others(results, deaths)
+INHERITED = {"TORCH_RING_ELASTIC_NEWCOMER": "1", "TORCH_RING_PROCESS": "2.1"}
+
+
+@on_ranks(2, env=INHERITED, initialized=False)
+def test_a_newcomers_own_job_has_no_newcomers() -> None:
+    """Such as an evaluation, which it starts with torchrun. test_identity.py has more launchers."""
+    hvd.init()
+    assert hvd.size() == 2
+    hvd.shutdown()
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    hvd.init(process_sets=[[0, 1]])  # as itself: alone at first, without the sets of the others
+    assert hvd.size() == 1
+    hvd.shutdown()

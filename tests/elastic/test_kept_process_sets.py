@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process sets while ranks die and join: lost sets, added sets, newcomers, optimizers on sets.
+"""Process sets while ranks die: lost sets, added sets, optimizers on sets.
 
-Whole sets are made again in all trainings of test_kills.py.
+Whole sets are made again in all trainings of test_kills.py, and newcomers get those of the others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pool
 import pytest
 import torch
-from arrivals import run_with_arrivals
 from process_set_use import check_process_set
 from slow import slow
 
@@ -164,52 +162,6 @@ def use_a_second_hierarchy() -> tuple[list[int] | None, list[int] | None]:
 def test_a_hierarchy_that_was_asked_for_twice_is_made_again() -> None:
     levels = pool.run(use_a_second_hierarchy, 3, transport="tcp", may_die=[0])
     assert levels == [None, ([0], [0, 1]), ([1], [0, 1])]
-
-
-def let_one_in(folder: str) -> tuple[Any, ...]:
-    """Rank 0 of three dies, then a process comes."""
-    death, index = Path(folder) / "death", int(os.environ["TORCH_RING_PROCESS"][1:])
-    hvd.shutdown()
-    pairs = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
-    hvd.init(process_sets=pairs)  # the newcomer makes none
-    seen = []
-    if index == 3:
-        assert pool.eventually(death.exists, 20.0)
-        pairs = []
-    state = hvd.elastic.ObjectState(step=0, end=-1)
-
-    def add() -> None:
-        if hvd.size() == 3:
-            seen.append(hvd.add_process_set([0, hvd.size() - 1]))
-
-    state.register_reset_callbacks([add])
-
-    @hvd.elastic.run
-    def go_on(state: Any) -> None:
-        while state.step != state.end:
-            if (index, state.step) == (0, 2):
-                die()
-            hvd.barrier()
-            if hvd.size() == 2:
-                death.touch()
-                check_process_set(pairs[1], [0, 1])
-            if seen:
-                check_process_set(hvd.ProcessSet([0, 1]), [0, 1])
-                check_process_set(seen[0], [0, 2])
-                state.end = state.step + 3 if state.end < 0 else state.end
-            state.step += 1
-            state.commit()
-
-    go_on(state)
-    kinds = [pool.error_of(each.included)[0] for each in pairs]
-    return hvd.rank(), kinds, hvd._basics._get_process_set_ids_and_ranks()
-
-
-def test_newcomers_know_the_sets_of_the_others(tmp_path: Path) -> None:
-    results = run_with_arrivals(let_one_in, 3, 1, args=(str(tmp_path),), may_die=[0])
-    sets = {0: [0, 1, 2], 1: [0, 1], 2: [0, 2]}
-    lost = ["ProcessSetLostError", "nothing"]
-    assert results == [None, (0, lost, sets), (1, lost, sets), (2, [], sets)]
 
 
 # --- optimizers on sets

@@ -152,6 +152,36 @@ def test_a_rank_that_dies_before_the_function_is_missed(victim: int, tmp_path: P
     require_survivors(results, plan, 1e-12)
 
 
+def stop_and_continue(folder: str) -> str:
+    """Rank 2 is stopped until the others train without it; they train until it has noticed."""
+    name, state = hvd.rank(), hvd.elastic.ObjectState(step=0)
+    pids = hvd.allgather_object(os.getpid())
+    has_left = Path(folder) / "has left"
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.ObjectState) -> None:
+        is_over = False
+        while not is_over:
+            if name == 0 and hvd.size() == 3 and state.step == 3:
+                os.kill(pids[2], signal.SIGSTOP)
+            if name == 0 and hvd.size() == 2:
+                os.kill(pids[2], signal.SIGCONT)
+            state.step += 1
+            is_over = hvd.broadcast_object(has_left.exists())
+
+    kind, _ = pool.error_of(lambda: train(state))
+    if name == 2:
+        has_left.touch()
+    return kind
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_that_comes_back_leaves(tmp_path: Path) -> None:
+    heartbeat = {"TORCH_RING_HEARTBEAT_TIMEOUT": "2"}
+    results = pool.run(stop_and_continue, 3, args=(str(tmp_path),), env=heartbeat)
+    assert results == ["nothing", "nothing", "LeftOutError"]
+
+
 def die_or_come_late(seed: int, plan: Plan, victims: Collection[int], *args: Any) -> Any:
     """Train; a victim dies after some time, if it does not die at its place before."""
     name = int(os.environ["TORCH_RING_PROCESS"][1:])

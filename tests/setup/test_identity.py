@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a rank, from the made-up environment of every launcher."""
 
+import os
+import shutil
+import subprocess
+
 import pytest
 
 from torch_ring.errors import InvalidArgumentError
@@ -10,6 +14,7 @@ from torch_ring.setup.launchers import (
     is_of_inner_job,
     process_name,
     variables_of_launchers,
+    watched_launcher,
     without_launchers,
 )
 
@@ -167,3 +172,31 @@ def test_a_process_of_an_elastic_job_is_none_of_a_job_inside_it(rank, size) -> N
         assert is_of_inner_job(own | other)
         assert process_name(own | other) == ""
     assert is_of_inner_job(own, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "parent", "is_watched"),
+    [
+        ("torchrun", "pt_elastic", True),
+        ("Open MPI", "mpirun", True),
+        ("Hydra", "hydra_pmi_proxy", True),
+        ("srun", "slurmstepd", True),
+        ("srun", "bash", False),  # a shell between them
+        ("env", "mpirun", False),
+    ],
+)
+def test_a_parent_is_watched_that_is_the_launcher(
+    launcher, parent, is_watched, monkeypatch, tmp_path
+):
+    """tests/world/test_exits.py lets ranks end with it."""
+    program = tmp_path / parent
+    program.symlink_to(shutil.which("bash") or "bash")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([str(program), "-c", "echo; read"], **pipes) as process:
+        process.stdout.readline()  # it has its name
+        monkeypatch.setattr(os, "getppid", lambda: process.pid)
+        fd, line = watched_launcher(Identity(3, 4, launcher=launcher))
+        assert (fd >= 0, "rank 3" in line) == (is_watched, is_watched)
+        if is_watched:
+            os.close(fd)
+        process.kill()

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs in the pool that newcomers join after the start."""
+"""Elastic jobs in the pool, with a launcher's directory; newcomers may join after the start."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import select
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pool
@@ -16,44 +18,85 @@ from torch_ring.membership.member import key_of
 SECRET = "of this test"
 
 
-def run_with_arrivals(
+def run_below_launcher(
     function: Callable[..., Any],
     size: int,
-    arrivals: int,
     *,
     args: Sequence[Any] = (),
-    transport: str = "shm",
-    may_die: Collection[int] = (),
+    arrivals: int = 0,
     env: Mapping[str, str] | None = None,
-    before: Callable[[], None] | None = None,
+    **options: Any,
 ) -> list[Any]:
-    """Call ``function(*args)`` on `size` ranks, and on newcomers.
+    """Call ``function(*args)`` in the first processes of an elastic job, and in later ones.
 
-    Each has called ``hvd.init()``, which makes a world of one in a newcomer.
+    A directory serves them, as the launcher's does, and hears which of the first ones have died.
 
     Args:
+        arrivals: the number of later processes.
         env: additional environment variables for all of them.
-        before: called by each process before ``hvd.init()``.
+        options: of `pool.run`.
 
     Returns:
         The results: of the first ranks by rank, then of the newcomers.
     """
     directory = Directory("127.0.0.1", key_of(SECRET))
-    directory.expect({f"p{rank}": rank for rank in range(size)})
+    living = {f"p{rank}": rank for rank in range(size)}
+    directory.expect(living)
+
+    def watch(pids: list[int]) -> None:
+        poll = select.poll()
+        names = {os.pidfd_open(pids[rank]): name for name, rank in living.items()}
+        for fd in names:
+            poll.register(fd, select.POLLIN)
+
+        def tell_deaths() -> None:
+            while names:
+                for fd, _ in poll.poll():
+                    poll.unregister(fd)
+                    os.close(fd)
+                    del living[names.pop(fd)]
+                directory.expect(living)
+
+        threading.Thread(target=tell_deaths, daemon=True).start()
+
     variables = {
         "TORCH_RING_SECRET": SECRET,
         "TORCH_RING_ELASTIC_DIRECTORY": directory.address,
         "TORCH_RING_ELASTIC_TIMEOUT": "30",
     }
     return pool.run(
-        _start,
+        function,
         size + arrivals,
-        args=(function, size, tuple(args), before),
-        transport=transport,
+        args=args,
         env=variables | dict(env or {}),
         initialized=False,
-        may_die=may_die,
+        before=watch,
+        **options,
     )
+
+
+def run_with_arrivals(
+    function: Callable[..., Any],
+    size: int,
+    arrivals: int,
+    *,
+    args: Sequence[Any] = (),
+    before: Callable[[], None] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Call ``function(*args)`` on `size` ranks, and on newcomers.
+
+    Each has called ``hvd.init()``, which makes a world of one in a newcomer.
+
+    Args:
+        before: called by each process before ``hvd.init()``.
+        options: of `run_below_launcher`.
+
+    Returns:
+        The results: of the first ranks by rank, then of the newcomers.
+    """
+    begin = function, size, tuple(args), before
+    return run_below_launcher(_start, size, args=begin, arrivals=arrivals, **options)
 
 
 def _start(

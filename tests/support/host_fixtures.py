@@ -14,16 +14,23 @@ import pool
 import pytest
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[str]]:
-    """Network namespaces of three hosts that reach each other; removed afterwards."""
+@contextlib.contextmanager
+def hosts_or_skip(count: int, **options: Any) -> Iterator[list[namespaces.Host]]:
+    """Network namespaces of hosts that reach each other; removed afterwards."""
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(namespaces.hosts(3))
+            made = stack.enter_context(namespaces.hosts(count, **options))
         except OSError as error:
             if "netns add" not in str(error):
                 raise
             pytest.skip(f"no network namespaces here: {error}")
+        yield list(made)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    """The names of three hosts."""
+    with hosts_or_skip(3) as made:
         yield [host.namespace for host in made]
 
 

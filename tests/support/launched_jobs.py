@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from launcher_commands import clean_environment
+from launcher_commands import clean_environment, processes_with
 
 from torch_ring.run.command import main
 
@@ -146,15 +146,7 @@ class LaunchedJob:
 
     def processes(self) -> dict[int, str]:
         """Return the living processes of the job, with their command lines."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if not folder.name.isdecimal():
-                    continue
-                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(folder.name)] = command.decode(errors="replace")
-        return found
+        return processes_with(f"{MARK}={self.mark}")
 
     def require_nothing_left(self) -> None:
         """Wait until no process of the job lives."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts programs under real launchers: torchrun and the mpirun of every installed MPI."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -41,6 +42,17 @@ def output_of(process: subprocess.Popen[str], jobs: int = 1) -> str:
         output, _ = process.communicate()
         pytest.fail(f"{process.args} did not end:\n{output}")
     return output
+
+
+def processes_with(variable: str) -> dict[int, str]:
+    """Return the living processes with NAME=VALUE in their environments: their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(folder.name)] = command.decode(errors="replace")
+    return found
 
 
 def mpirun_command(name: str) -> list[str]:

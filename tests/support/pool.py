@@ -133,6 +133,7 @@ def run(
     kind: str | None = None,
     may_die: Collection[int] = (),
     namespaces: Sequence[str] = (),
+    before: Callable[[list[int]], object] = lambda _: None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on `size` ranks and return the results, by rank.
 
@@ -145,6 +146,7 @@ def run(
             without a kind if `initialized`, and otherwise new ones.
         may_die: ranks that may die without a failure; they then return None.
         namespaces: the network namespace of each rank.
+        before: called with the process ids of the ranks, before they begin.
 
     Raises:
         RanksFailed: with the traceback of every rank that raised, and the stacks of those that
@@ -160,6 +162,7 @@ def run(
     processes = [idle.pop() if idle else _Process() for _ in range(size)]
     passed = False
     try:
+        before([process.process.pid or 0 for process in processes])
         for rank, process in enumerate(processes):
             namespace = namespaces[rank] if namespaces else None
             environment = base | _rank_environment(rank, namespaces)

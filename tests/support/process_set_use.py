@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pool import error_of
+from pool import error_of, eventually
 
 import torch_ring as hvd
 from torch_ring.setup.connect import Connections
@@ -48,17 +48,9 @@ def resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def assert_no_more_than(before: tuple[int, int] | None, opened: int = 0) -> None:
-    """Check that there are no more descriptors and threads than before.
-
-    Args:
-        opened: descriptors that a rank may have opened meanwhile, once for all sets, such as the
-            socket of a doorbell at the first ring for a polling rank.
-    """
-    assert before is not None
-    descriptors, threads = resources()
-    assert descriptors <= before[0] + opened
-    assert threads <= before[1]
+def holds_no_more_than(before: tuple[int, int]) -> bool:
+    """Return whether the descriptors and threads are soon no more than before."""
+    return eventually(lambda: all(a <= b for a, b in zip(resources(), before, strict=True)), 20.0)
 
 
 def check_process_set(process_set: hvd.ProcessSet, ranks: Sequence[int]) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import namespaces
 import pytest
-from launcher_commands import clean_environment
+from host_fixtures import hosts_or_skip
+from launcher_commands import clean_environment, processes_with
 from scripts import ROOT
 
 DEADLINE_S = 120  # a hang, not a slow machine
@@ -206,13 +207,7 @@ class Slurm:
 
     def processes(self) -> dict[int, str]:
         """Return the living processes of the cluster, with their command lines."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                environment = (folder / "environ").read_bytes().split(b"\0")
-                if f"{MARK}={self._mark}".encode() in environment:
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        return found
+        return processes_with(f"{MARK}={self._mark}")
 
     def logs(self) -> str:
         """Return the last output of daemons and jobs."""
@@ -244,14 +239,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     missing = [name for name in (*DAEMONS, "srun") if shutil.which(name, path=_SBIN) is None]
     if missing:
         pytest.skip(f"there is no {missing[0]} (Debian: slurm-wlm)")
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = list(stack.enter_context(namespaces.hosts(3)))
-        except OSError as error:
-            if "netns add" not in str(error):
-                raise
-            pytest.skip(f"no network namespaces here: {error}")
+    with hosts_or_skip(3) as hosts:
         cluster = Slurm(hosts, tmp_path_factory.mktemp("slurm"))
-        stack.callback(cluster.close)
-        cluster.start()
-        yield cluster
+        with contextlib.closing(cluster):
+            cluster.start()
+            yield cluster

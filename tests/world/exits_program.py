@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two ranks, which end as the argument says, mostly rank 1 alone. For test_exits.py."""
+"""One of two ranks, which end as the argument says, mostly rank 1 alone. For test_exits.py.
+
+With several ways to end, with commas between them, a process for each is forked, so that torch is
+imported once. Each comes to the end of this program as if it were the only one.
+"""
 
 import contextlib
 import multiprocessing
@@ -50,7 +54,10 @@ def exit_with_success() -> None:
 
 
 def leave_a_thread() -> None:
-    """It waits for a call that the other rank makes a second later."""
+    """It waits for a call that the other rank makes a second later.
+
+    It needs longer to return from that than the interpreter needs to exit.
+    """
     threading.Thread(target=miss_the_other, daemon=True).start()
     time.sleep(0.5)
     sys.exit(0)
@@ -70,7 +77,15 @@ def kill_the_launcher() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
 
 
+def in_a_process() -> None:
+    process = multiprocessing.get_context("fork").Process(target=play, args=["raise_in_a_library"])
+    process.start()
+    process.join()
+
+
 def play(how: str) -> None:
+    if how == "leave_a_thread":
+        os.environ["TORCH_RING_FAIL"] = "waited:1:2:sleep=1500"
     hvd.init()
     hvd.allreduce(torch.ones(3))
     if hvd.rank() == 1 or how == "train_in_a_thread":
@@ -85,11 +100,9 @@ def play(how: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "in_a_process":
-        process = multiprocessing.get_context("fork").Process(
-            target=play, args=["raise_in_a_library"]
-        )
-        process.start()
-        process.join()
-    else:
-        play(sys.argv[1])
+    for each in sys.argv[1].split(","):
+        if each == "kill_the_launcher" or os.fork() == 0:
+            in_a_process() if each == "in_a_process" else play(each)
+            break
+        _, status = os.wait()
+        print(f"--- {each} has ended: {os.waitstatus_to_exitcode(status)}", flush=True)

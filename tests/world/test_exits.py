@@ -2,7 +2,7 @@
 """Exits of interpreters: the other ranks' errors, and harmless threads and launchers."""
 
 import os
-import shlex
+import re
 import shutil
 import subprocess
 import sys
@@ -35,106 +35,78 @@ LINE = next(
     if line.endswith("# marked")
 )
 FAILED = f"left: AssertionError: no more data at exits_program.py:{LINE}"
+REASONS = {
+    "raise_in_a_library": (1, FAILED),
+    "exit_with_a_code": (3, "left: exit code 3 after FileNotFoundError: [Errno 2] No such"),
+    "exit_with_success": (0, "has left: it called shutdown() or exited. All ranks must"),
+    "in_a_process": (0, FAILED),
+}
+"""Exits of rank 1: its status, and its reason, which rank 0 hears."""
+THREADS = ["leave_a_thread", "train_in_a_thread"]
+"""Exits during which a daemon thread is in a collective."""
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "reason"),
-    [
-        ("raise_in_a_library", 1, FAILED),
-        ("exit_with_a_code", 3, "left: exit code 3 after FileNotFoundError: [Errno 2] No such"),
-        ("exit_with_success", 0, "has left: it called shutdown() or exited. All ranks must"),
-        ("in_a_process", 0, FAILED),
-    ],
-)
-def test_the_other_ranks_hear_why_a_rank_left(how, status, reason):
-    ranks = start_ranks(str(PROGRAM), how)
-    output, own = map(output_of, ranks)
-    assert [rank.returncode for rank in ranks] == [0, status], own
+@pytest.fixture(scope="module")
+def ended() -> list[dict[str, tuple[str, int]]]:
+    """By rank and by the way to exit: the output and the status."""
+    found = []
+    for rank in start_ranks(str(PROGRAM), ",".join([*REASONS, *THREADS])):
+        parts = re.split(r"--- (\w+) has ended: (.*)\n", output_of(rank, jobs=2))
+        outputs, ways, statuses = parts[:-1:3], parts[1::3], map(int, parts[2::3])
+        found.append(dict(zip(ways, zip(outputs, statuses, strict=True), strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_the_other_ranks_hear_why_a_rank_left(ended, how):
+    (output, own_status), (own, status) = (rank[how] for rank in ended)
+    wanted, reason = REASONS[how]
+    assert (own_status, status) == (0, wanted), own
     assert "PeerLostError: rank 0: allreduce 'doomed' float32 [3] Average: rank 1 (pid " in output
     assert reason in output, output
 
 
-@pytest.mark.parametrize(
-    ("how", "fail"),
-    [
-        # The thread needs longer to return from its call than the interpreter needs to exit.
-        ("leave_a_thread", "waited:1:2:sleep=1500"),
-        ("train_in_a_thread", ""),
-    ],
-)
-def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit(how, fail):
-    ranks = start_ranks(str(PROGRAM), how, TORCH_RING_FAIL=fail)
-    for rank in ranks:
-        output = output_of(rank)
-        assert rank.returncode == 0, output
+@pytest.mark.parametrize("how", THREADS)
+def test_a_daemon_thread_in_a_collective_does_not_spoil_the_exit(ended, how):
+    for output, status in (rank[how] for rank in ended):
+        assert status == 0, output
         assert "terminate" not in output, output
         assert "FATAL" not in output, output
 
 
 VARIABLES = {
-    "mpirun": {
-        "OMPI_COMM_WORLD_RANK": "{}",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "{}",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "PMIX_NAMESPACE": "exits-{pid}",
-    },
-    "hydra_pmi_proxy": {
-        "PMI_RANK": "{}",
-        "PMI_SIZE": "2",
-        "MPI_LOCALRANKID": "{}",
-        "MPI_LOCALNRANKS": "2",
-    },
-    "slurmstepd": {
-        "SLURM_PROCID": "{}",
-        "SLURM_LOCALID": "{}",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_JOB_ID": "exits-{pid}",
-        "SLURM_STEP_ID": "0",
-    },
+    "OMPI_COMM_WORLD_RANK": "$rank",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "$rank",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": f"exits-{os.getpid()}",
 }
 
 
-def output_below(name: str, folder: Path, seconds: int, watches: str) -> str:
-    """Return the output of ranks whose launcher they kill: a shell of its name."""
-    variables = VARIABLES.get(name, VARIABLES["mpirun"])
-    program = shlex.join([sys.executable, str(PROGRAM), "kill_the_launcher", str(seconds)])
-    script = ""
-    for rank in range(2):
-        values = {key: value.format(rank, pid=os.getpid()) for key, value in variables.items()}
-        script += " ".join(f"{key}={value}" for key, value in values.items()) + f" {program} &\n"
-    shell = folder / name
-    shell.symlink_to(shutil.which("bash") or "bash")
-    job = start_program(
-        [str(shell), "-c", script + "wait"],
-        PYTHONPATH=PYTHONPATH,
-        TORCH_RING_EXIT_WITH_LAUNCHER=watches,
-    )
-    return output_of(job)  # after the ranks have ended, too, which hold the other end
+@pytest.mark.parametrize(
+    ("launcher", "watches", "ends"),
+    [("mpirun", "1", True), ("torchrun", "1", True), ("mpirun", "0", False)],
+)
+def test_ranks_end_with_a_launcher_that_was_killed(launcher, watches, ends, tmp_path):
+    """Not if they are told otherwise. tests/setup/test_identity.py has more launchers.
 
-
-@pytest.mark.parametrize("launcher", [*VARIABLES, "torchrun"])
-def test_ranks_end_with_a_launcher_that_was_killed(launcher, tmp_path):
-    if launcher == "torchrun":
-        command = [*TORCHRUN, "--nproc-per-node", "2", str(PROGRAM), "kill_the_launcher", "60"]
-        output = output_of(start_program(command, PYTHONPATH=PYTHONPATH))
-    else:
-        output = output_below(launcher, tmp_path, 60, "1")
-    assert "goes on" not in output, output
-    for rank in range(2):
+    The launcher, which a rank kills, is a shell of its name, or the real one.
+    """
+    program = [str(PROGRAM), "kill_the_launcher", "60" if ends else "1"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", *program]
+    if launcher != "torchrun":
+        shell = tmp_path / launcher
+        shell.symlink_to(shutil.which("bash") or "bash")
+        start = [*(f"{name}={value}" for name, value in VARIABLES.items()), sys.executable]
+        script = f"for rank in 0 1; do {' '.join([*start, *program])} & done; wait"
+        command = [str(shell), "-c", script]
+    # Also that of ranks that outlive the launcher: they hold the other end.
+    variables = {"PYTHONPATH": PYTHONPATH, "TORCH_RING_EXIT_WITH_LAUNCHER": watches}
+    output = output_of(start_program(command, **variables))
+    assert output.count("goes on: [1.0, 1.0, 1.0]") == (0 if ends else 2), output
+    assert output.count(f": {launcher} (pid ") == (2 if ends else 0), output
+    for rank in range(2) if ends else ():
         assert f"[torch_ring] rank {rank} (pid " in output, output
-    assert output.count(f": {launcher} (pid ") == 2, output
-    assert output.count("which has started it, has died. TORCH_RING_EXIT_WITH_LAUNCHER=0") == 2
-
-
-@pytest.mark.parametrize(("launcher", "watches"), [("mpirun", "0"), ("bash", "1")])
-def test_ranks_outlive_a_launcher_if_told_and_a_shell(launcher, watches, tmp_path):
-    output = output_below(launcher, tmp_path, 1, watches)
-    assert output.count("goes on: [1.0, 1.0, 1.0]") == 2, output
-    assert "has died" not in output
 
 
 def test_a_process_that_exits_has_no_control_plane_any_more():

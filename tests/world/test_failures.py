@@ -140,8 +140,7 @@ def test_a_lost_rank_is_named(how, transport, size, victim, tmp_path):
         assert "allreduce 'doomed' float32" in text or "this world has ended" in text, text
 
 
-@pytest.mark.parametrize("tls", ["0", "1"])
-@pytest.mark.parametrize("end", ["connecting", "accepting"])
+@pytest.mark.parametrize(("end", "tls"), [("connecting", "1"), ("accepting", "0")])
 def test_a_rank_that_dies_in_the_handshake_is_named(end, tls):
     """Long before init() gives up."""
     env = {

@@ -22,7 +22,7 @@ from torch_ring.setup import connect
 
 
 @on_both_transports
-@on_ranks(3)
+@on_ranks(3, env={"TORCH_RING_TLS": "1"})
 def test_a_forked_child_can_ask_but_not_communicate(transport) -> None:
     pair = hvd.add_process_set([0, 1])
     expected = facts_of(pair)
@@ -36,6 +36,7 @@ def test_a_forked_child_can_ask_but_not_communicate(transport) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     check_process_set(pair, [0, 1])
+    assert hvd.allreduce(torch.ones(100_000), op=hvd.Sum).eq(hvd.size()).all()
 
 
 def facts_of(pair: hvd.ProcessSet) -> list[object]:

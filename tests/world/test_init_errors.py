@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 from on_ranks import on_ranks
-from pool import error_of, run
-from ports import free_port
+from pool import error_of
 from process_set_use import check_process_set
 
 import torch_ring as hvd
@@ -25,9 +24,11 @@ def test_calls_before_init() -> None:
     assert not hvd.is_initialized()
 
 
-def join_halves(turns: int) -> None:
+@on_ranks(4, initialized=False)
+def test_lists_of_ranks() -> None:
+    """tests/world/test_several_hosts.py has them with a store of rank 0."""
     rank = int(os.environ["RANK"])
-    for _ in range(turns):
+    for _ in range(2):
         half = [rank % 2 + 2, rank % 2]
         hvd.init(comm=half)
         assert (hvd.rank(), hvd.size()) == (rank // 2, 2)
@@ -44,12 +45,3 @@ def join_halves(turns: int) -> None:
     assert (hvd.rank(), hvd.size()) == (rank, 4)
     hvd.barrier()
     hvd.shutdown()
-
-
-@pytest.mark.parametrize("store_of", ["agent", "host"])
-def test_lists_of_ranks(store_of):
-    env = {}
-    if store_of == "host":
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
-        env["MASTER_ADDR"] = ""
-    run(join_halves, 4, args=(2,), env=env, initialized=False)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks agree on a stop, whichever of them got the signal, and wherever they are."""
+"""All ranks agree on a stop, whichever of them got the signal, and wherever they are.
+
+tests/cpp/control_plane_test.cc has ranks that have passed different numbers of points, and several
+signals; tests/run/test_run_elastic.py has the stop of an elastic job.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,8 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,45 +70,6 @@ def test_all_ranks_stop_at_the_same_step(size, transport, together):
     assert steps[0] >= 20
     assert all(f"rank {last} (pid " in reason for reason in reasons), reasons
     assert all(reason.endswith(") got SIGTERM") for reason in reasons), reasons
-
-
-def test_signals_of_several_ranks_are_one_stop():
-    results = run(steps_until_stop, 3, args=({0: 7, 1: 7, 2: 9}, False))
-    assert len({step for step, _ in results}) == 1
-
-
-def stops_of_random_times(count: int, seed: int) -> list[int]:
-    """Stop `count` times, at a random time each; return the steps, which count on."""
-    chance, mine = random.Random(seed), random.Random(hvd.rank())
-    step, stops = 0, []
-    total = torch.zeros(1, dtype=torch.int64)
-    for _ in range(count):
-        with watching("SIGUSR1"):
-            victim, delay_s = chance.randrange(hvd.size()), chance.random() * 0.02
-            pid, got = os.getpid(), signal.SIGUSR1 if hvd.rank() == victim else 0
-            timer = threading.Timer(delay_s, os.kill, (pid, got))
-            timer.start()
-            while not preemption.requested():
-                step += 1
-                kind = step % 3  # the same on all ranks: training, evaluation, a wait for data
-                if kind == 0:
-                    total += hvd.allreduce(torch.ones(1, dtype=torch.int64), op=hvd.Sum)
-                elif kind == 1:
-                    sum(range(mine.randrange(10_000)))
-                else:
-                    time.sleep(mine.random() * 0.002)
-            assert hvd.allgather_object(step) == [step] * hvd.size()  # all save the same one
-            stops.append(step)
-            timer.join()
-        hvd.shutdown()
-        hvd.init()
-    assert total.item() == (step // 3) * hvd.size()  # no step was lost
-    return stops
-
-
-def test_stops_at_random_times():
-    first, *others = run(stops_of_random_times, 4, args=(20, 1))
-    assert others == [first] * 3
 
 
 def signal_before_init() -> list[int]:
@@ -253,24 +216,3 @@ def test_a_rank_that_is_stopped_does_not_hold_the_others_for_ever(
     outcomes = run(wait_for_a_silent_rank, 2, args=(limit_s,), env=heartbeat, may_die=(1,))
     assert outcomes[0][0] == kind
     assert reason in outcomes[0][1]
-
-
-def stop_an_elastic_job() -> int:
-    @hvd.elastic.run
-    def train(state: hvd.elastic.ObjectState) -> int:
-        while not preemption.requested():
-            if (hvd.rank(), state.step) == (1, 3):
-                os.kill(os.getpid(), signal.SIGTERM)
-            hvd.barrier()
-            state.step += 1
-            state.commit()
-        return int(state.step)
-
-    with watching("SIGTERM"):
-        return train(hvd.elastic.ObjectState(step=0))
-
-
-def test_an_elastic_job_stops_as_a_whole():
-    first, *others = run(stop_an_elastic_job, 3)
-    assert first >= 3
-    assert others == [first] * 2

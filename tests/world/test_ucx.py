@@ -186,7 +186,7 @@ def test_ucx_without_memory_events_is_refused(monkeypatch):
 
 
 @needs_ucx
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("few", "more"),
     [

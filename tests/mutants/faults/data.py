@@ -80,6 +80,11 @@ FAULTS = (
         tests=("data/test_split.py::test_data_that_deal_themselves_to_workers_are_not_dealt_twice",),
     ),
     Fault(
+        "spawned_lost", "a worker that is not forked does not know its rank", SPLIT,
+        "place = (ranks.rank(), ranks.size()) if ranks.included() else None", "place = None",
+        tests=("data/test_split.py::test_workers_that_are_not_forked_know_their_rank",),
+    ),
+    Fault(
         "old_ranks", "workers that outlive a change of the ranks deal as before", SPLIT,
         "each.is_over.fill_(True)", "pass",
         tests=("data/test_split.py::test_workers_that_outlive_the_ranks_say_so",),

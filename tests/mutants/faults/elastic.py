@@ -11,6 +11,7 @@ REGROUP = "torch_ring/elastic/regroup.py"
 RETRY = "torch_ring/elastic/retry.py"
 DRAIN = "torch_ring/elastic/drain.py"
 JOB = "torch_ring/elastic/job.py"
+ROUNDS = "torch_ring/optimizer/local_steps.py"
 
 # fmt: off
 FAULTS = (
@@ -178,6 +179,33 @@ FAULTS = (
         "mismatch_retried", "a mismatch is tried again, though the program is wrong", RETRY,
         "except (MismatchError, LeftOutError, StateLostError, ProcessSetLostError):",
         "except (LeftOutError, StateLostError, ProcessSetLostError):",
+        tests=("elastic/test_regroup.py::test_an_error_without_a_death_is_not_tried_again_for_ever",),
+    ),
+    Fault(
+        "old_leader", "after a death a host waits for the results of its former leader", ROUNDS,
+        "        return shared[0]\n",
+        '        self._led = getattr(self, "_led", shared[0])\n        return self._led\n',
+        tests=("elastic/test_deaths_in_rounds.py::test_hosts_go_on_without_the_dead",),
+    ),
+    Fault(
+        "half_taken_back", "an agreement that fails is taken back in one fragment", ROUNDS,
+        "in zip(self._fragments, counts, strict=True):\n                fragment.on_its_way",
+        "in [(self._fragments[0], counts[0])]:\n                fragment.on_its_way",
+        tests=(
+            "elastic/test_deaths_in_rounds.py"
+            "::test_an_agreement_that_fails_is_taken_back_in_all_fragments",
+        ),
+    ),
+    Fault(
+        "neighbour_ignored", "a rank does not take the state of its host", STATE,
+        "        if neighbour is not None:\n            self._copy_from",
+        "        if False:\n            self._copy_from",
+        tests=("elastic/test_deaths_in_rounds.py::test_a_rank_takes_the_state_of_its_host",),
+    ),
+    Fault(
+        "left_out_retried", "a rank that the others have left out tries again", RETRY,
+        "except (MismatchError, LeftOutError, StateLostError, ProcessSetLostError):",
+        "except (MismatchError, StateLostError, ProcessSetLostError):",
         tests=("elastic/test_regroup.py::test_an_error_without_a_death_is_not_tried_again_for_ever",),
     ),
     Fault(

@@ -185,6 +185,18 @@ FAULTS = (
         tests=("setup/test_identity.py",),
     ),
     Fault(
+        "life_unnamed", "ranks that torchrun starts again find what an earlier life has left",
+        LAUNCHERS,
+        'job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")',
+        'job=("TORCHELASTIC_RUN_ID", "WORLD_SIZE")',
+        tests=("setup/test_identity.py::test_identity_from_each_launcher",),
+    ),
+    Fault(
+        "shell_watched", "ranks end with a shell, which is no launcher", LAUNCHERS,
+        "not name.startswith(launcher.daemons)", "False",
+        tests=("setup/test_identity.py::test_a_parent_is_watched_that_is_the_launcher",),
+    ),
+    Fault(
         "tasks_of_first_node", "each node of Slurm has as many tasks as the first", LAUNCHERS,
         "        left -= nodes\n", "        left = 0\n",
         tests=("setup/test_identity.py",),

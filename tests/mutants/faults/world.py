@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         "number_reused", "a new set gets the number of a removed one", TABLE,
         "                self._numbers += 1\n", "                self._numbers = len(ids)\n",
-        tests=("world/test_unused_process_sets.py", "world/test_process_sets.py"),
+        tests=("world/test_process_sets.py",),
     ),
     Fault(
         "global_root", "the root of a set is an index in the set", SETS,
@@ -84,6 +84,11 @@ FAULTS = (
         "old_hierarchy", "a hierarchy keeps the ranks of the last world", SETS,
         "if self._found[0] is not host_of:", "if not self._found[1]:",
         tests=("elastic/test_kept_process_sets.py::test_a_hierarchy_that_was_asked_for_twice_is_made_again",),
+    ),
+    Fault(
+        "inner_job_of_newcomers", "the job that a newcomer starts has newcomers alone", CURRENT,
+        "if config.is_newcomer and is_of_inner_job(rank=rank, size=size):", "if False:",
+        tests=("elastic/test_first_world.py::test_a_newcomers_own_job_has_no_newcomers",),
     ),
     Fault(
         "second_init_silent", "a second init() for another rank is no warning", CURRENT,
@@ -159,6 +164,11 @@ FAULTS = (
     Fault(
         "secret_not_demanded", "nobody is told that the hosts of a job have no secret", JOIN,
         "    if world.is_guarded:\n", "    if False:\n",
+        tests=("world/test_strangers.py",),
+    ),
+    Fault(
+        "secret_file_ignored", "a secret in a file is none", JOIN,
+        "if config.secret_file and not config.secret:", "if False:",
         tests=("world/test_strangers.py",),
     ),
     Fault(
