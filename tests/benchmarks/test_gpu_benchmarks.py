@@ -128,7 +128,7 @@ for part in PARTS:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_each_part_selects_tests():
     output = output_of(
         start_program([sys.executable, "-c", COLLECT], PYTHONPATH=f"{ROOT}:{BENCHMARKS}")

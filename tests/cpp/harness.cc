@@ -132,6 +132,13 @@ void run_ranks(int ranks, const std::function<void(int)>& fn) {
 }  // namespace torch_ring::test
 
 /// Usage: [--list] [PART OF A NAME]...
+#ifdef __SANITIZE_THREAD__
+/// ThreadSanitizer clears its shadow of each new block: up to this size by writing, beyond it by
+/// mapping it anew, which costs two faults a page, and halts all processors for each. Blocks of the
+/// tests' data are below, and the stacks of threads, of which little is used, above.
+extern "C" const char* __tsan_default_options() { return "clear_shadow_mmap_threshold=4194304"; }
+#endif
+
 int main(int argc, char** argv) {
   using namespace torch_ring::test;
   bool list = false;

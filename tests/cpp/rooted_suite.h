@@ -2,6 +2,7 @@
 // rooted_suite: tests that every Communicator's reduce_to, gather and scatter pass.
 #pragma once
 
+#include <numeric>
 #include <random>
 
 #include "collective/plan.h"
@@ -109,6 +110,7 @@ inline void reduce_has_the_bits_of_an_allreduce(const Layout& layout, int size) 
 /// The parts of all ranks, one after the other; rank r's has bytes[r] bytes.
 inline Bytes parts_of(const std::vector<std::size_t>& bytes) {
   Bytes all;
+  all.reserve(std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}));
   for (std::size_t rank = 0; rank < bytes.size(); ++rank) {
     const Bytes part = bytes_of(static_cast<int>(rank), bytes[rank]);
     all.insert(all.end(), part.begin(), part.end());

@@ -46,14 +46,19 @@ def end_of(output: str, ranks: int) -> float:
 SCALED = ["on 3 ranks: rate 0.075", "on 2 ranks: rate 0.05"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "epochs", "size", "step", "lines", "error"),
     [
-        ("train.py", 6, 3, 30, ["epoch 0 on 3 ranks", "on 2 ranks"], 0.02),
+        pytest.param(
+            *("train.py", 6, 3, 30, ["epoch 0 on 3 ranks", "on 2 ranks"], 0.02),
+            marks=pytest.mark.weekly,
+        ),
         # The batches are the same:
-        ("accumulation.py", 5, 2, 30, ["2 ranks: 2 passes", "1 ranks: 4 passes"], 0.0002),
-        ("scaled_rate.py", 6, 3, 40, SCALED, 0.1),
+        pytest.param(
+            *("accumulation.py", 5, 2, 30, ["2 ranks: 2 passes", "1 ranks: 4 passes"], 0.0002),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("scaled_rate.py", 6, 3, 40, SCALED, 0.1, marks=pytest.mark.weekly),
     ],
 )
 def test_an_example_ends_as_on_one_rank(

@@ -156,7 +156,7 @@ def run_until_killed(script: str, arguments: list[str], folder: str, deaths: dic
         return run_script(script, arguments, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_imagenet_trains_on_when_ranks_die(tmp_path: Path, images: Path) -> None:
     """One of three ranks dies in the means of an epoch, then the first one in an accumulation."""
     deaths: dict[int, int | str] = {1: "means", 0: 8}

@@ -132,7 +132,7 @@ def test_two_ranks_train_on_ring(name: str) -> None:
     assert found[0][4] == found[1][4], output
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.launcher
 def test_accelerates_own_script() -> None:
     """It compares training to that of one process."""

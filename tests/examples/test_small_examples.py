@@ -95,7 +95,7 @@ def test_from_scratch_ends_with_the_weights_of_the_real_optimizer(tmp_path: Path
     pool.run(train_twice, 2, args=(str(tmp_path / "store"),))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_from_scratch_runs_as_a_script(tmp_path: Path) -> None:
     first, second = run(FROM_SCRATCH, folder=tmp_path)
     biases = [

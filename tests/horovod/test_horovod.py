@@ -24,7 +24,7 @@ def test_behaviour(behaviour, size, transport):
 
 
 @pytest.mark.launcher
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_behaviours_in_one_job():
     size = 3
     command = [*mpirun_command("Open MPI")[:-1], str(size), sys.executable, PROGRAM]

@@ -276,7 +276,7 @@ def test_two_gpus_are_tried(
     assert tried[2] == (2, "auto", "cuda")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_over_ucx(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     own = own_ucx(Config.from_environment())
     if not own[:1].isdigit():
