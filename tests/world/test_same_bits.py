@@ -82,5 +82,10 @@ def sums_of_16_bits() -> None:
 class TestTwoHosts:
     pytestmark = on_hosts
 
+    def test_every_run(self, hosts):
+        env = {"TORCH_RING_BUCKET_BYTES": "50000"}
+        found = run_on_hosts(weights_after_training, hosts, [0, 0, 1, 1], env=env)
+        assert len(set.union(*found)) == 1
+
     def test_sums_of_16_bit_floats_are_added_host_by_host(self, hosts):
         run_on_hosts(sums_of_16_bits, hosts, OF_HOSTS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from dtype_checks import check_results
 from host_fixtures import on_hosts, run_on_hosts
 from logs import logged
 from oracle import play_by_optimizer
+from packet_loss import losing_packets
 from pool import all_have_passed, error_of
 from slow import slow
 
@@ -125,7 +127,7 @@ def test_a_set_goes_on_when_leaders_of_hosts_have_died(hosts, tmp_path):
             assert outcome[0] == "PeerLostError", outcomes
 
 
-# --- a cut link
+# --- links that lose packets
 
 
 def cut_the_last_rank_off(passed: Path) -> str:
@@ -151,3 +153,31 @@ def test_a_cut_link_is_noticed(hosts, tmp_path):
         namespaces.run("ip", "-n", hosts[2], "link", "set", "eth0", "up")
     assert f"rank 1 ({namespaces.NETWORK}.3, pid " in errors[0]
     assert "has not been heard for 1.5" in errors[0]
+
+
+def leave_while_packets_get_lost() -> None:
+    """Most packets get lost, from before the last collective until 3 s later or until the end."""
+    tensor = torch.full((20_000,), float(hvd.rank()))
+    hvd.allreduce(tensor)
+    with contextlib.ExitStack() as until_left:
+        loss = until_left.enter_context(contextlib.ExitStack())
+        loss.enter_context(losing_packets("eth0", 0.6))
+        healing = threading.Timer(3.0, loss.close)
+        healing.start()
+        until_left.callback(healing.join)
+        for count in (20_000, 3):
+            mean = hvd.allreduce(tensor[:count])
+            assert mean.eq((hvd.size() - 1) / 2).all()
+        hvd.shutdown()
+
+
+@pytest.mark.slow
+def test_the_end_of_a_job_survives_packet_loss(hosts, full):
+    """A hundred jobs with --full: a quarter of an hour."""
+    try:
+        with losing_packets("lo", 0.0):
+            pass
+    except OSError as error:
+        pytest.skip(f"no packets can be dropped here: {error}")
+    for _ in range(100 if full else 1):
+        run_on_hosts(leave_while_packets_get_lost, hosts, [0, 1, 2])
