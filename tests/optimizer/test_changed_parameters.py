@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are converted, replaced or added after their optimizer was wrapped."""
 
+from unittest import mock
+
 import pytest
 import torch
 from logs import logged
-from pool import run
+from pool import expect_error, run
 from torch import nn
 from torch.optim import SGD
 from training import joined_batches, make_model, part, train, weights
 
 import torch_ring as hvd
+from torch_ring.optimizer.backward_sync import BackwardSync
+from torch_ring.optimizer.distributed_optimizer import follow_world
 
 
 def mix_graphs() -> None:
@@ -108,6 +112,21 @@ def add_parameters_by_hand() -> None:
     train(model, optimizer, [batch])
 
 
+def go_on_alone() -> None:
+    """The others die while they change the parameters in a new world: the last rank can step."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1))
+    failure = hvd.PeerLostError("rank 1 died")
+    with mock.patch.object(BackwardSync, "add", side_effect=failure):
+        expect_error("PeerLostError", "rank 1 died", lambda: follow_world(optimizer))
+    hvd.shutdown()
+    hvd.init(rank=0, size=1)
+    follow_world(optimizer)
+    before = model[0].bias.detach().clone()
+    train(model, optimizer, joined_batches(1))
+    assert not torch.equal(model[0].bias, before)
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -116,6 +135,7 @@ def add_parameters_by_hand() -> None:
         replace_parameters,
         change_shapes,
         add_parameters_by_hand,
+        go_on_alone,
     ],
 )
 def test_changed_parameters(check):

@@ -113,7 +113,7 @@ class Engine:
 def _ended(result: Any) -> SimpleNamespace:
     """Return the `Work` of an operation."""
     return SimpleNamespace(
-        done=lambda: True, wait=lambda *_: result, received_splits=lambda: [len(result)]
+        done=lambda: True, wait=lambda *_: result, received_splits=lambda: list(result.shape[:1])
     )
 
 

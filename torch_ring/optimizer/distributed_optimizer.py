@@ -439,6 +439,7 @@ class _DistributedOptimizer(Wrapped):
             self._backward_sync.remove(self._reducer)
             del self._backward_sync  # it refers to the engine of a world that may have ended
         self._reducer = None  # free its buckets before new ones are made
+        self._broken_by = ""  # also where this rank is alone now
         process_set = self._settings.process_set
         is_set = process_set.process_set_id is not None  # otherwise backward_sync_of() raises
         if is_set and (not process_set.included() or process_set.size() == 1):
@@ -456,7 +457,6 @@ class _DistributedOptimizer(Wrapped):
         except BaseException as error:
             self._broken_by = f"{type(error).__name__}: {error}"
             raise
-        self._broken_by = ""
         reducer.hooks.set_passes_per_step(self._passes_per_step)
         leave = functools.partial(_leave, sync, weakref.ref(reducer))
         reducer.owner = weakref.ref(self, leave)

@@ -10,9 +10,17 @@ SHARDED = "torch_ring/optimizer/sharded_state.py"
 PARTS = "torch_ring/optimizer/shard_parts.py"
 TUNER = "torch_ring/optimizer/autotuner.py"
 REDUCER = "torch_ring/optimizer/reducer.py"
+DISTRIBUTED = "torch_ring/optimizer/distributed_optimizer.py"
 
 # fmt: off
 FAULTS = (
+    # --- changes of the parameters
+    Fault(
+        "broken_for_ever", "a change that failed in a world ends the steps of the last rank alone",
+        DISTRIBUTED,
+        """        self._broken_by = ""  # also where""", "        # also where",
+        tests=("optimizer/test_changed_parameters.py",),
+    ),
     # --- local steps
     Fault(
         "agreed_late", "the ranks agree one step too late", LOCAL,
